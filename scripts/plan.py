@@ -181,7 +181,7 @@ def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:
 def lines_of(plan: "Plan") -> list[str]:
     """The plan as text."""
     figures, aim, m = plan.as_json(), plan.aim, plan.measured
-    state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimiser"
+    state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimizer"
     room = (
         f"{aim.usable / GIB:.1f} GiB ({aim.memory_fraction:.0%} of"
         f" {aim.target.memory / GIB:.1f}, what JAX takes)"

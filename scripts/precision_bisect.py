@@ -3,7 +3,7 @@ to the loss and to the gradient.
 
 The model of RUN's newest checkpoint, one batch of its training data, and four casts of
 every narrow matmul: of the activations, of the weights, of the gradient of the output,
-and of the weight gradient on its way to the optimiser. All of them belong to one
+and of the weight gradient on its way to the optimizer. All of them belong to one
 compiled program, in which each has a switch. Left out are: one cast of one layer, all
 casts of one layer, one cast of all layers; and the compute format of everything else.
 What is compared with is FP32 throughout. Master weights are what the checkpoint has; no
@@ -65,7 +65,7 @@ class Finding(NamedTuple):
           everything else.
       loss: nats.
       loss_difference: to FP32's.
-      cosine: between the gradient, as the optimiser gets it, and FP32's.
+      cosine: between the gradient, as the optimizer gets it, and FP32's.
       error: norm of their difference over that of FP32's.
     """
 
@@ -183,7 +183,7 @@ def gradient(
     segments: jax.Array | None,
     on_Lx4: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """The loss, and the gradient in FP32 as the optimiser gets it."""
+    """The loss, and the gradient in FP32 as the optimizer gets it."""
     loss, grads, _ = (
         switched(model, on_Lx4)
         .differentiate()

@@ -1,4 +1,4 @@
-"""Tokenise text into a prepared directory, for
+"""Tokenize text into a prepared directory, for
 `python -m trainer data=prepared data.prepared_dir=...`.
 
     python -m scripts.prepare_data                                     the embedded
@@ -95,7 +95,7 @@ def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
     hub = sources.add_parser(
         "hub", parents=[common, limit], help="a data set of the Hugging Face hub"
     )
-    hub.add_argument("name", help="organisation/name")
+    hub.add_argument("name", help="organization/name")
     hub.add_argument("--config", help="its configuration")
     hub.add_argument("--split", default="train", help="default: train")
     hub.add_argument("--revision", help="commit, to pin")

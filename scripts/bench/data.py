@@ -1,6 +1,6 @@
-"""Speed of the data path: tokenisation against tiktoken's own, and the loader.
+"""Speed of the data path: tokenization against tiktoken's own, and the loader.
 
-`prepare` (read, tokenise, hash, write shards) and `encode_ordinary_batch` of tiktoken,
+`prepare` (read, tokenize, hash, write shards) and `encode_ordinary_batch` of tiktoken,
 both with as many threads as asked, take turns on the same text: the embedded corpus,
 several times over, cut into documents.
 """

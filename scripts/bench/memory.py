@@ -70,7 +70,7 @@ def main(args: Arguments) -> None:
 
 
 def without_data(model: str, vocab: int, changes: list[str]) -> TrainTask:
-    """A model of the configuration on one device, with its optimiser, for what looks at
+    """A model of the configuration on one device, with its optimizer, for what looks at
     states and takes no batches.
     """
     c = compose_config([f"model={model}", "parallel.data=1", *changes])

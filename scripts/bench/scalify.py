@@ -22,7 +22,7 @@ from scalify_core import PrecisionWarning, as_scaled_array, asarray, scalify, tr
 from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec
 
-State = tuple[Any, Any]  # parameters, optimiser's state
+State = tuple[Any, Any]  # parameters, optimizer's state
 MOMENT_SCALE = 2.0**-10
 
 
@@ -106,7 +106,7 @@ def contestants(
 
 
 def scaled(state: State, dtype: str) -> State:
-    """Parameters and optimiser's state with static scales and data of `dtype`."""
+    """Parameters and optimizer's state with static scales and data of `dtype`."""
     params, opt_state = state
     params = tree.with_static_scales(as_scaled_array(params, dtype=dtype))
     return params, as_scaled_array(opt_state, MOMENT_SCALE, dtype=dtype)

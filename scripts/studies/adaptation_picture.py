@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from scripts.studies.parity_picture import COLOURS
+from scripts.studies.parity_picture import COLORS
 from scripts.studies.runs import Trial
 
 LABELS = {
@@ -40,7 +40,7 @@ def draw(
         figure.subplots(1, len(rates), sharey=True, squeeze=False)[0],
         strict=True,
     ):
-        for colour, (arm, label) in zip(COLOURS, LABELS.items(), strict=False):
+        for color, (arm, label) in zip(COLORS, LABELS.items(), strict=False):
             own = [
                 curve
                 for job, curve in sorted(curves.items())
@@ -54,7 +54,7 @@ def draw(
                 ax.plot(
                     seen,
                     [curve[step] for step in steps],
-                    color=colour,
+                    color=color,
                     linewidth=0.6,
                     alpha=0.4,
                 )
@@ -62,7 +62,7 @@ def draw(
             ax.plot(
                 seen,
                 means,
-                color=colour,
+                color=color,
                 linewidth=2,
                 label=f"{label}, {len(own)} seeds",
             )

@@ -189,7 +189,7 @@ def train(job: ZooTrial, args: Arguments) -> list[float]:
 def fp32(
     loss: Callable, params: Any, tx: optax.GradientTransformation, seed: int
 ) -> tuple[Callable, Any, Any]:
-    """The step of plain JAX, the weights and the optimiser's state."""
+    """The step of plain JAX, the weights and the optimizer's state."""
 
     def step(
         params: Any, state: Any, number: jax.Array, batch: Batch

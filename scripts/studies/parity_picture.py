@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 
 from scripts.studies.pairs import Outcome, PairedDifference
 
-# Told apart by people with any colour vision. Reference: Okabe and Ito 2008, "Color
+# Told apart by people with any color vision. Reference: Okabe and Ito 2008, "Color
 # universal design".
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("-", "--", ":", "-.")  # for more items than colours
+COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", ":", "-.")  # for more items than colors
 
 
 def draw(
@@ -37,7 +37,7 @@ def draw(
     rates = list(dict.fromkeys(row.lr for row in rows))
     names = list(dict.fromkeys(row.item for row in rows))
     styles = {
-        name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)])
+        name: (COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)])
         for i, name in enumerate(names)
     }
     figure = Figure(
@@ -82,8 +82,8 @@ def draw_curves(
             statistics.fmean(run[step] for run in runs if step in run) for step in steps
         ]
         shown += [loss for loss in losses if math.isfinite(loss)]
-        colour, dash = styles[row.item]
-        ax.plot(steps, losses, color=colour, linestyle=dash, linewidth=1.5)
+        color, dash = styles[row.item]
+        ax.plot(steps, losses, color=color, linestyle=dash, linewidth=1.5)
     if shown:
         low, high = min(shown), sorted(shown)[math.ceil(0.7 * (len(shown) - 1))]
         room = max(0.05 * (high - low), 1e-3)
@@ -107,11 +107,11 @@ def draw_differences(
     final = {(key.item, key.seed): found.final(last) for key, found in outcomes.items()}
     furthest = 0.0
     for y, row in enumerate(rows):
-        colour, dash = styles[row.item]
+        color, dash = styles[row.item]
         ax.plot(
             [0, 0.03],
             [y, y],
-            color=colour,
+            color=color,
             linestyle=dash,
             linewidth=3,
             transform=ax.get_yaxis_transform(),
@@ -132,7 +132,7 @@ def draw_differences(
             y,
             xerr=row.half_width if row.n > 1 else None,
             fmt="o",
-            color=colour,
+            color=color,
             capsize=3,
         )
     ax.axvline(0, color="grey", linewidth=1)

@@ -4,7 +4,7 @@ fresh model and in a checkpoint.
 The model of RUN, its training batches, loss and gradient evaluated equation by equation
 with the scales of a training step. A row is a kind of operand: which product, which of
 its operands, of what shape; with the least and the largest RMS of all layers and
-batches, at initialisation and in the newest checkpoint. What is aimed at are 1/4 to 4.
+batches, at initialization and in the newest checkpoint. What is aimed at are 1/4 to 4.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def operands_of_products(
 
 
 def measure(arguments: Arguments) -> tuple[Found, Found, int]:
-    """What is found at initialisation, what in the newest checkpoint, and its step.
+    """What is found at initialization, what in the newest checkpoint, and its step.
     Raises UserError.
     """
     c, w, restored = restore_training(Path(arguments.run_dir))
@@ -159,7 +159,7 @@ def table(first: Found, now: Found, step: int) -> str:
     """A row for each kind of operand, the worst of all below."""
     low, high = AIM
     lines = [
-        f"| operand | shape | RMS at initialisation | RMS after {step} steps | |",
+        f"| operand | shape | RMS at initialization | RMS after {step} steps | |",
         "|---|---|---|---|---|",
     ]
     for (name, i, shape), values in now.items():
@@ -173,7 +173,7 @@ def table(first: Found, now: Found, step: int) -> str:
             f"| {name}, {i} | {sizes} | {both[0]} | {both[1]} |"
             f" {'' if inside else 'outside'} |"
         )
-    for what, found in (("at initialisation", first), (f"after {step} steps", now)):
+    for what, found in (("at initialization", first), (f"after {step} steps", now)):
         every = [x for values in found.values() for x in values]
         lines.append(
             f"{what}: {min(every):.2f} to {max(every):.2f}, of {len(every)} operands"

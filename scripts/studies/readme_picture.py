@@ -30,7 +30,7 @@ BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")
 WIDTH, HEIGHT = 960, 290
 TOP, BOTTOM = 62, 244  # of all three plots
 SHOWN_AT_END = 0.25  # share of the steps that the middle plot enlarges
-# Colours of classes: told apart by the colour-blind, and with enough contrast on the
+# Colors of classes: told apart by the color-blind, and with enough contrast on the
 # ground of either mode.
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
@@ -155,7 +155,7 @@ def label(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
 def bars(values: Mapping[str, float], left: float, precision: str) -> Iterator[str]:
     """A bar for each precision."""
     yield label(left, 24, "bytes of state per parameter", "head")
-    yield label(left, 42, "weights and optimiser", "note")
+    yield label(left, 42, "weights and optimizer", "note")
     for i, name in enumerate(BARS):
         y = TOP + 10 + 36 * i
         kind = (
@@ -239,7 +239,7 @@ def lines(
 
 
 def key(x: float, kind: str, text: str) -> str:
-    """A colour and what it stands for."""
+    """A color and what it stands for."""
     return (
         f'<line class="{kind}" stroke-width="2.5" x1="{x}" x2="{x + 18}" y1="38"'
         ' y2="38"/>' + label(x + 24, 42, text)

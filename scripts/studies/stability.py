@@ -166,7 +166,7 @@ def heading(args: Arguments) -> str:
     return (
         f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens; final loss:"
         f" validation, nats per token, mean of the last {args.last} of"
-        f" {args.evaluations}. Diverged: stopped, not finite, nothing learnt, or half"
+        f" {args.evaluations}. Diverged: stopped, not finite, nothing learned, or half"
         " of it lost.\n\n"
     )
 

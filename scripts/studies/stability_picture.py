@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from scripts.studies.parity_picture import COLOURS, DASHES
+from scripts.studies.parity_picture import COLORS, DASHES
 from scripts.studies.stable import EDGE, Run
 
 
@@ -26,7 +26,7 @@ def draw(path: Path, runs: Mapping[Any, Run], rates: Sequence[float]) -> None:
     """
     names = list(dict.fromkeys(key.item for key in runs))
     styles = {
-        name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)])
+        name: (COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)])
         for i, name in enumerate(names)
     }
     figure = Figure(figsize=(18, 6), dpi=100, layout="constrained")
@@ -48,7 +48,7 @@ def draw_losses(
     styles: Mapping[str, tuple[str, str]],
 ) -> None:
     """The left panel; items stand beside each other at each rate."""
-    for i, (name, (colour, dash)) in enumerate(styles.items()):
+    for i, (name, (color, dash)) in enumerate(styles.items()):
         aside = 1 + 0.04 * (i - (len(styles) - 1) / 2)
         own = {key: run for key, run in runs.items() if key.item == name}
         for diverged, marker in ((False, "o"), (True, "x")):
@@ -61,7 +61,7 @@ def draw_losses(
                 [x for x, _ in shown],
                 [y for _, y in shown],
                 marker,
-                color=colour,
+                color=color,
                 markersize=4,
                 alpha=0.6,
             )
@@ -75,7 +75,7 @@ def draw_losses(
         ax.plot(
             [x for x, _ in line],
             [y for _, y in line],
-            color=colour,
+            color=color,
             linestyle=dash,
             label=name,
         )

@@ -100,8 +100,8 @@ class Lead(NamedTuple):
 
 
 def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool:
-    """Whether a run was stopped, ends without a finite loss, learnt nothing, or has
-    lost half of what it had learnt.
+    """Whether a run was stopped, ends without a finite loss, learned nothing, or has
+    lost half of what it had learned.
 
     Args:
       first: loss at the initial weights.
@@ -195,9 +195,9 @@ def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]
         return 0.0, 1.0
     z = float(ndtri((1 + confidence) / 2))
     share, weight = count / of, 1 + z * z / of
-    centre = (share + z * z / (2 * of)) / weight
+    center = (share + z * z / (2 * of)) / weight
     reach = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / weight
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    return max(0.0, center - reach), min(1.0, center + reach)
 
 
 def sensitivity(runs: Sequence[Run]) -> float:
@@ -205,7 +205,7 @@ def sensitivity(runs: Sequence[Run]) -> float:
     lowest of them; nats.
 
     Wortsman et al. write it as an expectation over rates of [min(loss, loss at
-    initialisation) - best loss].
+    initialization) - best loss].
     """
     losses = [run.clipped for run in runs]
     return statistics.fmean(losses) - min(losses)

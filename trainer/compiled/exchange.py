@@ -42,7 +42,7 @@ class Exchanges(NamedTuple):
 
     def seconds(self, gbps: float) -> float:
         """An estimate of the longest exchange, at so many gigabits a second between any
-        two neighbours.
+        two neighbors.
         """
         return max(self.fragments) * 8 / (gbps * 1e9)
 

@@ -112,7 +112,7 @@ def is_byte_level(tree: dict[str, Any]) -> bool:
     """Whether a tokenizer.json is an encoding of bytes as GPT-2's is, which ends
     documents with its end-of-text token.
 
-    That is: byte-pair encoding without normaliser, its ids in the order of its merges,
+    That is: byte-pair encoding without normalizer, its ids in the order of its merges,
     words found by one pattern, and no added words, which are found in a text before all
     others.
     """

@@ -1,7 +1,7 @@
 """Vectors of tokens from the company they keep in a text: what two tokenizers' tokens
 are compared by.
 
-Positive pointwise mutual information of tokens near each other, factorised by a
+Positive pointwise mutual information of tokens near each other, factorized by a
 truncated SVD, which is what skip-gram with negative sampling does implicitly (Levy and
 Goldberg 2014, Neural Word Embedding as Implicit Matrix Factorization; the smoothed
 distribution of contexts is that of their 2015 paper, Improving Distributional
@@ -35,16 +35,14 @@ def token_vectors(
       tokens_N: ids in the order of the text; the first `MOST_TOKENS` are read.
       n_ids: ids are below it.
       end: the id that ends a document; it and what is beyond it are nobody's
-          neighbours. None: there is none.
+          neighbors. None: there is none.
       width: of the vectors; fewer where the text has not so many different tokens.
-      window: how many tokens apart neighbours are at most; those n apart count 1/n.
+      window: how many tokens apart neighbors are at most; those n apart count 1/n.
 
     Returns:
       FP32 [n_ids, width]; zeros for ids that the text does not have.
     """
-    counts = neighbours(
-        np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window
-    )
+    counts = neighbors(np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window)
     seen = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((n_ids, width), np.float32)
     rank = min(width, len(seen) - 1)
@@ -74,7 +72,7 @@ def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
     return (basis @ left)[:, :rank], values[:rank]
 
 
-def neighbours(
+def neighbors(
     tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, window: int
 ) -> sparse.csr_array:
     """How often each token stands near each other one in a document, FP32 [n_ids,

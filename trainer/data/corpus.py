@@ -82,7 +82,7 @@ class HubSource:
     without network too: pin `revision` where the data set may change.
 
     Attributes:
-      name: organisation/name, or a directory.
+      name: organization/name, or a directory.
       config: the data set's configuration, where it has several.
       split: also with a slice (not when streaming), such as "train[:10%]".
       column: the one that holds the text.

@@ -1,7 +1,7 @@
 """Tokenizers that only Hugging Face's library reads: what a tokenizer.json says beyond
 a byte-level encoding.
 
-Those of Llama 2 and Llama 3, of SentencePiece's kinds, with normalisers or prefixes.
+Those of Llama 2 and Llama 3, of SentencePiece's kinds, with normalizers or prefixes.
 The library does the encoding; here is what it has no word for: which token ends a
 document, what bytes a token stands for, and a fingerprint.
 """

@@ -118,7 +118,7 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Progress], None] | None = None,
 ) -> Path:
-    """Tokenise a source into `cache_dir`, or find it there.
+    """Tokenize a source into `cache_dir`, or find it there.
 
     Args:
       source: what to read. A PreparedSource is checked and returned.

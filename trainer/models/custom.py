@@ -1,7 +1,7 @@
 """A model of a program's own, as a family beside GPT-2 and Llama.
 
 It is a Flax NNX module that gives logits, built by a `Build`, whose layers have their
-roles; from these follow linear sizes, FLOPs, sharding, precision and optimiser. What
+roles; from these follow linear sizes, FLOPs, sharding, precision and optimizer. What
 else a family gives (caches, Hugging Face, tensor parallelism) it does without: samples
 take a whole forward pass a token.
 """

@@ -1,4 +1,4 @@
-"""Analytic FLOPs of a training step, of any family: one half of model FLOPs utilisation
+"""Analytic FLOPs of a training step, of any family: one half of model FLOPs utilization
 (MFU).
 
     MFU = tokens per second * flops_per_token / (devices * peak_flops)

@@ -1,7 +1,7 @@
 """What SwiGLU does to a narrow format, and what is done against it.
 
 The product of two branches that align has channels that are squares of others: outliers
-of a tensor that is quantised as a whole.
+of a tensor that is quantized as a whole.
 
 Legend: N tokens, D model, F MLP.
 
@@ -25,7 +25,7 @@ def smooth_swiglu(
 
     A channel's size is a power of two: what the linear branch's largest magnitude over
     the batch is divided by to be near `peak`, which is one too. Whoever takes the
-    result multiplies the rows of the next kernel by the sizes before that is quantised.
+    result multiplies the rows of the next kernel by the sizes before that is quantized.
     Under `scalify` magnitudes are those of the data: the scales of product and kernel,
     which are static, are then as right after it as before.
     """

@@ -249,7 +249,7 @@ def again(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
 
 
 class LayerNorm(nnx.Module):
-    """Normalisation over the last axis, in FP32; the result has the input's dtype.
+    """Normalization over the last axis, in FP32; the result has the input's dtype.
 
     `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS,
     measured at run time. `stacked`: as of `Role`.

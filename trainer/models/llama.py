@@ -23,7 +23,7 @@ from scalify_core import (
     dynamic_rescale_rms_grad,
     embedding,
     linear_cross_entropy,
-    materialised,
+    materialized,
     rebalance,
     rebalance_grad,
     rope,
@@ -38,7 +38,7 @@ from trainer.models.llama_spec import LlamaSpec, RopeScaling
 from trainer.models.stress import align
 
 # Under `scalify`, expected sizes are those of independent numbers, as at
-# initialisation. Training aligns vectors, and what is computed of them is then larger:
+# initialization. Training aligns vectors, and what is computed of them is then larger:
 # after 200 steps of llama_nano 14 times (queries, keys), 12 (what attention mixes), 40
 # (hidden channels), 55 (gradients of the branches). These powers of two go from the
 # data into the scale: free, and as many as leave initial data above 1/4. docs/lab.md
@@ -227,8 +227,8 @@ class Block(nnx.Module):
         batch: int,
     ) -> jax.Array:
         x_NxD += self.attn(x_NxD, self.attn_norm, rotation, segments_BxT, batch)
-        x_NxD = materialised(x_NxD)  # both norms and both sums read it
-        return materialised(x_NxD + self.mlp(x_NxD, self.mlp_norm))
+        x_NxD = materialized(x_NxD)  # both norms and both sums read it
+        return materialized(x_NxD + self.mlp(x_NxD, self.mlp_norm))
 
     def decode(
         self,

@@ -3,7 +3,7 @@ layer and no leaf by name.
 
 A role is metadata of the parameter, `nnx.Param(value, role=Role(...))`. `roles_of`
 collects them in a tree of the structure of the parameters; `role_of` finds that of a
-parameter, or of what an optimiser keeps of one.
+parameter, or of what an optimizer keeps of one.
 """
 
 from collections.abc import Sequence

@@ -141,12 +141,12 @@ def draw(
 
 
 def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
-    """One figure of all layers. Outside of the colour bar: shares of nothing, scales
+    """One figure of all layers. Outside of the color bar: shares of nothing, scales
     and RMS of zeros, NaN (grey).
     """
     norm: Normalize
     if name in SHARES:
-        colours, under, norm = "YlOrRd", "white", LogNorm(LEAST_SHARE, 1)
+        colors, under, norm = "YlOrRd", "white", LogNorm(LEAST_SHARE, 1)
         # zero has no logarithm
         shown = np.where(values < LEAST_SHARE, LEAST_SHARE / 2, values)
     elif name == "rms":
@@ -154,20 +154,20 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
             shown = np.log2(values)
         real = np.abs(shown[np.isfinite(shown)])
         largest = max(8, 2 * math.ceil(np.max(real, initial=0) / 2))
-        colours, under, norm = "RdBu_r", "black", Normalize(-largest, largest)
+        colors, under, norm = "RdBu_r", "black", Normalize(-largest, largest)
         shown = np.where(np.isneginf(shown), -largest - 1, shown)
     else:
         real = values[values > OF_ZEROS]
         low, high = (real.min(), real.max()) if real.size else (0, 0)
-        colours, under, norm, shown = (
+        colors, under, norm, shown = (
             "viridis",
             "black",
             Normalize(low - 1, high + 1),
             values,
         )
-    colour_map = colormaps[colours].with_extremes(bad="grey", under=under)
+    color_map = colormaps[colors].with_extremes(bad="grey", under=under)
     image = ax.imshow(
-        shown, aspect="auto", interpolation="nearest", cmap=colour_map, norm=norm
+        shown, aspect="auto", interpolation="nearest", cmap=color_map, norm=norm
     )
     ax.set_title(label, fontsize=11)
     return image

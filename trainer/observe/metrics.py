@@ -1,7 +1,7 @@
-"""Figures about the run itself: throughput, utilisation, memory. Losses and norms come
+"""Figures about the run itself: throughput, utilization, memory. Losses and norms come
 from the step.
 
-Tokens are counted over all devices and micro-batches; utilisation is of all devices
+Tokens are counted over all devices and micro-batches; utilization is of all devices
 together.
 """
 
@@ -24,7 +24,7 @@ class Throughput:
       flops_per_token: forward and backward, of the whole model
           (`flops.flops_per_token`).
       peak_flops: of one device in the compute dtype, per second; None when unknown (a
-          CPU): no utilisation then.
+          CPU): no utilization then.
       devices: how many share a step.
       clock: seconds; for tests.
     """
@@ -84,7 +84,7 @@ class Throughput:
 def mfu(
     tokens_per_s: float, flops_per_token: float, peak_flops: float, devices: int
 ) -> float:
-    """Model FLOPs utilisation, a share of 1: the model's FLOPs per second over what
+    """Model FLOPs utilization, a share of 1: the model's FLOPs per second over what
     `devices` devices could do at most.
 
     Recomputation under remat is not counted as useful (Chowdhery et al. 2022, PaLM,

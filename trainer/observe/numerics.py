@@ -5,7 +5,7 @@ They come from a second compiled function of state and batch, which differentiat
 model with probes around its layers; the train step knows nothing of it. A row has
 `numerics/CLASS/LAYER/FIGURE`:
 
-  CLASS   weights, activations, activation_gradients, weight_gradients (as the optimiser
+  CLASS   weights, activations, activation_gradients, weight_gradients (as the optimizer
           gets them), mu, nu (as stored: `nu` as its root where it is narrow)
   LAYER   a parameter, such as `h.3.mlp.c_fc.kernel` of GPT-2; or the input or output of
           a layer, `h.3.mlp.c_fc.in`, `h.3.ln_2.out`. The residual stream is `h.3.in`,
@@ -22,7 +22,7 @@ zero:
   rows are multiplied by the channels' sizes.
 - Weight gradients that were cast: the values before the cast. Exact.
 - First moments: a zero whose second moment is not zero was lost. Exact, where the
-  optimiser has both.
+  optimizer has both.
 - Other stored tensors: the share of subnormal numbers, zeros left out. Biases begin as
   zeros, rows of an embedding that were never seen keep moments of zero, and a second
   moment is never stored as zero unless it is (`scalify_core.optim`).
@@ -218,7 +218,7 @@ def gradients(
 
 
 def named(tree: Any, field: str | None = None) -> dict[str, Any]:
-    """The floating-point arrays of a tree of parameters by name; of an optimiser's
+    """The floating-point arrays of a tree of parameters by name; of an optimizer's
     state, those of a field.
     """
     found = {}
@@ -235,7 +235,7 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
 
 
 def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
-    """The moments of the named optimiser's state that `precision.KEY` stores, by the
+    """The moments of the named optimizer's state that `precision.KEY` stores, by the
     names of their parameters.
     """
     found: dict[str, Any] = {}
@@ -247,7 +247,7 @@ def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
 def stored_gradients(
     task: TrainTask, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[Any, dict[str, Any], Slots]:
-    """The gradients as the optimiser gets them; by name those before the cast where
+    """The gradients as the optimizer gets them; by name those before the cast where
     there is one; the filled slots.
     """
     model = task.model

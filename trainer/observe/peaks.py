@@ -1,4 +1,4 @@
-"""The peak rate of devices, which model FLOPs utilisation (MFU) is measured by."""
+"""The peak rate of devices, which model FLOPs utilization (MFU) is measured by."""
 
 from dataclasses import dataclass
 

@@ -6,14 +6,14 @@ every logit moves by RADIUS of its own size plus one, relative to one plus that 
 is large where a model is sure, and wrong.
 
 `sharpness/critical`, lambda = 2 / eta, of the same unit as one over a learning rate:
-eta is the smallest learning rate at which the update that the optimiser would make of
+eta is the smallest learning rate at which the update that the optimizer would make of
 this batch raises the loss of this batch. Times the learning rate in use it is 2 at the
 edge: beyond it a step makes its own batch worse. Infinite: the loss rises from the
 first. Where no rate within the search raises the loss it is what it is at most. Of one
 small batch it changes from look to look.
 
 Both are of the first micro-batch, in the run's own arithmetic, without dropout. The
-gradient is that of the numerics; besides it there is an update of the optimiser and
+gradient is that of the numerics; besides it there is an update of the optimizer and
 about five forward passes, nearly all of them the line search's.
 
 Legend: N sequences, V vocabulary.

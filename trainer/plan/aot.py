@@ -30,7 +30,7 @@ from trainer.plan.targets import CUDNN_VERSION, Target
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nvvm", "nvidia-cuda-nvcc")
 # Autotuning measures kernels on a device. Of the machine code nothing is read: it is
-# not optimised, and not assembled.
+# not optimized, and not assembled.
 OPTIONS: dict[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_backend_optimization_level": 0,

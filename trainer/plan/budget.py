@@ -5,7 +5,7 @@ from trainer.plan.aot import Compiled
 
 KINDS = (
     "weights",
-    "optimiser",
+    "optimizer",
     "FP8 weights",
     "gradients",
     "activations",
@@ -31,7 +31,7 @@ def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, f
         kind = {
             "state.params": "weights",
             "state.kahan_compensation": "weights",
-            "state.opt_state": "optimiser",
+            "state.opt_state": "optimizer",
         }.get(".".join(argument.op_name.split("[")[0].split(".")[:2]), "rest")
         out[kind] += argument.bytes
         if kind == "weights" and len(argument.shapes[0].dims) > 1:

@@ -36,7 +36,7 @@ from trainer.step.step import Tokens
 from trainer.workload import Model, TrainTask, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
-# with fewer the peak can be in the head or the optimiser; nearer ones multiply the gaps
+# with fewer the peak can be in the head or the optimizer; nearer ones multiply the gaps
 # of memory
 DEPTHS = (6, 12)
 TRIES = 12  # measurements at most, in search of the largest micro-batch
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
         memory = self.group("memory")
         return sum(
             memory[kind]
-            for kind in ("weights", "optimiser", "FP8 weights", "gradients")
+            for kind in ("weights", "optimizer", "FP8 weights", "gradients")
         )
 
     @property
@@ -259,9 +259,9 @@ class Plan(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Of weights and optimiser."""
+        """Of weights and optimizer."""
         memory = self.measured.group("memory")
-        return round(memory["weights"] + memory["optimiser"])
+        return round(memory["weights"] + memory["optimizer"])
 
     @property
     def fp8_flop_share(self) -> float:

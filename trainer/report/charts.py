@@ -15,9 +15,9 @@ WIDTH, HEIGHT = 560, 240  # of a chart, in the units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 58, 26, 14, 30  # around the plot
 MOST_POINTS = 600  # of a line: the lowest and the highest value of each part are drawn
 CLIPPED = 3.0  # a top this many times as far up as 99% of the values is cut off
-# Told apart in print and by the colour-blind (Okabe and Ito, "Color Universal Design",
+# Told apart in print and by the color-blind (Okabe and Ito, "Color Universal Design",
 # 2008).
-COLOURS = (
+COLORS = (
     "#0072b2",
     "#d55e00",
     "#009e73",
@@ -29,11 +29,11 @@ COLOURS = (
 )
 
 
-def colour_number(i: int) -> str:
-    """The i-th of any number of colours; from the ninth on they are only told apart by
+def color_number(i: int) -> str:
+    """The i-th of any number of colors; from the ninth on they are only told apart by
     eye.
     """
-    return COLOURS[i] if i < len(COLOURS) else f"hsl({137.5 * i % 360:.0f} 65% 42%)"
+    return COLORS[i] if i < len(COLORS) else f"hsl({137.5 * i % 360:.0f} 65% 42%)"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Line:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    colour: str = COLOURS[0]
+    color: str = COLORS[0]
     dots: bool = False
     faint: bool = False
 
@@ -59,7 +59,7 @@ class Mark:
 
     x: float
     text: str
-    colour: str
+    color: str
 
 
 class Choice(NamedTuple):
@@ -164,7 +164,7 @@ def chart(
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
     named = [line for line in shown if not line.faint]
     swatches = {
-        x.name: f'<i style="background:{x.colour}"></i>' for x in named if x.name
+        x.name: f'<i style="background:{x.color}"></i>' for x in named if x.name
     }
     legend = "".join(
         f"<span>{swatch}{html.escape(name)}</span> "
@@ -222,12 +222,12 @@ def by_choice(
         for i in sorted({p.choice for p in shown})
     }
     path = "L".join(f"{across(i):.1f},{up(y):.1f}" for i, y in best.items())
-    parts = [*heights(up), f'<path stroke="{COLOURS[0]}" d="M{path}"/>']
+    parts = [*heights(up), f'<path stroke="{COLORS[0]}" d="M{path}"/>']
     for p in shown:
         place = f'cx="{across(p.choice):.1f}" cy="{up(p.y):.1f}"'
         parts.append(
             f'<circle {place} r="3.5"'
-            f' fill="{COLOURS[0]}"><title>{html.escape(p.text)}</title></circle>'
+            f' fill="{COLORS[0]}"><title>{html.escape(p.text)}</title></circle>'
         )
     for i, choice in enumerate(choices):
         place = f'x="{across(i):.1f}" y="{HEIGHT - BOTTOM + 15}"'
@@ -279,7 +279,7 @@ def mark(m: Mark, across: Scale) -> str:
     where = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
     return (
         f'<line class="mark" {where}'
-        f' stroke="{m.colour}"><title>{html.escape(m.text)}</title></line>'
+        f' stroke="{m.color}"><title>{html.escape(m.text)}</title></line>'
     )
 
 
@@ -288,13 +288,13 @@ def draw(line: Line, across: Scale, up: Scale) -> Iterator[str]:
     for stretch in stretches(thinned(line.xs, line.ys)):
         path = "L".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch)
         kind = ' class="faint"' if line.faint else ""
-        yield f'<path{kind} stroke="{line.colour}" d="M{path}"/>'
+        yield f'<path{kind} stroke="{line.color}" d="M{path}"/>'
         for x, y in stretch if line.dots or len(stretch) == 1 else ():
             text = html.escape(f"{line.name} {y:.6g} after step {x:,.0f}")
             place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'
             yield (
                 f'<circle {place} r="3"'
-                f' fill="{line.colour}"><title>{text}</title></circle>'
+                f' fill="{line.color}"><title>{text}</title></circle>'
             )
 
 

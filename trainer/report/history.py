@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.files import parse_yaml, refuse_links, well_formed
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
-from trainer.report.charts import COLOURS, Line, Mark, smoothed
+from trainer.report.charts import COLORS, Line, Mark, smoothed
 
 # Colors of events, by the first of these words in them.
 KINDS = {
@@ -141,11 +141,11 @@ class History:
             )
 
     def line(
-        self, key: str, name: str = "", colour: str = COLOURS[0], **look: bool
+        self, key: str, name: str = "", color: str = COLORS[0], **look: bool
     ) -> Line:
         """The values of a key, of the rows that have it."""
         found = [(row["step"], float(row[key])) for row in self.rows if key in row]
-        return Line(name, [x for x, _ in found], [y for _, y in found], colour, **look)
+        return Line(name, [x for x, _ in found], [y for _, y in found], color, **look)
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
@@ -203,26 +203,26 @@ class History:
             short(statistics.median(ys)) if (ys := finite(self.line(key))[1]) else "-"
         )
 
-    def smooth(self, key: str, name: str, colour: str = COLOURS[0]) -> list[Line]:
+    def smooth(self, key: str, name: str, color: str = COLORS[0]) -> list[Line]:
         """The values of a key, faint, and their median over a fiftieth of the run."""
-        raw = self.line(key, name, colour, faint=True)
+        raw = self.line(key, name, color, faint=True)
         return [
             raw,
-            Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), colour),
+            Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), color),
         ]
 
     @property
     def marks(self) -> list[Mark]:
         """The events as lines in a chart."""
         return [
-            Mark(step, f"step {step}: {text}", colour_of(text))
+            Mark(step, f"step {step}: {text}", color_of(text))
             for step, text in self.events
         ]
 
 
-def colour_of(event: str) -> str:
+def color_of(event: str) -> str:
     """By what it is about."""
-    return next((colour for word, colour in KINDS.items() if word in event), OTHER)
+    return next((color for word, color in KINDS.items() if word in event), OTHER)
 
 
 def finite(line: Line) -> tuple[list[float], list[float]]:

@@ -171,7 +171,7 @@ def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]
     read = "" if found.read else " if each is on a machine of its own"
     if diloco.replicas == 1:
         return [
-            "DiLoCo: one replica, so nothing is sent; the outer optimiser moves it"
+            "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
             f" every {diloco.steps} steps"
         ]
     lines = [

@@ -14,8 +14,8 @@ from pathlib import Path
 from trainer.files import well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
-from trainer.report.charts import COLOURS, Line, chart, colour_number
-from trainer.report.history import FORKED, History, colour_of, finite, read_text
+from trainer.report.charts import COLORS, Line, chart, color_number
+from trainer.report.history import FORKED, History, color_of, finite, read_text
 from trainer.report.verdicts import (
     LOST,
     NARROW,
@@ -123,17 +123,17 @@ def charts(h: History) -> list[str]:
     """
     first = h.rows[0]["step"]
     span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
-    validation = h.line("val/loss", "validation", COLOURS[1], dots=True)
+    validation = h.line("val/loss", "validation", COLORS[1], dots=True)
     memory = [
         h.line("memory/device_peak_gib", "device"),
-        h.line("memory/host_peak_gib", "host", COLOURS[1]),
+        h.line("memory/host_peak_gib", "host", COLORS[1]),
     ]
     names = {kind: kind.replace("_", " ") for kind in NARROW}
     clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
     share = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
     clipped = f", which {share:.1%} of the steps had" if share else ""
     limit = (
-        [Line("limit", span, (clip, clip), COLOURS[6])]
+        [Line("limit", span, (clip, clip), COLORS[6])]
         if clip and norms and max(norms) > clip
         else []
     )
@@ -141,13 +141,13 @@ def charts(h: History) -> list[str]:
     def extremes(figure: str, *ends: str, times: float = 1.0) -> list[Line]:
         """Of every class of tensors, over its layers."""
         found = [
-            (h.line(f"numerics/{kind}/{figure}_{end}"), name, COLOURS[i])
+            (h.line(f"numerics/{kind}/{figure}_{end}"), name, COLORS[i])
             for i, (kind, name) in enumerate(names.items())
             for end in ends
         ]
         return [
-            Line(name, line.xs, [times * y for y in line.ys], colour, dots=True)
-            for line, name, colour in found
+            Line(name, line.xs, [times * y for y in line.ys], color, dots=True)
+            for line, name, color in found
             if line.ys
         ]
 
@@ -166,7 +166,7 @@ def charts(h: History) -> list[str]:
                 name,
                 steps,
                 [100 * found.get(kind, nothing).size for _, found in looks],
-                COLOURS[i],
+                COLORS[i],
                 dots=True,
             )
             for i, (kind, name) in enumerate(names.items())
@@ -174,11 +174,11 @@ def charts(h: History) -> list[str]:
         ]
 
     taken, ratio = lost(), over_critical(h)
-    at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLOURS[6])] if ratio.ys else []
+    at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLORS[6])] if ratio.ys else []
 
     def limited(lines: list[Line], limit: float) -> list[Line]:
         return (
-            [*lines, Line("limit", span, (100 * limit,) * 2, COLOURS[6])]
+            [*lines, Line("limit", span, (100 * limit,) * 2, COLORS[6])]
             if lines
             else []
         )
@@ -318,12 +318,12 @@ def comparison(
     """
 
     def over(key: str, *, smooth: bool) -> list[Line]:
-        pairs = [(h, colour_number(i)) for i, h in enumerate(histories)]
+        pairs = [(h, color_number(i)) for i, h in enumerate(histories)]
         if smooth:
-            return [h.smooth(key, h.name, colour)[1] for h, colour in pairs]
+            return [h.smooth(key, h.name, color)[1] for h, color in pairs]
         return [
-            h.line(key, h.name, colour, dots=key.startswith("val/"))
-            for h, colour in pairs
+            h.line(key, h.name, color, dots=key.startswith("val/"))
+            for h, color in pairs
         ]
 
     drawn = [
@@ -411,7 +411,7 @@ def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
         )
     rows = "".join(
         "<tr><td><i"
-        f' style="background:{colour_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
+        f' style="background:{color_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
         for step, text in events[-most:]
     )
     left_out = (

@@ -84,7 +84,7 @@ def learning(h: History) -> Answer:
     if len(losses) < 2:
         return Answer(question, FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
-    # What begins with weights that have learnt has no first step that all others must
+    # What begins with weights that have learned has no first step that all others must
     # be far below.
     begin, end = (losses[:tenth] if h.began else losses[:1]), losses[-tenth:]
     first, last = statistics.fmean(begin), statistics.fmean(end)

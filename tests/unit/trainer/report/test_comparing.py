@@ -9,7 +9,7 @@ import yaml
 
 from scripts.compare import Arguments, directories, main
 from trainer.errors import UserError
-from trainer.report.charts import Choice, by_choice, colour_number
+from trainer.report.charts import Choice, by_choice, color_number
 from trainer.report.comparing import differences, overridden
 from trainer.report.history import History
 
@@ -174,7 +174,7 @@ def test_a_run_is_called_what_it_was_called(sweep):
 
 
 def test_colours_do_not_run_out():
-    assert len({colour_number(i) for i in range(40)}) == 40
+    assert len({color_number(i) for i in range(40)}) == 40
 
 
 def test_choices_without_a_value_are_said_to_have_none():
