@@ -32,7 +32,7 @@ from trainer.data import (
 )
 from trainer.data.files import NotText
 from trainer.errors import UserError, complain, to_readers
-from trainer.observe.preparing import shown
+from trainer.observe.preparing import show_progress
 
 
 def parser() -> argparse.ArgumentParser:
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
         if args.source == "verify":
             manifest = Manifest.load(args.directory, thorough=True)
         else:
-            with shown() as progress:
+            with show_progress() as progress:
                 directory = prepare(
                     source_of(args),
                     args.tokenizer,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trainer.models.custom import Build as Build
     from trainer.models.custom import CausalModel as CausalModel
     from trainer.models.roles import Role as Role
-    from trainer.observe.trackers.protocol import Beginning as Beginning
     from trainer.observe.trackers.protocol import Tracker as Tracker
+    from trainer.observe.trackers.protocol import TrackerStart as TrackerStart
     from trainer.run.callbacks import Callback as Callback
     from trainer.run.callbacks import Phase as Phase
     from trainer.run.callbacks import StepContext as StepContext
@@ -29,7 +29,6 @@ __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 
 HOMES = {
     "Batches": "trainer.data.custom",
-    "Beginning": "trainer.observe.trackers.protocol",
     "Build": "trainer.models.custom",
     "Callback": "trainer.run.callbacks",
     "CausalModel": "trainer.models.custom",
@@ -41,10 +40,15 @@ HOMES = {
     "Role": "trainer.models.roles",
     "StepContext": "trainer.run.callbacks",
     "Tracker": "trainer.observe.trackers.protocol",
+    "TrackerStart": "trainer.observe.trackers.protocol",
     "train": "trainer.assembly.library",
     "UserError": "trainer.errors",
 }
-RENAMED = {"Moment": "StepContext", "Periodic": "Callback"}
+RENAMED = {
+    "Beginning": "TrackerStart",
+    "Moment": "StepContext",
+    "Periodic": "Callback",
+}
 __all__ = ["__version__", *HOMES]
 
 

@@ -26,7 +26,7 @@ from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, stages_of
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import NotAtHand, file_of, is_gone
 from trainer.errors import UserError
-from trainer.observe.preparing import shown
+from trainer.observe.preparing import show_progress
 
 # what a program gives in place of the configuration's
 CustomData = Iterable[str] | Batches
@@ -148,7 +148,7 @@ def prepared(source: Source, c: schema.Data, tokenizer: str | None) -> Path:
         return check_prepared(source.directory, tokenizer)
     assert c.cache_dir is not None  # validated, as the next is
     assert c.val_fraction is not None
-    with shown() as progress:
+    with show_progress() as progress:
         return prepare(
             source,
             tokenizer,

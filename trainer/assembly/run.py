@@ -255,7 +255,7 @@ def train_in(
             c.tracker.kind,
             directory.path,
             start=found.step,
-            again=unfinished is not None,
+            redo_row=unfinished is not None,
             config=tree,
             run_id=found.meta.get("tracker_id"),
             written=found.meta.get("log"),
@@ -265,7 +265,7 @@ def train_in(
                 if k != "kind" and v is not None
             }
             | {"name": c.tracker.name or directory.path.name},
-            own=hooks.tracker,
+            custom=hooks.tracker,
         )
         code = 1
         with contextlib.ExitStack() as closing:  # each, even if the one before it fails

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core import attention, dynamic_rescale_rms_grad, gelu, materialized, swiglu
+from scalify_core import attention, dynamic_rescale_rms_grad, gelu, materialised, swiglu
 from trainer.models.cache import KVCache, cached_attention
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import Factory, Norm, again, dropout, enter, split_keys
@@ -201,8 +201,8 @@ class Block(nnx.Module):
         x_NxD += dropout(
             self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B
         )
-        x_NxD = materialized(x_NxD)  # both norms and both sums read it
-        return materialized(
+        x_NxD = materialised(x_NxD)  # both norms and both sums read it
+        return materialised(
             x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B)
         )
 

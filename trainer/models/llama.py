@@ -23,7 +23,7 @@ from scalify_core import (
     dynamic_rescale_rms_grad,
     embedding,
     linear_cross_entropy,
-    materialized,
+    materialised,
     rebalance,
     rebalance_grad,
     rope,
@@ -227,8 +227,8 @@ class Block(nnx.Module):
         batch: int,
     ) -> jax.Array:
         x_NxD += self.attn(x_NxD, self.attn_norm, rotation, segments_BxT, batch)
-        x_NxD = materialized(x_NxD)  # both norms and both sums read it
-        return materialized(x_NxD + self.mlp(x_NxD, self.mlp_norm))
+        x_NxD = materialised(x_NxD)  # both norms and both sums read it
+        return materialised(x_NxD + self.mlp(x_NxD, self.mlp_norm))
 
     def decode(
         self,

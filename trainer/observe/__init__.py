@@ -1,5 +1,4 @@
-"""What a run shows of itself while it lasts: rows, figures, the display, trackers,
-numerics, heat maps.
+"""Observation of a run: rows, figures, display, trackers, numerics and heat maps.
 
-Nothing here decides anything.
+Nothing here changes the training.
 """

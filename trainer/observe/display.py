@@ -1,6 +1,4 @@
-"""What a person sees: a live line in a terminal, plain lines elsewhere. Nothing here
-decides anything.
-"""
+"""The display of a run: a live line in a terminal, plain lines elsewhere."""
 
 import logging
 import math
@@ -21,17 +19,16 @@ from rich.text import Text
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # between plain lines
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
-RECENT = 64  # steps that the shown speed is the mean of
+RECENT = 64  # steps over which the speed is averaged
 
 
 class Output(Console):
-    """Standard output, by default; without anybody who reads it (`| head`), a run goes
-    on quietly.
-    """
+    """Standard output that survives a broken pipe: after `| head` a run continues."""
 
     def on_broken_pipe(self) -> None:
-        """Nothing more is shown; what is left to write goes nowhere. Rich itself would
-        exit, with a crash's code.
+        """Discard all further output.
+
+        Rich itself would exit, with the code of a crash.
         """
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -40,8 +37,9 @@ class Output(Console):
 
 
 class Display:
-    """Shows the rows of a run. A context manager: what is printed or logged inside goes
-    above the live line.
+    """The display of a run's rows, as a context manager.
+
+    Text that is printed or logged inside appears above the live line.
 
     Args:
       steps: where the run ends.
@@ -74,7 +72,7 @@ class Display:
 
     def __enter__(self) -> Self:
         logger = logging.getLogger("trainer")
-        self._before = logger.propagate, logger.level
+        self._saved_logger = logger.propagate, logger.level
         logger.propagate = False
         logger.setLevel(logging.INFO)
         logger.addHandler(self._handler)
@@ -89,16 +87,18 @@ class Display:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()  # before anybody prints a traceback
+            self._live.stop()  # or a traceback would be drawn over
         logger = logging.getLogger("trainer")
         logger.removeHandler(self._handler)
-        logger.propagate = self._before[0]
-        # not the attribute: loggers remember what they let through
-        logger.setLevel(self._before[1])
+        logger.propagate, level = self._saved_logger
+        # Not the attribute: loggers cache which levels are enabled.
+        logger.setLevel(level)
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a step's row; in plain lines the first, the last, those with a
-        validation, and one every few seconds.
+        """Show the row of a step.
+
+        In plain lines: the first, the last, those with a validation, and one every
+        PLAIN_SECONDS.
         """
         self.step = step
         self._row |= row
@@ -120,28 +120,26 @@ class Display:
             )
 
     def event(self, step: int, text: str) -> None:
-        """A line of its own that stays."""
+        """Print a permanent line about a step."""
         self.message(f"step {step}: {text}")
 
     def message(self, text: str) -> None:
-        """A line without a step."""
+        """Print a line without a step."""
         self.console.print(text, markup=False, highlight=False)
 
     def eta(self) -> str:
-        """Time left at the mean speed of the last steps, h:mm:ss; unknown until two
-        have been shown.
+        """Return the time left at the recent mean speed, h:mm:ss.
+
+        It is unknown until two rows have been shown.
         """
         if len(self._times) < 2:
             return "-:--:--"
         (then, first), (now, last) = self._times[0], self._times[-1]
-        return str(
-            timedelta(
-                seconds=round((self.steps - last) * (now - then) / (last - first))
-            )
-        )
+        seconds_per_step = (now - then) / (last - first)
+        return str(timedelta(seconds=round((self.steps - last) * seconds_per_step)))
 
     def render(self) -> Group:
-        """The live part: progress, figures, and the losses so far."""
+        """Return the live part: progress bar, figures, and a sparkline of losses."""
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             f"step {self.step}/{self.steps}",
@@ -149,7 +147,7 @@ class Display:
             f"{self.step / self.steps:.0%}",
             f"eta {self.eta()}",
         )
-        # Two lines, which both fit into 80 columns.
+        # Two lines, so that both fit into 80 columns.
         lines = [
             Text("  ".join(part), overflow="ellipsis", no_wrap=True)
             for part in (self._quality(), self._speed())
@@ -172,28 +170,28 @@ class Display:
         ]
 
     def _speed(self) -> list[str]:
-        row, figures = self._row, []
+        figures = []
         if self._speeds:
             mean = mean_speed(self._speeds)
-            share = f"{mean['perf/mfu']:.1%}" if "perf/mfu" in mean else "n/a"
-            step = f"ms/step {mean['perf/step_ms']:.1f}"
+            mfu = f"{mean['perf/mfu']:.1%}" if "perf/mfu" in mean else "n/a"
             figures += [
-                step,
+                f"ms/step {mean['perf/step_ms']:.1f}",
                 f"{short(mean['perf/tokens_per_s'])} tokens/s",
-                f"mfu {share}",
+                f"mfu {mfu}",
             ]
-            figures += (
-                [f"(mean of {len(self._speeds)} steps)"]
-                if len(self._speeds) > 1
-                else []
-            )
-        peak = row.get("memory/device_peak_gib", row.get("memory/host_peak_gib"))
-        return figures if peak is None else [*figures, f"GiB {peak:.2f}"]
+        if len(self._speeds) > 1:
+            figures.append(f"(mean of {len(self._speeds)} steps)")
+        host_peak = self._row.get("memory/host_peak_gib")
+        peak = self._row.get("memory/device_peak_gib", host_peak)
+        if peak is not None:
+            figures.append(f"GiB {peak:.2f}")
+        return figures
 
 
 def mean_speed(speeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean milliseconds of steps; and their mean rates, each step counting as long
-    as it took.
+    """Return the mean milliseconds of steps, and their mean rates.
+
+    Rates are weighted by the time of each step, so that they are totals over time.
     """
     times = [speed["perf/step_ms"] for speed in speeds]
     rates = {
@@ -205,7 +203,7 @@ def mean_speed(speeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class _Lines(logging.Handler):
-    """Log records as lines of the display."""
+    """A logging handler that shows records as lines of the display."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
@@ -216,7 +214,7 @@ class _Lines(logging.Handler):
 
 
 def short(number: float) -> str:
-    """Three digits and a unit: 999, 1.23k, 45.6M."""
+    """Return a number with three digits and a unit: 999, 1.23k, 45.6M."""
     units = ["", "k", "M", "G", "T"]
     while abs(number) >= 999.5 and len(units) > 1:
         number /= 1000
@@ -225,26 +223,25 @@ def short(number: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Means of `width` (or fewer) equal parts of `values`, from low ▁ to high █; x: a
-    part that is not finite.
+    """Draw `values` as at most `width` characters, from low ▁ to high █.
+
+    Each character is the mean of an equal part; x marks a part without a finite value.
     """
     width = min(width, len(values))
-    parts = [
-        values[len(values) * i // width : len(values) * (i + 1) // width]
-        for i in range(width)
-    ]
-    finite = [[v for v in part if math.isfinite(v)] for part in parts]
-    means = [math.fsum(part) / len(part) if part else None for part in finite]
+    means: list[float | None] = []
+    for i in range(width):
+        part = values[len(values) * i // width : len(values) * (i + 1) // width]
+        finite = [value for value in part if math.isfinite(value)]
+        means.append(math.fsum(finite) / len(finite) if finite else None)
     known = [mean for mean in means if mean is not None]
-    low, span = (
-        min(known, default=0.0),
-        max(known, default=0.0) - min(known, default=0.0),
-    )
-    return "".join(
-        (
-            "x"
-            if mean is None
-            else SPARKS[round((mean - low) / span * (len(SPARKS) - 1)) if span else 0]
-        )
-        for mean in means
-    )
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - low
+    line = ""
+    for mean in means:
+        if mean is None:
+            line += "x"
+        elif span == 0:
+            line += SPARKS[0]
+        else:
+            line += SPARKS[round((mean - low) / span * (len(SPARKS) - 1))]
+    return line

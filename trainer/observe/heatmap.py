@@ -1,6 +1,4 @@
-"""Pictures of a run's numerics: layers over steps, one picture for each class of
-tensors.
-"""
+"""Heat maps of a run's numerics: layers over steps, one image for each tensor class."""
 
 import io
 import math
@@ -19,8 +17,8 @@ from matplotlib.ticker import MaxNLocator
 
 from trainer.files import write_atomically
 
-LEAST_SHARE = 1e-6  # below it a share is drawn as none
-OF_ZEROS = -126  # exponent of the scale that zeros have
+LEAST_SHARE = 1e-6  # smaller shares are drawn as zero
+ZERO_EXPONENT = -126  # exponent of the scale of an all-zero tensor
 SHARES = {
     "underflow": "share that underflows (white: none)",
     "saturated": "share that saturates (white: none)",
@@ -53,39 +51,37 @@ MOST_LABELS = 90
 def table(
     rows: Sequence[Mapping[str, Any]], kind: str
 ) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
-    """The layers, the steps, and each figure as an array [layers, steps], of a class in
-    rows of metrics.jsonl.
+    """Return layers, steps and each figure of a tensor class, from metrics.jsonl rows.
 
-    What a row does not have is NaN.
+    Returns:
+      names of the layers, steps, and by figure an array [layers, steps] with NaN where
+      a row lacks the figure.
     """
     prefix = f"numerics/{kind}/"
-    found = {
+    measured = {
         row["step"]: row for row in rows if any(name.startswith(prefix) for name in row)
     }
-    names = dict.fromkeys(
-        name.removeprefix(prefix).rsplit("/", 1)[0]
-        for row in found.values()
-        for name in row
-        if name.startswith(prefix)
-    )
-    values = {
-        figure: np.array(
+    layers: dict[str, None] = {}
+    for row in measured.values():
+        for name in row:
+            if name.startswith(prefix):
+                layers[name.removeprefix(prefix).rsplit("/", 1)[0]] = None
+    values = {}
+    for figure in PANELS:
+        keys = [f"{prefix}{layer}/{figure}" for layer in layers]
+        values[figure] = np.array(
             [
-                [
-                    float(row.get(f"{prefix}{name}/{figure}", math.nan))
-                    for row in found.values()
-                ]
-                for name in names
+                [float(row.get(key, math.nan)) for row in measured.values()]
+                for key in keys
             ]
         )
-        for figure in PANELS
-    }
-    return list(names), list(found), values
+    return list(layers), list(measured), values
 
 
 def draw_all(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Path]:
-    """A PNG in `folder` for each class that the rows hold; by class. Writes nothing
-    where there is none.
+    """Draw a PNG in `folder` for each tensor class in the rows; return paths by class.
+
+    Without numerics in the rows nothing is written.
     """
     paths = {}
     for kind in TITLES:
@@ -104,9 +100,7 @@ def draw(
     steps: list[int],
     values: dict[str, np.ndarray],
 ) -> None:
-    """One class: four panels side by side, whose rows are the layers from the input on
-    and whose columns the steps.
-    """
+    """Draw one class: four panels, with layers as rows and steps as columns."""
     height = (
         INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS) + ABOVE + BELOW
     )
@@ -134,15 +128,16 @@ def draw(
         if i == 0:
             label_layers(ax, layers)
         else:
-            ax.set_yticks([])  # 50 ticks cost more than all of the rest
+            ax.set_yticks([])  # 50 ticks take longer than the rest of the picture
     png = io.BytesIO()
     figure.savefig(png, format="png")
     write_atomically(path, png.getvalue())
 
 
 def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
-    """One figure of all layers. Outside of the color bar: shares of nothing, scales
-    and RMS of zeros, NaN (grey).
+    """Draw one figure of all layers.
+
+    Values outside of the color bar are shares of zero, zero tensors, and NaN (grey).
     """
     norm: Normalize
     if name in SHARES:
@@ -157,7 +152,7 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
         colors, under, norm = "RdBu_r", "black", Normalize(-largest, largest)
         shown = np.where(np.isneginf(shown), -largest - 1, shown)
     else:
-        real = values[values > OF_ZEROS]
+        real = values[values > ZERO_EXPONENT]
         low, high = (real.min(), real.max()) if real.size else (0, 0)
         colors, under, norm, shown = (
             "viridis",
@@ -174,14 +169,14 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
 
 
 def label_steps(ax: Axes, steps: list[int]) -> None:
-    """At most six steps along the x-axis."""
+    """Label at most six steps along the x-axis."""
     at = sorted({round(i * (len(steps) - 1) / 5) for i in range(6)})
     ax.set_xticks(at, [str(steps[i]) for i in at], fontsize=8)
     ax.set_xlabel("step", fontsize=9)
 
 
 def label_layers(ax: Axes, layers: list[str]) -> None:
-    """The layers along the y-axis; of many, the first of each block."""
+    """Label the layers along the y-axis; of many, only the first of each block."""
     blocks = [".".join(name.split(".")[:2]) for name in layers]
     at = [
         i

@@ -1,8 +1,7 @@
-"""Figures about the run itself: throughput, utilization, memory. Losses and norms come
-from the step.
+"""Metrics of the run: throughput, utilization and memory. The step returns losses and
+norms.
 
-Tokens are counted over all devices and micro-batches; utilization is of all devices
-together.
+Tokens and utilization are totals over all devices and micro-batches.
 """
 
 import resource
@@ -16,16 +15,17 @@ GIB = 2**30
 
 
 class Throughput:
-    """Speed, from the host's clock at the moments when the device is known to have
-    finished a step.
+    """A meter of the speed of steps.
+
+    It reads the host's clock when the device is known to have finished a step.
 
     Args:
-      tokens_per_step: global: sequences x context, over all devices and micro-batches.
+      tokens_per_step: sequences x context, over all devices and micro-batches.
       flops_per_token: forward and backward, of the whole model
           (`flops.flops_per_token`).
-      peak_flops: of one device in the compute dtype, per second; None when unknown (a
-          CPU): no utilization then.
-      devices: how many share a step.
+      peak_flops: FLOP/s of one device in the compute dtype; None when unknown (a CPU),
+          which leaves out the utilization.
+      devices: number of devices that share a step.
       clock: seconds; for tests.
     """
 
@@ -52,15 +52,15 @@ class Throughput:
         self._waited += seconds
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that is no training: validation, saving, sampling."""
+        """Exclude time that is not training: validation, saving, sampling."""
         self._paused += seconds
 
     def row(self) -> dict[str, float]:
-        """`perf/*` of the step that has just finished: call it once a step, when its
-        metrics have arrived.
+        """Return `perf/*` of the step that has just finished.
 
-        Empty for the first one, whose time is mostly compilation. `perf/mfu` (a share)
-        only where the peak is known.
+        Call it once a step, when the step's metrics have arrived. The first call
+        returns an empty row, because its time is mostly compilation. `perf/mfu` (a
+        share of 1) needs a known peak.
         """
         now = self._clock()
         since, paused, waited = self._since, self._paused, self._waited
@@ -84,32 +84,27 @@ class Throughput:
 def mfu(
     tokens_per_s: float, flops_per_token: float, peak_flops: float, devices: int
 ) -> float:
-    """Model FLOPs utilization, a share of 1: the model's FLOPs per second over what
-    `devices` devices could do at most.
+    """Return the model FLOPs utilization, a share of 1.
 
-    Recomputation under remat is not counted as useful (Chowdhery et al. 2022, PaLM,
-    appendix B).
+    It is the model's FLOP/s over the peak of `devices` devices. Recomputation under
+    remat is not counted (Chowdhery et al. 2022, PaLM, appendix B).
     """
     return tokens_per_s * flops_per_token / (peak_flops * devices)
 
 
 def memory(devices: Sequence[jax.Device] | None = None) -> dict[str, float]:
-    """GiB. `memory/device_peak_gib`: the most any of this process's accelerators ever
-    held; `memory/host_peak_gib`: the resident set of this process at its largest, the
-    only figure on a CPU, which reports no device memory of its own.
+    """Return the peak memory in GiB of this process.
+
+    `memory/device_peak_gib` is the largest peak of its accelerators; CPUs do not report
+    one. `memory/host_peak_gib` is the largest resident set.
     """
-    stats = [
-        device.memory_stats()
-        for device in (jax.local_devices() if devices is None else devices)
-    ]
+    devices = jax.local_devices() if devices is None else devices
+    stats = [device.memory_stats() for device in devices]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     # ru_maxrss: bytes on macOS, KiB on Linux
     unit = 1 if sys.platform == "darwin" else 1024
-    row = {
-        "memory/host_peak_gib": (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-        )
-    }
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    row = {"memory/host_peak_gib": resident / GIB}
     if peaks:
         row["memory/device_peak_gib"] = max(peaks) / GIB
     return row

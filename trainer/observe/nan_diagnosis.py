@@ -11,36 +11,31 @@ from trainer.workload import TrainTask
 
 
 def make_diagnose(task: TrainTask) -> Callable[[TrainState, Tokens, int], str]:
-    """Return `(state, batch, step) -> text`, which names the first tensor that is not
-    finite on that batch.
-    """
+    """Return `(state, batch, step) -> text` that names the first non-finite tensor."""
     gradient = task.model.differentiate().value_and_grad
 
     def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
         if jax.process_count() > 1:
             return (
-                "several processes: run the batch in skipped/ on one to find the first"
-                " bad tensor"
+                "not diagnosed: several processes; replay the batch in skipped/ on one"
             )
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, step), batch)
-        for i in range(batch.tokens_AxBxT1.shape[0]):
-            segments = (
-                None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
-            )
+        for i, tokens in enumerate(batch.tokens_AxBxT1):
+            segments = batch.segments_AxBxT1
             args = (
                 state.params,
                 state.scaling,
-                batch.tokens_AxBxT1[i],
-                segments,
+                tokens,
+                None if segments is None else segments[i],
                 keys_AxB[i],
             )
-            # Not traced as the step: one by one, no operation finds the constant that
-            # its product would take.
-            found = first_nonfinite(
+            # Not traced like the step: evaluated one by one, no operation lacks the
+            # constant that its matmul would take.
+            bad_tensor = first_nonfinite(
                 gradient, *args, compiler_options=task.compiler_options
             )
-            if found is not None:
-                return f"micro-batch {i}: {found}"
+            if bad_tensor is not None:
+                return f"micro-batch {i}: {bad_tensor}"
         return "the batch gives finite values with the parameters as they are now"
 
     return diagnose

@@ -1,4 +1,4 @@
-"""The peak rate of devices, which model FLOPs utilization (MFU) is measured by."""
+"""Peak matmul rates of devices, for the model FLOPs utilization (MFU)."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,9 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense matmul peak of one JAX device in TFLOP/s, by operand width; None: not
-    supported, or not published.
+    """Dense matmul peak of one JAX device in TFLOP/s, by operand width.
+
+    None: not supported, or not published.
     """
 
     fp32: float | None = None
@@ -17,11 +18,11 @@ class Peak:
     fp8: float | None = None
 
 
-# By the beginning of `jax.Device.device_kind`; the first match holds, so the particular
-# stands before the general. The makers' dense figures (half of what a data sheet gives
-# "with sparsity") at FP32 accumulation. On NVIDIA, fp32 means TF32 where it exists: it
-# is what XLA's default precision runs. On TPU, a device is a core up to v3 and from v7
-# on, and a chip between.
+# Keyed by the start of `jax.Device.device_kind`. The first match holds, so specific
+# names precede general ones. Figures are the makers' dense rates (half of those "with
+# sparsity") at FP32 accumulation. On NVIDIA, fp32 means TF32 where it exists, which is
+# what XLA's default precision runs. On TPU, a device is a core up to v3 and from v7 on,
+# and a chip between.
 PEAKS: tuple[tuple[str, Peak], ...] = (
     # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's,
     # is rounded to 1.1 PFLOP/s there.
@@ -63,8 +64,9 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
-    """Dense peak of one device in FLOP/s for matmuls of `dtype`; None where not known
-    (CPUs, parts of a GPU).
+    """Return the dense peak of one device in FLOP/s for matmuls of `dtype`, or None.
+
+    It is not known of CPUs and of MIG slices of a GPU.
 
     Args:
       device_kind: `jax.devices()[0].device_kind`.

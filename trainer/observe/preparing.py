@@ -1,6 +1,4 @@
-"""Showing a preparation: a live line in a terminal, a plain line every few seconds
-elsewhere.
-"""
+"""Progress of a data preparation: a live line, or plain lines without a terminal."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +15,15 @@ PLAIN_SECONDS = 5.0
 
 
 @contextmanager
-def shown(
+def show_progress(
     console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """A callback for `prepare(progress=...)`; nothing appears for what is prepared
-    already.
+    """Yield a callback for `prepare(progress=...)`, which shows the progress.
+
+    Data that are prepared already show nothing.
 
     Args:
-      console: by default standard error.
+      console: standard error by default.
       clock: seconds; for tests.
     """
     console = console or Output(stderr=True, soft_wrap=True)
@@ -44,7 +43,7 @@ def shown(
 
 
 def line(progress: Progress) -> str:
-    """One line of what is done: share where it is known, counts, rate."""
+    """Format progress: share where it is known, counts, and rate."""
     share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
     rate = progress.new_tokens / max(progress.seconds, 1e-9)
     return (

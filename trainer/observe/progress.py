@@ -1,6 +1,4 @@
-"""Log operations that take long, such as compilations: when they start, and how long
-they took.
-"""
+"""Logs of operations that take long, such as compilations."""
 
 import functools
 import threading
@@ -8,17 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SECONDS = 2.0  # from which on something takes long
+SECONDS = 2.0  # operations that take longer are logged
 
 
 @contextmanager
 def log_duration(
     what: str, say: Callable[[str], None], seconds: float = SECONDS
 ) -> Iterator[None]:
-    """Log an operation that takes longer than `seconds`: then that it runs, and at its
-    end how long it took.
+    """Log an operation that takes longer than `seconds`.
 
-    `what` is a noun, such as `compiling the training step`.
+    One message says that it runs, another at its end how long it took. `what` is a
+    noun, such as `compiling the training step`.
     """
     start, done, lock = time.monotonic(), False, threading.Lock()
 
@@ -44,9 +42,7 @@ def log_duration(
 def log_first_duration[**P, R](
     fn: Callable[P, R], what: str, say: Callable[[str], None]
 ) -> Callable[P, R]:
-    """Return `fn`, whose first call, in which it is compiled, is logged by
-    `log_duration`.
-    """
+    """Wrap `fn` so that `log_duration` logs its first call, in which it is compiled."""
     called = False
 
     @functools.wraps(fn)

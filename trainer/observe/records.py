@@ -1,9 +1,8 @@
-"""The two files a run writes its results to: metrics.jsonl (rows) and samples.txt, and
-how to read and shorten them.
+"""The logs of a run, metrics.jsonl and samples.txt: write, read and truncate them.
 
-Both only grow, in order of steps, by one write a record; shortening is one truncation.
-So a kill leaves whole records, but for a torn last one when the machine or the disk
-gave up in the middle of a write.
+Both only grow, in order of steps, by one write per record, and are shortened by one
+truncation. So a kill leaves complete records. Only a failing machine or a full disk can
+tear the last one.
 """
 
 import json
@@ -21,7 +20,7 @@ from trainer.files import well_formed, write_atomically
 
 
 class Sample(NamedTuple):
-    """A text from after `step` steps, under a name such as `sample`."""
+    """A text that was written after `step` steps, under a name such as `sample`."""
 
     step: int
     name: str
@@ -29,20 +28,16 @@ class Sample(NamedTuple):
 
 
 def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
-    """A line of metrics.jsonl. JSON has no NaN and no infinities: they become text,
-    which `float` reads back.
+    """Return a line of metrics.jsonl.
+
+    JSON has no NaN and no infinities: they become text, which `float` reads back.
     """
-    return (
-        json.dumps(
-            {"step": step} | {k: _finite_or_text(v) for k, v in row.items()},
-            allow_nan=False,
-        ).encode()
-        + b"\n"
-    )
+    values = {"step": step} | {k: _finite_or_text(v) for k, v in row.items()}
+    return json.dumps(values, allow_nan=False).encode() + b"\n"
 
 
 def decode_row(line: str) -> dict[str, Any]:
-    """The values of a row of numbers, without its step."""
+    """Return the values of a row of numbers, without its step."""
     row = json.loads(line)
     return {
         k: float(v) if isinstance(v, str) else v for k, v in row.items() if k != "step"
@@ -53,23 +48,28 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def _finite_or_text(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; none when there is no file.
+    """Return the rows of a metrics.jsonl; none when there is no file.
 
-    A torn last line is left out. Raises UserError for a damaged line before that.
+    A torn last line is left out.
+
+    Raises:
+      UserError: a damaged line before the last one.
     """
     return [row for row, _ in _rows(path)]
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each whole row, and the byte where it ends."""
+    """Yield each complete row, and the byte offset of its end."""
     end, lines = 0, path.read_bytes().split(b"\n") if path.exists() else [b""]
-    # what follows the last newline is nothing, or torn
+    # The text after the last newline is empty, or a torn row.
     for number, line in enumerate(lines[:-1], 1):
         try:
             row = json.loads(line)
@@ -84,26 +84,27 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         yield row, end
 
 
-def keep_rows(path: Path, start: int, *, again: bool = False) -> int:
-    """As `cut_rows`, for a log in which rows may be out of order: each is kept or
-    dropped by its own step.
+def filter_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
+    """Drop rows of later steps from a log whose rows may be out of order.
+
+    Arguments and result are those of `cut_rows`, which needs rows in order.
     """
-    kept, begin, last = [], 0, -1
+    remaining, begin, last = [], 0, -1
     data = path.read_bytes() if path.exists() else b""
     for row, end in list(_rows(path)):
-        if row["step"] < start or (
-            row["step"] == start and not (again and "event" not in row)
-        ):
-            kept.append(data[begin:end])
-            last = last if "event" in row else row["step"]
+        is_event = "event" in row
+        if row["step"] < start or (row["step"] == start and (is_event or not redo_row)):
+            remaining.append(data[begin:end])
+            last = last if is_event else row["step"]
         begin = end
-    write_atomically(path, b"".join(kept))
+    write_atomically(path, b"".join(remaining))
     return last
 
 
 def is_row(row: Any) -> bool:
-    """Whether parsed JSON is a row of metrics: a step with numbers (`NaN` and
-    infinities as text), or with an event.
+    """Return whether parsed JSON is a row of metrics.
+
+    It has a step, and either numbers (`NaN` and infinities as text) or an event.
     """
     if (
         not isinstance(row, dict)
@@ -128,17 +129,23 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def cut_rows(path: Path, start: int, *, again: bool = False) -> int:
-    """Shorten a metrics.jsonl to the rows of steps <= `start`. The last step with a row
-    of figures; -1: none.
+def cut_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
+    """Truncate a metrics.jsonl after the rows of steps <= `start`.
 
-    `again`: of step `start` only the events before its row of figures, which comes
-    again.
+    Args:
+      path: the log.
+      start: the last step that stays.
+      redo_row: cut the metrics of step `start` too, which will be written again; its
+        earlier events stay.
+
+    Returns:
+      the last step with a row of metrics; -1: none.
     """
     last, size = -1, 0
     for row, end in _rows(path):
         figures = "event" not in row
-        if row["step"] > start or (again and figures and row["step"] == start):
+        if row["step"] > start or (redo_row and figures and row["step"] == start):
+            break
             break
         last, size = row["step"] if figures else last, end
     _truncate(path, size)
@@ -149,35 +156,28 @@ SAMPLE = re.compile(rb'^step (\d+) \| (".*")\n((?:  .*\n)*)', re.MULTILINE)
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """A heading, then the text, each line indented by two spaces, so that no text can
-    look like a heading.
-    """
+    """Return a heading and the text, indented so that no line looks like a heading."""
     body = "".join(f"  {line}\n" for line in sample.text.split("\n"))
     name = json.dumps(sample.name, ensure_ascii=False)
     return f"step {sample.step} | {name}\n{body}".encode()
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a samples.txt; none when there is no file."""
-    found = SAMPLE.finditer(path.read_bytes()) if path.exists() else iter(())
+    """Return the samples of a samples.txt; none when there is no file."""
+    data = path.read_bytes() if path.exists() else b""
+    samples = []
     with well_formed(path, "move the file away"):
-        return [
-            Sample(
-                int(m[1]),
-                json.loads(m[2]),
-                "\n".join(line[2:] for line in m[3].decode().split("\n")[:-1]),
-            )
-            for m in found
-        ]
+        for match in SAMPLE.finditer(data):
+            lines = match[3].decode().split("\n")[:-1]
+            text = "\n".join(line[2:] for line in lines)
+            samples.append(Sample(int(match[1]), json.loads(match[2]), text))
+    return samples
 
 
 def cut_samples(path: Path, start: int) -> None:
-    """Shorten a samples.txt to the samples of steps <= `start`."""
-    ends = (
-        [m.end() for m in SAMPLE.finditer(path.read_bytes()) if int(m[1]) <= start]
-        if path.exists()
-        else []
-    )
+    """Truncate a samples.txt after the samples of steps <= `start`."""
+    data = path.read_bytes() if path.exists() else b""
+    ends = [m.end() for m in SAMPLE.finditer(data) if int(m[1]) <= start]
     _truncate(path, max(ends, default=0))
 
 
@@ -187,28 +187,28 @@ def _truncate(path: Path, size: int) -> None:
 
 
 def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """The row with extremes over the layers in place of each layer's
-    `numerics/CLASS/LAYER/FIGURE`.
+    """Return the row with extremes over the layers in place of each layer's numerics.
 
-    They are `numerics/CLASS/` and `underflow_max`, `saturated_max`, `rms_min`,
-    `rms_max`, `exponent_min` and `exponent_max`; NaN where a layer has it. RMS and
-    exponents are those of layers that are not all zeros, if any.
+    `numerics/CLASS/LAYER/FIGURE` become `numerics/CLASS/` and `underflow_max`,
+    `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`. They are NaN
+    where a layer has NaN. RMS and exponents leave out layers that are all zeros.
     """
-    kept: dict[str, float | int | str] = {}
-    # by class and figure, of the layers in their order
+    short_row: dict[str, float | int | str] = {}
+    # by class and figure, in the order of the layers
     figures: dict[str, dict[str, list[float]]] = {}
     for name, value in row.items():
         if name.startswith("numerics/"):
             _, kind, _, figure = name.split("/")
             figures.setdefault(kind, {}).setdefault(figure, []).append(float(value))
         else:
-            kept[name] = value
-    for kind, of_layers in figures.items():
-        arrays = {figure: np.array(values) for figure, values in of_layers.items()}
-        real = arrays["rms"] != 0
+            short_row[name] = value
+    for kind, layers in figures.items():
+        arrays = {figure: np.array(values) for figure, values in layers.items()}
         for figure in ("underflow", "saturated"):
-            kept[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
-        for figure in ("rms", "exponent") if real.any() else ():
-            kept[f"numerics/{kind}/{figure}_min"] = float(arrays[figure][real].min())
-            kept[f"numerics/{kind}/{figure}_max"] = float(arrays[figure][real].max())
-    return kept
+            short_row[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
+        nonzero = arrays["rms"] != 0
+        for figure in ("rms", "exponent") if nonzero.any() else ():
+            values = arrays[figure][nonzero]
+            short_row[f"numerics/{kind}/{figure}_min"] = float(values.min())
+            short_row[f"numerics/{kind}/{figure}_max"] = float(values.max())
+    return short_row

@@ -1,6 +1,4 @@
-"""Text sampling: a continuation of the prompt, written by the model of a training
-state.
-"""
+"""Text sampling: the model of a training state continues a prompt."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,33 +10,31 @@ from trainer.models.sampling import Generator
 from trainer.parallel.mesh import replicated
 from trainer.workload import TrainTask
 
-if TYPE_CHECKING:  # which a benchmark can do without
+if TYPE_CHECKING:  # the benchmark image lacks the tokenizers
     from trainer.data import Tokenizer
 
 
 def make_sample(
     task: TrainTask, tokenizer: "Tokenizer", prompt: str, **controls: Any
 ) -> Callable[[Any], str]:
-    """Return `params -> text`, the prompt and its continuation; `controls` are those of
-    `Generator`.
+    """Return `params -> text`, the prompt and its continuation.
+
+    `controls` are arguments of `Generator`.
     """
     from trainer.data.tokenizer import continuation
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
-    ids, local = tokenizer.encode(prompt), on_one_device(task)
+    ids, gather = tokenizer.encode(prompt), on_one_device(task)
 
     def sample(params: Any) -> str:
-        return prompt + continuation(
-            tokenizer, ids, generator(asarray(local(params)), ids, **controls)
-        )
+        new_ids = generator(asarray(gather(params)), ids, **controls)
+        return prompt + continuation(tokenizer, ids, new_ids)
 
     return sample
 
 
 def on_one_device(task: TrainTask) -> Callable[[Any], Any]:
-    """Return a function that gathers arrays on the mesh, whole, on this process's first
-    device.
-    """
+    """Return a function that gathers a tree of arrays on the process's first device."""
     everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
     return lambda arrays: jax.tree.map(
         lambda x: x.addressable_data(0), everywhere(arrays)

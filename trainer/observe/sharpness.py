@@ -1,20 +1,19 @@
-"""How sharp the loss is where a run stands: two figures of a row, taken with the
-numerics.
+"""Two measures of the sharpness of the loss, taken together with the numerics.
 
-`sharpness/logits`, in percent: how far the loss of the last tokens rises at most when
-every logit moves by RADIUS of its own size plus one, relative to one plus that loss. It
-is large where a model is sure, and wrong.
+`sharpness/logits`, in percent: the largest rise of the last tokens' loss when every
+logit moves by at most RADIUS of its own size plus one, relative to one plus that loss.
+It is large where a model is sure, and wrong.
 
-`sharpness/critical`, lambda = 2 / eta, of the same unit as one over a learning rate:
-eta is the smallest learning rate at which the update that the optimizer would make of
-this batch raises the loss of this batch. Times the learning rate in use it is 2 at the
-edge: beyond it a step makes its own batch worse. Infinite: the loss rises from the
-first. Where no rate within the search raises the loss it is what it is at most. Of one
-small batch it changes from look to look.
+`sharpness/critical`, lambda = 2 / eta, in units of one over a learning rate. eta is the
+smallest learning rate at which the optimizer's update for this batch raises the loss of
+this batch. Multiplied by the current learning rate it is 2 at the edge of stability:
+beyond it a step raises the loss of its own batch. Infinite: every rate raises the loss.
+Where no rate in the search raises the loss, the figure is an upper bound. It is of one
+small batch, so it varies from one measurement to the next.
 
 Both are of the first micro-batch, in the run's own arithmetic, without dropout. The
-gradient is that of the numerics; besides it there is an update of the optimizer and
-about five forward passes, nearly all of them the line search's.
+gradient is that of the numerics. The extra cost is one optimizer update and about five
+forward passes, nearly all of them for the line search.
 
 Legend: N sequences, V vocabulary.
 
@@ -43,30 +42,33 @@ from trainer.step.state_tree import with_part
 from trainer.step.step import Tokens
 from trainer.workload import Model, TrainTask, comm_config_of
 
-RADIUS = 5e-4  # half the width of the box, of a logit of size zero
-# relative distance of two guesses of the critical rate at which the search ends
+RADIUS = 5e-4  # half the width of the box, for a logit of size zero
+# The search ends when two guesses of the critical rate are this close, relatively.
 CLOSE = 0.05
-MOST = 8  # forward passes that it takes at most
-# at most, of a rate that does not raise the loss, from one pass to the next
+MOST = 8  # forward passes of a search at most
+# largest factor between two rates while no rate raises the loss
 GROWTH = 8.0
 
-# (state, gradients as they are stored, batch, the number that dropout gets) -> figures
-# of a row
+# (state, gradients as they are stored, batch, step number for dropout) -> row
 Sharpness = Callable[[TrainState, Any, Tokens, int], dict[str, float]]
 
 
 def worst_logits(
     logits_NxV: jax.Array, targets_N: jax.Array, radius: float
 ) -> jax.Array:
-    """The logits within |d_i| <= radius (|z_i| + 1) of `logits_NxV` at which the
-    cross-entropy is largest; exact.
+    """Return the logits in the box |d_i| <= radius (|z_i| + 1) with the largest loss.
 
-    Of one token with target t it is L(z) = log sum_j exp(z_j) - z_t. With p =
-    softmax(z), dL/dz_t = p_t - 1 < 0 and dL/dz_j = p_j > 0 for every other j, at every
-    z. So whatever the other coordinates are, L grows as z_t falls and as each z_j
-    rises: no point of the box is above the vertex that has z_t at its lower end and all
-    others at their upper ends. The sum over tokens has each token's own coordinates, so
-    its maximum is where each token's is.
+    The result is exact. For one token with target t the loss is
+    L(z) = log sum_j exp(z_j) - z_t. With p = softmax(z), dL/dz_t = p_t - 1 < 0 and
+    dL/dz_j = p_j > 0 for every other j, at every z. So L grows as z_t falls and as each
+    z_j rises, whatever the other coordinates are. The maximum over the box is the
+    vertex with z_t at its lower end and all others at their upper ends. Each token has
+    coordinates of its own, so the sum over tokens is maximal there too.
+
+    Args:
+      logits_NxV: FP32.
+      targets_N: ids of the targets.
+      radius: half the width of the box for a logit of zero.
     """
     column = jax.lax.broadcasted_iota(targets_N.dtype, logits_NxV.shape, 1)
     room = radius * (jnp.abs(logits_NxV) + 1)
@@ -74,19 +76,18 @@ def worst_logits(
 
 
 def cross_entropies(logits_NxV: jax.Array, targets_N: jax.Array) -> jax.Array:
-    """Nats of each target, FP32 [N]."""
+    """Return the nats of each target, FP32 [N]."""
     chosen_N = jnp.take_along_axis(logits_NxV, targets_N[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(logits_NxV, axis=-1) - chosen_N
 
 
-def losses_of(
+def make_losses(
     model: Model,
 ) -> Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]:
-    """From a state, tokens [N, T+1] and segments to FP32 [3]: mean nats of all targets,
-    of the last, of those at worst.
+    """Return a function from state, tokens [N, T+1] and segments to three losses.
 
-    The compiler finds that the logits of the last token come from hidden states that
-    the loss has as well.
+    They are FP32 [3]: mean nats of all targets, of the last target, and of the last
+    target with the worst logits. The compiler shares the forward pass of all three.
     """
     method = model.policy.method
 
@@ -104,9 +105,9 @@ def losses_of(
     def losses(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        of_last = method.through(last_logits, model.policy)
+        forward = method.through(last_logits, model.policy)
         logits_NxV = asarray(
-            of_last(state.params, tokens, segments, **method.arguments(state.scaling))
+            forward(state.params, tokens, segments, **method.arguments(state.scaling))
         )
         logits_NxV, targets_N = logits_NxV.astype(jnp.float32), tokens[:, -1]
         last = cross_entropies(logits_NxV, targets_N)
@@ -119,21 +120,21 @@ def losses_of(
 
 
 def critical_rate(rise: Callable[[float], float], slope: float, start: float) -> float:
-    """The learning rate at which an update begins to raise the loss; 0: it does from
-    the first, NaN: not known.
+    """Return the learning rate from which on an update raises the loss.
 
-    `rise(eta) / eta` is a line for a quadratic loss, begins at `slope`, and is zero at
-    the rate that is sought: the search follows chords of it, from a bracket's ends once
-    there is one. A value that is not finite counts as a rise.
+    For a quadratic loss `rise(eta) / eta` is a line that starts at `slope` and is zero
+    at the wanted rate. So the search follows chords of it, between the ends of a
+    bracket once there is one. A value that is not finite counts as a rise.
 
     Args:
-      rise: from a learning rate to the loss at it minus that at rate zero.
+      rise: from a learning rate to the change of the loss.
       slope: the derivative of `rise` at zero.
       start: the first guess, above zero.
 
     Returns:
-      the rate, to about CLOSE for a smooth loss; where MOST passes see no rise, the
-      largest rate that was tried.
+      the rate, to about CLOSE for a smooth loss. Where MOST passes see no rise: the
+      largest rate that was tried. 0: every rate raises the loss. NaN: `slope` is not
+      finite.
     """
     if not math.isfinite(slope):
         return math.nan
@@ -141,27 +142,27 @@ def critical_rate(rise: Callable[[float], float], slope: float, start: float) ->
     for _ in range(MOST):
         change = rise(eta)
         chord = change / eta if math.isfinite(change) else math.inf
-        before, tried = upper, eta
+        previous_upper, tried = upper, eta
         if chord > 0:
             upper = (eta, chord)
         else:
             lower = (eta, chord)
         if math.isinf(upper[0]):
-            # Rather a little too far than a little too short: what is sought has to be
-            # between two rates.
-            straight = (
-                1.1 * slope / (slope - chord) if chord > slope and slope < 0 else GROWTH
-            )
-            eta *= min(max(straight, 2.0), GROWTH)
+            # Rather too far than too short: the root has to be between two rates.
+            if chord > slope and slope < 0:
+                growth = 1.1 * slope / (slope - chord)
+            else:
+                growth = GROWTH
+            eta *= min(max(growth, 2.0), GROWTH)
             continue
         root = chord_root(lower, upper)
-        # Far away the loss is as good as flat, and chords grow on the way down; near
+        # Far above the root the loss saturates, so chords grow on the way down; near
         # the root they fall.
-        twice = lower[0] == 0 and before[0] < math.inf
-        near = lower[0] > 0 or (twice and upper[1] < before[1] / 2)
+        twice = lower[0] == 0 and previous_upper[0] < math.inf
+        near = lower[0] > 0 or (twice and upper[1] < previous_upper[1] / 2)
         if near and abs(root - eta) <= CLOSE * eta:
             return root
-        margin = 0.1 * (upper[0] - lower[0])  # or one end would stay where it is
+        margin = 0.1 * (upper[0] - lower[0])  # or one end would never move
         eta = min(max(root, lower[0] + margin), upper[0] - margin)
         if twice and not near:
             eta = min(eta, upper[0] / GROWTH)
@@ -171,46 +172,39 @@ def critical_rate(rise: Callable[[float], float], slope: float, start: float) ->
 
 
 def chord_root(lower: tuple[float, float], upper: tuple[float, float]) -> float:
-    """Where the line through both points is zero; what it is where a point is infinite,
-    or both are above, is guessed.
+    """Return the zero of the line through two points (rate, chord).
 
-    Without a fall, not even of the derivative, it is the GROWTH-th part of the upper
-    one.
+    Without a finite zero it is a guess: the middle where the upper chord is infinite,
+    and upper / GROWTH where the lower chord is positive.
     """
     (low, below), (high, above) = lower, upper
     if below > 0:
         return high / GROWTH
-    return (
-        (low + high) / 2
-        if math.isinf(above)
-        else low - below * (high - low) / (above - below)
-    )
+    if math.isinf(above):
+        return (low + high) / 2
+    return low - below * (high - low) / (above - below)
 
 
 def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
-    """The figures of a state; for their names and meanings see the module.
+    """Return a function from a state to the two figures of this module.
 
-    Compiled at the first call, and again when static scales have changed; on any mesh,
-    the parameters split as they are. The update takes two bytes a parameter while it is
-    looked at.
+    It is compiled at the first call, and again when static scales have changed. It runs
+    on any mesh, with the parameters sharded as they are. The update takes two bytes a
+    parameter meanwhile.
 
     Args:
-      task: what is trained.
-      lr: the learning rate at which the search begins, such as the peak of the run's.
+      task: the model and its training.
+      lr: the learning rate at which the search starts, such as the run's peak.
     """
     model, mesh = task.model, task.mesh
-    squares_of, largest_of = (
-        squares_over(mesh, task.trained_roles),
-        largest_over(mesh, model.roles),
-    )
-    losses = losses_of(model.on(mesh))
+    squares_of = squares_over(mesh, task.trained_roles)
+    largest_of = largest_over(mesh, model.roles)
+    losses = make_losses(model.on(mesh))
     if mesh.size > 1:
         losses = loss_over(mesh, comm_config_of(task), losses)
 
     def direction(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
-        """The update at a learning rate of one, BF16, and the slope of the loss along
-        it.
-        """
+        """Return the update at a learning rate of one, BF16, and the loss's slope."""
         grads, params = task.trained(grads), task.trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
         updates, _ = task.optimizer(0).update(
@@ -236,9 +230,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
     def moved(
         state: TrainState, updates: Any, eta: jax.Array, batch: Tokens, step: jax.Array
     ) -> jax.Array:
-        """`losses` after the update at the rate `eta`, the weights stored as the run
-        stores them.
-        """
+        """Return `losses` after the update at rate `eta`, with weights as stored."""
         params, _ = weights.apply_with_lost(
             task.trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
@@ -252,19 +244,18 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
             dataclasses.replace(state, params=with_part(state.params, params)), *first
         )
 
-    toward = task.jit(direction)
-    after = task.jit(moved, out_shardings=replicated(mesh))
+    get_direction = task.jit(direction)
+    get_moved = task.jit(moved, out_shardings=replicated(mesh))
 
     def sharpness(
         state: TrainState, grads: Any, batch: Tokens, step: int
     ) -> dict[str, float]:
-        updates, slope = toward(state, grads)
+        updates, slope = get_direction(state, grads)
 
         def at(eta: float) -> list[float]:
-            found: list[float] = np.asarray(
-                after(state, updates, np.float32(eta), batch, np.int32(step))
+            return np.asarray(
+                get_moved(state, updates, np.float32(eta), batch, np.int32(step))
             ).tolist()
-            return found
 
         loss, last, worst = at(0.0)
         rate = critical_rate(lambda eta: at(eta)[0] - loss, float(slope), lr)

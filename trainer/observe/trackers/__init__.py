@@ -1,6 +1,5 @@
-"""Where rows, events, samples and pictures go: a protocol and a file for each tracker
-behind it.
+"""Trackers, which record rows, events, samples and pictures of a run.
 
-`protocol` says what a tracker is told and must promise; `jsonl`, `wandb` and
-`tensorboard` are trackers; `choose` makes the one that the configuration names.
+`protocol` is their interface; `jsonl`, `wandb` and `tensorboard` are trackers; `choose`
+makes the one that the configuration names.
 """

@@ -1,7 +1,7 @@
-"""The files of a run directory: metrics.jsonl and samples.txt.
+"""The tracker of a run directory's own files: metrics.jsonl and samples.txt.
 
-A run that resumes after n steps cuts what they say of later steps and produces it
-again, with the same values. Every row of a step <= n is there, because the loop calls
+A run that resumes after n steps cuts the records of later steps and writes them again,
+with the same values. The log has every row of a step <= n, because the loop calls
 `flush` before it saves checkpoint n.
 """
 
@@ -21,87 +21,83 @@ from trainer.observe.records import (
     cut_samples,
     encode_row,
     encode_sample,
-    keep_rows,
+    filter_rows,
     read_rows,
     read_samples,
 )
-from trainer.observe.trackers.protocol import Beginning, Row, Tracker
+from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
 logger = logging.getLogger(__name__)
 
 
 class Digest(NamedTuple):
-    """What a log holds: its size in bytes, rows, and the CRC-32 of the bytes."""
+    """The fingerprint of a log: its size in bytes, its rows, and its CRC-32."""
 
     size: int
     rows: int
     crc32: int
 
     @classmethod
-    def of(cls, data: bytes) -> Self:
-        """Describe the content of a file."""
+    def from_data(cls, data: bytes) -> Self:
+        """Return the digest of the content of a file."""
         return cls(len(data), data.count(b"\n"), zlib.crc32(data))
 
     @classmethod
-    def of_saved(cls, saved: object) -> Self | None:
-        """Read what `JsonlTracker.written` gave to a checkpoint; None: nothing of the
-        kind.
-        """
+    def from_checkpoint(cls, saved: object) -> Self | None:
+        """Return the saved `JsonlTracker.written`, or None for anything else."""
         if not isinstance(saved, dict) or saved.keys() != set(cls._fields):
             return None
-        return (
-            cls(**saved)
-            if all(type(value) is int for value in saved.values())
-            else None
-        )
+        # bool is an int, but not a count
+        if any(type(value) is not int for value in saved.values()):
+            return None
+        return cls(**saved)
 
-    def then(self, data: bytes) -> Self:
-        """Describe the content with more data behind it."""
+    def extended(self, data: bytes) -> Self:
+        """Return the digest of the content followed by `data`."""
         rows = self.rows + data.count(b"\n")
         return type(self)(self.size + len(data), rows, zlib.crc32(data, self.crc32))
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl`, one object a line, and `samples.txt`. Each line is one write, so
-    that a kill leaves whole lines.
+    """`metrics.jsonl`, one object per line, and `samples.txt`.
 
-    When a run goes on, the files are cut after the step that it goes on from.
+    Each line is one write, so that a kill leaves complete lines. On resume both files
+    are cut after the step that the run resumes from.
     """
 
-    def start(self, beginning: Beginning) -> None:
-        """Raises UserError where a line in the middle is not JSON, or the disk is
-        full.
+    def start(self, start: TrackerStart) -> None:
+        """Open the files, cut after the step that the run resumes from.
+
+        Raises:
+          UserError: a line in the middle is not JSON, or the disk is full.
         """
         self._lock = threading.Lock()
-        run_dir, step, again = beginning.run_dir, beginning.step, beginning.again
-        self.path, self.samples_path = (
-            run_dir / "metrics.jsonl",
-            run_dir / "samples.txt",
-        )
+        run_dir, step = start.run_dir, start.step
+        self.path = run_dir / "metrics.jsonl"
+        self.samples_path = run_dir / "samples.txt"
         try:
-            expected = Digest.of_saved(beginning.written)
+            expected = Digest.from_checkpoint(start.written)
             data = self.path.read_bytes() if self.path.exists() else b""
-            found = Digest.of(data[: expected.size]) if expected else None
-            cut = cut_rows if found == expected else keep_rows
-            self._logged = cut(self.path, step, again=again)
-            cut_samples(self.samples_path, step - again)
+            actual = Digest.from_data(data[: expected.size]) if expected else None
+            cut = cut_rows if actual == expected else filter_rows
+            self._logged = cut(self.path, step, redo_row=start.redo_row)
+            cut_samples(self.samples_path, step - start.redo_row)
             self._rows = FileIO(self.path, "ab+", opener=no_follow)
             self._samples = FileIO(self.samples_path, "ab", opener=no_follow)
-            self._digest = Digest.of(self._read())
+            self._digest = Digest.from_data(self._read())
         except OSError as error:
             raise UserError(
                 f"cannot write to {run_dir}: {error.strerror}; choose another run_dir"
             ) from error
-        if expected and found != expected:
-            there = Digest.of(data).rows
-            self._say(
+        if expected and actual != expected:
+            self._warn(
                 step,
-                f"{self.path} is not what the run wrote up to step {step}: {there} rows"
-                f" are there, {expected.rows} were written; what is lost of them is"
-                " lost, the weights are whole",
+                f"{self.path} is not what the run wrote up to step {step}: it has"
+                f" {Digest.from_data(data).rows} rows, {expected.rows} were written;"
+                " the missing rows are lost, the weights are complete",
             )
 
-    def _say(self, step: int, text: str) -> None:
+    def _warn(self, step: int, text: str) -> None:
         logger.warning("%s", text)
         self.event(step, text)
 
@@ -110,9 +106,9 @@ class JsonlTracker(Tracker):
         return self._rows.readall()
 
     def _append(self, data: bytes) -> None:
-        with self._lock:  # the guard's thread reports a stall beside the loop
+        with self._lock:  # the watchdog's thread reports a stall beside the loop
             _append(self._rows, data)
-            self._digest = self._digest.then(data)
+            self._digest = self._digest.extended(data)
 
     def row(self, step: int, row: Row) -> None:
         if step <= self._logged:
@@ -130,30 +126,28 @@ class JsonlTracker(Tracker):
         return self._digest._asdict()
 
     def _restore(self) -> None:
-        """Notice that somebody removed, replaced or shortened the file under the run,
-        and say so.
-        """
+        """Restore the file, or warn, when somebody changed it during the run."""
         mine = os.fstat(self._rows.fileno())
         try:
             there = os.lstat(self.path)
         except FileNotFoundError:
             there = None
         if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            # What was written is still behind the open descriptor.
+            # The open descriptor still reads the removed file.
             write_atomically(self.path, self._read())
             self._rows.close()
             self._rows = FileIO(self.path, "ab+", opener=no_follow)
-            self._say(
+            self._warn(
                 self._logged,
                 f"{self.path} was removed or replaced while the run wrote it; it was"
                 " restored",
             )
         elif mine.st_size != self._digest.size:
-            lost, self._digest = self._digest, Digest.of(self._read())
-            self._say(
+            lost, self._digest = self._digest, Digest.from_data(self._read())
+            self._warn(
                 self._logged,
-                f"{self.path} was changed while the run wrote it: {self._digest.rows}"
-                f" rows of {lost.rows} are there",
+                f"{self.path} was changed while the run wrote it: it has"
+                f" {self._digest.rows} of {lost.rows} rows",
             )
 
     def flush(self) -> None:
@@ -172,14 +166,12 @@ class JsonlTracker(Tracker):
         self._samples.close()
 
     def replay(self, tracker: Tracker, *, after: int) -> None:
-        """Tell another tracker what the files hold of steps > `after`, in order of
-        steps.
-        """
+        """Send another tracker all records of steps > `after`, in order of steps."""
         records: list[tuple[int, Mapping[str, Any] | Sample]] = [
             (row["step"], row) for row in read_rows(self.path)
         ]
         records += [(sample.step, sample) for sample in read_samples(self.samples_path)]
-        # stable: rows before samples
+        # The sort is stable: the rows of a step come before its samples.
         for step, record in sorted(records, key=lambda pair: pair[0]):
             if step <= after:
                 continue
@@ -195,7 +187,7 @@ class JsonlTracker(Tracker):
 
 
 def _append(file: FileIO, data: bytes) -> None:
-    """One write, unbuffered."""
+    """Append by one unbuffered write."""
     try:
         written = file.write(data)
         reason = "the disk is full" if written != len(data) else None

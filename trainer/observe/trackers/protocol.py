@@ -1,19 +1,17 @@
-"""What a tracker is told of a run, and what it promises.
+"""The interface of trackers.
 
-Every row, event, sample and picture is in a tracker's record exactly once, over any
-number of kills and resumes. The loop and the tracker share the work:
+A tracker records every row, event, sample and picture exactly once, over any number of
+kills and resumes. The loop and the tracker share the work:
 
-- The loop calls `flush` before it saves checkpoint n; a tracker that returns from it
-  has made all it was told of steps up to n survive a kill.
-- A run that resumes after n steps gives `start` that n and then tells everything of
-  later steps again, with the same values. A tracker drops what it holds of them, or,
-  where it cannot take anything back, leaves out the steps it has.
-- What a tracker lacks of steps up to n (a run that was tracked by another one before,
-  or a block that a kill took) it gets from `Beginning.kept`, the run's own record, by
-  `kept.replay(self, after=LAST_STEP_HELD)`.
+- The loop calls `flush` before it saves checkpoint n. When a tracker's `flush` returns,
+  its records of steps up to n survive a kill.
+- A run that resumes after n steps passes n to `start`, and then records everything of
+  later steps again, with the same values. A tracker drops its own records of those
+  steps. Where it cannot, it ignores the steps that it has.
+- Records of steps up to n can be missing: another tracker recorded them, or a kill took
+  a block. The tracker gets them by `start.log.replay(self, after=LAST_STEP_HELD)`.
 
-A user's own tracker is a subclass of `Tracker` that overrides what it wants to be told
-of.
+A custom tracker is a subclass of `Tracker` that overrides the methods that it needs.
 """
 
 import contextlib
@@ -25,110 +23,106 @@ from typing import Any, Protocol
 Row = Mapping[str, float | int | str]
 
 
-class Kept(Protocol):
-    """The run's own record, which has everything up to the step that the run goes on
-    from.
-    """
+class Log(Protocol):
+    """The run's own log, complete up to the step that the run resumes from."""
 
     def replay(self, tracker: "Tracker", *, after: int) -> None:
-        """Tell a tracker the rows, events and samples of steps > `after`, in order of
-        steps; pictures are not kept.
+        """Send a tracker the rows, events and samples of steps > `after`.
+
+        They come in order of steps, without pictures.
         """
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Where a run, or the next part of one, begins.
+class TrackerStart:
+    """The start of a run, or of a resumed part of it.
 
     Attributes:
       run_dir: the run's directory; it exists.
-      step: steps taken so far; 0: a new run. What a tracker holds of later steps will
-          come again.
-      again: whether the row of `step` itself comes again too, with its sample.
+      step: steps taken so far; 0: a new run. Records of later steps will come again.
+      redo_row: whether the row of `step` itself comes again too, with its sample.
       config: nested plain values.
-      id: what the tracker's attribute `id` was when the newest checkpoint was saved;
-          None: it had none.
-      kept: the run's own record; None: it keeps none.
-      written: what `Tracker.written` said when the newest checkpoint was saved; None:
-          nothing.
+      id: the tracker's attribute `id` at the newest checkpoint, or None.
+      log: the run's own log; None: it has none.
+      written: `Tracker.written` at the newest checkpoint, or None.
     """
 
     run_dir: Path
     step: int
-    again: bool
+    redo_row: bool
     config: Mapping[str, Any]
     id: str | None
-    kept: Kept | None
+    log: Log | None
     written: Mapping[str, int] | None = None
 
 
 class Tracker:
-    """Takes everything and keeps nothing (tracker=none); the others override what they
-    keep.
+    """A tracker that discards everything (tracker=none), and the base of the others.
 
-    `step` means: after that many steps. Steps of `row` grow; `event`, `sample` and
+    `step` is the number of steps taken. Steps of `row` increase. `event`, `sample` and
     `picture` belong to the row of their step, or to a row of their own where that step
-    has none. `event` and `alert` may come from a thread of their own. Of several
-    processes of a run only the first has a tracker that is told anything.
+    has none. `event` and `alert` may come from another thread. Only the first process
+    of a run calls its tracker.
 
     Attributes:
-      id: kept in checkpoints and given back to `start`; None: nothing needs to be.
+      id: an id that checkpoints store and `start` gets back; None: not needed.
     """
 
     id: str | None = None
 
-    def start(self, beginning: Beginning) -> None:
-        """Begin, or go on. Nothing else is called before. Raises UserError for what
-        cannot be tracked.
+    def start(self, start: TrackerStart) -> None:
+        """Start or resume; it is called before all other methods.
+
+        Raises:
+          UserError: the run cannot be tracked.
         """
 
     def row(self, step: int, row: Row) -> None:
-        """The scalars of a step, once a step."""
+        """Record the scalars of a step, once per step."""
 
     def event(self, step: int, text: str) -> None:
-        """Something worth a line: a skipped step, a damaged checkpoint."""
+        """Record a message, such as a skipped step or a damaged checkpoint."""
 
     def sample(self, step: int, name: str, text: str) -> None:
-        """A text, such as one the model wrote."""
+        """Record a text, such as one that the model wrote."""
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A picture, such as a heat map of the numerics, that exists as a PNG file."""
+        """Record a picture, such as a heat map of the numerics, from a PNG file."""
 
     def summary(self, values: Row) -> None:
-        """Figures of the run as a whole."""
+        """Record figures of the run as a whole."""
 
     def alert(self, title: str, text: str) -> None:
-        """Something that somebody should be told who does not look at the dashboard."""
+        """Notify somebody who does not look at the dashboard."""
 
     def flush(self) -> None:
-        """Make everything so far survive a kill. Call before saving a checkpoint that
-        covers it.
-        """
+        """Make all records survive a kill; called before each checkpoint."""
 
     def written(self) -> Mapping[str, int] | None:
-        """Describe what `flush` made safe, as JSON values for the checkpoint; None:
-        nothing needs to be compared.
+        """Return JSON values that describe the flushed records, for the checkpoint.
+
+        None: `start` needs nothing to compare with.
         """
         return None
 
     def finish(self, exit_code: int = 0) -> None:
-        """Flush and end. Nothing may follow."""
+        """Flush and close. No other call may follow."""
 
 
 class Several(Tracker):
-    """Passes everything on to each of several trackers, in order."""
+    """A tracker that passes everything on to several trackers, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
     @property
     def id(self) -> str | None:  # type: ignore[override]
-        """Of the first that has one."""
+        """The id of the first tracker that has one."""
         return next((tracker.id for tracker in self.trackers if tracker.id), None)
 
-    def start(self, beginning: Beginning) -> None:
+    def start(self, start: TrackerStart) -> None:
         for tracker in self.trackers:
-            tracker.start(beginning)
+            tracker.start(start)
 
     def row(self, step: int, row: Row) -> None:
         for tracker in self.trackers:
@@ -159,16 +153,13 @@ class Several(Tracker):
             tracker.flush()
 
     def written(self) -> Mapping[str, int] | None:
-        return next(
-            (
-                found
-                for tracker in self.trackers
-                if (found := tracker.written()) is not None
-            ),
-            None,
-        )
+        for tracker in self.trackers:
+            written = tracker.written()
+            if written is not None:
+                return written
+        return None
 
     def finish(self, exit_code: int = 0) -> None:
-        with contextlib.ExitStack() as finishing:  # each, even if one before it fails
+        with contextlib.ExitStack() as finishing:  # finish each, even if one fails
             for tracker in reversed(self.trackers):
                 finishing.callback(tracker.finish, exit_code)

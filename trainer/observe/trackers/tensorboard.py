@@ -1,12 +1,10 @@
-"""TensorBoard: event files in the run directory's `tensorboard/`, written by
-tensorboardX (extra `tensorboard`).
+"""The TensorBoard tracker: event files in the run directory's `tensorboard/`.
 
-Each part of a run, from a start or resumption to its end, has a file of its own,
-numbered so that TensorBoard reads them in order. When a run goes on after n steps, what
-the files hold of later steps is cut out of them, since it comes again; a TensorBoard
-that has read them already forgets it at the mark with which the new file begins (of
-texts it does not: it has to be started again). Nothing is queued, so `flush` loses
-nothing.
+tensorboardX writes them (extra `tensorboard`). Each start or resume of a run has a file
+of its own, numbered so that TensorBoard reads them in order. On resume, events of later
+steps are cut from the files, because they will be written again. A running TensorBoard
+drops them at the START mark of the new file, except for texts, for which it has to be
+restarted. Events are not queued, so `flush` loses nothing.
 """
 
 import contextlib
@@ -21,14 +19,14 @@ from typing import Any
 from trainer.errors import MAKE_ROOM, UserError
 from trainer.files import write_atomically
 from trainer.observe.records import without_layers
-from trainer.observe.trackers.protocol import Beginning, Row, Tracker
+from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
 PACKAGE = "tensorboardX"
 HEADER, CHECKSUM = struct.Struct("<QI"), 4
 
 
 def check_installed() -> None:
-    """Raise UserError where the writer is not there."""
+    """Raise UserError where tensorboardX is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             f"tracker=tensorboard needs package {PACKAGE}, which is not installed; "
@@ -37,39 +35,36 @@ def check_installed() -> None:
 
 
 class TensorboardTracker(Tracker):
-    """Scalars, texts and pictures for TensorBoard. Of the numerics it gets what
-    `without_layers` leaves, and pictures.
+    """Scalars, texts and pictures for TensorBoard.
 
-    Events are texts called `events`. A run that was not tracked here before is told
-    from its own record first.
+    Numerics are reduced by `without_layers`, beside their pictures. Events are texts
+    called `events`. A run that was tracked elsewhere is first replayed from its log.
     """
 
-    def start(self, beginning: Beginning) -> None:
+    def start(self, start: TrackerStart) -> None:
         check_installed()
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._make, self._proto, self._event = summary, summary_pb2, event_pb2.Event
-        # the guard's thread reports a stall beside the loop
+        # The watchdog's thread reports a stall beside the loop.
         self._lock = threading.Lock()
-        self._folder = folder = beginning.run_dir / "tensorboard"
-        with written_to(folder):
+        self._folder = folder = start.run_dir / "tensorboard"
+        with file_errors(folder):
             folder.mkdir(exist_ok=True)
-            before = sorted(
-                path for path in folder.iterdir() if "tfevents" in path.name
-            )
-            again = beginning.step if beginning.again else beginning.step + 1
-            for path in before:
-                cut(path, again, event_pb2.Event.FromString)
-            self._writer = EventsWriter(str(folder / f"part-{len(before):05d}"))
-        if before:
+            files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
+            first_step = start.step if start.redo_row else start.step + 1
+            for path in files:
+                cut(path, first_step, event_pb2.Event.FromString)
+            self._writer = EventsWriter(str(folder / f"part-{len(files):05d}"))
+        if files:
             self._write(
-                again,
+                first_step,
                 session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
             )
-        elif beginning.kept is not None:
-            beginning.kept.replay(self, after=-1)
+        elif start.log is not None:
+            start.log.replay(self, after=-1)
         self.flush()
 
     def row(self, step: int, row: Row) -> None:
@@ -80,13 +75,9 @@ class TensorboardTracker(Tracker):
         self._write(step, summary=self._make.text("events", text))
 
     def sample(self, step: int, name: str, text: str) -> None:
-        # It would be read as Markdown, where four spaces in front mean: as it is.
-        self._write(
-            step,
-            summary=self._make.text(
-                name, "".join(f"    {line}\n" for line in text.splitlines())
-            ),
-        )
+        # TensorBoard renders Markdown, where four spaces mean verbatim text.
+        text = "".join(f"    {line}\n" for line in text.splitlines())
+        self._write(step, summary=self._make.text(name, text))
 
     def picture(self, step: int, name: str, path: Path) -> None:
         data = path.read_bytes()
@@ -94,32 +85,27 @@ class TensorboardTracker(Tracker):
         image = self._proto.Summary.Image(
             height=height, width=width, colorspace=3, encoded_image_string=data
         )
-        self._write(
-            step,
-            summary=self._proto.Summary(
-                value=[self._proto.Summary.Value(tag=name, image=image)]
-            ),
-        )
+        value = self._proto.Summary.Value(tag=name, image=image)
+        self._write(step, summary=self._proto.Summary(value=[value]))
 
     def flush(self) -> None:
-        with self._lock, written_to(self._folder):
+        with self._lock, file_errors(self._folder):
             self._writer.flush()
 
     def finish(self, exit_code: int = 0) -> None:
-        with self._lock, written_to(self._folder):
+        with self._lock, file_errors(self._folder):
             self._writer.close()
 
-    def _write(self, step: int, **what: Any) -> None:
-        """One event of a step."""
-        with self._lock, written_to(self._folder):
-            self._writer.write_event(
-                self._event(step=step, wall_time=time.time(), **what)
-            )
+    def _write(self, step: int, **content: Any) -> None:
+        event = self._event(step=step, wall_time=time.time(), **content)
+        with self._lock, file_errors(self._folder):
+            self._writer.write_event(event)
 
 
 def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The whole records of an event file, each with its content: length, checksum,
-    content, checksum.
+    """Yield the complete records of an event file, each with its content.
+
+    A record is length, checksum, content, checksum.
     """
     position = 0
     while position + HEADER.size <= len(data):
@@ -132,20 +118,21 @@ def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
-    """Take events of `step` and later ones out of a file, and a record that a kill
-    tore; `parse` reads an event.
+    """Remove events of `step` and later ones from a file, and a torn last record.
+
+    `parse` reads an event.
     """
-    whole = path.read_bytes()
-    kept = b"".join(
-        record for record, content in records(whole) if parse(content).step < step
+    data = path.read_bytes()
+    remaining = b"".join(
+        record for record, content in records(data) if parse(content).step < step
     )
-    if kept != whole:
-        write_atomically(path, kept)
+    if remaining != data:
+        write_atomically(path, remaining)
 
 
 @contextlib.contextmanager
-def written_to(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong with a file into a UserError."""
+def file_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a UserError."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Weights & Biases, of which a training run never waits or fails.
+"""The Weights & Biases tracker, which never stops or delays the training.
 
-W&B keeps its own files, of which a kill loses the last block (32 KiB), and takes no
-step twice. So on resume we look up the last step W&B holds, send what it lacks from the
-run's own files, and from then on skip the steps it has.
+W&B has its own files, of which a kill loses the last block (32 KiB), and accepts no
+step twice. So on resume we look up the last step that W&B has, send the missing ones
+from the run's own log, and skip later steps that it has.
 """
 
 import atexit
@@ -23,18 +23,17 @@ from urllib.parse import urlsplit
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.observe.records import without_layers
-from trainer.observe.trackers.protocol import Beginning, Row, Tracker
+from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
 from trainer.text import interpreter, redact
 
-WAITING = 1000  # calls to W&B that may wait for it
+WAITING = 1000  # calls in the queue to W&B
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# seconds that a call waits for its place among them, before W&B is given up
+# seconds that a call waits for room in the queue, before W&B is given up
 PATIENCE = 10.0
 FINISH_SECONDS = 60
 
-# W&B shows a section for each prefix, in the order of the alphabet: these come first,
-# and answer what a person asks.
+# W&B shows a section for each prefix, in alphabetical order: these come first.
 FIRST_SCREEN = {
     "1 is it learning/training loss": "train/loss",
     "1 is it learning/validation loss": "val/loss",
@@ -47,45 +46,44 @@ FIRST_SCREEN = {
     "3 is it fast/share of the peak": "perf/mfu",
     "3 is it fast/ms waiting for data": "perf/data_ms",
 }
-# would make a section of their own, before all others
+# each of these would make a section of its own, before all others
 HIDDEN = ("lr", "grad_norm", "tokens")
 
 logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """A W&B run: online when somebody is logged in and the server answers, else offline
-    in `run_dir/wandb`.
+    """A W&B run: online if somebody is logged in and the server answers, else offline.
 
-    Nothing that happens to W&B stops the training or holds it up: a thread of its own
-    talks to it, what goes wrong is reported once, and metrics.jsonl has the scalars. Of
-    the numerics W&B gets what `without_layers` leaves, and the pictures.
+    An offline run is in `run_dir/wandb`. A thread talks to W&B, so its failures neither
+    stop nor delay the training: one warning reports them, and metrics.jsonl has the
+    scalars. Numerics are reduced by `without_layers`, beside their pictures.
 
     Args:
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
 
     Attributes:
-      id: of the W&B run; the same id continues the same run.
+      id: the id of the W&B run, which continues it on resume.
     """
 
     def __init__(self, init: Mapping[str, Any]) -> None:
         self._init = init
 
-    def start(self, beginning: Beginning) -> None:
-        run_dir = beginning.run_dir
-        # its one look-up in the network when offline
+    def start(self, start: TrackerStart) -> None:
+        run_dir = start.run_dir
+        # error reporting is its only network access when offline
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        # seconds until an online run goes on offline
+        # seconds until it falls back to offline
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
         # W&B logs to debug.log in the run directory: on a full disk every record would
         # become a traceback on stderr.
         logging.raiseExceptions = False
-        import wandb  # costs half a second; not everyone tracks with it
+        import wandb  # takes half a second, and is only needed with tracker=wandb
 
         self._wandb = wandb
-        self.id = run_id = own_id(run_dir, beginning.id)
-        # of the row: the guard's thread reports a stall beside the loop
+        self.id = run_id = choose_run_id(run_dir, start.id)
+        # guards the row: the watchdog's thread reports a stall beside the loop
         self._lock = threading.Lock()
         self._step = -1
         self._row: dict[str, Any] = {}
@@ -93,17 +91,14 @@ class WandbTracker(Tracker):
         self._texts: dict[str, list[str]] = {}
         self._sent = last_local_step(run_dir, run_id)
         arguments = dict(self._init) | {"dir": run_dir, "id": run_id, "resume": "allow"}
-        arguments["config"] = redact(beginning.config)
-        online = (
-            os.environ.get("WANDB_MODE", "online" if logged_in() else "offline")
-            == "online"
-        )
-        self._run: Any = self._connect(arguments, online=online)
+        arguments["config"] = redact(start.config)
+        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+        self._run: Any = self._connect(arguments, online=mode == "online")
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
-        if beginning.kept is not None:
-            beginning.kept.replay(self, after=self._sent)
+        if start.log is not None:
+            start.log.replay(self, after=self._sent)
 
     def _connect(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
         settings = self._wandb.Settings(
@@ -115,12 +110,12 @@ class WandbTracker(Tracker):
             except self._wandb.errors.Error as error:
                 self._wandb.teardown()  # the id is taken until then
                 logger.warning(
-                    "W&B cannot be reached (%s): going on offline",
+                    "W&B cannot be reached (%s): continuing offline",
                     str(error).splitlines()[0],
                 )
                 online = False
             else:
-                # what the server holds counts, not what is in the local files
+                # The server's last step counts, not that of the local files.
                 self._sent = run.starting_step - 1
                 logger.info("W&B run: %s", run.url)
         if not online:
@@ -128,24 +123,19 @@ class WandbTracker(Tracker):
                 run = self._wandb.init(**arguments, mode="offline", settings=settings)
             except (self._wandb.errors.Error, OSError) as error:
                 raise UserError(
-                    f"W&B does not start: {error}; tracker=jsonl does without"
+                    f"W&B does not start: {error}; set tracker=jsonl to train without"
                 ) from error
-            parts = [
-                path.parent
-                for path in wandb_files(Path(arguments["dir"]), str(self.id))
-            ]
-            newest = Path(run.dir).parent  # whose file may not be there yet
-            before = [
-                p
-                for p in parts
-                if p.name.startswith("offline-") and p.name != newest.name
-            ]
-            where = shlex.join(map(str, [*before, newest]))
+            newest = Path(run.dir).parent  # its file may not exist yet
+            parts = []
+            for path in wandb_files(Path(arguments["dir"]), str(self.id)):
+                folder = path.parent
+                if folder.name.startswith("offline-") and folder.name != newest.name:
+                    parts.append(folder)
             logger.info(
                 "W&B run, offline; to upload it, its parts in order: %s -m wandb"
                 " sync %s",
                 interpreter(),
-                where,
+                shlex.join(map(str, [*parts, newest])),
             )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
@@ -186,13 +176,11 @@ class WandbTracker(Tracker):
         )
 
     def flush(self) -> None:
-        """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run
-        resumes.
-        """
+        """Do nothing: on resume W&B gets from metrics.jsonl what a kill lost."""
 
     def finish(self, exit_code: int = 0) -> None:
         with self._lock:
-            # events alone are of a step whose row a resumed run will send
+            # Events alone belong to a step whose row a resumed run will send.
             if self._row or self._texts:
                 self._send()
         self._guarded(lambda run: run.finish(exit_code=exit_code))
@@ -200,15 +188,14 @@ class WandbTracker(Tracker):
         self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
         if self._thread.is_alive():
             self._give_up("does not finish")
-            # before W&B's own hook, which would wait for ever
+            # before W&B's own hook, which would wait forever
             atexit.register(_leave, exit_code)
 
     def _begin(self, step: int) -> None:
-        """Collect this step's row from here on; W&B takes a step only once, so it is
-        sent when the next one begins.
+        """Start the row of a step, and send the previous one.
 
-        What comes late, a stall that is told while the loop goes on, belongs to the row
-        that is being collected.
+        W&B takes a step only once, so a row is sent when the next one begins. A late
+        event, such as a stall, belongs to the current row.
         """
         if step > self._step:
             self._send()
@@ -216,12 +203,12 @@ class WandbTracker(Tracker):
 
     def _send(self) -> None:
         if self._step > self._sent:
-            row, step = self._whole_row(), self._step
+            row, step = self._collected_row(), self._step
             self._guarded(lambda run: run.log(row, step=step, commit=True))
             self._sent = self._step
         self._row, self._events, self._texts = {}, [], {}
 
-    def _whole_row(self) -> dict[str, Any]:
+    def _collected_row(self) -> dict[str, Any]:
         events = {"events": "\n".join(self._events)} if self._events else {}
         tables = {
             name: self._wandb.Table(
@@ -237,7 +224,7 @@ class WandbTracker(Tracker):
         return {"step": self._step} | first | self._row | events | tables
 
     def _guarded(self, call: Callable[[Any], Any]) -> None:
-        """Have the thread call this with the run."""
+        """Queue a call with the run for the thread."""
         self._put(lambda: call(self._run))
 
     def _put(self, call: Callable[[], Any] | None) -> None:
@@ -254,7 +241,7 @@ class WandbTracker(Tracker):
                 return
             try:
                 call()
-            # W&B's own process may die in any way: that must not end a training run
+            # Any failure of W&B's own process must not end a training run.
             except Exception as error:
                 self._give_up(type(error).__name__)
 
@@ -262,35 +249,36 @@ class WandbTracker(Tracker):
         if self._run is not None:
             self._run = None
             logger.warning(
-                "W&B failed (%s): going on without; metrics.jsonl has it all", why
+                "W&B failed (%s): continuing without it; metrics.jsonl has all rows",
+                why,
             )
 
 
 def _leave(exit_code: int) -> None:
-    """End the process without the rest of its hooks."""
+    """End the process without its remaining exit hooks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
-def own_id(run_dir: Path, run_id: str | None) -> str:
-    """The id of a run, from the checkpoint, or the one that its directory began with,
-    or a new one.
+def choose_run_id(run_dir: Path, run_id: str | None) -> str:
+    """Return the W&B id of a run: the checkpoint's, the directory's, or a new one.
 
-    It is also in a file, for a run that is killed before its first checkpoint.
+    A file stores it too, for a run that is killed before its first checkpoint.
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
     known = run_id or (file.read_text(errors="replace") if file.is_file() else "")
-    if not RUN_ID.fullmatch(known):  # W&B makes a part of a path of it
+    if not RUN_ID.fullmatch(known):  # W&B uses it in a path
         known = uuid.uuid4().hex[:8]
     write_atomically(file, known)
     return known
 
 
 def logged_in() -> bool:
-    """Whether W&B has credentials for its server, in the environment, a settings file
-    or netrc; asks no server.
+    """Return whether W&B has credentials: in the environment, its settings or netrc.
+
+    No server is asked.
     """
     import wandb
 
@@ -301,14 +289,13 @@ def logged_in() -> bool:
         or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
     ):
         return True
-    candidates = (
-        [Path(os.environ["NETRC"])]
-        if "NETRC" in os.environ
-        else [Path("~/.netrc"), Path("~/_netrc")]
-    )
+    if "NETRC" in os.environ:
+        candidates = [Path(os.environ["NETRC"])]
+    else:
+        candidates = [Path("~/.netrc"), Path("~/_netrc")]
     host = urlsplit(settings.base_url).hostname or ""
     return any(
-        netrc.netrc(p.expanduser()).authenticators(host)
-        for p in candidates
-        if p.expanduser().exists()
+        netrc.netrc(path.expanduser()).authenticators(host)
+        for path in candidates
+        if path.expanduser().exists()
     )

@@ -1,6 +1,4 @@
-"""What W&B's own files of a run hold: its transaction logs, read without W&B's
-server.
-"""
+"""Reader of W&B's local transaction logs, which needs no server."""
 
 import json
 import struct
@@ -14,12 +12,11 @@ HEADER = struct.Struct("<IHB")
 
 
 def _history_records(path: Path) -> Iterator[Any]:
-    """The history records of a W&B transaction log (`*.wandb`), in order, up to where a
-    kill cut it.
+    """Yield the history records of a W&B transaction log (`*.wandb`), in order.
 
-    The file is a LevelDB log
+    It ends where a kill cut the log. The file is a LevelDB log
     (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7
-    bytes, and each record a `wandb_internal_pb2.Record`.
+    bytes, and each record is a `wandb_internal_pb2.Record`.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
@@ -48,7 +45,7 @@ def _history_records(path: Path) -> Iterator[Any]:
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a W&B transaction log, as W&B will show them; `_step` is the step."""
+    """Yield the rows of a W&B transaction log, as W&B shows them."""
     for history in _history_records(path):
         yield {
             item.key or "/".join(item.nested_key): json.loads(item.value_json)
@@ -57,18 +54,15 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
-    """The transaction logs of all parts of a run, oldest first."""
+    """Return the transaction logs of all parts of a run, the oldest first."""
     files = (run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
     return sorted(files, key=lambda path: path.parent.name.removeprefix("offline-"))
 
 
 def last_local_step(run_dir: Path, run_id: str) -> int:
-    """The last step in W&B's local files; -1: none."""
-    return max(
-        (
-            row.step.num
-            for path in wandb_files(run_dir, run_id)
-            for row in _history_records(path)
-        ),
-        default=-1,
-    )
+    """Return the last step in W&B's local files; -1: none."""
+    last = -1
+    for path in wandb_files(run_dir, run_id):
+        for row in _history_records(path):
+            last = max(last, row.step.num)
+    return last

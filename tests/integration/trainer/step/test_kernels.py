@@ -152,7 +152,7 @@ def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(
         CACHE,
     ]
     assert train(compose([*settings, "metrics.numerics_every=1"])).step == 2
-    for name in ("compiled", "eval_step", "stored_gradients", "of_tensor"):
+    for name in ("compiled", "eval_step", "stored_gradients", "tensor_figures"):
         assert told[name] == [HARMLESS] * len(told[name]), name
 
 

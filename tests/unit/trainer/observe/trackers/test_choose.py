@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trainer.observe.trackers.choose import make_tracker
-from trainer.observe.trackers.protocol import Beginning, Several, Tracker
+from trainer.observe.trackers.protocol import Several, Tracker, TrackerStart
 
 
 class Recorder(Tracker):
@@ -24,7 +24,7 @@ def test_every_call_reaches_every_tracker(tmp_path):
     recorders = [Recorder(), Recorder()]
     both = Several(recorders)
     calls = [
-        ("start", Beginning(tmp_path, 0, False, {}, None, None)),
+        ("start", TrackerStart(tmp_path, 0, False, {}, None, None)),
         ("row", 1, {}),
         ("event", 1, "e"),
         ("sample", 1, "n", "t"),
@@ -86,14 +86,14 @@ def test_a_tracker_of_ones_own_gets_the_runs_record_of_what_it_lacks(tmp_path):
         def __init__(self):
             self.steps = [1]
 
-        def start(self, beginning):
-            beginning.kept.replay(self, after=self.steps[-1])
+        def start(self, start):
+            start.log.replay(self, after=self.steps[-1])
 
         def row(self, step, row):
             self.steps.append(step)
 
     own = Own()
-    tracker = make_tracker("jsonl", tmp_path, start=2, config={}, own=own)
+    tracker = make_tracker("jsonl", tmp_path, start=2, config={}, custom=own)
     tracker.row(3, {"train/loss": 1 / 3})
     tracker.finish()
     assert own.steps == [1, 2, 3]

@@ -16,7 +16,7 @@ from trainer.observe.records import (
     read_samples,
 )
 from trainer.observe.trackers.jsonl import JsonlTracker
-from trainer.observe.trackers.protocol import Beginning
+from trainer.observe.trackers.protocol import TrackerStart
 
 
 def loss(step):
@@ -25,7 +25,7 @@ def loss(step):
 
 def jsonl(run_dir, *, start, again=False):
     tracker = JsonlTracker()
-    tracker.start(Beginning(run_dir, start, again, {}, None, None))
+    tracker.start(TrackerStart(run_dir, start, again, {}, None, None))
     return tracker
 
 
@@ -100,7 +100,7 @@ def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
     ]
     path.write_bytes(b"".join(lines))
     assert cut_rows(path, 2) == 2
-    assert cut_rows(path, 2, again=True) == 1
+    assert cut_rows(path, 2, redo_row=True) == 1
     assert path.read_bytes() == b"".join(lines[:2])
     tracker = jsonl(tmp_path, start=2, again=True)
     tracker.row(2, {"a": 2})

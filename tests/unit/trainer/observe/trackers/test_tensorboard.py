@@ -14,7 +14,7 @@ from trainer.__main__ import main
 from trainer.errors import UserError
 from trainer.observe.trackers import tensorboard
 from trainer.observe.trackers.choose import make_tracker
-from trainer.observe.trackers.protocol import Beginning
+from trainer.observe.trackers.protocol import TrackerStart
 
 PNG = bytes.fromhex(  # one white pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"
@@ -95,7 +95,7 @@ from pathlib import Path
 from trainer.observe.trackers.choose import make_tracker
 
 start, stop, kill_at, again = map(int, sys.argv[2:])
-tracker = make_tracker("tensorboard", Path(sys.argv[1]), start=start, again=bool(again), config={})
+tracker = make_tracker("tensorboard", Path(sys.argv[1]), start=start, redo_row=bool(again), config={})
 for step in range(start + 1 - again, stop + 1):
     tracker.row(step, {"train/loss": 1 / 2**step})
     tracker.sample(step, "samples", f"text of {step}")
@@ -157,7 +157,7 @@ def test_a_directory_that_is_not_there_is_an_error_in_a_line(tmp_path):
     with pytest.raises(
         UserError, match=re.escape(str(tmp_path / "none" / "tensorboard"))
     ):
-        tracker.start(Beginning(tmp_path / "none", 0, False, {}, None, None))
+        tracker.start(TrackerStart(tmp_path / "none", 0, False, {}, None, None))
 
 
 def test_without_the_package_it_is_one_line_and_exit_code_2(

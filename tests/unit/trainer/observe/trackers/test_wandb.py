@@ -15,7 +15,7 @@ import pytest
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.jsonl import JsonlTracker
-from trainer.observe.trackers.protocol import Beginning
+from trainer.observe.trackers.protocol import TrackerStart
 from trainer.observe.trackers.wandb_files import (
     last_local_step,
     read_history,
@@ -141,7 +141,7 @@ def test_wandb_holds_every_text_and_event_once(killed_thrice):
 @pytest.mark.whole
 def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
     tracker = JsonlTracker()
-    tracker.start(Beginning(tmp_path, 0, False, {}, None, None))
+    tracker.start(TrackerStart(tmp_path, 0, False, {}, None, None))
     for step in range(1, 901):
         tracker.row(step, loss(step))
         if step % 50 == 0:
@@ -224,7 +224,7 @@ def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(
     monkeypatch.setattr(sys.modules[__name__], "RUN", KILL_SERVICE)
     done = run(tmp_path, 0, 20)
     assert done.returncode == 0, done.stderr
-    assert "going on without; metrics.jsonl has it all" in done.stdout
+    assert "continuing without it; metrics.jsonl has all rows" in done.stdout
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(
         range(1, 21)
     )
@@ -262,7 +262,7 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
         finally:
             for pid in re.findall(r"frozen (\d+)", output.read_text()):
                 os.kill(int(pid), signal.SIGKILL)
-    assert "going on without; metrics.jsonl has it all" in output.read_text()
+    assert "continuing without it; metrics.jsonl has all rows" in output.read_text()
     steps = [
         row["step"]
         for row in read_rows(tmp_path / "metrics.jsonl")
