@@ -14,9 +14,9 @@ from pathlib import Path
 
 from scripts.arguments import argument, run
 from trainer.errors import UserError
-from trainer.report.comparing import free_page, names, write_comparison
+from trainer.report.comparing import free_page, short_names, write_comparison
 
-__all__ = ["Arguments", "main", "names"]
+__all__ = ["Arguments", "main", "short_names"]
 
 
 @dataclass(frozen=True)

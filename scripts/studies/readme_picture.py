@@ -23,7 +23,7 @@ from scripts.studies.parity import read_outcome
 from scripts.studies.runs import Trial, folder
 from trainer.errors import UserError
 from trainer.files import write_atomically
-from trainer.report.charts import Scale, ticks, written
+from trainer.report.charts import Scale, tick_label, ticks
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")
@@ -200,7 +200,7 @@ def grid(where: Plot) -> Iterator[str]:
         (ticks(across.low, across.high, 4), "x"),
     ):
         for value in values:
-            text = written(
+            text = tick_label(
                 value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0
             )
             if kind == "y":

@@ -43,7 +43,12 @@ from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
-from trainer.report.messages import describe_idle, describe_wire, facts_of, farewell
+from trainer.report.messages import (
+    describe_communication,
+    describe_idle,
+    facts_of,
+    farewell,
+)
 from trainer.report.page import write_report
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
@@ -339,7 +344,7 @@ def build_run(
     )
     with log_duration(COMPILING, display.message):
         step = compile_step(w.task, batch, state)
-    for line in describe_wire(w.task, step, c.diloco.bandwidth_gbps):
+    for line in describe_communication(w.task, step, c.diloco.bandwidth_gbps):
         display.message(line)
     fp8 = check_fp8(c, w.task, step)
     for line in fp8.lines if fp8 else []:

@@ -1,6 +1,5 @@
-"""What a run says of itself to a reader: the page, its charts and verdicts, and several
-runs compared.
+"""Reports of a run: the HTML page, its charts and verdicts, and comparisons of runs.
 
-It reads run directories only, but for `messages`, what a run prints at its start and
-end.
+The modules read run directories only. The exception is `messages`, the lines that a run
+prints at its start and end.
 """

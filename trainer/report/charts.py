@@ -1,6 +1,4 @@
-"""Line charts as SVG text, without a library: what a report needs, and a browser
-without network can show.
-"""
+"""Line charts as SVG text, without a library, for pages that need no network."""
 
 import bisect
 import html
@@ -13,9 +11,9 @@ from trainer.observe.display import short
 
 WIDTH, HEIGHT = 560, 240  # of a chart, in the units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 58, 26, 14, 30  # around the plot
-MOST_POINTS = 600  # of a line: the lowest and the highest value of each part are drawn
-CLIPPED = 3.0  # a top this many times as far up as 99% of the values is cut off
-# Told apart in print and by the color-blind (Okabe and Ito, "Color Universal Design",
+MOST_POINTS = 600  # of a line, which keeps the minimum and maximum of each part
+CLIPPED = 3.0  # a range beyond this multiple of that of 99% of the values is cut off
+# Distinct in print and for the color-blind (Okabe and Ito, "Color Universal Design",
 # 2008).
 COLORS = (
     "#0072b2",
@@ -30,19 +28,20 @@ COLORS = (
 
 
 def color_number(i: int) -> str:
-    """The i-th of any number of colors; from the ninth on they are only told apart by
-    eye.
+    """Return the i-th of any number of colors.
+
+    From the ninth on they are not distinct for the color-blind.
     """
     return COLORS[i] if i < len(COLORS) else f"hsl({137.5 * i % 360:.0f} 65% 42%)"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A series. Values that are not finite leave a gap.
+    """A series, in which values that are not finite leave a gap.
 
     Attributes:
-      dots: marks its points, for series of few.
-      faint: the raw values behind a smoothed line; not in the legend.
+      dots: whether points are marked, for short series.
+      faint: whether it is the raw series behind a smoothed one; not in the legend.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at x: a vertical line that says what when pointed at."""
+    """An event at x: a vertical line with a tooltip."""
 
     x: float
     text: str
@@ -63,9 +62,7 @@ class Mark:
 
 
 class Choice(NamedTuple):
-    """A value of one of several choices: the number of the choice, the value, and what
-    it says when pointed at.
-    """
+    """A value of one of several choices: the choice's index, the value, its tooltip."""
 
     choice: int
     y: float
@@ -74,7 +71,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to places."""
+    """A linear map from values to coordinates."""
 
     low: float
     high: float
@@ -82,47 +79,43 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """A value outside of the range is placed at its end."""
-        share = (min(max(value, self.low), self.high) - self.low) / (
-            self.high - self.low
-        )
+        """Return the coordinate of a value, clamped to the range."""
+        clamped = min(max(value, self.low), self.high)
+        share = (clamped - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
 
 def smoothed(ys: Sequence[float], window: int) -> list[float]:
-    """Median of the finite ones among the last `window` values, which no spike moves;
-    NaN where there is none.
+    """Return the running median of the finite values among the last `window`.
+
+    A median ignores spikes. It is NaN where no value is finite.
     """
-    found: list[float] = []
+    medians: list[float] = []
     ordered: list[float] = []
     for i, new in enumerate(ys):
         if math.isfinite(new):
             bisect.insort(ordered, new)
         if i >= window and math.isfinite(ys[i - window]):
             del ordered[bisect.bisect_left(ordered, ys[i - window])]
-        found.append(ordered[len(ordered) // 2] if ordered else math.nan)
-    return found
+        medians.append(ordered[len(ordered) // 2] if ordered else math.nan)
+    return medians
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """At most `count` + 1 round numbers (1, 2 or 5 times a power of ten apart) within
-    [low, high].
+    """Return at most `count` + 1 round numbers within [low, high].
+
+    They are 1, 2 or 5 times a power of ten apart.
     """
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(
-        power * factor
-        for factor in (1, 2, 5, 10)
-        if power * factor >= rough * (1 - 1e-9)
-    )
-    return [
-        i * step
-        for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]
+    steps = (power, 2 * power, 5 * power, 10 * power)
+    step = next(step for step in steps if step >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
 
 
-def written(value: float, step: float) -> str:
-    """A tick's number, with as many digits as ticks `step` apart need."""
+def tick_label(value: float, step: float) -> str:
+    """Return a tick's number, with the digits that ticks `step` apart need."""
     if value == 0:
         return "0"
     if abs(value) >= 1e4:
@@ -133,7 +126,7 @@ def written(value: float, step: float) -> str:
 
 
 def value_range(lines: Sequence[Line], *, from_zero: bool) -> tuple[float, float, int]:
-    """Lowest and highest value to show, and how many values lie above that."""
+    """Return the lowest and highest value to show, and the number of values above."""
     values = sorted(y for line in lines for y in line.ys if math.isfinite(y))
     if not values:
         return 0.0, 1.0, 0
@@ -142,11 +135,10 @@ def value_range(lines: Sequence[Line], *, from_zero: bool) -> tuple[float, float
     if high - low > CLIPPED * (usual - low) > 0:
         high = low + 1.2 * (usual - low)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return (
-        (low if from_zero and low == 0 else low - margin),
-        high + margin,
-        sum(y > high + margin for y in values),
-    )
+    high += margin
+    if not (from_zero and low == 0):
+        low -= margin
+    return low, high, sum(y > high for y in values)
 
 
 def chart(
@@ -158,9 +150,7 @@ def chart(
     from_zero: bool = False,
     x_range: tuple[float, float] | None = None,
 ) -> str:
-    """A figure with title, legend and axes; a sentence in place of the plot where there
-    is nothing to draw.
-    """
+    """Return a figure with title, legend and axes, or with "not recorded"."""
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
     named = [line for line in shown if not line.faint]
     swatches = {
@@ -202,8 +192,9 @@ def chart(
 def by_choice(
     title: str, choices: Sequence[str], points: Sequence[Choice], *, unit: str = ""
 ) -> str:
-    """A figure of values over choices, side by side in the given order; a line joins
-    the lowest of each.
+    """Return a figure of values over choices, in the given order.
+
+    A line joins the lowest value of each choice.
     """
     shown = [p for p in points if math.isfinite(p.y)]
     head = (
@@ -244,7 +235,7 @@ def by_choice(
 
 
 def heights(up: Scale) -> Iterator[str]:
-    """Grid and numbers of the vertical axis."""
+    """Yield grid and numbers of the vertical axis."""
     values = ticks(up.low, up.high)
     for value in values:
         y = up(value)
@@ -252,16 +243,15 @@ def heights(up: Scale) -> Iterator[str]:
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}"'
             f' y2="{y:.1f}"/>'
         )
-        number = written(
-            value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0
-        )
+        spacing = values[1] - values[0] if len(values) > 1 else abs(value) or 1.0
+        number = tick_label(value, spacing)
         yield (
             f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number}</text>'
         )
 
 
 def axes(across: Scale, up: Scale) -> Iterator[str]:
-    """Grid, frame and numbers."""
+    """Yield grid, frame and numbers of both axes."""
     yield from heights(up)
     for value in ticks(across.low, across.high):
         if value == int(value):
@@ -274,7 +264,7 @@ def axes(across: Scale, up: Scale) -> Iterator[str]:
 
 
 def mark(m: Mark, across: Scale) -> str:
-    """A vertical line."""
+    """Return a vertical line with its tooltip."""
     x = across(m.x)
     where = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
     return (
@@ -284,7 +274,7 @@ def mark(m: Mark, across: Scale) -> str:
 
 
 def draw(line: Line, across: Scale, up: Scale) -> Iterator[str]:
-    """A path for each stretch of finite values, and dots."""
+    """Yield a path for each stretch of finite values, and dots."""
     for stretch in stretches(thinned(line.xs, line.ys)):
         path = "L".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch)
         kind = ' class="faint"' if line.faint else ""
@@ -299,33 +289,29 @@ def draw(line: Line, across: Scale, up: Scale) -> Iterator[str]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS` points, the extremes of equal parts among them; of a part
-    with a gap, the gap too.
+    """Return at most `MOST_POINTS` points, with the extremes of equal parts.
+
+    A part with a gap keeps the gap.
     """
     size = max(1, math.ceil(2 * len(xs) / MOST_POINTS))
     points = list(zip(xs, ys, strict=True))
     if size <= 2:
         return points
-    kept = []
+    remaining = []
     for i in range(0, len(points), size):
         part = points[i : i + size]
-        finite = [p for p in part if math.isfinite(p[1])]
-        ends = (
-            {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
-            if finite
-            else set()
-        )
-        gap = [p for p in part if not math.isfinite(p[1])][:1]
-        kept += sorted([*ends, *gap])
-    return kept
+        gaps = [p for p in part if not math.isfinite(p[1])]
+        finite = sorted((p for p in part if math.isfinite(p[1])), key=lambda p: p[1])
+        remaining += sorted({*finite[:1], *finite[-1:], *gaps[:1]})
+    return remaining
 
 
 def stretches(points: list[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
-    """The points between gaps."""
-    found: list[tuple[float, float]] = []
+    """Yield the runs of points between gaps."""
+    stretch: list[tuple[float, float]] = []
     for point in [*points, (math.nan, math.nan)]:
         if math.isfinite(point[1]):
-            found.append(point)
-        elif found:
-            yield found
-            found = []
+            stretch.append(point)
+        elif stretch:
+            yield stretch
+            stretch = []

@@ -1,4 +1,4 @@
-"""What a run directory holds of a run, as its report and comparisons want it."""
+"""The records of a run, read from its directory for reports and comparisons."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLORS, Line, Mark, smoothed
 
-# Colors of events, by the first of these words in them.
+# Colors of events, by the first of these phrases in them.
 KINDS = {
     "stopped": "#b00020",
     "rolled back": "#b00020",
@@ -30,17 +30,17 @@ KINDS = {
     "new scales": "#7f9fbf",
 }
 OTHER = "#999999"
-# facts of a run that began with something
+# facts of a run that started from another one
 FORKED, WEIGHTS = "forked from", "weights from"
-AS_TRAINED = "as trained"  # in an evaluation, the precision of the run itself
+AS_TRAINED = "as trained"  # in an evaluation, the precision of the training
 
 
 class Evaluation(NamedTuple):
-    """What evaluation.json holds.
+    """The content of evaluation.json.
 
     Attributes:
-      step: whose weights they were.
-      tokens: of the text that they were evaluated on.
+      step: the step of the evaluated weights.
+      tokens: size of the evaluated text.
       losses: nats per token by precision, AS_TRAINED among them; NaN where it was not
           finite.
     """
@@ -51,7 +51,7 @@ class Evaluation(NamedTuple):
 
 
 def read_evaluation(run_dir: Path) -> Evaluation | None:
-    """None: there is none. Raises UserError for one that is damaged."""
+    """Return the evaluation of a run, or None; raise UserError where it is damaged."""
     text = read_text(run_dir / "evaluation.json")
     if not text:
         return None
@@ -64,40 +64,45 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
             r["precision"]: math.nan if r["loss"] is None else float(r["loss"])
             for r in document["results"]
         }
-        found = Evaluation(int(document["step"]), int(document["tokens"]), losses)
+        evaluation = Evaluation(int(document["step"]), int(document["tokens"]), losses)
         if AS_TRAINED not in losses:
             raise ValueError(f"it has no result of the precision {AS_TRAINED!r}")
-    return found
+    return evaluation
 
 
 @dataclass(frozen=True)
 class History:
-    """What a run directory holds of a run.
+    """The records of a run.
 
     Attributes:
-      rows: of steps, each step once, in order; of numerics only the extremes over the
+      name: of the run.
+      rows: metrics, each step once, in order; of numerics only the extremes over the
           layers.
       events: (step, text).
       config: the text of config.yaml.
-      looks: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), as often as
-          they were taken.
-      evaluation: its weights in other precisions, if that was asked of
-          `scripts.evaluate`.
-      facts: what environment.txt says of the last time it was started.
+      numerics: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), where
+          they were measured.
+      evaluation: the losses of its weights in several precisions, if
+          `scripts.evaluate` was run.
+      facts: the part of environment.txt that the last start wrote.
     """
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     events: Sequence[tuple[int, str]]
     config: str
-    looks: Sequence[tuple[int, Mapping[str, float]]] = ()
+    numerics: Sequence[tuple[int, Mapping[str, float]]] = ()
     evaluation: Evaluation | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: Path, name: str = "") -> Self:
-        """By default it is called what the run was, or its directory is. Raises
-        UserError where there is no log.
+        """Read a run directory.
+
+        The default name is the run's `tracker.name`, or else its directory's.
+
+        Raises:
+          UserError: no metrics.jsonl, or a damaged file.
         """
         if run_dir.is_dir():
             refuse_links(run_dir)
@@ -107,51 +112,40 @@ class History:
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run"
                 " with tracker=jsonl or wandb"
             )
-        with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
-            config, environment = (
-                run_dir / "config.yaml",
-                read_text(run_dir / "environment.txt"),
-            )
-            looks = [
-                (
-                    row["step"],
-                    {k: float(v) for k, v in row.items() if k.startswith("numerics/")},
-                )
-                for row in rows
-            ]
-            # a resumed run adds a part
-            last = environment.strip().split("\n\n")[-1].splitlines()
-            found = cls(
+        with well_formed(f"a record in {run_dir}", "repair or remove the file"):
+            numerics = []
+            for row in rows:
+                layers = {
+                    k: float(v) for k, v in row.items() if k.startswith("numerics/")
+                }
+                if layers:
+                    numerics.append((row["step"], layers))
+            # each start of the run adds a paragraph
+            environment = read_text(run_dir / "environment.txt")
+            last_start = environment.strip().split("\n\n")[-1].splitlines()
+            facts = [line.partition(": ") for line in last_start]
+            history = cls(
                 name,
                 [without_layers(row) for row in rows if "event" not in row],
                 [(row["step"], row["event"]) for row in rows if "event" in row],
-                read_text(config),
-                [(step, figures) for step, figures in looks if figures],
+                read_text(run_dir / "config.yaml"),
+                numerics,
                 read_evaluation(run_dir),
-                {
-                    key: value
-                    for key, _, value in (line.partition(": ") for line in last)
-                },
+                {key: value for key, _, value in facts},
             )
-            return replace(
-                found,
-                name=name
-                or found.settings.get("tracker.name")
-                or run_dir.resolve().name,
-            )
+            run_name = history.settings.get("tracker.name") or run_dir.resolve().name
+            return replace(history, name=name or run_name)
 
     def line(
         self, key: str, name: str = "", color: str = COLORS[0], **look: bool
     ) -> Line:
-        """The values of a key, of the rows that have it."""
-        found = [(row["step"], float(row[key])) for row in self.rows if key in row]
-        return Line(name, [x for x, _ in found], [y for _, y in found], color, **look)
+        """Return the values of a key, from the rows that have it."""
+        points = [(row["step"], float(row[key])) for row in self.rows if key in row]
+        return Line(name, [x for x, _ in points], [y for _, y in points], color, **look)
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """Dotted keys of the configuration and their values; none where it cannot be
-        read.
-        """
+        """The configuration by dotted keys; empty where it cannot be read."""
         try:
             tree = parse_yaml(self.config)
         except ValueError:
@@ -159,52 +153,46 @@ class History:
         return dict(flatten(renamed_keys(tree))) if isinstance(tree, dict) else {}
 
     def number(self, fact: str) -> int:
-        """A fact that is a whole number; 0: not known."""
+        """Return a fact that is an integer; 0: unknown."""
         text = self.facts.get(fact, "").replace(",", "")
         return int(text) if text.isdecimal() else 0
 
     @property
-    def began(self) -> str:
-        """What the run began with, in words; empty: with nothing."""
-        return next(
-            (
-                f"{fact} {self.facts[fact]}"
-                for fact in (FORKED, WEIGHTS)
-                if fact in self.facts
-            ),
-            "",
-        )
+    def started_from(self) -> str:
+        """The run that this one started from, in words; empty: from none."""
+        for fact in (FORKED, WEIGHTS):
+            if fact in self.facts:
+                return f"{fact} {self.facts[fact]}"
+        return ""
 
     @property
     def wide_layers(self) -> list[str]:
-        """Patterns of the linear layers that are not cast to a narrow format, where
-        others are; `*`: not known.
-        """
+        """Patterns of the linear layers that are not cast to FP8; `*`: unknown."""
         return self.facts.get("wide layers", "*").split()
 
     @property
     def epochs(self) -> float:
-        """How often the training text was read; 0: not known."""
+        """Number of passes over the training text; 0: unknown."""
         tokens = self.number("training tokens")
         return float(self.rows[-1]["tokens"]) / tokens if tokens else 0.0
 
     def last(self, key: str) -> str:
-        """The last value, to four digits; `-`: none."""
+        """Return the last value, to four digits; `-`: none."""
         ys = self.line(key).ys
         return f"{ys[-1]:.4g}" if ys else "-"
 
     def best(self, key: str) -> str:
-        """The lowest value, to four digits; `-`: none."""
-        return f"{min(ys):.4g}" if (ys := finite(self.line(key))[1]) else "-"
+        """Return the lowest value, to four digits; `-`: none."""
+        _, ys = finite(self.line(key))
+        return f"{min(ys):.4g}" if ys else "-"
 
     def median(self, key: str) -> str:
-        """To three digits and a unit; `-`: none."""
-        return (
-            short(statistics.median(ys)) if (ys := finite(self.line(key))[1]) else "-"
-        )
+        """Return the median, to three digits and a unit; `-`: none."""
+        _, ys = finite(self.line(key))
+        return short(statistics.median(ys)) if ys else "-"
 
     def smooth(self, key: str, name: str, color: str = COLORS[0]) -> list[Line]:
-        """The values of a key, faint, and their median over a fiftieth of the run."""
+        """Return the values of a key, faint, and their median over 2% of the run."""
         raw = self.line(key, name, color, faint=True)
         return [
             raw,
@@ -213,7 +201,7 @@ class History:
 
     @property
     def marks(self) -> list[Mark]:
-        """The events as lines in a chart."""
+        """The events as vertical lines of a chart."""
         return [
             Mark(step, f"step {step}: {text}", color_of(text))
             for step, text in self.events
@@ -221,16 +209,16 @@ class History:
 
 
 def color_of(event: str) -> str:
-    """By what it is about."""
+    """Return the color of an event, by its kind."""
     return next((color for word, color in KINDS.items() if word in event), OTHER)
 
 
 def finite(line: Line) -> tuple[list[float], list[float]]:
-    """The points whose value is finite."""
+    """Return xs and ys of the points with a finite value."""
     pairs = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def read_text(path: Path) -> str:
-    """Empty where there is no file."""
+    """Return the text of a file, or an empty one where there is no file."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and at its end."""
+"""The messages of a run at its start and at its end."""
 
 import math
 import shlex
@@ -23,8 +23,7 @@ from trainer.text import interpreter
 from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
-# share of data.val_fraction that the validation part may be off, before a reader is
-# told
+# deviation from data.val_fraction, as a share of it, from which on a message says so
 FAR = 0.2
 
 
@@ -37,14 +36,15 @@ def describe(
     accum: int,
     step: Any = None,
 ) -> list[str]:
-    """What is about to be trained, a line each; with the memory that a compiled step
-    needs.
+    """Return lines that describe the training, with the memory of a compiled step.
 
     Args:
-      w: the objects.
-      model, precision: names of the presets.
-      batch_tokens: tokens a step, in `accum` micro-batches.
-      step: the compiled step.
+      w: model, data and task.
+      model: name of the model's preset.
+      precision: name of the precision's preset.
+      batch_tokens: tokens per step, in `accum` micro-batches.
+      accum: number of micro-batches.
+      step: the compiled step, or None.
     """
     spec, flops = w.model.spec, w.task.flops_per_token
     layers = (
@@ -75,7 +75,9 @@ def describe(
             f"trained of it: {param_count(spec, w.task.trained):,} parameters,"
             f" {', '.join(w.task.trainable)}",
         )
-    memory = step.memory_analysis() if step is not None else None
+    if step is None:
+        return lines
+    memory = step.memory_analysis()
     if memory is not None:
         held = (
             memory.argument_size_in_bytes
@@ -87,11 +89,11 @@ def describe(
             f" state and batch {held / GIB:.2f}, activations and workspace"
             f" {memory.temp_size_in_bytes / GIB:.2f}"
         )
-    return lines if step is None else [*lines, *describe_wire(w.task, step)]
+    return [*lines, *describe_communication(w.task, step)]
 
 
 def facts_of(w: Workload) -> dict[str, str]:
-    """What neither the configuration nor the machine says of what is trained."""
+    """Return the facts of environment.txt about model, precision and data."""
     manifest, narrow = w.data.manifest, w.model.policy.forward is not None
     emulated = "; CPUs emulate FP8: its numbers, not its speed" * (
         narrow and w.mesh.devices.flat[0].platform == "cpu"
@@ -109,7 +111,7 @@ def facts_of(w: Workload) -> dict[str, str]:
 
 
 def text_of(source: Mapping[str, Any]) -> str:
-    """What a manifest's source names, for a reader."""
+    """Return the name of a manifest's source."""
     if source["kind"] == "embedded":
         return "the King James Bible"
     if source["kind"] == "mix":
@@ -124,11 +126,9 @@ def text_of(source: Mapping[str, Any]) -> str:
 
 
 def describe_devices(task: TrainTask) -> str:
-    """Devices, processes and mesh."""
-    devices, processes = (
-        task.mesh.size,
-        len({device.process_index for device in task.mesh.devices.flat}),
-    )
+    """Return a line about devices, processes and mesh."""
+    devices = task.mesh.size
+    processes = len({device.process_index for device in task.mesh.devices.flat})
     kind = task.mesh.devices.flat[0].device_kind
     line = f"devices: {devices} x {kind} in {processes} process{'es' * (processes > 1)}"
     if devices == 1:
@@ -140,35 +140,33 @@ def describe_devices(task: TrainTask) -> str:
     return f"{line}; mesh {mesh}; gradients reduced in {task.reduce.format}{order}"
 
 
-def describe_wire(
+def describe_communication(
     task: TrainTask, step: jax.stages.Compiled | DiLoCoStep, gbps: float | None = None
 ) -> list[str]:
-    """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16`
-    FP16 or BF16).
+    """Return lines about the communication of a compiled step, by type.
 
-    `gbps`: of the network between replicas, for an estimate of the time of an exchange.
+    `u8` is FP8, `u16` is FP16 or BF16. `gbps` is the bandwidth between replicas, for an
+    estimate of the time of an exchange.
     """
-    if isinstance(step, DiLoCoStep):
-        exchanged = describe_exchanges(exchanges_of(task, step), gbps)
-        return [
-            *exchanged,
-            *(describe_sent(task, step) if devices_of_replica(task.mesh) > 1 else []),
-        ]
-    return describe_sent(task, step)
+    if not isinstance(step, DiLoCoStep):
+        return describe_collectives(task, step)
+    lines = describe_exchanges(exchanges_of(task, step), gbps)
+    if devices_of_replica(task.mesh) > 1:
+        lines += describe_collectives(task, step)
+    return lines
 
 
-def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]:
-    """What replicas with DiLoCo send each other, and how long it takes at so many
-    gigabits a second.
+def describe_exchanges(exchanges: Exchanges, gbps: float | None = None) -> list[str]:
+    """Return lines about DiLoCo's exchanges between replicas.
+
+    `gbps` is the bandwidth between replicas in Gbit/s, for an estimate of the time.
     """
-    diloco = found.diloco
-    some = (
-        f", of which {diloco.participants} train in a round"
-        if diloco.participants < diloco.replicas
-        else ""
-    )
+    diloco = exchanges.diloco
+    some = ""
+    if diloco.participants < diloco.replicas:
+        some = f", of which {diloco.participants} train in a round"
     parts = f" in {diloco.fragments} fragments" if diloco.fragments > 1 else ""
-    read = "" if found.read else " if each is on a machine of its own"
+    assumption = "" if exchanges.read else " if each is on a machine of its own"
     if diloco.replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
@@ -182,23 +180,25 @@ def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]
             f" {diloco.momentum:g}{', with error feedback' * diloco.feedback}"
         ),
         (
-            f"every replica sends {math.fsum(found.fragments) / MIB:.3f} MiB a"
-            f" round{read}, at most {max(found.fragments) / MIB:.3f} MiB at once and"
-            f" {found.mean / MIB:.4f} MiB a step on average, {found.fewer:.1f} times"
-            f" less than FP32 gradients of every step ({found.every_step / MIB:.3f}"
-            " MiB)"
+            f"every replica sends {math.fsum(exchanges.fragments) / MIB:.3f} MiB a"
+            f" round{assumption}, at most {max(exchanges.fragments) / MIB:.3f} MiB at"
+            f" once and {exchanges.mean / MIB:.4f} MiB a step on average,"
+            f" {exchanges.fewer:.1f} times less than FP32 gradients of every step"
+            f" ({exchanges.every_step / MIB:.3f} MiB)"
         ),
     ]
     if gbps is not None:
         lines.append(
-            f"an exchange takes about {found.seconds(gbps):.2g} s at {gbps:g} Gbit/s"
-            " (an estimate)"
+            f"an exchange takes about {exchanges.seconds(gbps):.2g} s at {gbps:g}"
+            " Gbit/s (an estimate)"
         )
     return lines
 
 
-def describe_sent(task: TrainTask, step: jax.stages.Compiled | DiLoCoStep) -> list[str]:
-    """What the devices of a compiled step send each other in that step."""
+def describe_collectives(
+    task: TrainTask, step: jax.stages.Compiled | DiLoCoStep
+) -> list[str]:
+    """Return a line about the bytes that a device sends per step, by collective."""
     text = step.as_text() if task.mesh.size > 1 else None
     if text is None:
         return []
@@ -217,31 +217,22 @@ def describe_sent(task: TrainTask, step: jax.stages.Compiled | DiLoCoStep) -> li
 
 
 def rounding_of(weights: str, rounding: str) -> str:
-    """How weights of a format are rounded, to be appended; nothing of FP32, which are
-    not.
-    """
+    """Return a suffix about the rounding of weights; empty for FP32."""
     return "" if weights == "fp32" else f" (rounding: {rounding})"
 
 
-def before_the_cast(policy: Policy) -> str:
-    """What happens to operands of the chosen matmuls, in order, to be appended; nothing
-    where nothing does.
-    """
-    clipped = (
-        [f"clipped at {policy.clip_outliers:g} times their RMS"]
-        if policy.clip_outliers is not None
-        else []
-    )
-    mixed = (
-        [f"mixed in groups of {policy.hadamard} channels"]
-        if policy.hadamard is not None
-        else []
-    )
-    return f", operands {', '.join(clipped + mixed)}" if clipped + mixed else ""
+def operand_transforms(policy: Policy) -> str:
+    """Return a suffix about the transforms of FP8 operands before their cast."""
+    transforms = []
+    if policy.clip_outliers is not None:
+        transforms.append(f"clipped at {policy.clip_outliers:g} times their RMS")
+    if policy.hadamard is not None:
+        transforms.append(f"mixed in groups of {policy.hadamard} channels")
+    return f", operands {', '.join(transforms)}" if transforms else ""
 
 
 def describe_precision(model: Model) -> str:
-    """What is computed and stored in what, and which matmuls are narrow."""
+    """Return the formats of computation and storage, and the FP8 matmuls."""
     policy, skipped = model.policy, model.skipped
     gradients = policy.weight_gradients if model.narrow else policy.wide_gradients
     every = len(model.narrow) + len(skipped)
@@ -256,16 +247,17 @@ def describe_precision(model: Model) -> str:
             f" {policy.forward}/{policy.backward}{gradients_of}{simulated}, "
         )
         matmuls += (
-            f"{share:.0%} of the FLOPs{before_the_cast(policy)}; the rest, attention"
+            f"{share:.0%} of the FLOPs{operand_transforms(policy)}; the rest, attention"
             f" and head in {policy.compute}"
         )
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]
-            shown = ", ".join(paths[:4]) + (
-                f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-            )
-            shown = "all" if len(paths) == every else shown
-            matmuls += f" ({shown}: {why})"
+            listed = ", ".join(paths[:4])
+            if len(paths) == every:
+                listed = "all"
+            elif len(paths) > 4:
+                listed += f" and {len(paths) - 4} more"
+            matmuls += f" ({listed}: {why})"
     return (
         f"{matmuls}; weights"
         f" {policy.weights}{rounding_of(policy.weights, policy.weights_rounding)},"
@@ -275,112 +267,98 @@ def describe_precision(model: Model) -> str:
 
 
 def describe_data(manifest: Manifest) -> str:
-    """What was read, how much of it is for training and for validation, and where that
-    is not what was asked for.
-    """
+    """Return a line about the text, its tokens, and the share for validation."""
     train, val = manifest.tokens("train"), manifest.tokens("val")
     tokens = f"{train:,} training and {val:,} validation tokens"
-    if not manifest.val_fraction:  # batches of a program's own
+    if not manifest.val_fraction:  # batches of the user's own program
         return tokens
-    share, asked = val / (train + val), manifest.val_fraction
+    share, requested = val / (train + val), manifest.val_fraction
     part = f"({share:.1%} for validation)"
-    if abs(share - asked) > FAR * asked:
+    if abs(share - requested) > FAR * requested:
         part = (
-            f"({share:.1%} for validation, not data.val_fraction={asked:.1%}: whole"
+            f"({share:.1%} for validation, not data.val_fraction={requested:.1%}: whole"
             " documents are chosen for it, by a hash of their text)"
         )
     return f"{describe_read(manifest)}; {tokens} {part}{describe_skipped(manifest)}"
 
 
 def describe_read(manifest: Manifest) -> str:
-    """The files and documents that hold text."""
+    """Return the number of files and documents that hold text."""
     if manifest.source["kind"] in ("embedded", "python"):
         return text_of(manifest.source)
-    count, files = (
-        sum(s.documents for s in manifest.splits.values()),
-        len(manifest.source.get("digests", ())),
-    )
+    count = sum(split.documents for split in manifest.splits.values())
+    files = len(manifest.source.get("digests", ()))
     if files == 1 and all(split.documents == 1 for split in manifest.splits.values()):
         return "1 file, a single text"
     documents = f"{count:,} document{'s' * (count != 1)}"
-    # which directories of earlier versions do not have
+    if not files:
+        return documents
+    # directories of earlier versions have no formats
     formats = manifest.source.get("formats", {})
-    kinds = (
-        f" ({', '.join(f'{count:,} {kind}' for kind, count in formats.items())})"
-        if len(formats) > 1
-        else ""
-    )
-    return (
-        f"{files:,} file{'s' * (files != 1)}{kinds}, {documents}"
-        if files
-        else documents
-    )
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in formats.items())
+    if len(formats) > 1:
+        return f"{files:,} files ({kinds}), {documents}"
+    return f"{files:,} file{'s' * (files != 1)}, {documents}"
 
 
 def describe_skipped(manifest: Manifest) -> str:
-    """How many documents hold no text, to be appended; nothing where all do."""
+    """Return a suffix about documents without text; empty where all have text."""
     if not manifest.skipped:
         return ""
-    what = "1 document was skipped, which holds" if manifest.skipped == 1 else ""
-    what = what or f"{manifest.skipped:,} documents were skipped, which hold"
-    return f"; {what} no text (an empty or a missing column)"
+    skipped = f"{manifest.skipped:,} documents were skipped, which hold"
+    if manifest.skipped == 1:
+        skipped = "1 document was skipped, which holds"
+    return f"; {skipped} no text (an empty or a missing column)"
 
 
 def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
-    """A line for each override of the command line that changes nothing in this
-    precision.
-    """
+    """Return a line for each given override that changes nothing in this precision."""
     given = {override.lstrip("+").partition("=")[0] for override in overrides}
-    found = {f"precision.{name}": why for name, why in without_effect(policy).items()}
     return [
-        f"{key} has no effect here: {why}" for key, why in found.items() if key in given
+        f"precision.{name} has no effect here: {why}"
+        for name, why in without_effect(policy).items()
+        if f"precision.{name}" in given
     ]
 
 
 def schedule_change(
     step: int,
-    before: np.ndarray,
-    now: np.ndarray,
+    old_rates: np.ndarray,
+    new_rates: np.ndarray,
     changed: Mapping[str, tuple[Any, Any]],
 ) -> list[str]:
-    """A line where the last of `step` steps would have had another learning rate under
-    the schedule of the rest.
+    """Return a line where the schedule of the last step taken has changed.
 
     Args:
       step: steps taken, at least 1.
-      before: learning rates of the run up to here, by step.
-      now: of the run from here on.
-      changed: the keys that decide them and are not what they were: their value then,
-          and now.
+      old_rates: learning rates of the run so far, by step.
+      new_rates: learning rates of the run from here on, by step.
+      changed: old and new value of the schedule's keys that changed.
     """
-    if before[step - 1] == now[step - 1] or step == len(now):
+    if old_rates[step - 1] == new_rates[step - 1] or step == len(new_rates):
         return []
     why = "; ".join(f"{key}={new}, was {old}" for key, (old, new) in changed.items())
     return [
         f"the learning-rate schedule changed ({why}): the learning rate goes from"
-        f" {before[step - 1]:.2e} in step {step} to {now[step]:.2e} in step {step + 1}"
+        f" {old_rates[step - 1]:.2e} in step {step} to {new_rates[step]:.2e} in step"
+        f" {step + 1}"
     ]
 
 
 def farewell(run: Run, code: int) -> None:
-    """Where everything is, and what to do next: the run's directory knows all its
-    settings.
-    """
-    say, where, python = (
-        run.display.message,
-        shlex.quote(str(run.run_dir)),
-        interpreter(),
-    )
-    again = f"{python} -m trainer resume={where}"
+    """Show where the results are, and the commands for the next steps."""
+    say, run_dir = run.display.message, shlex.quote(str(run.run_dir))
+    python = interpreter()
+    resume = f"{python} -m trainer resume={run_dir}"
     if code:
         saved = max(run.checkpointer.steps(), default=0)
-        how = f"the same command with run_dir={where}"
+        how = f"the same command with run_dir={run_dir}"
         if not run.own_process:
             how = "the same call"
         elif saved:
-            how = f"{again}   (or {how})"
+            how = f"{resume}   (or {how})"
         say(
-            f"stopped after step {run.step} of {run.steps}; to go on from {saved}:"
+            f"stopped after step {run.step} of {run.steps}; to resume from {saved}:"
             f" {how}"
         )
         return
@@ -393,12 +371,12 @@ def farewell(run: Run, code: int) -> None:
         "checkpoints",
         "config.yaml",
     )
-    found = ", ".join(name for name in names if (run.run_dir / name).exists())
-    say(f"done: {run.step} steps. Everything is in {where}: {found}")
+    results = ", ".join(name for name in names if (run.run_dir / name).exists())
+    say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
     if not run.own_process:
         return  # the program that called knows what to do next
     say(
-        f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God"
+        f"sample more:  {python} -m scripts.generate run_dir={run_dir} prompt='And God"
         " said'"
     )
-    say(f"train longer: {again} train.steps={2 * run.steps}")
+    say(f"train longer: {resume} train.steps={2 * run.steps}")

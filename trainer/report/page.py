@@ -1,13 +1,11 @@
-"""report.html: one file, readable without network, that tells who never saw the project
-whether a run was good.
+"""report.html: one file, readable without network and without knowing the project.
 
-Three questions come first, each answered in a sentence with its figures: is it
-learning, is it healthy, is it fast?
+It first answers three questions, each with a sentence and figures: is the run learning,
+healthy, fast?
 """
 
 import base64
 import html
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,11 +26,11 @@ from trainer.report.verdicts import (
     losses,
 )
 
-# What a page about one run cannot say.
+# the limits of a page about one run
 BEYOND = (
-    "Whether another setting does better, only another run shows: <code>python -m"
-    " scripts.compare</code> puts runs side by side. What its precision costs where the"
-    " weights are used: <code>python -m scripts.evaluate</code>."
+    "Only another run shows whether other settings do better: <code>python -m"
+    " scripts.compare</code> compares runs. <code>python -m scripts.evaluate</code>"
+    " measures the loss of the weights in other precisions."
 )
 SHARP = "% that the last tokens' loss rises at most when logits move by 0.05%"
 STYLE = """
@@ -63,31 +61,28 @@ pre{background:#f6f8fa;padding:10px;overflow:auto;white-space:pre-wrap} img{max-
 
 
 def ending(h: History) -> str:
-    """`N of M steps: how it ended`. A run that was killed has no last word: it may be
-    at work as well.
+    """Return `N of M steps: ending; tokens`.
+
+    A run that was killed leaves no event, so it may also be still running.
     """
     last, steps = h.rows[-1]["step"], h.settings.get("train.steps")
-    words = [text for step, text in h.events if step >= last]
-    if any(text.startswith("stopped: ") for text in words):
+    events = [text for step, text in h.events if step >= last]
+    if any(text.startswith("stopped: ") for text in events):
         how = "ended by the watchdog"
-    elif any("; ended; checkpoints" in text for text in words):
+    elif any("; ended; checkpoints" in text for text in events):
         how = "ended because it hung"
     elif steps is None:
-        how = "not known whether finished"
+        how = "unknown whether finished"
+    elif last >= steps:
+        how = "finished"
     else:
-        how = "finished" if last >= steps else "not finished: stopped, or still at work"
-    tokens = f"; {short(h.rows[-1]['tokens'])} tokens"
-    return (
-        f"{last:,} of {steps:,} steps: {how}"
-        if steps is not None
-        else f"{last:,} steps: {how}"
-    ) + tokens
+        how = "not finished: stopped, or still running"
+    total = "" if steps is None else f" of {steps:,}"
+    return f"{last:,}{total} steps: {how}; {short(h.rows[-1]['tokens'])} tokens"
 
 
 def subject(h: History) -> str:
-    """What was trained on what text and devices, with which seed; as far as it is
-    known.
-    """
+    """Return model, text, devices and seed, as far as they are known."""
     settings, facts = h.settings, h.facts
     size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
     text = ""
@@ -101,26 +96,26 @@ def subject(h: History) -> str:
             f"{facts['text']} ({read}; {h.number('validation tokens'):,} for"
             f" validation; {ids})"
         )
-    found = [
+    parts = [
         f"model {settings['model.name']}{size}" if "model.name" in settings else "",
         text,
         ", ".join(facts[key] for key in ("devices", "host") if key in facts),
         f"seed {settings['seed']}" if "seed" in settings else "",
-        h.began,
+        h.started_from,
     ]
-    return "; ".join(filter(None, found))
+    return "; ".join(filter(None, parts))
 
 
 def arithmetic(h: History) -> str:
-    """The precision, and what that means."""
+    """Return the precision and its meaning; empty where it is unknown."""
     name, meaning = h.settings.get("precision.name"), h.facts.get("arithmetic")
-    return f"precision {name}" + (f": {meaning}" if meaning else "") if name else ""
+    if not name:
+        return ""
+    return f"precision {name}: {meaning}" if meaning else f"precision {name}"
 
 
 def charts(h: History) -> list[str]:
-    """Loss, learning rate, gradient norm, throughput, memory, losses of precision,
-    sharpness and scales.
-    """
+    """Return the charts of a run."""
     first = h.rows[0]["step"]
     span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
     validation = h.line("val/loss", "validation", COLORS[1], dots=True)
@@ -132,56 +127,41 @@ def charts(h: History) -> list[str]:
     clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
     share = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
     clipped = f", which {share:.1%} of the steps had" if share else ""
-    limit = (
-        [Line("limit", span, (clip, clip), COLORS[6])]
-        if clip and norms and max(norms) > clip
-        else []
-    )
+    clip_line = [Line("limit", span, (clip, clip), COLORS[6])] if clip and share else []
 
     def extremes(figure: str, *ends: str, times: float = 1.0) -> list[Line]:
-        """Of every class of tensors, over its layers."""
-        found = [
-            (h.line(f"numerics/{kind}/{figure}_{end}"), name, COLORS[i])
-            for i, (kind, name) in enumerate(names.items())
-            for end in ends
-        ]
-        return [
-            Line(name, line.xs, [times * y for y in line.ys], color, dots=True)
-            for line, name, color in found
-            if line.ys
-        ]
+        """Return lines of the extremes over the layers, for each tensor class."""
+        drawn_lines = []
+        for i, (kind, name) in enumerate(names.items()):
+            for end in ends:
+                line = h.line(f"numerics/{kind}/{figure}_{end}")
+                ys = [times * y for y in line.ys]
+                if ys:
+                    drawn_lines.append(Line(name, line.xs, ys, COLORS[i], dots=True))
+        return drawn_lines
 
-    def lost() -> list[Line]:
-        """What underflow takes from each class of tensors at most, in percent of the
-        RMS of its worst one.
-        """
-        looks = [
-            (step, losses(figures, h.settings, h.wide_layers, "underflow"))
-            for step, figures in h.looks
+    def underflow() -> list[Line]:
+        """Return lines of the worst underflow, in percent of the tensor's RMS."""
+        worst = [
+            losses(figures, h.settings, h.wide_layers, "underflow")
+            for _, figures in h.numerics
         ]
-        steps = [step for step, _ in looks]
+        steps = [step for step, _ in h.numerics]
         nothing = Loss(0.0, 0.0, "")
-        return [
-            Line(
-                name,
-                steps,
-                [100 * found.get(kind, nothing).size for _, found in looks],
-                COLORS[i],
-                dots=True,
-            )
-            for i, (kind, name) in enumerate(names.items())
-            if any(kind in found for _, found in looks)
-        ]
+        drawn_lines = []
+        for i, (kind, name) in enumerate(names.items()):
+            if any(kind in by_class for by_class in worst):
+                sizes = [100 * by_class.get(kind, nothing).size for by_class in worst]
+                drawn_lines.append(Line(name, steps, sizes, COLORS[i], dots=True))
+        return drawn_lines
 
-    taken, ratio = lost(), over_critical(h)
+    underflowed, ratio = underflow(), over_critical(h)
     at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLORS[6])] if ratio.ys else []
 
     def limited(lines: list[Line], limit: float) -> list[Line]:
-        return (
-            [*lines, Line("limit", span, (100 * limit,) * 2, COLORS[6])]
-            if lines
-            else []
-        )
+        if not lines:
+            return []
+        return [*lines, Line("limit", span, (100 * limit,) * 2, COLORS[6])]
 
     def drawn(
         title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False
@@ -199,7 +179,7 @@ def charts(h: History) -> list[str]:
         drawn("Learning rate", [h.line("lr")], "", from_zero=True),
         drawn(
             "Gradient norm",
-            [*h.smooth("grad_norm", "norm"), *limit],
+            [*h.smooth("grad_norm", "norm"), *clip_line],
             f"before clipping{clipped}",
             from_zero=True,
         ),
@@ -212,10 +192,10 @@ def charts(h: History) -> list[str]:
         drawn("Memory", memory, "GiB, peak so far", from_zero=True),
         drawn(
             "Underflow",
-            limited(taken, LOST[0]) or extremes("underflow", "max", times=100),
+            limited(underflowed, LOST[0]) or extremes("underflow", "max", times=100),
             (
                 "at most so many % of a tensor's RMS, worst layer"
-                if taken
+                if underflowed
                 else "at most so many % of the values, worst layer"
             ),
             from_zero=True,
@@ -247,21 +227,19 @@ def charts(h: History) -> list[str]:
 
 
 def over_critical(h: History) -> Line:
-    """The learning rate over the one at which the loss would have begun to rise, where
-    that was looked for.
-    """
-    found = [
+    """Return the learning rate over the critical one, where that was measured."""
+    points = [
         (row["step"], float(row["lr"]) * float(row["sharpness/critical"]) / 2)
         for row in h.rows
         if "sharpness/critical" in row
     ]
-    return Line("", [x for x, _ in found], [y for _, y in found], dots=True)
+    return Line("", [x for x, _ in points], [y for _, y in points], dots=True)
 
 
 def render(
     h: History, *, pictures: Mapping[str, bytes], sample: str, environment: str
 ) -> str:
-    """The page. `pictures`: PNGs by title."""
+    """Return the page. `pictures`: PNGs by title."""
     answers = [learning(h), healthy(h), fast(h)]
     cards = "".join(
         '<div class="card'
@@ -311,10 +289,9 @@ def comparison(
     verdict: Sequence[str],
     means: Sequence[Sequence[str]],
 ) -> str:
-    """A page that says what is best, with pictures, the curves of several runs over
-    each other, and a table of them.
+    """Return a page that compares runs: verdicts, pictures, curves and tables.
 
-    `means` is another table, or empty. The head of a table comes first.
+    The first row of a table is its head. `means` may be empty.
     """
 
     def over(key: str, *, smooth: bool) -> list[Line]:
@@ -359,39 +336,37 @@ def comparison(
         ),
     ]
     title = f"{len(histories)} runs"
-    told = [
-        *(f"<p>{html.escape(line)}</p>" for line in verdict),
-        *([tabled(means)] if means else []),
-    ]
-    body = [f"<h1>{title}</h1>", *told]
+    body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in verdict)]
+    if means:
+        body.append(html_table(means))
     body += [
         f'<div class="charts">{"".join(drawn)}</div>',
         "<h2>Figures and differences</h2>",
+        html_table(table),
     ]
-    return page(title, [*body, tabled(table)])
+    return page(title, body)
 
 
-def tabled(table: Sequence[Sequence[str]]) -> str:
-    """A table, whose first row is its head."""
-    rows = (
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(
-            itertools.chain(["th"], itertools.repeat("td")), table, strict=False
-        )
-    )
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+def html_table(table: Sequence[Sequence[str]]) -> str:
+    """Return a table, whose first row is its head."""
+    rows = ""
+    for i, row in enumerate(table):
+        tag = "td" if i else "th"
+        cells = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        rows += f"<tr>{cells}</tr>"
+    return f"<table>{rows}</table>"
 
 
 def lines(text: str) -> str:
-    """The first line as it is, the others as a list."""
+    """Return the first line as a sentence, the others as a list."""
     first, *rest = map(html.escape, text.splitlines())
-    return first + (
-        f"<ul>{''.join(f'<li>{line}</li>' for line in rest)}</ul>" if rest else ""
-    )
+    if not rest:
+        return first
+    return f"{first}<ul>{''.join(f'<li>{line}</li>' for line in rest)}</ul>"
 
 
 def page(title: str, sections: Sequence[str]) -> str:
-    """A whole document."""
+    """Return a whole document."""
     head = (
         "<meta"
         f' charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
@@ -403,35 +378,33 @@ def page(title: str, sections: Sequence[str]) -> str:
 
 
 def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
-    """The newest last."""
+    """Return a table of the last events, the newest last."""
     if not events:
         return (
             "<p>None: nothing was skipped, rolled back or stalled, and no weight needed"
             " a new scale.</p>"
         )
     rows = "".join(
-        "<tr><td><i"
-        f' style="background:{color_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
+        f'<tr><td><i style="background:{color_of(text)}"></i>{step:,}</td>'
+        f"<td>{html.escape(text)}</td></tr>"
         for step, text in events[-most:]
     )
-    left_out = (
-        f"<p>{len(events) - most} earlier ones are in metrics.jsonl.</p>"
-        if len(events) > most
-        else ""
-    )
-    return f"{left_out}<table><tr><th>step</th><th>what</th></tr>{rows}</table>"
+    earlier = ""
+    if len(events) > most:
+        earlier = f"<p>{len(events) - most} earlier ones are in metrics.jsonl.</p>"
+    return f"{earlier}<table><tr><th>step</th><th>event</th></tr>{rows}</table>"
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` of a run directory, and return its path.
 
     Raises:
-      UserError: no log, a file that is malformed or a link (what it points to would be
-          published), or no room.
+      UserError: no log, a malformed file, a link (whose target would be published), or
+          a full disk.
     """
     history, numerics = History.read(run_dir), run_dir / "numerics"
     samples = read_samples(run_dir / "samples.txt")
-    with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
+    with well_formed(f"a record in {run_dir}", "repair or remove the file"):
         text = render(
             history,
             pictures={

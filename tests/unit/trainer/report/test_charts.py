@@ -14,9 +14,9 @@ from trainer.report.charts import (
     smoothed,
     stretches,
     thinned,
+    tick_label,
     ticks,
     value_range,
-    written,
 )
 
 NAN = math.nan
@@ -38,7 +38,7 @@ def svg(text):
 )
 def test_ticks_are_round_and_written_with_the_digits_they_need(low, high, expected):
     found = ticks(low, high)
-    assert [written(x, found[1] - found[0]) for x in found] == expected
+    assert [tick_label(x, found[1] - found[0]) for x in found] == expected
 
 
 def test_a_median_over_a_window_leaves_out_what_is_not_finite_and_bears_spikes():

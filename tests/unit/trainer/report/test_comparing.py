@@ -276,8 +276,8 @@ def test_where_the_means_have_another_best_than_the_runs_it_is_told(
         )
     )
     told = (
-        "by the mean over seeds optimizer.lr=0.3 is the best; that one run of other"
-        " settings is better may be chance"
+        "by the mean over seeds, optimizer.lr=0.3 is the best; the best single run may"
+        " be chance"
     )
     assert (told in capsys.readouterr().out.splitlines()) == is_told
 

@@ -9,9 +9,10 @@ import subprocess
 import pytest
 from histories import FALLING, FP8, history, rows, tensor
 
-from scripts.compare import Arguments, main, names
+from scripts.compare import Arguments, main
 from trainer.errors import UserError
 from trainer.observe.records import encode_row
+from trainer.report.comparing import short_names
 from trainer.report.history import History
 from trainer.report.page import render, write_report
 
@@ -86,7 +87,7 @@ def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
             [(40, "no progress for 9 s, in step 41; ended; checkpoints: 30")],
             "100 of 100 steps: finished",
         ),
-        (None, [], "100 steps: not known whether finished"),
+        (None, [], "100 steps: unknown whether finished"),
     ],
 )
 def test_the_head_says_how_it_ended_and_what_it_was(steps, events, says):
@@ -213,7 +214,7 @@ def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts
         )
         file.write(encode_row(201, {"train/loss": 1.0, "tokens": 9}))
     found = History.read(run_dir)
-    assert found.looks == [(200, tensor(underflow=0.125))]
+    assert found.numerics == [(200, tensor(underflow=0.125))]
     assert found.line("numerics/activations/underflow_max").ys == [0.125]
     assert found.facts == {"parameters": "2"}
 
@@ -274,9 +275,12 @@ def test_runs_are_compared_in_a_table_that_names_what_differs(
 
 
 def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
-    assert names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert short_names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == [
+        "a/run",
+        "b/run",
+    ]
     with pytest.raises(UserError, match="given twice"):
-        names([tmp_path, tmp_path])
+        short_names([tmp_path, tmp_path])
 
 
 def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_was_looked_for():

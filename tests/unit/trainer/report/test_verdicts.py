@@ -27,17 +27,14 @@ from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, lea
             FALLING,
             {100: 2.0},
             GOOD,
-            (
-                "from 5.500 nats a token to 1.720, 14% below the loss on text it never"
-                " saw."
-            ),
+            "from 5.500 nats a token to 1.720, 14% below the loss on unseen text.",
         ),
         (FALLING, {50: 1.5, 100: 1.6}, FAIR, "It was better, 1.500, after step 50"),
         (
             [*FALLING[:80], *[0.9] * 20],
             {50: 1.5, 100: 1.6},
             FAIR,
-            "It learns its training text by heart.",
+            "It memorizes its training text.",
         ),
         (FALLING[::-1], {100: 6.0}, BAD, "no better than at the start"),
         (FALLING, {}, GOOD, "There was no validation"),
@@ -58,7 +55,7 @@ from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, lea
             FALLING[:20] + [math.nan] * 80,
             {20: 4.7},
             BAD,
-            "Of the last 10 training losses most are not finite",
+            "Most of the last 10 training losses are not finite",
         ),
         ([*FALLING, math.nan], {101: 1.6}, GOOD, "1.600 nats"),
         (
@@ -92,7 +89,7 @@ LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
             [*LEVEL[:50], *(2.1 + x - 2 for x in LEVEL[:50])],
             {100: 2.1},
             FAIR,
-            "worse than what it began with, by 5.0%",
+            "worse than at its start, by 5.0%",
         ),
         # of single steps, which vary as much
         ([2.0, 2.2] * 10 + [2.1, 2.3], {}, GOOD, "no validation."),
@@ -196,15 +193,15 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     facts = {"vocabulary": "1,000", "training tokens": "5,000"}
     text = learning(history(found, **facts)).text
     assert (
-        "2.000 nats a token: 2.50 bits for a byte of it, where raw text has 8 and the"
+        "2.000 nats a token: 2.50 bits per byte, where raw text has 8 and the"
         " compressor xz" in text
     )
     assert f"(blind guessing among 1,000 tokens: {math.log(1000):.3f})" in text
     # 100 steps of 100 tokens
-    assert "never saw. It was read 2.0 times, part of it may be known by heart." in text
+    assert "unseen text. It was read 2.0 times, part of it may be memorized." in text
     facts["training tokens"] = "10,000"
     assert (
-        "It was read 1.0 times, which is hardly by heart: the texts differ."
+        "It was read 1.0 times, which is hardly memorized: the texts differ."
         in learning(history(found, **facts)).text
     )
 
@@ -228,20 +225,20 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
             "Blind guessing among 50,257 tokens comes to 10.825",
         ),
         # as a run before facts were kept
-        (5.5, 7.97, {}, FAIR, "Text that nothing is known of takes as many bits"),
+        (5.5, 7.97, {}, FAIR, "Unknown text takes as many bits"),
         (
             3.0,
             4.3,
             {"validation tokens": "228"},
             FAIR,
-            "That is of 228 tokens only, which tell it to about ±13%",
+            "mean of 228 tokens only, which is accurate to about ±13%",
         ),
         (
             3.0,
             4.3,
             {"validation tokens": "1,599"},
             FAIR,
-            "That is of 1,599 tokens only",
+            "mean of 1,599 tokens only",
         ),
         (3.0, 4.3, {"validation tokens": "1,601"}, GOOD, "3.000 nats"),
     ],
@@ -265,7 +262,7 @@ def test_what_was_validated_counts_not_what_there_was():
 def test_what_the_weights_come_to_in_other_precisions_is_said():
     evaluation = Evaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
     says = (
-        "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): what the precision costs in"
+        "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): the cost of the precision in"
         " use, not in training."
     )
     for losses in (FALLING, FALLING[::-1]):
@@ -291,7 +288,7 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             FP8,
             GOOD,
             (
-                "last look: 0.2% of the values, the activations that go into"
+                "last measurement: 0.2% of the values, the activations that go into"
                 " h.1.mlp.c_proj (harmless below 1%)."
             ),
         ),
@@ -303,7 +300,7 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             tensor(underflow=0.25, rms=1.0),
             FP8,
             GOOD,
-            "Rounded to zero by the narrow format, where it was most at the last look",
+            "Rounded to zero by the narrow format, in the worst layer",
         ),
         (
             tensor(underflow=0.25, rms=1.0),
@@ -435,7 +432,7 @@ def test_what_no_matmul_casts_is_not_judged(wide, grade):
             lambda i: 1000.0,
             {},
             UNRATED,
-            "Steady to the end.\nWhat this device could do at most is not known.",
+            "Steady to the end.\nThe peak rate of this device is not known.",
         ),
         (lambda i: 1000.0, {}, UNRATED, "Its steps took 0:00:10 (h:mm:ss)."),
         (
@@ -448,15 +445,20 @@ def test_what_no_matmul_casts_is_not_judged(wide, grade):
             lambda i: 1000.0 if i < 80 else 500.0,
             {},
             UNRATED,
-            "500 tokens/s at the end. Whatever else ran",
+            "500 tokens/s at the end. Other load",
         ),
-        (lambda i: 1000.0, {"perf/data_ms": 50.0}, FAIR, "The data hold it up."),
-        (lambda i: 1000.0, {"perf/mfu": 0.4}, GOOD, "40.0% of what the devices can do"),
+        (
+            lambda i: 1000.0,
+            {"perf/data_ms": 50.0},
+            FAIR,
+            "Waiting for data slows it down.",
+        ),
+        (lambda i: 1000.0, {"perf/mfu": 0.4}, GOOD, "40.0% of the devices' peak"),
         (
             lambda i: 1000.0,
             {"perf/mfu": 0.005},
             FAIR,
-            "0.5% of what the devices can do",
+            "0.5% of the devices' peak",
         ),
         (
             lambda i: 10000.0 if i % 3 else 100.0,
