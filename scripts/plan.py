@@ -208,10 +208,10 @@ def lines_of(plan: "Plan") -> list[str]:
             " 2 GiB together)"
         ),
     ]
-    if plan.is_continued:
+    if plan.is_extrapolated:
         lines.insert(
             1,
-            f"continued from {figures['continued_from_layers']} layers; exact=yes"
+            f"extrapolated from {figures['continued_from_layers']} layers; exact=yes"
             " compiles all of them",
         )
     lines.append(

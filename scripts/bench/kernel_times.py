@@ -18,9 +18,9 @@ import jax
 
 from trainer.compiled.classes import CLASSES, GAPS, class_of_name, classes_of
 from trainer.compiled.hlo import Program
-from trainer.plan.figures import seconds_of_kernels
+from trainer.plan.figures import kernel_rooflines
 from trainer.plan.targets import TARGETS, Target
-from trainer.plan.times import predicted_of_kernels
+from trainer.plan.times import kernel_predictions
 
 STEPS_APART = ("while", "call", "conditional")  # that last as long as what they hold
 TOP = 20
@@ -121,9 +121,9 @@ def table_of(
             (span.end - span.start) / 1e6 / steps
         )
     if program is not None and target is not None:
-        for kernel, seconds in seconds_of_kernels(program, target):
+        for kernel, seconds in kernel_rooflines(program, target):
             roofline[own[kernel.name]] += 1e3 * seconds
-        for kernel, seconds in predicted_of_kernels(program, target):
+        for kernel, seconds in kernel_predictions(program, target):
             expected[own[kernel.name]] += 1e3 * seconds
     whole = (
         (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6 / steps

@@ -99,5 +99,5 @@ def build_plan(
         bf16=other,
         search=search,
         exact=exact,
-        say=say,
+        log=say,
     )

@@ -1,6 +1,4 @@
-"""A GPU plan without a GPU: the step is compiled for a described target, and its
-memory, time and wires read.
+"""GPU plans without a GPU: compile the step for a described target and read the result.
 
-Read `targets`, `aot` (compiling for what is not there), `budget` and `plan` in this
-order.
+Read `targets`, `aot` (ahead-of-time compilation), `budget` and `plan` in this order.
 """

@@ -1,9 +1,8 @@
-"""Compiling for GPUs that are not there: their devices, and what the compiler says of a
-program's memory.
+"""Ahead-of-time compilation for GPUs that this machine lacks, with XLA's memory report.
 
-JAX compiles ahead of time for a described topology (`jax.experimental.topologies`) with
-the packages of the extra `plan`: XLA's compiler for CUDA and NVIDIA's assembler. No
-driver, no CUDA libraries, no device.
+JAX compiles for a described topology (`jax.experimental.topologies`) with the packages
+of the extra `plan`: XLA's compiler for CUDA and NVIDIA's assembler. It needs no driver,
+no CUDA libraries and no device.
 """
 
 import contextlib
@@ -29,14 +28,14 @@ from trainer.parallel.mesh import make_mesh
 from trainer.plan.targets import CUDNN_VERSION, Target
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nvvm", "nvidia-cuda-nvcc")
-# Autotuning measures kernels on a device. Of the machine code nothing is read: it is
-# not optimized, and not assembled.
+# Autotuning measures kernels on a device. Nothing reads the machine code, so it is
+# neither optimized nor assembled.
 OPTIONS: dict[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_backend_optimization_level": 0,
 }
-# In place of NVIDIA's assembler, which takes a third of the time: a file with something
-# in it, and its version.
+# A stub for NVIDIA's assembler, which takes a third of the time. XLA only needs a
+# non-empty file and the assembler's version.
 ASSEMBLER = """#!/bin/sh
 case $1 in --version) exec {ptxas} --version ;; esac
 while [ $# -gt 0 ]; do
@@ -47,12 +46,12 @@ done
 
 
 class Buffer(NamedTuple):
-    """A temporary array that is held at the moment of the largest need.
+    """A temporary array that is live when memory use peaks.
 
     Attributes:
-      name: of the instruction that makes it, as in the HLO text, with its place in that
-          instruction's result.
-      shape: without an element type where it is a table of pointers.
+      name: the HLO instruction that makes it, with its index in that instruction's
+          result.
+      shape: without an element type for a table of pointers.
       bytes: its size.
     """
 
@@ -62,15 +61,14 @@ class Buffer(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A program compiled for devices that are not there.
+    """A program that was compiled for devices that this machine lacks.
 
     Attributes:
       program: its instructions.
-      peak: bytes of a device that it takes: arguments, results that are not written in
-          their place, temporaries.
+      peak: bytes per device: arguments, results that do not alias them, temporaries.
       arguments: bytes of its arguments.
-      buffers: the temporaries that are held when the sum of their sizes is largest, the
-          largest first.
+      buffers: the temporaries that are live when their total size peaks, the largest
+          first.
     """
 
     program: Program
@@ -80,9 +78,7 @@ class Compiled(NamedTuple):
 
 
 def check_packages() -> None:
-    """UserError names what of the extra `plan` is missing, or is not of JAX's
-    version.
-    """
+    """Raise UserError where a package of the extra `plan` is missing or unfit."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -102,8 +98,9 @@ def check_packages() -> None:
 
 
 def make_target_mesh(target: Target, gpus: int, hosts: int, *sizes: int) -> Mesh:
-    """A mesh over GPUs that are only described, evenly on `hosts` hosts; of
-    `parallel.Sizes`, none: all is `data`.
+    """Return a mesh over GPUs that are only described, evenly on `hosts` hosts.
+
+    `sizes` are those of `make_mesh`; without them all GPUs are on the axis `data`.
     """
     check_packages()
     described = topologies.get_topology_desc(
@@ -115,58 +112,52 @@ def make_target_mesh(target: Target, gpus: int, hosts: int, *sizes: int) -> Mesh
 
 
 def lower_for_target(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
-    """What `lower` makes, for described devices.
+    """Call `lower` for described devices.
 
-    JAX asks the installed cuDNN for its version before it writes a call of its fused
-    attention into a program, and there need not be one installed: here the target's
-    description answers.
+    Before JAX writes a call of cuDNN's fused attention into a program, it asks the
+    installed cuDNN for its version. None may be installed, so the version of the
+    target's description is returned.
     """
-    asked = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
-    with unittest.mock.patch(asked, return_value=CUDNN_VERSION):
+    version_check = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    with unittest.mock.patch(version_check, return_value=CUDNN_VERSION):
         return lower()
 
 
 @contextlib.contextmanager
-def written_to_no_cache() -> Iterator[None]:
-    """What is compiled meanwhile is not written to JAX's persistent cache, which cannot
-    read it without its devices.
+def no_compilation_cache() -> Iterator[None]:
+    """Keep programs out of JAX's persistent cache, for all threads of the process.
 
-    For all threads of the process.
+    The cache cannot read such a program without its devices.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
+    saved = getattr(jax.config, name)
     jax.config.update(name, math.inf)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, saved)
 
 
 def compile_for_target(
     lowered: jax.stages.Lowered, options: Mapping[str, Any]
 ) -> Compiled:
-    """Compile with these options and `OPTIONS`, and read what the compiler says.
+    """Compile with these options and `OPTIONS`, and read XLA's dumps.
 
-    One thread per program may do so at a time.
+    Only one thread per program may call it at a time.
     """
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
-        places = {
-            "xla_dump_to": directory,
-            "xla_gpu_cuda_data_dir": str(without_assembler(Path(directory) / "cuda")),
-        }
+        dumps = Path(directory)
         compiled = lowered.compile(
             compiler_options={
                 **OPTIONS,
                 **options,
-                **places,
+                "xla_dump_to": directory,
+                "xla_gpu_cuda_data_dir": str(make_cuda_stub(dumps / "cuda")),
                 "xla_dump_hlo_as_text": True,
             }
         )
-        buffers = held_at_peak(
-            *(
-                dumped(Path(directory), name)
-                for name in ("buffer-assignment", "live-range")
-            )
+        buffers = live_at_peak(
+            read_dump(dumps, "buffer-assignment"), read_dump(dumps, "live-range")
         )
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -185,81 +176,79 @@ def compile_for_target(
     )
 
 
-def without_assembler(directory: Path) -> Path:
-    """A directory that is CUDA's to XLA, with its library of functions and
-    `ASSEMBLER`.
-    """
-    cuda = Path(
-        str(
-            importlib.metadata.distribution("nvidia-cuda-nvcc").locate_file(
-                "nvidia/cu13"
-            )
-        )
-    )
+def make_cuda_stub(directory: Path) -> Path:
+    """Make a CUDA directory for XLA, with CUDA's device functions and `ASSEMBLER`."""
+    package = importlib.metadata.distribution("nvidia-cuda-nvcc")
+    cuda = Path(str(package.locate_file("nvidia/cu13")))
     (directory / "bin").mkdir(parents=True)
     (directory / "nvvm").symlink_to(cuda / "nvvm")
     assembler = directory / "bin" / "ptxas"
-    assembler.write_text(
-        ASSEMBLER.format(ptxas=shlex.quote(str(cuda / "bin" / "ptxas")))
-    )
+    ptxas = shlex.quote(str(cuda / "bin" / "ptxas"))
+    assembler.write_text(ASSEMBLER.format(ptxas=ptxas))
     assembler.chmod(0o755)
     return directory
 
 
-def dumped(directory: Path, name: str) -> str:
-    """The text of XLA's dump of this name."""
+def read_dump(directory: Path, name: str) -> str:
+    """Return the text of XLA's dump of this name."""
     files = list(directory.glob(f"*gpu_after_optimizations-{name}.txt"))
     assert len(files) == 1, f"XLA wrote {len(files)} files {name}"
     return files[0].read_text()
 
 
-def held_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
-    """The temporaries that are held when they are most, the largest first, of XLA's
-    places and live ranges of them.
+BUFFER = re.compile(
+    r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\):"
+    r" (\w*)\[?([\d,]*)"
+)
+LIVE_RANGE = re.compile(r"^\s+(\S+\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 
-    Its own list of what is live at the peak leaves values out (jax 0.11.2: 5.1 of 7.2
-    GiB). Values in the same place at the same time are one: what an instruction makes
-    of its operand in place.
+
+def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
+    """Return the temporaries that are live when their total size peaks, largest first.
+
+    XLA's own list of live values at the peak is incomplete (jax 0.11.2: 5.1 of 7.2
+    GiB). Values at the same address and time count once: an instruction may write its
+    result over its operand.
+
+    Args:
+      assignment: XLA's dump of the buffer assignment.
+      live_ranges: XLA's dump of the live ranges.
     """
-    places: dict[str, tuple[tuple[int, int], Buffer]] = {}
-    arena, is_temporary = 0, False
+    # by name: the allocation and the offset in it, and the buffer
+    buffers: dict[str, tuple[tuple[int, int], Buffer]] = {}
+    allocation, is_temporary = 0, False
     for line in assignment.splitlines():
         if line.startswith("allocation"):
-            arena, is_temporary = arena + 1, line.endswith("preallocated-temp:")
-        elif is_temporary and (
-            found := re.match(
-                r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\):"
-                r" (\w*)\[?([\d,]*)",
-                line,
+            allocation, is_temporary = (
+                allocation + 1,
+                line.endswith("preallocated-temp:"),
             )
-        ):
-            name, size, offset, dtype, dims = found.groups()
-            shape = (
-                Shape(dtype, tuple(map(int, dims.split(","))))
-                if dims
-                else Shape(dtype, ())
-            )
-            places[name if name.endswith("}") else name + "{}"] = (
-                (arena, int(offset)),
+            continue
+        match = BUFFER.match(line) if is_temporary else None
+        if match is not None:
+            name, size, offset, dtype, dims = match.groups()
+            shape = Shape(dtype, tuple(map(int, dims.split(","))) if dims else ())
+            buffers[name if name.endswith("}") else name + "{}"] = (
+                (allocation, int(offset)),
                 Buffer(name, shape, int(size)),
             )
     changes: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    for name, first, last in re.findall(
-        r"^\s+(\S+\{[\d,]*\}):(\d+)-(\d+)$", live_ranges, re.MULTILINE
-    ):
-        if name in places:
+    for name, first, last in LIVE_RANGE.findall(live_ranges):
+        if name in buffers:
             changes[int(first)].append((1, name))
             changes[int(last) + 1].append((-1, name))
-    held: dict[tuple[tuple[int, int], int], list[Buffer]] = defaultdict(list)
-    total, most, found_at_most = 0, -1, list[Buffer]()
+    live: dict[tuple[tuple[int, int], int], list[Buffer]] = defaultdict(list)
+    total, peak, at_peak = 0, -1, list[Buffer]()
     for moment in sorted(changes):
-        for change, name in sorted(changes[moment]):  # first what ends
-            place, buffer = places[name]
-            there = held[place, buffer.bytes]
-            before = bool(there)
-            (there.append if change > 0 else there.remove)(buffer)
-            # of several in one place one counts
-            total += buffer.bytes * (bool(there) - before)
-        if total > most:
-            most, found_at_most = total, [there[0] for there in held.values() if there]
-    return sorted(found_at_most, key=lambda buffer: -buffer.bytes)
+        for change, name in sorted(changes[moment]):  # ends come before beginnings
+            address, buffer = buffers[name]
+            same_address = live[address, buffer.bytes]
+            was_live = bool(same_address)
+            if change > 0:
+                same_address.append(buffer)
+            else:
+                same_address.remove(buffer)
+            total += buffer.bytes * (bool(same_address) - was_live)
+        if total > peak:
+            peak, at_peak = total, [values[0] for values in live.values() if values]
+    return sorted(at_peak, key=lambda buffer: -buffer.bytes)

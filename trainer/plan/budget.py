@@ -1,4 +1,4 @@
-"""What fills a device's memory when a compiled step needs most of it."""
+"""Breakdown of a device's memory at the peak of a compiled step."""
 
 from trainer.compiled.instructions import Shape
 from trainer.plan.aot import Compiled
@@ -14,25 +14,27 @@ KINDS = (
     "rest",
     "gaps",
 )
+ARGUMENT_KINDS = {
+    "state.params": "weights",
+    "state.kahan_compensation": "weights",
+    "state.opt_state": "optimizer",
+}
 
 
 def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, float]:
-    """Bytes by what they hold, in `KINDS`, when most is held; their sum is the peak.
+    """Return bytes at the memory peak by `KINDS`; their sum is the peak.
 
-    Arguments are told apart by their names, temporaries by their shapes: that of a
-    parameter (gradients, and FP8 copies of weights), a multiple of the tokens
-    (activations), the vocabulary (logits), bytes without a type (workspace). `gaps` is
-    what the allocator's arena has more than is held.
+    Arguments are classified by name, temporaries by shape: that of a parameter
+    (gradients, and FP8 copies of weights), a multiple of the tokens (activations), the
+    vocabulary (logits), bytes without a type (workspace). `gaps` is the unused part of
+    the allocator's arena.
     """
     out = dict.fromkeys(KINDS, 0.0)
     arguments = [i for i in compiled.program.entry.values() if i.opcode == "parameter"]
     weights: set[tuple[int, ...]] = set()
     for argument in arguments:
-        kind = {
-            "state.params": "weights",
-            "state.kahan_compensation": "weights",
-            "state.opt_state": "optimizer",
-        }.get(".".join(argument.op_name.split("[")[0].split(".")[:2]), "rest")
+        field = ".".join(argument.op_name.split("[")[0].split(".")[:2])
+        kind = ARGUMENT_KINDS.get(field, "rest")
         out[kind] += argument.bytes
         if kind == "weights" and len(argument.shapes[0].dims) > 1:
             dims = argument.shapes[0].dims
@@ -46,9 +48,9 @@ def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, f
 def temporary_kind(
     shape: Shape, weights: set[tuple[int, ...]], tokens: int, padded_vocab: int
 ) -> str:
-    """What a temporary array holds, see `memory_of`."""
+    """Return the kind of a temporary array; see `memory_of`."""
     dims = tuple(sorted(d for d in shape.dims if d > 1))
-    split = tuple(sorted(shape.dims[1:]))  # parts of a sum, which are summed later
+    split = tuple(sorted(shape.dims[1:]))  # of a split-K matmul's partial sums
     if shape.dtype in ("s8", "u8"):
         return "workspace"
     if dims in weights or (len(split) > 1 and split in weights):

@@ -1,6 +1,4 @@
-"""Figures of a compiled program on a described target: kernels, bytes, FLOPs,
-collectives, and how long they take.
-"""
+"""Figures of a compiled program on a target: kernels, bytes, FLOPs and times."""
 
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -8,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from trainer.compiled.hlo import Kernel, Program
-from trainer.compiled.operations import Collective
+from trainer.compiled.operations import Attention, Collective
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled
 from trainer.plan.budget import memory_of
@@ -19,11 +17,12 @@ Figures = dict[tuple[str, ...], float]
 
 
 class Aim(NamedTuple):
-    """What a step is compiled for.
+    """The hardware that a step is compiled for.
 
     Attributes:
       target: the kind of GPU.
-      gpus: how many, evenly on `hosts` hosts.
+      gpus: number of GPUs, evenly on `hosts` hosts.
+      hosts: number of hosts.
       memory_fraction: the share of a device's memory that JAX lets a program have.
     """
 
@@ -34,65 +33,64 @@ class Aim(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """Bytes of a device that a program can have."""
+        """Bytes of a device that a program can use."""
         return int(self.target.memory * self.memory_fraction)
 
     @property
     def link(self) -> float:
-        """Bytes per second and direction between devices: between hosts, those of a
-        host use its network together.
+        """Bytes per second and direction between devices.
+
+        Between hosts, the GPUs of a host share its network.
         """
-        between = self.target.network * self.gpus / self.hosts
-        return (
-            self.target.link_bandwidth
-            if self.hosts == 1
-            else min(self.target.link_bandwidth, between)
-        )
+        if self.hosts == 1:
+            return self.target.link_bandwidth
+        network = self.target.network * self.gpus / self.hosts
+        return min(self.target.link_bandwidth, network)
 
 
-def seconds_of_gemm(flops: float, dtype: str, target: Target) -> float:
-    """At the peak rate of the operands' width; where FP8 has none, at that of 16
-    bits.
-    """
-    width: Any = {"fp8": jnp.float8_e4m3fn, "fp32": jnp.float32}.get(
-        dtype, jnp.bfloat16
-    )
+FP8_OR_FP32: dict[str, Any] = {"fp8": jnp.float8_e4m3fn, "fp32": jnp.float32}
+
+
+def gemm_seconds(flops: float, dtype: str, target: Target) -> float:
+    """Return the time at the peak rate of a dtype; 16-bit's where FP8 has none."""
+    width = FP8_OR_FP32.get(dtype, jnp.bfloat16)
     rate = peak_flops(target.device, width) or peak_flops(target.device, jnp.bfloat16)
     assert rate is not None, f"no peak rate of {target.device}"
     return flops / rate
 
 
-def seconds_of_kernels(program: Program, target: Target) -> list[tuple[Kernel, float]]:
-    """Each kernel with the seconds of all its runs, bound by its FLOPs or by its bytes,
-    whichever takes longer.
+def attention_seconds(call: Attention, target: Target) -> float:
+    """Return the time of one attention call at the peak rate.
 
-    Of a causal attention half the positions count: its kernel skips the masked ones.
+    A causal one takes half: its kernel skips the masked positions.
+    """
+    seconds = gemm_seconds(call.flops / call.times, call.dtype, target)
+    return seconds / 2 if call.causal else seconds
+
+
+def kernel_rooflines(program: Program, target: Target) -> list[tuple[Kernel, float]]:
+    """Return each kernel with the seconds of all its runs, without collectives.
+
+    A kernel is bound by its FLOPs or by its bytes, whichever takes longer.
     """
     busy: dict[str, float] = defaultdict(float)
     for gemm in program.gemms:
-        busy[gemm.name] += seconds_of_gemm(gemm.flops / gemm.times, gemm.dtype, target)
+        busy[gemm.name] += gemm_seconds(gemm.flops / gemm.times, gemm.dtype, target)
     for call in program.attentions:
-        busy[call.name] += seconds_of_gemm(
-            call.flops / call.times, call.dtype, target
-        ) / (2 if call.causal else 1)
+        busy[call.name] += attention_seconds(call, target)
     kernels = (kernel for kernel in program.kernels if kernel.kind != "collective")
     return [
         (k, k.times * max(busy[k.name], k.bytes / target.bandwidth)) for k in kernels
     ]
 
 
-def roofline_of_kernels(program: Program, target: Target) -> float:
-    """Seconds of all kernels, one after another."""
-    return sum(seconds for _, seconds in seconds_of_kernels(program, target))
-
-
-def seconds_of_collective(collective: Collective, aim: Aim) -> float:
-    """All its runs, on a ring."""
+def collective_seconds(collective: Collective, aim: Aim) -> float:
+    """Return the time of all runs of a collective, on a ring."""
     return collective.sent(aim.gpus) / aim.link
 
 
 def figures_of(compiled: Compiled, aim: Aim, tokens: int, padded_vocab: int) -> Figures:
-    """What is linear in the layers, by name."""
+    """Return the figures that are linear in the number of layers."""
     program, out = compiled.program, defaultdict[tuple[str, ...], float](float)
     for kind, size in memory_of(compiled, tokens, padded_vocab).items():
         out["memory", kind] = size
@@ -112,18 +110,20 @@ def figures_of(compiled: Compiled, aim: Aim, tokens: int, padded_vocab: int) -> 
         )
         out["collective runs", collective.op, collective.dtype] += collective.times
         out["sent", collective.op, collective.dtype] += collective.sent(aim.gpus)
-        out["seconds", "collectives"] += seconds_of_collective(collective, aim)
-    out["seconds", "kernels"] = roofline_of_kernels(program, aim.target)
+        out["seconds", "collectives"] += collective_seconds(collective, aim)
+    out["seconds", "kernels"] = sum(
+        seconds for _, seconds in kernel_rooflines(program, aim.target)
+    )
     return dict(out)
 
 
-def continued(
+def extrapolate(
     near: Figures, far: Figures, depths: tuple[int, int], depth: int
 ) -> Figures:
-    """Figures at `depth` layers from those at two depths."""
-    turns = (depth - depths[0]) / (depths[1] - depths[0])
+    """Return figures at `depth` layers from those at two depths, linearly."""
+    factor = (depth - depths[0]) / (depths[1] - depths[0])
     names = dict.fromkeys([*near, *far])
     return {
-        name: near.get(name, 0) + (far.get(name, 0) - near.get(name, 0)) * turns
+        name: near.get(name, 0) + (far.get(name, 0) - near.get(name, 0)) * factor
         for name in names
     }

@@ -1,9 +1,8 @@
-"""A GPU plan without a GPU: what the compiled train step of a configuration needs and
-does on a described target.
+"""The plan of a configuration's compiled train step on a described target.
 
-Everything is of one device. What a deep model's step needs is linear in its layers,
-which are all alike: past `EXACT` unrolled layers the step is compiled at the two
-`DEPTHS` and continued from there, and the plan says so.
+All figures are per device. The need of a deep model is linear in its layers, which are
+all alike. So past `EXACT` unrolled layers the step is compiled at the two `DEPTHS` and
+extrapolated, and the plan says so.
 
 Legend: B sequences of a device's micro-batch, T tokens of each, N = B*T.
 """
@@ -26,27 +25,28 @@ from trainer.plan.aot import (
     Compiled,
     compile_for_target,
     lower_for_target,
-    written_to_no_cache,
+    no_compilation_cache,
 )
-from trainer.plan.figures import Aim, Figures, continued, figures_of
+from trainer.plan.figures import Aim, Figures, extrapolate, figures_of
 from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
 from trainer.step.kernels import gpu_options
 from trainer.step.step import Tokens
 from trainer.workload import Model, TrainTask, lower_step
 
-EXACT = 12  # unrolled layers that are compiled whole
-# with fewer the peak can be in the head or the optimizer; nearer ones multiply the gaps
-# of memory
+EXACT = 12  # unrolled layers that are compiled without extrapolation
+# With fewer layers the peak can be in the head or the optimizer. With a smaller
+# difference the gaps of memory would be multiplied.
 DEPTHS = (6, 12)
 TRIES = 12  # measurements at most, in search of the largest micro-batch
-# of it, where figures are continued: they are not good to the last sequence
+# relative precision of the search with extrapolated figures, which are not exact
 SLACK = 0.05
 
 
 class Measured(NamedTuple):
-    """A step's figures, and the program that they are of or, of a deep model, the
-    larger of the two.
+    """The figures of a step, and its program.
+
+    With extrapolated figures the program is that of the larger depth.
     """
 
     figures: Figures
@@ -55,27 +55,25 @@ class Measured(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes of a device."""
+        """Peak bytes per device."""
         return round(
             sum(size for (group, *_), size in self.figures.items() if group == "memory")
         )
 
     @property
     def constant(self) -> float:
-        """Bytes of a device that do not depend on the batch."""
+        """Bytes per device that do not depend on the batch."""
         memory = self.group("memory")
-        return sum(
-            memory[kind]
-            for kind in ("weights", "optimizer", "FP8 weights", "gradients")
-        )
+        kinds = ("weights", "optimizer", "FP8 weights", "gradients")
+        return sum(memory[kind] for kind in kinds)
 
     @property
     def seconds(self) -> float:
-        """Of a step, as predicted: see `trainer.plan.times`."""
+        """Predicted seconds per step; see `trainer.plan.times`."""
         return sum(self.group("predicted").values())
 
     def group(self, name: str) -> dict[str, float]:
-        """The figures `(name, key)` by key."""
+        """Return the figures `(name, key)` by key."""
         return {
             " ".join(keys): value
             for (group, *keys), value in self.figures.items()
@@ -86,11 +84,12 @@ class Measured(NamedTuple):
 Batches = Callable[[int], Tokens]  # from B to the step's batch
 
 
-def is_continued(
+def is_extrapolated(
     spec: Spec, policy: Policy, exact: bool, trainable: tuple[str, ...] = ()
 ) -> bool:
-    """Whether a step is continued from two depths: layers that are chosen by number
-    have no counterpart in both.
+    """Return whether a step is extrapolated from two depths.
+
+    Patterns that choose layers by number have no counterpart at another depth.
     """
     patterns = (
         *policy.fp8_modules,
@@ -98,21 +97,21 @@ def is_continued(
         *(policy.backward_e4m3 or ()),
         *trainable,
     )
-    by_number = any(
-        c.isdigit() for pattern in patterns for c in pattern.split(".")[1:2]
-    )
-    return not (exact or spec.scan_layers or spec.n_layer <= EXACT or by_number)
+    blocks = [part for pattern in patterns for part in pattern.split(".")[1:2]]
+    if any(c.isdigit() for block in blocks for c in block):
+        return False
+    return not (exact or spec.scan_layers or spec.n_layer <= EXACT)
 
 
 class Compiler:
-    """Compiles steps for B sequences, whole or at two depths, and reads them.
+    """A compiler of steps for B sequences, at the full depth or at two depths.
 
     Args:
       batches: from B to the step's batch.
-      aim: what for.
+      aim: the hardware.
       exact: compile all layers, however many.
-      pool: compiles, a core for each program; tracing is left to the caller's thread,
-          as `lower_for_target` wants.
+      pool: compiles one program per core. Tracing stays in the caller's thread, which
+          `lower_for_target` needs.
     """
 
     def __init__(
@@ -121,19 +120,16 @@ class Compiler:
         self._batches, self._aim, self._exact, self._pool = batches, aim, exact, pool
 
     def start(self, task: TrainTask, sequences: int) -> Callable[[], Measured]:
-        """Begin, and give what waits for the end."""
+        """Start compiling, and return a function that waits for the figures."""
         spec, tokens = task.model.spec, sequences * task.model.spec.context
-        is_split = is_continued(spec, task.model.policy, self._exact, task.trainable)
-        models = (
-            [
-                Model.make(dataclasses.replace(spec, n_layer=n), task.model.policy)
-                for n in DEPTHS
-            ]
-            if is_split
-            else [task.model]
-        )
+        policy = task.model.policy
+        is_split = is_extrapolated(spec, policy, self._exact, task.trainable)
+        models = [task.model]
+        if is_split:
+            specs = [dataclasses.replace(spec, n_layer=n) for n in DEPTHS]
+            models = [Model.make(shallow, policy) for shallow in specs]
 
-        def started(model: Model) -> Future[Compiled]:
+        def submit(model: Model) -> Future[Compiled]:
             step = functools.partial(
                 lower_step, task._replace(model=model), self._batches(sequences)
             )
@@ -142,31 +138,32 @@ class Compiler:
                 compile_for_target, lower_for_target(step), options
             )
 
-        # the one that takes longest is begun first
-        running = [started(model) for model in reversed(models)][::-1]
+        # The deepest model takes longest, so it starts first.
+        running = [submit(model) for model in reversed(models)][::-1]
 
-        def end() -> Measured:
-            parts = [part.result() for part in running]
+        def wait() -> Measured:
+            programs = [part.result() for part in running]
             figures = [
-                figures_of(part, self._aim, tokens, spec.padded_vocab)
-                | predicted(part.program, self._aim)
-                for part in parts
+                figures_of(compiled, self._aim, tokens, spec.padded_vocab)
+                | predicted(compiled.program, self._aim)
+                for compiled in programs
             ]
-            whole = (
-                continued(figures[0], figures[1], DEPTHS, spec.n_layer)
-                if is_split
-                else figures[0]
-            )
-            return Measured(whole, models[-1], parts[-1])
+            if is_split:
+                total = extrapolate(figures[0], figures[1], DEPTHS, spec.n_layer)
+            else:
+                total = figures[0]
+            return Measured(total, models[-1], programs[-1])
 
-        return end
+        return wait
 
 
 class Fitting(NamedTuple):
-    """How many sequences of a micro-batch fit: `fits` of them do, which was measured,
-    and perhaps up to `bound`.
+    """The micro-batch size that fits in memory.
 
-    None: no bound was found, the search having ended first.
+    Attributes:
+      fits: sequences that were measured to fit.
+      bound: sequences that may fit at most; None where the search ended without a
+        bound.
     """
 
     fits: int
@@ -181,44 +178,49 @@ def largest_that_fits(
     slack: float = 0,
     most: int = 4096,
 ) -> Fitting:
-    """The largest number of sequences that `need` at most `limit` bytes, `constant` of
-    them always; 0: not even one.
+    """Search the largest number of sequences that `need` at most `limit` bytes.
 
-    With `slack`, the search ends where the largest exceeds what was found to fit by no
-    more than this share.
+    `need` is increasing, convex and nearly linear. So a number below the chord through
+    one that fits and one that does not fits too, and no number beyond the line through
+    two that fit does. The search measures next the one or the other. Where the two are
+    far apart, as for a need that is flat and then steep, it bisects geometrically; so
+    it does every other time from the fifth measurement on.
 
-    `need` grows, and ever faster, but nearly linearly. So what a line through a number
-    that fits and one that does not lets fit does fit, and no more fits than a line
-    through two that do. The one or the other is measured next; where the lines are far
-    apart, as of a need that is flat for long and then steep, and from the fifth
-    measurement on every other time, a number between the two. It ends after `TRIES`,
-    and at `most`.
+    Args:
+      need: bytes for a number of sequences.
+      first: the number of sequences to start with.
+      limit: available bytes.
+      constant: bytes of `need` that do not depend on the sequences.
+      slack: end when the bound exceeds the largest that fits by this share at most.
+      most: the largest number to consider.
+
+    Returns:
+      the largest that fits (0: none), after `TRIES` measurements at most.
     """
     known = {first: need(first)}
 
-    def reached(a: int, b: int) -> int:
-        rise = (known[b] - known[a]) / (b - a)
-        return int(a + (limit - known[a]) // rise) if rise > 0 else most
+    def crossing(a: int, b: int) -> int:
+        """Return where the line through the measurements of a and b reaches `limit`."""
+        slope = (known[b] - known[a]) / (b - a)
+        return int(a + (limit - known[a]) // slope) if slope > 0 else most
 
     while True:
         fitting = sorted(b for b, size in known.items() if size <= limit)
-        fits, fails = (
-            max(fitting, default=0),
-            min((b for b, size in known.items() if size > limit), default=most + 1),
-        )
-        top = min(reached(*fitting[-2:]) if len(fitting) > 1 else most, fails - 1)
+        fits = max(fitting, default=0)
+        failing = [b for b, size in known.items() if size > limit]
+        fails = min(failing, default=most + 1)
+        top = crossing(*fitting[-2:]) if len(fitting) > 1 else most
+        top = min(top, fails - 1)
         if top <= fits * (1 + slack) or len(known) == TRIES:
             return Fitting(fits, None if top == most else max(top, fits))
         if len(known) == 1:
-            guess = int(
-                first * max(limit - constant, 0) / max(known[first] - constant, 1)
-            )
+            variable = max(known[first] - constant, 1)
+            guess = int(first * max(limit - constant, 0) / variable)
         elif fits and fails <= most:
-            guess = reached(fits, fails)
+            guess = crossing(fits, fails)
         else:
-            guess = reached(
-                *sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2])
-            )
+            nearest = sorted(known, key=lambda b: abs(known[b] - limit))[:2]
+            guess = crossing(*sorted(nearest))
         if len(known) > 1 and (guess <= fits or len(known) in (5, 7, 9, 11)):
             guess = math.isqrt(max(fits, 1) * (top + 1))
         guess = min(max(guess, fits + 1), top)
@@ -226,17 +228,20 @@ def largest_that_fits(
 
 
 class Plan(NamedTuple):
-    """What a step needs and does, of one device where nothing else is said.
+    """The plan of a step; figures are per device unless noted.
 
     Attributes:
+      aim: the hardware.
+      spec: the model's architecture.
       sequences: B.
-      tokens: of a step, over all devices and micro-batches.
-      measured: the step; bf16: the same in the precision `bf16`, None where it was not
-          asked for.
-      is_continued: whether their figures are continued from two depths.
+      tokens: tokens per step, over all devices and micro-batches.
+      compute: the compute dtype.
+      measured: the step.
+      bf16: the same step in the precision `bf16`, or None.
+      is_extrapolated: whether figures are extrapolated from two depths.
       flops_per_token: of the training step, see `flops`.
       layers: linear layers that are not FP8.
-      largest: the largest B that fits, to `SLACK` where figures are continued; None:
+      largest: the largest B that fits, to `SLACK` where figures are extrapolated; None:
           not searched.
     """
 
@@ -247,41 +252,37 @@ class Plan(NamedTuple):
     compute: str
     measured: Measured
     bf16: Measured | None
-    is_continued: bool
+    is_extrapolated: bool
     flops_per_token: int
     layers: list[Layer]
     largest: Fitting | None
 
     @property
     def fits(self) -> bool:
-        """Return whether JAX lets a program have so much."""
+        """Whether the step fits in the memory that JAX may use."""
         return self.measured.peak <= self.aim.usable
 
     @property
     def state_bytes(self) -> int:
-        """Of weights and optimizer."""
+        """Bytes of weights and optimizer state."""
         memory = self.measured.group("memory")
         return round(memory["weights"] + memory["optimizer"])
 
     @property
     def fp8_flop_share(self) -> float:
-        """Of the FLOPs of all matrix products and attentions."""
-        flops, attention = (
-            self.measured.group("flops"),
-            self.measured.group("attention flops"),
-        )
+        """FP8's share of the FLOPs of all matmuls and attentions."""
+        flops = self.measured.group("flops")
+        attention = self.measured.group("attention flops")
         total = sum(flops.values()) + sum(attention.values())
         return flops.get("fp8", 0.0) / total if total else 0.0
 
     @property
     def roofline_seconds(self) -> float:
-        """Of a step: every kernel at its own bound, collectives not overlapped."""
+        """Seconds per step: each kernel at its bound, collectives not overlapped."""
         return sum(self.measured.group("seconds").values())
 
     def mfu_of(self, seconds: float) -> float:
-        """Of a step that takes so long, against the peak of the compute dtype, as the
-        trainer counts it.
-        """
+        """Return the MFU of a step of `seconds`, as the trainer counts it."""
         width: Any = jnp.float32 if self.compute == "fp32" else jnp.bfloat16
         peak = peak_flops(self.aim.target.device, width)
         assert peak is not None
@@ -289,25 +290,38 @@ class Plan(NamedTuple):
 
     @property
     def predicted_ratio(self) -> float | None:
-        """How many times as fast as bf16 it is predicted to be; None where that was not
-        compiled.
-        """
+        """Predicted speed relative to bf16; None where that was not compiled."""
         return None if self.bf16 is None else self.bf16.seconds / self.measured.seconds
 
     def extra_kernels(self) -> dict[str, int]:
-        """Kernels by kind, more (or fewer) than in bf16."""
+        """Return the number of kernels more (or fewer) than in bf16, by kind."""
         if self.bf16 is None:
             return {}
-        ours, theirs = self.measured.group("kernels"), self.bf16.group("kernels")
+        kernels, baseline = self.measured.group("kernels"), self.bf16.group("kernels")
         return {
-            kind: round(ours.get(kind, 0) - theirs.get(kind, 0))
-            for kind in dict.fromkeys([*ours, *theirs])
+            kind: round(kernels.get(kind, 0) - baseline.get(kind, 0))
+            for kind in dict.fromkeys([*kernels, *baseline])
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The figures by name: bytes, seconds, shares of 1."""
+        """Return the figures by name: bytes, seconds, shares of 1."""
         m = self.measured
         runs, sent = m.group("collective runs"), m.group("sent")
+        collectives = []
+        for key, size in m.group("collectives").items():
+            op, dtype = key.split(" ")
+            collectives.append(
+                {
+                    "op": op,
+                    "dtype": dtype,
+                    "bytes": round(size),
+                    "sent_bytes_per_device": round(sent[key]),
+                    "count": round(runs[key]),
+                }
+            )
+        kernels_bf16 = None
+        if self.bf16 is not None:
+            kernels_bf16 = round(sum(self.bf16.group("kernels").values()))
         return {
             "peak_bytes_per_device": m.peak,
             "state_bytes": self.state_bytes,
@@ -323,25 +337,9 @@ class Plan(NamedTuple):
             "kernels": round(sum(m.group("kernels").values())),
             "kernels_by_kind": _rounded(m.group("kernels")),
             "bytes_by_kind": _rounded(m.group("bytes")),
-            "kernels_bf16": (
-                None
-                if self.bf16 is None
-                else round(sum(self.bf16.group("kernels").values()))
-            ),
+            "kernels_bf16": kernels_bf16,
             "extra_kernels": self.extra_kernels(),
-            "collectives": [
-                {
-                    "op": op,
-                    "dtype": dtype,
-                    "bytes": round(size),
-                    "sent_bytes_per_device": round(sent[f"{op} {dtype}"]),
-                    "count": round(runs[f"{op} {dtype}"]),
-                }
-                for (op, dtype), size in (
-                    (key.split(" "), size)
-                    for key, size in m.group("collectives").items()
-                )
-            ],
+            "collectives": collectives,
             "roofline_seconds": self.roofline_seconds,
             "mfu": self.mfu_of(self.roofline_seconds),
             "predicted": {
@@ -357,7 +355,7 @@ class Plan(NamedTuple):
             "max_micro_batch_bound": (
                 None if self.largest is None else self.largest.bound
             ),
-            "continued_from_layers": list(DEPTHS) if self.is_continued else None,
+            "continued_from_layers": list(DEPTHS) if self.is_extrapolated else None,
         }
 
 
@@ -383,61 +381,63 @@ def make_plan(
     bf16: TrainTask | None = None,
     search: bool = True,
     exact: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Compile and read the step of a task.
+    """Compile the step of a task and read its figures.
 
     Args:
       task: on a mesh of `aot.make_target_mesh`'s devices.
       batches: from sequences of a device's micro-batch to the step's batch.
-      aim: what for.
+      aim: the hardware.
       sequences: of a device's micro-batch.
-      accum: micro-batches.
-      bf16: the same in bf16, to compare with; None: not compared.
-      search: for the largest micro-batch.
+      accum: number of micro-batches.
+      bf16: the same task in bf16, to compare with; None: not compared.
+      search: whether to search the largest micro-batch.
       exact: compile all layers, however many.
-      say: is told what is compiled.
+      log: receives messages about the progress.
     """
-    split = is_continued(task.model.spec, task.model.policy, exact, task.trainable)
+    split = is_extrapolated(task.model.spec, task.model.policy, exact, task.trainable)
     with (
-        written_to_no_cache(),
+        no_compilation_cache(),
         ThreadPoolExecutor(2) as pool,
         contextlib.ExitStack() as stack,
     ):
-        # after an error or Ctrl-C no more are begun
+        # After an error or Ctrl-C no further program starts.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         compiler = Compiler(batches, aim, exact=exact, pool=pool)
 
-        def started(of: TrainTask, sequences: int, name: str) -> Callable[[], Measured]:
-            say(f"compiling {name}, {sequences} sequences a device ...")
-            end = compiler.start(of, sequences)
+        def start(task: TrainTask, sequences: int, name: str) -> Callable[[], Measured]:
+            log(f"compiling {name}, {sequences} sequences a device ...")
+            wait = compiler.start(task, sequences)
 
-            def measured() -> Measured:
-                found = end()
-                say(
-                    f"  {name}, {sequences} sequences: {found.peak / GIB:.2f} GiB a"
+            def wait_and_log() -> Measured:
+                measured = wait()
+                log(
+                    f"  {name}, {sequences} sequences: {measured.peak / GIB:.2f} GiB a"
                     " device"
                 )
-                return found
+                return measured
 
-            return measured
+            return wait_and_log
 
-        end = started(task, sequences, "the step")
-        end_bf16 = (
-            None if bf16 is None else started(bf16, sequences, "the same in bf16")
-        )
-        first = end()
+        wait = start(task, sequences, "the step")
+        wait_bf16 = None
+        if bf16 is not None:
+            wait_bf16 = start(bf16, sequences, "the same in bf16")
+        measured = wait()
 
         def need(b: int) -> int:
-            return first.peak if b == sequences else started(task, b, "the step")().peak
+            if b == sequences:
+                return measured.peak
+            return start(task, b, "the step")().peak
 
-        slack = SLACK if split else 0.0
-        largest = (
-            largest_that_fits(need, sequences, aim.usable, first.constant, slack)
-            if search
-            else None
-        )
-        other = None if end_bf16 is None else end_bf16()
+        largest = None
+        if search:
+            slack = SLACK if split else 0.0
+            largest = largest_that_fits(
+                need, sequences, aim.usable, measured.constant, slack
+            )
+        measured_bf16 = None if wait_bf16 is None else wait_bf16()
     model, tokens = task.model, sequences * task.model.spec.context
     gpu = Gpu(aim.target.device, aim.target.capability)
     return Plan(
@@ -447,11 +447,11 @@ def make_plan(
         sequences=sequences,
         tokens=tokens * aim.gpus * accum,
         compute=model.policy.compute,
-        measured=first,
-        bf16=other,
-        is_continued=split,
+        measured=measured,
+        bf16=measured_bf16,
+        is_extrapolated=split,
         layers=not_fp8(
-            first.model, first.compiled.program, tokens, gpu, task.frozen_layers
+            measured.model, measured.compiled.program, tokens, gpu, task.frozen_layers
         ),
         largest=largest,
     )

@@ -1,9 +1,8 @@
-"""GPUs that programs can be compiled for without having one: what XLA's compiler asks
-about them, and their speeds.
+"""GPUs that programs can be compiled for without having one, with their speeds.
 
-Figures are the vendor's published ones, which are decimal (80 GB = 80e9 bytes), a
-little less than a device reports. The CUDA C++ Programming Guide's tables of compute
-capabilities give limits of threads, registers and shared memory.
+Figures are the vendor's published ones, which are decimal (80 GB = 80e9 bytes): a
+little less than a device reports. Limits of threads, registers and shared memory are
+from the tables of compute capabilities in the CUDA C++ Programming Guide.
 """
 
 from dataclasses import dataclass
@@ -19,19 +18,18 @@ class Target:
     """One kind of GPU, in a system of eight.
 
     Attributes:
-      device: as `jax.Device.device_kind` has it; `trainer.observe.peaks.peak_flops`
-          knows its peak rates by it.
+      device: as in `jax.Device.device_kind`; `peak_flops` looks up its rates by it.
       capability: CUDA compute capability.
       cores: streaming multiprocessors.
-      lanes: FP32 units of each.
-      clock_ghz: at most.
+      lanes: FP32 units per multiprocessor.
+      clock_ghz: the boost clock.
       memory: bytes.
       bandwidth: of the memory, bytes per second.
-      l2: bytes.
-      shared: of each multiprocessor, bytes; a block may have 1 KiB less.
+      l2: bytes of the L2 cache.
+      shared: bytes of shared memory per multiprocessor; a block may have 1 KiB less.
       threads: that a multiprocessor holds at once.
       links: NVLinks; 0: PCI Express.
-      link_bandwidth: of all of them together, bytes per second in each direction.
+      link_bandwidth: of all links together, bytes per second in each direction.
       network: between hosts, bytes per second of each GPU in each direction.
     """
 
@@ -51,9 +49,9 @@ class Target:
 
     @property
     def text_proto(self) -> str:
-        """The GpuTargetConfig that XLA's compiler takes instead of a device."""
+        """The GpuTargetConfig that XLA's compiler takes in place of a device."""
         major, minor = self.capability
-        # The instructions of one generation alone, such as Hopper's wgmma.
+        # Enables the instructions of one generation only, such as Hopper's wgmma.
         extension = "ACCELERATED_FEATURES" if self.capability >= (9, 0) else "NONE"
         return f"""
 gpu_device_info {{
@@ -187,7 +185,7 @@ TARGETS = {
 
 
 def get_target(name: str) -> Target:
-    """A target by name. UserError lists the valid ones."""
+    """Return a target by name; UserError lists the valid ones."""
     if name not in TARGETS:
         raise UserError(f"target={name} is not known; {nearest(name, list(TARGETS))}")
     return TARGETS[name]

@@ -1,15 +1,14 @@
-"""How long a step is predicted to take on a GPU: each kernel at the rates of its class,
-which stand here alone.
+"""Predicted time of a step on a GPU: each kernel at the rates of its class.
 
-A kernel takes the longest of three, and a fixed time: its FLOPs at a share of the peak
-of its products, its bytes at a share of the memory's bandwidth, its arithmetic at a
+A kernel takes a fixed time, and the longest of three: its FLOPs at a share of the peak
+of its matmuls, its bytes at a share of the memory's bandwidth, its arithmetic at a
 share of the FP32 lanes. Between two kernels there is a gap. The classes are those of a
-profile (`scripts.bench.profiling`), which has what is predicted beside what it
-measured: there the rates are to be corrected.
+profile (`scripts.bench.profiling`), which prints predictions beside measurements:
+correct the rates there.
 
-Not in it: what the L2 cache saves where a kernel reads what the one before has written,
-which is much at 124M; clocks that fall under load, but for what the shares of published
-measurements have of it; kernels that run side by side.
+Not modeled: hits in the L2 cache, where a kernel reads the output of the previous one,
+which matter at 124M parameters; clocks that fall under load, except as far as published
+measurements include them; kernels that run concurrently.
 
 References:
     [1] cuBLASLt on an H100 SXM, E4M3 8192 x 8192 x 8192: 1,600 to 1,630 TFLOP/s (0.81);
@@ -45,20 +44,24 @@ from trainer.compiled.classes import (
 )
 from trainer.compiled.hlo import Kernel, Program
 from trainer.compiled.operations import Gemm
-from trainer.plan.figures import Aim, Figures, seconds_of_collective, seconds_of_gemm
+from trainer.plan.figures import (
+    Aim,
+    Figures,
+    attention_seconds,
+    collective_seconds,
+    gemm_seconds,
+)
 from trainer.plan.targets import Target
 
 
 class Rate(NamedTuple):
-    """What kernels of a class reach.
+    """The rates that kernels of a class reach.
 
     Attributes:
-      flops: share of the peak rate of products of their width.
+      flops: share of the peak rate of matmuls of their width.
       bytes: share of the memory's bandwidth.
-      lanes: share of the FP32 lanes' clocks, the rest being addresses, loads and
-          stores.
-      fixed_us: microseconds that each takes beside its work: its start, its first
-          loads, its end.
+      lanes: share of the FP32 lanes' clocks; addresses, loads and stores take the rest.
+      fixed_us: microseconds of each launch besides its work: start, first loads, end.
     """
 
     flops: float
@@ -67,12 +70,12 @@ class Rate(NamedTuple):
     fixed_us: float = 2.0
 
 
-# Published: the memory's 0.92 [4], of which generated kernels have a little less, and
-# the attention's forward 0.26 [3]. Assumed: products reach 0.9 of what is published for
-# the best sizes [1, 2], between [1]'s two figures for FP8; the attention's backward
-# pass as its forward one; a half of the memory's rate for transposes, whose elements of
-# a byte are written in short pieces; 0.6 for what adds up columns; 0.5 of the lanes;
-# all fixed times and the gap.
+# Published: 0.92 of the memory's bandwidth [4], of which generated kernels reach a
+# little less, and 0.26 for attention's forward pass [3]. Assumed: matmuls reach 0.9 of
+# the published rate for the best sizes [1, 2], between [1]'s two figures for FP8; the
+# backward pass of attention as its forward pass; half of the bandwidth for transposes,
+# whose one-byte elements are written in short pieces; 0.6 for column sums; 0.5 of the
+# lanes; all fixed times and the gap.
 RATES = {
     FP8: Rate(0.70, 0.85, fixed_us=3.0),
     PRODUCTS: Rate(0.72, 0.85, fixed_us=3.0),
@@ -87,70 +90,66 @@ RATES = {
     OTHER: Rate(1.0, 0.50, 0.5),
 }
 GAP_US = 1.0  # between kernels of a CUDA graph; assumed
-TILE = 128  # rows and columns of a product that a multiprocessor computes at a time
-# elements of a sum at least, where cuBLASLt divides it among multiprocessors that have
-# nothing to do
+TILE = 128  # rows and columns of a matmul that a multiprocessor computes at a time
+# contracted elements, at least, of each part of a split-K matmul of cuBLASLt
 SPLIT = 2048
 
 
 def fill(gemm: Gemm, target: Target) -> float:
-    """The share of the multiprocessors that have a tile of a product, over all its
-    rounds.
+    """Return the share of multiprocessors that have a tile of a matmul, over all waves.
 
-    A gradient of 768 x 768 has 36 tiles for 132 of them. Its sum is then divided, into
-    parts of `SPLIT` at least.
+    A gradient of 768 x 768 has 36 tiles for 132 multiprocessors. cuBLASLt then
+    splits its contraction into parts of at least `SPLIT`.
     """
     batch, rows, columns, contracted = gemm.sizes
     tiles = batch * math.ceil(rows / TILE) * math.ceil(columns / TILE)
-    parts = range(1, max(contracted // SPLIT, 1) + 1)
-    return max(
-        tiles * n / (math.ceil(tiles * n / target.cores) * target.cores) for n in parts
-    )
+    fills = []
+    for n in range(1, max(contracted // SPLIT, 1) + 1):
+        waves = math.ceil(tiles * n / target.cores)
+        fills.append(tiles * n / (waves * target.cores))
+    return max(fills)
 
 
-def predicted_of_kernels(
-    program: Program, target: Target
-) -> list[tuple[Kernel, float]]:
-    """Each kernel with the seconds of all its runs, without gaps; of a collective,
-    without what it sends.
+def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, float]]:
+    """Return each kernel with the seconds of all its runs, without gaps.
+
+    Of a collective it is the time without the transfer.
     """
     busy: dict[str, float] = defaultdict(float)
     for gemm in program.gemms:
-        busy[gemm.name] += seconds_of_gemm(
-            gemm.flops / gemm.times, gemm.dtype, target
-        ) / fill(gemm, target)
+        seconds = gemm_seconds(gemm.flops / gemm.times, gemm.dtype, target)
+        busy[gemm.name] += seconds / fill(gemm, target)
     for call in program.attentions:
-        busy[call.name] += seconds_of_gemm(
-            call.flops / call.times, call.dtype, target
-        ) / (2 if call.causal else 1)
+        busy[call.name] += attention_seconds(call, target)
     executed = {e.instruction.name: e for e in program.executed}
     classes, out = classes_of(program), list[tuple[Kernel, float]]()
     lanes = target.cores * target.lanes * target.clock_ghz * 1e9
     for kernel in program.kernels:
-        rate, is_sent = RATES[classes[kernel.name]], classes[kernel.name] == COLLECTIVES
-        moving = 0.0 if is_sent else kernel.bytes / target.bandwidth
-        computing = (
-            0.0 if is_sent else lane_clocks(program, executed[kernel.name]) / lanes
-        )
-        work = max(
-            busy[kernel.name] / rate.flops, moving / rate.bytes, computing / rate.lanes
-        )
+        kind = classes[kernel.name]
+        rate, work = RATES[kind], busy[kernel.name] / RATES[kind].flops
+        if kind != COLLECTIVES:
+            clocks = lane_clocks(program, executed[kernel.name])
+            work = max(
+                work,
+                kernel.bytes / target.bandwidth / rate.bytes,
+                clocks / lanes / rate.lanes,
+            )
         out.append((kernel, kernel.times * (work + 1e-6 * rate.fixed_us)))
     return out
 
 
 def predicted(program: Program, aim: Aim) -> Figures:
-    """What a step is predicted to take, by class, with the gaps between all kernels as
-    a class of their own.
+    """Return the predicted seconds and launches of a step, by class.
 
-    Seconds under ("predicted", class), kernels under ("launches", class).
+    Seconds are under ("predicted", class), kernels under ("launches", class). The gaps
+    between all kernels are a class of their own.
     """
     classes, out = classes_of(program), defaultdict[tuple[str, ...], float](float)
-    for kernel, seconds in predicted_of_kernels(program, aim.target):
+    for kernel, seconds in kernel_predictions(program, aim.target):
         out["launches", classes[kernel.name]] += kernel.times
         out["predicted", classes[kernel.name]] += seconds
     for collective in program.collectives:
-        out["predicted", COLLECTIVES] += seconds_of_collective(collective, aim)
+        out["predicted", COLLECTIVES] += collective_seconds(collective, aim)
     out["launches", GAPS] = sum(kernel.times for kernel in program.kernels)
     out["predicted", GAPS] = 1e-6 * GAP_US * out["launches", GAPS]
     return dict(out)

@@ -29,9 +29,9 @@ from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
-from trainer.plan.aot import held_at_peak, make_target_mesh
-from trainer.plan.figures import Aim, continued, seconds_of_collective, seconds_of_gemm
-from trainer.plan.plan import is_continued
+from trainer.plan.aot import live_at_peak, make_target_mesh
+from trainer.plan.figures import Aim, collective_seconds, extrapolate, gemm_seconds
+from trainer.plan.plan import is_extrapolated
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
 from trainer.workload import TrainTask
@@ -346,7 +346,7 @@ def test_a_plan_names_a_few_layers_for_each_reason_that_they_are_not_fp8():
 
 def test_figures_are_continued_along_a_line():
     near, far = {("a",): 10.0, ("b",): 1.0}, {("a",): 14.0, ("b",): 1.0, ("c",): 2.0}
-    assert continued(near, far, (2, 4), 48) == {("a",): 102, ("b",): 1, ("c",): 46}
+    assert extrapolate(near, far, (2, 4), 48) == {("a",): 102, ("b",): 1, ("c",): 46}
 
 
 def test_which_steps_are_continued():
@@ -354,28 +354,28 @@ def test_which_steps_are_continued():
         compose_config(["precision=scalify_fp8_fp16", *arguments]).precision
     )
     spec = GPT2Spec(256, n_layer=48)
-    assert is_continued(spec, policy(), exact=False)
-    assert not is_continued(spec, policy(), exact=True)
-    assert not is_continued(
+    assert is_extrapolated(spec, policy(), exact=False)
+    assert not is_extrapolated(spec, policy(), exact=True)
+    assert not is_extrapolated(
         GPT2Spec(256, n_layer=48, scan_layers=True), policy(), exact=False
     )
-    assert not is_continued(GPT2Spec(256, n_layer=12), policy(), exact=False)
-    assert not is_continued(spec, policy("precision.exclude=[h.47.*]"), exact=False)
+    assert not is_extrapolated(GPT2Spec(256, n_layer=12), policy(), exact=False)
+    assert not is_extrapolated(spec, policy("precision.exclude=[h.47.*]"), exact=False)
     assert isinstance(policy(), Policy)
 
 
 def test_seconds_of_products_and_collectives():
     h200, a100 = get_target("h200"), get_target("a100")
-    assert seconds_of_gemm(1978.9e12, "fp8", h200) == pytest.approx(1)
-    assert seconds_of_gemm(989.4e12, "bf16", h200) == pytest.approx(1)
+    assert gemm_seconds(1978.9e12, "fp8", h200) == pytest.approx(1)
+    assert gemm_seconds(989.4e12, "bf16", h200) == pytest.approx(1)
     # FP8 has no rate there
-    assert seconds_of_gemm(312e12, "fp8", a100) == pytest.approx(1)
+    assert gemm_seconds(312e12, "fp8", a100) == pytest.approx(1)
     reduce = Collective("all-reduce", "f32", 450_000_000, 0, "x", times=2)
-    assert seconds_of_collective(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(
+    assert collective_seconds(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(
         2 * 2 * 7 / 8 * 1e-3
     )
     gather = Collective("all-gather", "f32", 400_000_000, 16, "x", times=1)
-    assert seconds_of_collective(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(
+    assert collective_seconds(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(
         15 / 16 * 1e-3
     )
 
@@ -416,7 +416,7 @@ allocation 8: size 4, page 0, thread-local:
     ],
 )
 def test_what_is_held_at_the_peak(ranges, held):
-    found = held_at_peak(
+    found = live_at_peak(
         ASSIGNMENT,
         "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]),
     )

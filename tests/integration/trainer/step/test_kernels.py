@@ -19,7 +19,7 @@ from trainer.plan.aot import (
     OPTIONS,
     lower_for_target,
     make_target_mesh,
-    written_to_no_cache,
+    no_compilation_cache,
 )
 from trainer.plan.targets import get_target
 from trainer.precision.policy import Policy
@@ -188,7 +188,7 @@ def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
     lowered = lower_for_target(
         lambda: jitted_eval_step(w).lower(abstract_state(w, 1.0), batch)
     )
-    with written_to_no_cache():
+    with no_compilation_cache():
         program = Program(lowered.compile(compiler_options=OPTIONS).as_text())
     fp8 = [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
     assert len(fp8) == 4
