@@ -21,10 +21,10 @@ from trainer.data import (
 )
 from trainer.data.custom import custom_loaders, text_source
 from trainer.data.dataset import Dataset
-from trainer.data.files import apart
-from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, stages_of
+from trainer.data.files import explain_columns
+from trainer.data.mixture import MixedManifest, Mixture, ReplicaShares, parse_stages
 from trainer.data.shards import MANIFEST
-from trainer.data.tokenizer import NotAtHand, file_of, is_gone
+from trainer.data.tokenizer import DownloadFailed, is_missing, vocabulary_file
 from trainer.errors import UserError
 from trainer.observe.preparing import show_progress
 
@@ -85,7 +85,7 @@ def build_data(c: schema.Config, own: CustomData | None = None) -> Dataset:
     assert source is not None
     try:
         directory = prepared(source, c.data, c.data.tokenizer)
-    except NotAtHand as error:
+    except DownloadFailed as error:
         raise UserError(f"{error}{with_weights(c.init_from)}") from error
     return Dataset.open(directory, **settings_of_loaders(c))
 
@@ -116,8 +116,8 @@ def where_begun(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
             data, cache_dir=cache, prepared_dir=prepared, sources=sources
         )
     with contextlib.chdir(begun):
-        if name is not None and is_gone(name) and file_of(path).is_file():
-            data = dataclasses.replace(data, tokenizer=str(file_of(path)))
+        if name is not None and is_missing(name) and vocabulary_file(path).is_file():
+            data = dataclasses.replace(data, tokenizer=str(vocabulary_file(path)))
         yield dataclasses.replace(c, data=data)
 
 
@@ -167,7 +167,7 @@ def open_mixture(c: schema.Config) -> Dataset:
     assert data.sources is not None  # validated, as the next is
     assert data.column is not None
     names = names_of(data.sources)
-    stages = stages_of(data.weights or (1.0,) * len(names), data.stages or (), names)
+    stages = parse_stages(data.weights or (1.0,) * len(names), data.stages or (), names)
     sources: list[Source] = [
         (
             PreparedSource(Path(path))
@@ -176,16 +176,18 @@ def open_mixture(c: schema.Config) -> Dataset:
         )
         for path in data.sources
     ]
-    directories = apart(
+    directories = explain_columns(
         (prepared(source, data, data.tokenizer) for source in sources), len(sources)
     )
     parts = {
         n: Dataset.open(path, **settings_of_loaders(c))
         for n, path in zip(names, directories, strict=True)
     }
-    manifest = MixedManifest.of({name: part.manifest for name, part in parts.items()})
+    manifest = MixedManifest.merge(
+        {name: part.manifest for name, part in parts.items()}
+    )
     apart_of = (
-        OfReplicas(len(names), c.batch_size, c.train.grad_accum_steps)
+        ReplicaShares(len(names), c.batch_size, c.train.grad_accum_steps)
         if c.diloco.data == "sources"
         else None
     )

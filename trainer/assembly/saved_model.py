@@ -19,7 +19,7 @@ from trainer.config.continuing import COMPILED, DATA_CACHE, default_cache
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phase_at
 from trainer.data import Tokenizer
-from trainer.data.custom import Numbers
+from trainer.data.custom import NumberTokenizer
 from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError
 from trainer.files import refuse_links
@@ -126,7 +126,7 @@ def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
     own = (
         "a model"
         if meta["model"].get("family") == CUSTOM.name
-        else "token ids" * (meta["tokenizer"] == Numbers.name)
+        else "token ids" * (meta["tokenizer"] == NumberTokenizer.name)
     )
     if own:
         raise UserError(

@@ -1,6 +1,6 @@
-"""Text to batches: sources, tokenizers, prepared shards, a stateless loader.
+"""From text to batches: sources, tokenizers, prepared shards, a stateless loader.
 
-Read in this order: corpus (sources), tokenizer, encode and preparation (text to
+Read in this order: corpus (sources), tokenizer, encode and preparation (from text to
 shards), shards (the prepared directory), loader.
 """
 

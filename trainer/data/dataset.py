@@ -1,4 +1,4 @@
-"""What a run reads: the loaders of both parts of its data, and their tokenizer."""
+"""The data of a run: the loaders of both splits, and their tokenizer."""
 
 import itertools
 import types
@@ -12,12 +12,14 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Dataset(NamedTuple):
-    """Loaders of both parts of a prepared directory, or of a mixture of several, and
-    their tokenizer.
+    """Loaders of training and validation, and their tokenizer.
 
     Attributes:
-      sources: of a mixture, the loaders of the validation parts by the names of the
-          sources; else empty.
+      train: of a prepared directory, or of a mixture of several.
+      val: the same for validation.
+      tokenizer: of both.
+      directory: the prepared directory.
+      sources: the validation loaders by source name, for a mixture; else empty.
     """
 
     train: Loader
@@ -28,8 +30,9 @@ class Dataset(NamedTuple):
 
     @classmethod
     def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:
-        """Open both parts; `settings` are those of `Loader`. Training reads a
-        permutation, validation the order.
+        """Open both splits; `settings` are those of `Loader`.
+
+        Only training is shuffled.
         """
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
@@ -37,19 +40,18 @@ class Dataset(NamedTuple):
 
     @property
     def manifest(self) -> Manifest:
-        """What the directory holds."""
+        """The manifest of the directory."""
         return self.train.manifest
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token of the validation part's text, on average; of a mixture,
-        in its shares.
-        """
+        """Mean bytes of text per validation token; of a mixture, in its shares."""
         return self.val.bytes_per_token("val")
 
     def beginning(self, size: int) -> str:
-        """The first documents of the validation part, of about so many bytes in all, an
-        empty line between two.
+        """Return the first validation documents, of about `size` bytes in all.
+
+        An empty line separates them.
         """
         tokens, eot = max(1, int(size / self.bytes_per_token)), self.manifest.eot
         parts = self.val.documents("val", tokens)
@@ -58,7 +60,7 @@ class Dataset(NamedTuple):
         )
 
     def validation_text(self, tokens: int) -> str:
-        """The text of the first so many tokens, ends of text aside."""
+        """Return the text of the first validation tokens, without ends of text."""
         ids = itertools.chain.from_iterable(
             part.tolist() for part in self.val.documents("val", tokens)
         )

@@ -1,4 +1,4 @@
-"""Rows of text to the tokens of each split: on several threads, in order."""
+"""Encoding of rows of text into tokens of each split: on several threads, in order."""
 
 import hashlib
 import itertools
@@ -14,15 +14,16 @@ import numpy.typing as npt
 from trainer.data.corpus import Position, Rows
 from trainer.data.tokenizer import Tokenizer
 
-UNIT_CHARS = 1 << 17  # what a thread encodes at a time
+UNIT_CHARS = 1 << 17  # characters that a thread encodes at a time
 ROWS_AHEAD = 4  # batches of rows in memory
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
 class Part(NamedTuple):
-    """What of some rows goes into one split; a document that is cut in two is counted
-    where it begins.
+    """The part of some rows that goes into one split.
+
+    A document that is cut in two counts where it starts.
     """
 
     split: str
@@ -31,7 +32,7 @@ class Part(NamedTuple):
     tokens: list[Future[Tokens]]
 
     def arrays(self) -> list[Tokens]:
-        """The tokens, waited for."""
+        """Wait for the tokens, and return them."""
         return [future.result() for future in self.tokens]
 
 
@@ -39,9 +40,10 @@ class EncodedTexts(NamedTuple):
     """The encoded texts of some rows of the source.
 
     Attributes:
-      skipped: empty documents.
-      position: of the source, after them.
-      chars: of the whole text, up to there.
+      parts: one for each split.
+      skipped: number of empty documents.
+      position: of the source, after the rows.
+      chars: of the source's text, up to there.
     """
 
     parts: list[Part]
@@ -52,13 +54,14 @@ class EncodedTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """How rows become tokens.
+    """An encoder of rows.
 
     Attributes:
+      tokenizer: the tokenizer.
       val_fraction: share of the validation part.
-      cut: the character of the whole text at which the validation part starts; None:
+      cut: the character of the source's text where the validation part starts; None:
           hashes of documents decide.
-      documents: whether rows are documents, which end-of-text follows; else they are
+      documents: whether rows are documents, each followed by end-of-text; else they are
           pieces of a single text.
       workers: threads.
     """
@@ -71,18 +74,18 @@ class Encoder:
 
     @property
     def dtype(self) -> np.dtype:
-        """The narrowest that holds every id."""
+        """The narrowest dtype that holds every id."""
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
 
     def encode(
         self, source: Iterator[Rows], chars: int, budget: int | None
     ) -> Iterator[EncodedTexts]:
-        """Batches in the order of the rows; the next rows are read and encoded
-        meanwhile.
+        """Yield batches in the order of the rows, and read and encode ahead.
 
         Args:
+          source: the rows.
           chars: of the text, before the first of these rows.
-          budget: stop after the document that reaches so many tokens.
+          budget: stop after the document that reaches this many tokens.
         """
         if budget is not None and budget <= 0:
             return
@@ -97,11 +100,8 @@ class Encoder:
                 if ahead and (rows is None or len(ahead) == ROWS_AHEAD):
                     first, batch = ahead.popleft()
                     if budget is not None:
-                        size = sum(
-                            len(array)
-                            for part in batch.parts
-                            for array in part.arrays()
-                        )
+                        arrays = [a for part in batch.parts for a in part.arrays()]
+                        size = sum(map(len, arrays))
                         if size >= budget:
                             start = batch.chars - sum(map(len, first.texts))
                             yield self._submit(pool, self._within(first, budget), start)
@@ -112,22 +112,21 @@ class Encoder:
             pool.shutdown(cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> EncodedTexts:
-        """Have rows encoded that begin at character `start`."""
-        texts = (
-            [text for text in rows.texts if text]
-            if self.documents
-            else ["".join(rows.texts)]
-        )
-        before, after = divided(
-            texts, None if self.cut is None else self.cut - start, self.val_fraction
-        )
-        train, val = self._part(pool, "train", before), self._part(pool, "val", after)
-        twice = len(before) + len(after) - len(texts)  # 1 where a text was cut in two
-        parts = [train, val._replace(documents=val.documents - twice)]
+        """Encode rows that start at character `start` of the source, on the pool."""
+        if self.documents:
+            texts = [text for text in rows.texts if text]
+        else:
+            texts = ["".join(rows.texts)]
+        cut = None if self.cut is None else self.cut - start
+        train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
+        train = self._part(pool, "train", train_texts)
+        val = self._part(pool, "val", val_texts)
+        # 1 where a text was cut in two, which counts as one document
+        cut_texts = len(train_texts) + len(val_texts) - len(texts)
+        parts = [train, val._replace(documents=val.documents - cut_texts)]
         skipped = sum(not text for text in rows.texts)
-        return EncodedTexts(
-            parts, skipped, rows.position, start + sum(map(len, rows.texts))
-        )
+        end = start + sum(map(len, rows.texts))
+        return EncodedTexts(parts, skipped, rows.position, end)
 
     def _part(self, pool: ThreadPoolExecutor, split: str, texts: list[str]) -> Part:
         futures: list[Future[Tokens]] = []
@@ -148,9 +147,7 @@ class Encoder:
         )
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
-        """Ids of pieces, end-of-text after those that end a document (a single text has
-        no end to mark).
-        """
+        """Return ids of pieces, with end-of-text after those that end a document."""
         eot = np.full(1, self.tokenizer.eot, self.dtype)
         arrays: list[Tokens] = []
         for piece, last in pieces:
@@ -160,7 +157,7 @@ class Encoder:
         return np.concatenate(arrays)
 
     def _within(self, rows: Rows, budget: int) -> Rows:
-        """The first documents, up to the one that reaches `budget` tokens."""
+        """Return the first documents, up to the one that reaches `budget` tokens."""
         count = 0
         for text in rows.texts:
             if budget <= 0:
@@ -170,41 +167,38 @@ class Encoder:
         return Rows(rows.texts[:count], rows.position)
 
 
-def divided(
+def split_texts(
     texts: list[str], cut: int | None, val_fraction: float
 ) -> tuple[list[str], list[str]]:
-    """Texts that are not empty, as those of the training and of the validation part, in
-    order.
+    """Split nonempty texts into those for training and those for validation, in order.
 
     Args:
-      cut: the character of these texts at which the validation part starts; None: the
-          hash of a text decides.
+      texts: nonempty texts.
+      cut: the character of these texts where the validation part starts; None: the hash
+          of a text decides.
       val_fraction: share of the hashes that are for validation.
     """
     if cut is not None:
         return cut_at(texts, cut)
-    chosen = [uniform(text) < val_fraction for text in texts]
-    return [t for t, val in zip(texts, chosen, strict=True) if not val], list(
-        itertools.compress(texts, chosen)
-    )
+    train: list[str] = []
+    val: list[str] = []
+    for text in texts:
+        (val if uniform(text) < val_fraction else train).append(text)
+    return train, val
 
 
 def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
-    """The texts before and after character `cut` of them all; the one that it is in
-    gives both a part.
-    """
-    before, after = [], []
+    """Split texts at character `cut` of all of them; it may cut one text in two."""
+    heads, tails = [], []
     for text in texts:
         at = min(max(cut, 0), len(text))
-        before.append(text[:at])
-        after.append(text[at:])
+        heads.append(text[:at])
+        tails.append(text[at:])
         cut -= len(text)
-    return [text for text in before if text], [text for text in after if text]
+    return list(filter(None, heads)), list(filter(None, tails))
 
 
 def uniform(text: str) -> float:
-    """A hash of a text, uniform in [0, 1): the same everywhere and for ever."""
-    return (
-        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        / 2.0**64
-    )
+    """Return a hash of a text, uniform in [0, 1): the same on all machines."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2.0**64

@@ -1,6 +1,4 @@
-"""Local files of a source: which they are, whether they are text, and a digest of their
-content.
-"""
+"""Local files of a source: their list, checks that they are text, and digests."""
 
 import codecs
 import glob
@@ -20,8 +18,8 @@ from trainer.files import write_atomically
 from trainer.text import without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
-# Of files with these ends of names; any other is text.
-NAMED: dict[str, Format] = {
+# formats by suffix; all other files are text
+FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -29,16 +27,16 @@ NAMED: dict[str, Format] = {
     ".pq": "parquet",
 }
 BLOCK = 1 << 22
-MANY = 8  # files that are named one by one in a message
-# What to do about files whose columns have several names.
-APART = (
+MANY = 8  # files that a message names one by one
+# advice for files whose text columns have different names
+OTHER_COLUMNS = (
     "; where files name it otherwise, prepare each kind apart (python -m"
     " scripts.prepare_data files FILE --column NAME --tokenizer NAME), then data=mix"
     " data.sources=[DIRECTORY,...] of the directories it names"
 )
-# Files from this size on are read through once and then known by size and times.
+# Files of at least this size are read once and then recognized by size and times.
 REMEMBER = 64 << 20
-# How compressed files start.
+# the first bytes of compressed files
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -49,14 +47,13 @@ COMPRESSED = {
 
 
 class NotText(UserError):
-    """A file that should be text is not.
+    """The error of a file that should be text and is not.
 
     Attributes:
-      path: which.
-      why: what was found in it, with the kind of file that it is where its first bytes
-          tell.
-      instead: paths and patterns that take all other files that were given; empty: none
-          are short.
+      path: the file.
+      why: the bytes that are not text, with the kind of file where it is recognized.
+      instead: paths and patterns of all other files that were given; empty: there is no
+          short list.
     """
 
     def __init__(
@@ -67,17 +64,15 @@ class NotText(UserError):
         self.path, self.why, self.instead, self._message = path, why, instead, message
 
     def in_arguments(self) -> str:
-        """The message for who gives files as arguments, and no data.paths."""
-        listed = (
-            f", by patterns: {' '.join(map(repr, self.instead))}"
-            if self.instead
-            else ""
-        )
+        """Return the message for a program that takes files as arguments."""
+        listed = ""
+        if self.instead:
+            listed = f", by patterns: {' '.join(map(repr, self.instead))}"
         return f"{self._message} out{listed}"
 
 
 class NoColumn(UserError):
-    """A file does not have the column, but `names`; `where` begins the message."""
+    """The error of a file with columns `names`, but not `column`."""
 
     def __init__(self, column: str, names: Iterable[str], where: str = "") -> None:
         super().__init__(
@@ -88,10 +83,12 @@ class NoColumn(UserError):
 
 @dataclass(frozen=True)
 class File:
-    """A file that was read through.
+    """A file that was read.
 
     Attributes:
-      chars: of its text, line ends counted as one; 0 where it is not text.
+      path: the file.
+      size: bytes.
+      chars: of its text, with line ends counted as one; 0 where it is not text.
       digest: of its bytes, hexadecimal.
     """
 
@@ -102,56 +99,58 @@ class File:
 
 
 def expand(paths: tuple[str, ...]) -> list[Path]:
-    """Files, globs and directories to files, in the given order, those of a glob or a
-    directory by name.
+    """Return the files of files, globs and directories, in the given order.
 
-    A directory stands for all files below it whose names, and whose directories' names,
-    do not begin with a dot.
+    A directory stands for all files below it. Names of files and directories that start
+    with a dot are left out. Files of a glob or a directory are sorted by name.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         path = os.path.expanduser(path)
-        inside = (
-            os.path.join(glob.escape(path), "**", "*") if os.path.isdir(path) else path
-        )
-        matches = (
-            [path]
-            if os.path.isfile(path)
-            else sorted(glob.glob(inside, recursive=True))
-        )
+        if os.path.isfile(path):
+            matches = [path]
+        elif os.path.isdir(path):
+            pattern = os.path.join(glob.escape(path), "**", "*")
+            matches = sorted(glob.glob(pattern, recursive=True))
+        else:
+            matches = sorted(glob.glob(path, recursive=True))
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
-            if (listed := without_braces(path)) != path:
-                raise UserError(
-                    f"{path}: braces are not understood in a pattern; list the"
-                    f" patterns: [{listed}]"
-                )
-            nothing = (
-                "there is no file" if not glob.has_magic(path) else "no file matches"
-            )
-            what = "no file is in directory" if os.path.isdir(path) else nothing
-            raise UserError(
-                f"{what} {path} (looked from {Path.cwd()}); correct data.paths"
-            )
-        found += [Path(match) for match in matches]
-    return found
+            raise no_match(path)
+        files += [Path(match) for match in matches]
+    return files
+
+
+def no_match(path: str) -> UserError:
+    """Return the error of a path or pattern without files."""
+    listed = without_braces(path)
+    if listed != path:
+        return UserError(
+            f"{path}: braces are not understood in a pattern; list the"
+            f" patterns: [{listed}]"
+        )
+    problem = "there is no file"
+    if os.path.isdir(path):
+        problem = "no file is in directory"
+    elif glob.has_magic(path):
+        problem = "no file matches"
+    return UserError(f"{problem} {path} (looked from {Path.cwd()}); correct data.paths")
 
 
 def folder_of(given: str, first: Path) -> str:
-    """The name of the directory that was given, or else that the first file is in."""
+    """Return the name of the given directory, or else that of the first file's."""
     folder = Path(given).expanduser()
     return (folder if folder.is_dir() else first.parent).absolute().name
 
 
 def format_of(path: Path, given: Format | None) -> Format:
-    """The format of a file: by the end of its name, or the given one where the name
-    says nothing.
+    """Return the format of a file: by its suffix, or else the given one.
 
     Raises:
-      UserError: the name says another format than the given one, or nothing while the
-          file begins like JSON lines.
+      UserError: the suffix contradicts the given format, or neither is known and the
+          file looks like JSON lines.
     """
-    named = NAMED.get(path.suffix.lower())
+    named = FORMATS.get(path.suffix.lower())
     if named is not None and given not in (None, named):
         raise UserError(
             f"data.format={given}, but {path} is {named} by its name; leave data.format"
@@ -167,14 +166,12 @@ def format_of(path: Path, given: Format | None) -> Format:
 
 
 def begins_like_json_lines(path: Path) -> bool:
-    """Return whether the first line is a JSON object; not known of one that is longer
-    than a block.
-    """
+    """Return whether the first line is a JSON object; false for a very long line."""
     try:
         with path.open("rb") as file:
             line = file.readline(BLOCK)
     except OSError:
-        return False  # said when it is read through
+        return False  # `read_through` reports it
     if not line.startswith(b"{") or not line.endswith((b"}", b"}\n", b"}\r\n")):
         return False
     try:
@@ -190,12 +187,13 @@ def examine(
     cache_dir: Path,
     given: Sequence[str] = (),
 ) -> list[File]:
-    """Read files through, several at a time.
+    """Read files and return their digests, several at a time.
 
     Args:
-      given: what the user named them by, which a message may propose to narrow.
+      paths: the files.
       text: whether a file must be UTF-8.
-      cache_dir: where what is known of large files is kept.
+      cache_dir: directory of the remembered digests of large files.
+      given: the paths and patterns of the user, which a message may narrow.
 
     Raises:
       UserError: a file cannot be read, or is not text.
@@ -210,22 +208,21 @@ def examine(
             f" {text(path)}"
         )
 
-    def one(path: Path) -> File | NotText:
+    def read_one(path: Path) -> File | NotText:
         stored = known.get(keys[path])
+        if stored is not None:
+            return File(path, *stored)
         try:
-            return (
-                read_through(path, text(path))
-                if stored is None
-                else File(path, *stored)
-            )
+            return read_through(path, text(path))
         except NotText as error:
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(one, paths))
-    if wrong := [error for error in found if isinstance(error, NotText)]:
-        raise all_of(wrong, paths, given)
-    files = [file for file in found if isinstance(file, File)]
+        results = list(pool.map(read_one, paths))
+    errors = [result for result in results if isinstance(result, NotText)]
+    if errors:
+        raise combined(errors, paths, given)
+    files = [result for result in results if isinstance(result, File)]
     new = {
         keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER
     }
@@ -235,7 +232,7 @@ def examine(
 
 
 def read_through(path: Path, text: bool) -> File:
-    """Digest of a file and, for text, its characters."""
+    """Return size, digest and, for text, the number of characters of a file."""
     digest = hashlib.blake2b(digest_size=16)
     utf8 = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
@@ -261,7 +258,7 @@ def decode(
     block: bytes,
     offset: int,
 ) -> str:
-    """The text of the block that starts at `offset`; an empty block ends the file."""
+    """Return the text of the block at `offset`; an empty block ends the file."""
     pending = len(utf8.getstate()[0])
     nul = block.find(b"\0")
     try:
@@ -278,7 +275,7 @@ def decode(
 
 
 def not_text(path: Path, why: str) -> NotText:
-    """The error of a file, with what the file is where its first bytes tell."""
+    """Return the error of a file, which names its kind where it is recognized."""
     with path.open("rb") as file:
         head = file.read(8)
     for magic, kind in COMPRESSED.items():
@@ -293,73 +290,64 @@ def not_text(path: Path, why: str) -> NotText:
     )
 
 
-def all_of(
-    wrong: Sequence[NotText], paths: Sequence[Path], given: Sequence[str]
+def combined(
+    errors: Sequence[NotText], paths: Sequence[Path], given: Sequence[str]
 ) -> NotText:
-    """The error of all files that are not text, with what takes the rest of those that
-    were given.
-    """
-    first, instead = wrong[0], others({error.path for error in wrong}, paths, given)
-    if len(wrong) == 1:
+    """Return one error for all files that are not text, with patterns of the rest."""
+    first = errors[0]
+    instead = remaining_patterns({error.path for error in errors}, paths, given)
+    if len(errors) == 1:
         return NotText(first.path, first.why, first._message, instead)
-    named = ", ".join(
-        f"{error.path} ({error.why})" for error in wrong[:MANY]
-    ) + ", ..." * (len(wrong) > MANY)
+    named = ", ".join(f"{error.path} ({error.why})" for error in errors[:MANY])
+    if len(errors) > MANY:
+        named += ", ..."
     message = (
-        f"{len(wrong)} files are not text: {named}; convert them to UTF-8, or leave"
+        f"{len(errors)} files are not text: {named}; convert them to UTF-8, or leave"
         " them"
     )
     return NotText(first.path, first.why, message, instead)
 
 
-def others(
-    wrong: Collection[Path], paths: Sequence[Path], given: Sequence[str]
+def remaining_patterns(
+    bad: Collection[Path], paths: Sequence[Path], given: Sequence[str]
 ) -> list[str]:
-    """Patterns of the ends of names, and files by name, that take what was given
-    without these files.
+    """Return patterns and files that select what was given, without the bad files.
 
-    It is empty where that would be many files by name, and where what was given is a
-    pattern itself.
+    It is empty where that would be many files by name, and where the user gave a
+    pattern.
     """
     entries: list[str] = []
-    if any(glob.has_magic(old) for old in given):
+    if any(glob.has_magic(entry) for entry in given):
         return []
-    for old in given:
-        inside = (
-            [path for path in paths if below(old, path)]
-            if os.path.isdir(os.path.expanduser(old))
-            else []
-        )
-        bad_ends = {path.suffix for path in inside if path in wrong}
+    for entry in given:
+        root = os.path.expanduser(entry)
+        inside = []
+        if os.path.isdir(root):
+            inside = [path for path in paths if path.is_relative_to(root)]
+        bad_suffixes = {path.suffix for path in inside if path in bad}
         if not inside:
-            entries += [] if Path(os.path.expanduser(old)) in wrong else [old]
-        elif not bad_ends:
-            entries.append(old)
+            entries += [] if Path(root) in bad else [entry]
+        elif not bad_suffixes:
+            entries.append(entry)
         else:
-            kept = [path for path in inside if path not in wrong]
-            ends = sorted({path.suffix for path in kept} - bad_ends - {""})
-            entries += [os.path.join(old, "**", f"*{end}") for end in ends]
-            alone = [str(path) for path in kept if path.suffix not in ends]
+            good = [path for path in inside if path not in bad]
+            suffixes = sorted({path.suffix for path in good} - bad_suffixes - {""})
+            entries += [os.path.join(entry, "**", f"*{end}") for end in suffixes]
+            alone = [str(path) for path in good if path.suffix not in suffixes]
             if len(alone) > MANY:
                 return []
             entries += alone
-    # of which Hydra would not make a list
-    odd = any(set(entry) & set("(){},:=\"'") for entry in entries)
-    return [] if odd else entries
+    # Hydra cannot read such names in a list.
+    if any(set(entry) & set("(){},:=\"'") for entry in entries):
+        return []
+    return entries
 
 
-def below(root: str, path: Path) -> bool:
-    """Return whether a path was found in this directory."""
-    return path.is_relative_to(os.path.expanduser(root))
-
-
-def apart[T](rows: Iterator[T], count: int) -> Iterator[T]:
-    """The rows of so many sources; a UserError for a missing column says what to do
-    where there are several.
-    """
+def explain_columns[T](rows: Iterator[T], sources: int) -> Iterator[T]:
+    """Yield the rows; with several sources, add advice to the error of a column."""
     try:
         yield from rows
     except NoColumn as error:
-        if count == 1:
+        if sources == 1:
             raise
-        raise UserError(f"{error}{APART}") from None
+        raise UserError(f"{error}{OTHER_COLUMNS}") from None

@@ -1,9 +1,7 @@
-"""Tokenizers as Hugging Face keeps them: written beside an export, and compared with
-those beside weights.
+"""Hugging Face's tokenizer files: written beside an export, compared with weights'.
 
-A tokenizer.json says everything in one file: the vocabulary with bytes in GPT-2's
-printable spelling, the merges, the pattern that cuts a text into words, special tokens,
-and how ids become text again.
+A tokenizer.json holds everything: the vocabulary with bytes in GPT-2's printable
+spelling, the merges, the word pattern, special tokens, and the decoder.
 """
 
 import itertools
@@ -18,17 +16,19 @@ from trainer.files import well_formed, write_atomically
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
-    """Write what `transformers.AutoTokenizer` reads the same tokenizer from; the paths
-    of the files.
+    """Write the files from which `transformers.AutoTokenizer` reads the tokenizer.
 
-    In two things they differ: what spells the end-of-text token in a text, Hugging
-    Face's reads as that token; and one that puts a token before each text, as Llama's
-    do, does so there.
+    Two differences remain. In Hugging Face's library a text that spells the end-of-text
+    token becomes that token. And a tokenizer that puts a token before each text, as
+    Llama's do, does so there.
 
     Args:
-      directory: exists.
+      directory: an existing directory.
       tokenizer: a run's.
       context: tokens that the model takes; None: there is no model yet.
+
+    Returns:
+      the paths of the files.
     """
     end = next(
         token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot
@@ -55,7 +55,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
 
 
 def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of a tokenizer.json."""
+    """Return the content of a tokenizer.json."""
     spell = {byte: char for char, byte in printable_bytes().items()}
 
     def spelt(token: bytes) -> str:
@@ -63,8 +63,8 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
 
     special = set(tokenizer.special_tokens.values())
     tokens = {token: i for token, i in tokenizer.tokens.items() if i not in special}
-    # Hugging Face's gives a special token that is not in the vocabulary the next id
-    # behind it, whatever is said here.
+    # Hugging Face's library gives a special token that is not in the vocabulary the
+    # next free id, whatever id stands in `added_tokens`.
     vocabulary = {
         spelt(token): i for token, i in tokens.items()
     } | tokenizer.special_tokens
@@ -110,7 +110,7 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def byte_level() -> dict[str, Any]:
-    """Bytes to their printable spelling and back, and nothing else."""
+    """Return the pre-tokenizer and decoder of GPT-2's printable spelling of bytes."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -120,39 +120,37 @@ def byte_level() -> dict[str, Any]:
 
 
 def split_by(pattern: str) -> dict[str, Any]:
-    """The words that a pattern finds."""
+    """Return the pre-tokenizer that splits a text into the words of a pattern."""
     regex = {"Regex": for_hugging_face(pattern)}
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
 
 def merges_of(ranks: Ids) -> list[tuple[bytes, bytes]]:
-    """The pairs that byte-pair encoding joins, in order: of each token, the two parts
-    that lower ranks make of it.
+    """Return the merges of a byte-pair encoding, in order.
 
-    A token that they do not leave as two is only found as a whole word, for which it
-    needs no merge.
+    The merge of a token is the two parts that lower ranks leave of it. A token that is
+    left in more parts is only matched as a whole word, which needs no merge.
     """
-    found = []
+    merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            of_pair = [
+            pair_ranks = [
                 ranks.get(left + right, rank)
                 for left, right in itertools.pairwise(parts)
             ]
-            lowest = min(of_pair)
+            lowest = min(pair_ranks)
             if lowest >= rank:
                 break
-            at = of_pair.index(lowest)
+            at = pair_ranks.index(lowest)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
-            found.append((parts[0], parts[1]))
-    return found
+            merges.append((parts[0], parts[1]))
+    return merges
 
 
 def ids_beside(directory: Path) -> Ids | None:
-    """What the ids of the tokenizer in a Hugging Face directory stand for; None: there
-    is no tokenizer in it.
+    """Return the ids of the tokenizer in a Hugging Face directory, or None.
 
     Raises:
       UserError: a file that is not JSON.
@@ -164,29 +162,33 @@ def ids_beside(directory: Path) -> Ids | None:
         return bytes(byte_of[char] for char in token) if known else token.encode()
 
     with well_formed(f"the tokenizer in {directory}", "download or copy it again"):
-        if (directory / FILE).is_file() and (
-            found := ids_of(read_json(directory / FILE))
-        ) is not None:
-            return found
-        for _, ids in PAIRS:
-            if (directory / ids).is_file():
-                return {
-                    raw(token): i for token, i in read_json(directory / ids).items()
-                }
+        ids = None
+        if (directory / FILE).is_file():
+            ids = ids_of(read_json(directory / FILE))
+        if ids is not None:
+            return ids
+        for _, name in PAIRS:
+            if (directory / name).is_file():
+                tree = read_json(directory / name)
+                return {raw(token): i for token, i in tree.items()}
     return None
 
 
 def first_difference(theirs: Ids, ours: Tokenizer) -> str | None:
-    """The lowest id of a prepared text that stands for something else in `theirs`, in
-    words; None: there is none.
-    """
+    """Describe the lowest id whose token differs in `theirs`; None: there is none."""
     end = next(
         token.encode() for token, i in ours.special_tokens.items() if i == ours.eot
     )
-    here = {i: token for token, i in ours.tokens.items()} | {ours.eot: end}
-    there = {i: token for token, i in theirs.items()}
-    for i in sorted(here):
-        if here[i] != there.get(i):
-            found = repr(there[i].decode(errors="replace")) if i in there else "nothing"
-            return f"id {i} is {found} there, {here[i].decode(errors='replace')!r} here"
+    our_tokens = {i: token for token, i in ours.tokens.items()} | {ours.eot: end}
+    their_tokens = {i: token for token, i in theirs.items()}
+    for i in sorted(our_tokens):
+        token = our_tokens[i]
+        if token != their_tokens.get(i):
+            theirs_shown = "nothing"
+            if i in their_tokens:
+                theirs_shown = repr(their_tokens[i].decode(errors="replace"))
+            return (
+                f"id {i} is {theirs_shown} there,"
+                f" {token.decode(errors='replace')!r} here"
+            )
     return None

@@ -1,8 +1,7 @@
-"""Documents of JSON lines, and of files that hold one JSON list: each row an object of
-its own.
+"""Documents in JSON lines, and in files that hold one JSON list of objects.
 
-Rows of one file, or of several, need not have the same keys, and only the column with
-the text is looked at; a reader of tables would want one schema for all.
+Rows may have different keys, and only the text column is checked. A reader of tables,
+such as Arrow's, would need one schema for all rows.
 """
 
 import json
@@ -15,8 +14,8 @@ from trainer.data.files import NoColumn
 from trainer.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
-# A row, where it is in words, and the place after it. The words cost a reading of the
-# file: they are made when asked.
+# A row, a function that returns its place in words, and the position after it. To count
+# lines the file is read again, so the function is only called for a message.
 JsonRow = tuple[dict[str, Any], Callable[[], str], int]
 
 
@@ -27,15 +26,20 @@ def read_jsonl(
     position: Any,
     rows: int,
 ) -> Iterator[tuple[list[str], Any]]:
-    """The texts of a column, up to `rows` at a time, and the position after them; null
-    and no such key are empty texts.
+    """Yield the texts of a column, up to `rows` at a time, and the position after them.
+
+    Null and a missing key are empty texts.
 
     Args:
-      position: where to go on, as it was yielded; None: the start.
+      files: the files.
+      column: the key of the text.
+      max_documents: stop after this many.
+      position: where to continue, as it was yielded; None: the start.
+      rows: texts at a time.
 
     Raises:
-      UserError: a row that is no object, a column that is not text, or that the first
-          row of a file does not have.
+      UserError: a row that is not an object, a value that is not text, or a file whose
+          first row lacks the column.
     """
     first, start, left = position or (0, 0, max_documents)
     texts: list[str] = []
@@ -57,29 +61,27 @@ def read_jsonl(
 
 
 def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
-    """The texts of a file from a place on, each with the place after it: an offset in
-    lines, an index in a list.
+    """Yield the texts of a file from a position on, each with the position after it.
+
+    A position is an offset in lines, or an index in a list.
     """
     with path.open("rb") as file:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
-        rows = (
-            _rows_of_list(path, file, start)
-            if _is_list(file)
-            else _rows_of_lines(path, file, start)
-        )
+        read_rows = _rows_of_list if _is_list(file) else _rows_of_lines
+        rows = read_rows(path, file, start)
         for number, (row, place, after) in enumerate(rows):
-            # the texts of all its rows would be empty
+            # Without this check all texts of the file would be empty.
             if start == 0 and number == 0 and column not in row:
                 raise NoColumn(column, row, f"{path}: ")
             value = row.get(column)
-            if value is not None and (wrong := _wrong(value)):
-                raise UserError(f"{path}, {place()}: column {column!r} holds {wrong}")
+            if value is not None and (problem := _text_problem(value)):
+                raise UserError(f"{path}, {place()}: column {column!r} holds {problem}")
             yield value or "", after
 
 
 def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
-    """The objects of the lines from an offset on."""
+    """Yield the objects of the lines from an offset on."""
     end = start or file.tell()
     file.seek(end)
     for line in file:
@@ -102,7 +104,7 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
 
 
 def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
-    """The objects of a list from an index on."""
+    """Yield the objects of a list from an index on."""
     try:
         rows = json.load(file)
     except (ValueError, RecursionError) as error:
@@ -118,8 +120,9 @@ def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
 
 
 def _is_list(file: BinaryIO) -> bool:
-    """Return whether the file is a list of rows: its first line is no row. The file is
-    then at its beginning.
+    """Return whether the file is a list of rows; rewind the file.
+
+    A line that holds a list of other things than objects is a broken JSON line.
     """
     begin = file.tell()
     line = file.readline()
@@ -127,15 +130,14 @@ def _is_list(file: BinaryIO) -> bool:
     if not line.lstrip().startswith(b"["):
         return False
     try:
-        whole = json.loads(line)
+        values = json.loads(line)
     except ValueError:
         return True
-    # in one line; a list of others is a line that is no object
-    return all(isinstance(row, dict) for row in whole)
+    return all(isinstance(value, dict) for value in values)
 
 
-def _wrong(value: Any) -> str:
-    """What a value that should be text is instead; empty: it is text."""
+def _text_problem(value: Any) -> str:
+    """Describe a value that should be text and is not; empty: it is text."""
     if not isinstance(value, str):
         return f"{kind_of(value)}, not text; choose another data.column"
     try:
@@ -146,7 +148,7 @@ def _wrong(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value."""
+    """Return JSON's name of a value's type."""
     names = {
         dict: "an object",
         list: "a list",
@@ -158,7 +160,7 @@ def kind_of(value: Any) -> str:
 
 
 def _line(path: Path, end: int) -> str:
-    """The number of the line that ends at an offset, in words."""
+    """Return "line N" for the line that ends at an offset."""
     count, left, last = 0, end, b""
     with path.open("rb") as file:
         while left > 0 and (block := file.read(min(left, 1 << 20))):

@@ -1,12 +1,13 @@
-"""Batches as a pure function of (seed, step): nothing to save, nothing to wind forward,
-the same on any process count.
+"""Batches as a pure function of (seed, step).
 
-A window is T+1 consecutive tokens, inputs and targets; windows start every T tokens, so
-every token but the first is a target once an epoch. Sample g of a run (g = step * B +
-row) is window `permute(seed, g // N, g % N)` of N: each epoch takes each window exactly
-once, and a batch may hold the end of one epoch and the start of the next.
+No state is saved, resuming skips nothing, and any number of processes reads the same
+batches. A window is T+1 consecutive tokens, inputs and targets. Windows start every T
+tokens, so every token but the first is a target once an epoch. Sample g of a run (g =
+step * B + row) is window `permute(seed, g // N, g % N)` of N. Each epoch takes each
+window exactly once, and a batch may hold the end of one epoch and the start of the
+next.
 
-Legend: B sequences of the whole batch, b those of this process, T context, N windows.
+Legend: B sequences of the global batch, b those of this process, T context, N windows.
 """
 
 import queue
@@ -40,18 +41,18 @@ class Loader:
     """Batches of one split of a prepared directory.
 
     Args:
-      directory: what `prepare` returned.
+      directory: a prepared directory.
       split: "train" or "val".
       context: T, in tokens.
-      batch_size: B, sequences of the whole batch over all processes.
+      batch_size: B, sequences of the global batch over all processes.
       seed: of the shuffle, at least 0.
-      document_mask: whether batches carry segments.
-      shuffle: False takes the windows in the order of the text, for validation.
+      document_mask: whether batches have segments.
+      shuffle: False reads the windows in the order of the text, for validation.
 
     Attributes:
-      tokens: of the split.
+      tokens: tokens of the split.
       windows: N.
-      document_mask: whether batches carry segments.
+      document_mask: whether batches have segments.
 
     Raises:
       UserError: the directory is damaged, or the split is shorter than one window.
@@ -88,36 +89,32 @@ class Loader:
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
     def bytes_per_token(self, split: str) -> float:
-        """The bytes of a token of the text of a split, which is the loader's own, on
-        average.
-        """
+        """Return the mean bytes of text per token of the loader's split."""
         return self.manifest.bytes(split) / self.manifest.tokens(split)
 
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
-        """The first documents of a split, with the ends of their texts, of so many
-        tokens in all: the last is cut.
+        """Return the first `tokens` tokens of a split as documents with end-of-text.
+
+        The last one is cut.
         """
-        found, left = [], tokens
+        parts, left = [], tokens
         for shard in self.manifest.open(split):
-            found.append(np.asarray(shard[:left], np.int64))
-            left -= len(found[-1])
-        ids = np.concatenate(found) if found else np.empty(0, np.int64)
-        return [
-            part
-            for part in np.split(ids, np.flatnonzero(ids == self.manifest.eot) + 1)
-            if len(part)
-        ]
+            parts.append(np.asarray(shard[:left], np.int64))
+            left -= len(parts[-1])
+        ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        ends = np.flatnonzero(ids == self.manifest.eot) + 1
+        return [document for document in np.split(ids, ends) if len(document)]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches of distinct windows; at least 1 (a split of fewer than B
-        windows repeats them in a batch).
+        """Full batches of distinct windows; at least 1.
+
+        A split of fewer than B windows repeats them in a batch.
         """
         return max(1, self.windows // self.batch_size)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch `step`, counted from 0, or some of its rows; the same whatever was
-        asked before.
+        """Return batch `step`, counted from 0, or some of its rows.
 
         Args:
           step: at least 0.
@@ -128,7 +125,7 @@ class Loader:
         )
 
     def samples(self, sample: npt.NDArray[np.int64]) -> Batch:
-        """The samples of these numbers, [b], counted over all epochs from 0."""
+        """Return the samples of these numbers [b], counted over all epochs from 0."""
         epoch, window = np.divmod(sample, self.windows)
         if self._shuffle:
             window = permute(self._seed, epoch, window, self.windows)
@@ -140,12 +137,12 @@ class Loader:
         )
 
     def _read(self, start: int, out: npt.NDArray[np.int32]) -> None:
-        """Fill `out` with consecutive tokens, over as many shards as they lie in."""
+        """Fill `out` with consecutive tokens, which may lie in several shards."""
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
             if self.manifest.stamp(self._files[shard]) != self._stamps[shard]:
-                # Reading a shard that was truncated would end the process with SIGBUS.
+                # Reading a truncated shard would end the process with SIGBUS.
                 self.manifest.verify_shard(self._files[shard])
                 self._stamps[shard] = self.manifest.stamp(self._files[shard])
             offset = start + filled - int(self._starts[shard])
@@ -156,9 +153,7 @@ class Loader:
 
 
 def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
-    """Number of end-of-text tokens before each position of its row: int32 of the same
-    shape.
-    """
+    """Return the number of end-of-text tokens before each position of a row, int32."""
     ends = (tokens == eot).astype(np.int32)
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
@@ -166,10 +161,9 @@ def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
 def prefetch(
     loader: Loader, start: int, stop: int, rows: slice | None = None, depth: int = 2
 ) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, batch) for steps start..stop-1, read by a background thread up to
-    `depth` batches ahead.
+    """Yield (step, batch) for steps start..stop-1, up to `depth` batches ahead.
 
-    An error of the thread is raised here, at the step that it belongs to. The thread
+    A background thread reads them. Its error is raised here, at its step. The thread
     ends when the iterator is exhausted, closed or collected.
     """
     ready: queue.Queue[tuple[int, Batch] | BaseException] = queue.Queue(depth)
@@ -188,7 +182,7 @@ def prefetch(
                 if closed.is_set():
                     return
                 put((step, loader.batch(step, rows)))
-        except BaseException as error:  # whatever it is belongs to the consumer
+        except BaseException as error:  # raised in the consumer's thread
             put(error)
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)

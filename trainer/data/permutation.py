@@ -1,9 +1,9 @@
 """A keyed bijection of [0, n): the shuffle of an epoch in constant memory and time.
 
-A Feistel network over the smallest sufficient number of bits is a bijection whatever
-its round function is; values that fall outside [0, n) are sent through it again until
-they are inside (cycle walking), which keeps it a bijection of [0, n). The domain is
-less than twice n, so two passes are needed on average.
+A Feistel network is a bijection of a power of two, whatever its round function is.
+Values outside [0, n) are mapped again until they are inside (cycle walking), which
+gives a bijection of [0, n). The power of two is less than twice n, so two passes are
+needed at most on average.
 
 References:
   Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
@@ -27,9 +27,9 @@ _ROUND_KEYS = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * np.array(
 def permute(
     seed: int, epoch: npt.ArrayLike, position: npt.ArrayLike, n: int
 ) -> npt.NDArray[np.int64]:
-    """Where `position` goes in the shuffle of `epoch`; for each epoch a permutation of
-    range(n).
+    """Return the place of `position` in the shuffle of `epoch`.
 
+    For each epoch it is a permutation of range(n).
     Args:
       seed: at least 0.
       epoch: integers [B], at least 0.
@@ -51,7 +51,7 @@ def permute(
 
 
 def _feistel(x: U64, key: U64, bits: int) -> U64:
-    """One pass over values of `bits` bits, split into halves of nearly equal width."""
+    """Apply the network once to values of `bits` bits, in two halves."""
     widths = np.array([bits - bits // 2, bits // 2], np.uint64)
     masks = (np.uint64(1) << widths) - np.uint64(1)
     left, right = x >> widths[1], x & masks[1]
@@ -62,7 +62,7 @@ def _feistel(x: U64, key: U64, bits: int) -> U64:
 
 
 def _mix(x: U64) -> U64:
-    """splitmix64's finaliser: every input bit reaches every output bit."""
+    """Mix by splitmix64's finalizer: every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,12 +1,10 @@
-"""From a source to a prepared directory: in parallel, interruptible at any moment,
-cached by content.
+"""Preparation of a source: parallel, interruptible at any moment, cached by content.
 
 The text is cut into chunks of about `shard_bytes`. Each chunk gives one shard per
-split, written under its final name only when complete, then a line of `journal.jsonl`
-with what was counted and the position in the source. A process that was killed leaves
-at most one chunk undone; the next one takes the last line and goes on from there. Where
-chunks end depends on the content alone, so the result is the same to the byte as
-without interruption.
+split, written under its final name only when complete. Then a line of `journal.jsonl`
+records counts and the position in the source. A killed process leaves at most one chunk
+undone; the next process continues after the last line. The ends of chunks depend on the
+content alone, so an interruption does not change a byte of the result.
 """
 
 import fcntl
@@ -27,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
-from trainer.data.encode import EncodedTexts, Encoder, Tokens, divided
+from trainer.data.encode import EncodedTexts, Encoder, Tokens, split_texts
 from trainer.data.shards import (
     FORMAT,
     JOURNAL,
@@ -42,20 +40,22 @@ from trainer.errors import UserError
 from trainer.files import no_follow, remove_partial, write_atomically
 
 SHARD_BYTES = 64 << 20  # of text
-EXPECTED = 5  # validation documents below which they are few
-LOOKED_AT = 1000  # documents at most to find that out
+EXPECTED = 5  # validation documents below which a hash may choose none
+LOOKED_AT = 1000  # documents that are counted at most to find that out
 
 log = logging.getLogger("trainer")
 
 
 class Progress(NamedTuple):
-    """How far a preparation is.
+    """The progress of a preparation.
 
     Attributes:
-      documents, tokens, bytes: of both splits, with those of before an interruption.
+      documents: of both splits, including those before an interruption.
+      tokens: likewise.
+      bytes: likewise, of text.
       new_tokens: of this process.
-      seconds: since it started.
-      fraction: of the whole; None where the size of the source is not known.
+      seconds: since this process started.
+      fraction: of the source; None where its size is unknown.
     """
 
     documents: int
@@ -68,7 +68,7 @@ class Progress(NamedTuple):
 
 @dataclass
 class Counts:
-    """What a split holds so far."""
+    """Counts of a split so far."""
 
     documents: int = 0
     tokens: int = 0
@@ -77,19 +77,24 @@ class Counts:
 
 
 def new_counts() -> dict[str, Counts]:
-    """Nothing in any split."""
+    """Return zero counts for each split."""
     return {split: Counts() for split in SPLITS}
 
 
 @dataclass
 class Preparation:
-    """The state of one preparation: source, output directory, progress.
+    """The state of a preparation.
 
     Attributes:
-      position: of the source, after the last chunk written.
+      directory: the output.
+      fingerprint: of source, tokenizer and settings.
+      corpus: the source.
+      encoder: of its rows.
+      position: in the source, after the last written chunk.
       chars: of the text, up to there.
       skipped: empty documents.
-      chunks: written.
+      chunks: written chunks.
+      splits: counts by split.
     """
 
     directory: Path
@@ -104,7 +109,7 @@ class Preparation:
 
     @property
     def tokens(self) -> int:
-        """Of both splits."""
+        """Tokens of both splits."""
         return sum(counts.tokens for counts in self.splits.values())
 
 
@@ -118,28 +123,27 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Progress], None] | None = None,
 ) -> Path:
-    """Tokenize a source into `cache_dir`, or find it there.
+    """Tokenize a source into `cache_dir`, or find the result there.
+
+    The validation part is made of documents, chosen by a hash of their text, so equal
+    documents stay together. It is the end of the text for a single text, and for so few
+    documents that the hash might choose none.
 
     Args:
-      source: what to read. A PreparedSource is checked and returned.
-      tokenizer_name: see `get_tokenizer`. None, for a PreparedSource only: the one that
-          it was made with.
-      cache_dir: holds one directory per content, named by a hash of source, tokenizer
+      source: the text. A PreparedSource is checked and returned.
+      tokenizer_name: see `get_tokenizer`. None, for a PreparedSource only: its own.
+      cache_dir: has one directory per content, named by a hash of source, tokenizer
           and settings.
-      val_fraction: share of the validation part: of the documents, chosen by a hash of
-        their text (equal documents stay together, wherever they are); of a single text,
-        and of so few documents that the hash might take none or only small ones, the
-        end.
-      workers: threads that encode; None: all cores.
-      shard_bytes: text per pair of shards, which is also the most that an interruption
-          loses.
+      val_fraction: share of the validation part.
+      workers: encoding threads; None: one per core.
+      shard_bytes: text per pair of shards, the most that an interruption loses.
       progress: called after every batch of rows.
 
     Returns:
       the prepared directory.
 
     Raises:
-      UserError: for whatever is wrong with source, tokenizer or disk.
+      UserError: any problem with source, tokenizer or disk.
     """
     if isinstance(source, PreparedSource):
         return check_prepared(Path(source.directory), tokenizer_name)
@@ -170,32 +174,32 @@ def prepare(
         directory = (
             cache_dir / f"{slug(corpus.name)}-{slug(tokenizer.name)}-{fingerprint[:16]}"
         )
-        if not (directory / MANIFEST).is_file():
-            with alone_in(directory):
-                # another process may just have finished it
-                if not (directory / MANIFEST).is_file():
-                    cut, documents = cut_of(corpus, val_fraction), corpus.length is None
-                    encoder = Encoder(
-                        tokenizer,
-                        val_fraction,
-                        cut,
-                        documents,
-                        workers or os.cpu_count() or 1,
-                    )
-                    run(
-                        Preparation(directory, fingerprint, corpus, encoder),
-                        shard_bytes,
-                        progress or (lambda _: None),
-                    )
+        if (directory / MANIFEST).is_file():
+            return directory
+        with alone_in(directory):
+            # Another process may just have finished it.
+            if (directory / MANIFEST).is_file():
+                return directory
+            encoder = Encoder(
+                tokenizer,
+                val_fraction,
+                validation_start(corpus, val_fraction),
+                documents=corpus.length is None,
+                workers=workers or os.cpu_count() or 1,
+            )
+            run(
+                Preparation(directory, fingerprint, corpus, encoder),
+                shard_bytes,
+                progress or (lambda _: None),
+            )
     return directory
 
 
-def cut_of(corpus: Corpus, val_fraction: float) -> int | None:
-    """The character at which the validation part of a corpus starts; None: its
-    documents are many enough to choose of.
+def validation_start(corpus: Corpus, val_fraction: float) -> int | None:
+    """Return the character where the validation part of a corpus starts.
 
-    With a bound on tokens the end is not known beforehand, and there the hash decides
-    always.
+    None: it has enough documents for a hash to choose. With a bound on tokens the end
+    is unknown beforehand, so the hash always chooses.
     """
     if corpus.length is not None:
         return int(corpus.length * (1 - val_fraction))
@@ -212,21 +216,19 @@ def cut_of(corpus: Corpus, val_fraction: float) -> int | None:
 
 
 def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
-    """The texts of a corpus without what `prepare` takes for validation at this share;
-    of a single text, pieces.
-    """
-    cut, chars = cut_of(corpus, val_fraction), 0
+    """Yield the texts of a corpus that `prepare` uses for training, in pieces."""
+    cut, chars = validation_start(corpus, val_fraction), 0
     for rows in corpus.read(None):
-        yield from divided(
-            list(filter(None, rows.texts)),
-            None if cut is None else cut - chars,
-            val_fraction,
-        )[0]
+        texts = list(filter(None, rows.texts))
+        train, _ = split_texts(
+            texts, None if cut is None else cut - chars, val_fraction
+        )
+        yield from train
         chars += sum(map(len, rows.texts))
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
-    """A prepared directory, if it is whole and made with that tokenizer."""
+    """Return a prepared directory if it is valid and made with that tokenizer."""
     manifest = Manifest.load(directory)
     if tokenizer_name is not None:
         tokenizer = get_tokenizer(tokenizer_name)
@@ -242,14 +244,17 @@ def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
 def run(
     job: Preparation, shard_bytes: int, progress: Callable[[Progress], None]
 ) -> None:
-    """Do what is left of a job."""
+    """Do the remaining part of a job."""
     resume(job)
-    before, started = job.tokens, time.monotonic()
-    budget = None if job.corpus.max_tokens is None else job.corpus.max_tokens - before
+    resumed_tokens, started = job.tokens, time.monotonic()
+    budget = job.corpus.max_tokens
+    if budget is not None:
+        budget -= resumed_tokens
     chunk = Chunk()
     for batch in job.encoder.encode(job.corpus.read(job.position), job.chars, budget):
         chunk.add(batch)
-        progress(progress_of(job, chunk, before, time.monotonic() - started))
+        seconds = time.monotonic() - started
+        progress(progress_of(job, chunk, resumed_tokens, seconds))
         if chunk.bytes >= shard_bytes:
             commit(job, chunk)
             chunk = Chunk()
@@ -259,7 +264,7 @@ def run(
 
 
 class Chunk:
-    """Batches that will be written together."""
+    """Batches that are written together."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
@@ -270,11 +275,11 @@ class Chunk:
 
     @property
     def bytes(self) -> int:
-        """Of text."""
+        """Bytes of text."""
         return sum(counts.bytes for counts in self.splits.values())
 
     def add(self, batch: EncodedTexts) -> None:
-        """Wait for a batch's tokens and take them."""
+        """Wait for a batch's tokens and append them."""
         for part in batch.parts:
             arrays = part.arrays()
             self.arrays[part.split] += arrays
@@ -287,10 +292,11 @@ class Chunk:
 
 
 def progress_of(
-    job: Preparation, chunk: Chunk, before: int, seconds: float
+    job: Preparation, chunk: Chunk, resumed_tokens: int, seconds: float
 ) -> Progress:
-    """Of what is written and what is in `chunk`; `before` tokens were there when the
-    process started.
+    """Return the progress of written shards and `chunk`.
+
+    `resumed_tokens` were there when the process started.
     """
     counts = [*job.splits.values(), *chunk.splits.values()]
     tokens = sum(c.tokens for c in counts)
@@ -301,7 +307,8 @@ def progress_of(
     else:
         fraction = None
     documents, size = sum(c.documents for c in counts), sum(c.bytes for c in counts)
-    return Progress(documents, tokens, size, tokens - before, seconds, fraction)
+    new_tokens = tokens - resumed_tokens
+    return Progress(documents, tokens, size, new_tokens, seconds, fraction)
 
 
 def commit(job: Preparation, chunk: Chunk) -> None:
@@ -332,7 +339,7 @@ def commit(job: Preparation, chunk: Chunk) -> None:
 
 
 def count(job: Preparation, line: dict[str, Any]) -> None:
-    """Take a journal line into account."""
+    """Add a journal line to the job's counts."""
     job.position, job.chars = line["position"], line["chars"]
     job.skipped += line["skipped"]
     job.chunks += 1
@@ -346,9 +353,7 @@ def count(job: Preparation, line: dict[str, Any]) -> None:
 
 
 def resume(job: Preparation) -> None:
-    """Take up what an interrupted preparation left; a line that was not written to its
-    end is dropped.
-    """
+    """Restore an interrupted preparation from its journal; drop a torn last line."""
     remove_partial(job.directory)
     path = job.directory / JOURNAL
     if not path.exists():
@@ -404,14 +409,15 @@ def finish(job: Preparation) -> None:
 
 
 def slug(name: str) -> str:
-    """The end of a name as part of a directory name."""
+    """Return the end of a name as a part of a directory name."""
     return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[-40:]
 
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Wait until no other process prepares `directory`; the lock goes when the process
-    does, however it ends.
+    """Wait until no other process prepares `directory`, and lock it.
+
+    The lock ends with the process, however it ends.
     """
     directory.mkdir(exist_ok=True)
     with open(directory / ".lock", "ab", opener=no_follow) as file:
@@ -425,8 +431,9 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Say where it was when the disk is full or may not be written to; what is done
-    stays, and is continued.
+    """Turn an OSError into a UserError that names the directory.
+
+    Finished chunks stay, and the next call continues.
     """
     try:
         yield

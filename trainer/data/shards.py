@@ -1,11 +1,10 @@
-"""A prepared directory: token shards and the manifest that says what they are.
+"""A prepared directory: token shards and their manifest.
 
 manifest.json          written last, so a directory that has one is complete
-train-00000.bin ...    token ids, little-endian uint16 or uint32, without a header; a
-split is its shards in order val-00000.bin ...
+train-00000.bin ...    little-endian uint16 or uint32 token ids, without a header; a
+val-00000.bin ...      split is its shards in order
 tokenizer.json, ...    the tokenizer itself, so that training needs no other file
-verified.json          which shards were read through and found whole, with their size
-and times
+verified.json          sizes and times of shards that were verified
 """
 
 import json
@@ -28,16 +27,14 @@ SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
 JOURNAL = "journal.jsonl"  # of an unfinished preparation
-# Below this many bytes all shards are read through at every opening; it costs a tenth
-# of a second.
+# Up to this many bytes all shards are verified at every opening, which takes a tenth of
+# a second.
 ALWAYS_VERIFY = 256 << 20
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of token ids: its name, the number of tokens and the CRC-32 of its
-    bytes.
-    """
+    """A file of token ids: its name, number of tokens, and the CRC-32 of its bytes."""
 
     name: str
     tokens: int
@@ -46,8 +43,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a corpus. `bytes` are those of its text as UTF-8; a part of a single
-    text counts as one document.
+    """A split of a corpus; `bytes` is the size of its text as UTF-8.
+
+    A part of a single text counts as one document.
     """
 
     documents: int
@@ -58,20 +56,20 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` holds.
+    """The content of `manifest.json`.
 
     Attributes:
-      directory: where it is.
-      fingerprint: of source, tokenizer and settings; two directories with the same one
-          hold the same tokens.
-      source: what was read, as JSON.
+      directory: its directory.
+      fingerprint: of source, tokenizer and settings; directories with equal
+          fingerprints hold equal tokens.
+      source: the description of the source, as JSON.
       tokenizer: its name.
       tokenizer_fingerprint: of all that decides the ids.
       vocab_size: ids are below it.
       eot: the id that follows each document.
       dtype: "uint16" or "uint32".
-      val_fraction: share of the validation part that was asked for.
-      skipped: documents left out because they were empty.
+      val_fraction: the requested share of the validation part.
+      skipped: empty documents, which were left out.
       splits: "train" and "val".
     """
 
@@ -91,74 +89,64 @@ class Manifest:
     def load(cls, directory: Path, *, thorough: bool = False) -> "Manifest":
         """Read the manifest and check its shards.
 
-        The size of every shard is checked always; its CRC-32 at every opening while all
-        shards together are at most 256 MiB, and above that once per shard and whenever
-        its size or times change. `thorough` checks every CRC-32.
+        The size of every shard is always checked. CRC-32s are checked at every opening
+        while all shards together are at most 256 MiB. Above that they are checked once,
+        and again when size or times of the shard change.
+
+        Args:
+          directory: the prepared directory.
+          thorough: check every CRC-32.
 
         Raises:
-          UserError: no manifest, one of another format, or a shard that is missing,
-              truncated or altered.
+          UserError: no manifest, one of another format, or a missing, truncated or
+              altered shard.
         """
         directory = Path(directory)
         path = directory / MANIFEST
         if not path.is_file():
-            hint = (
-                "its preparation is unfinished: run it again to continue"
-                if (directory / JOURNAL).exists()
-                else "make one with `python -m scripts.prepare_data`"
-            )
+            hint = "make one with `python -m scripts.prepare_data`"
+            if (directory / JOURNAL).exists():
+                hint = "its preparation is unfinished: run it again to continue"
             raise UserError(
                 f"{directory} holds no prepared data (no {MANIFEST}); {hint}"
             )
         with well_formed(path, repair(directory)):
             tree = json.loads(path.read_text(encoding="utf-8"))
-            found = tree.pop("format")
-            if found != FORMAT:
+            version = tree.pop("format")
+            if version != FORMAT:
                 raise UserError(
-                    f"{path} is of format {found}, this version reads {FORMAT};"
+                    f"{path} is of format {version}, this version reads {FORMAT};"
                     f" {repair(directory)}"
                 )
-            tree["splits"] = {
-                name: Split(
-                    **split
-                    | {"shards": tuple(Shard(**shard) for shard in split["shards"])}
-                )
-                for name, split in tree["splits"].items()
-            }
+            for name, split in tree["splits"].items():
+                shards = tuple(Shard(**shard) for shard in split["shards"])
+                tree["splits"][name] = Split(**split | {"shards": shards})
             manifest = cls(directory=directory, **tree)
             manifest._check()
             manifest.verify(thorough=thorough)
         return manifest
 
     def _check(self) -> None:
-        """Raise ValueError for content that could not have been saved."""
+        """Raise ValueError for content that `save` cannot have written."""
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"splits {[*self.splits]}, dtype {self.dtype}")
-        if (
-            not 0
-            <= self.eot
-            < self.vocab_size
-            <= 2 ** (8 * np.dtype(self.dtype).itemsize)
-        ):
+        limit = 2 ** (8 * np.dtype(self.dtype).itemsize)
+        if not 0 <= self.eot < self.vocab_size <= limit:
             raise ValueError(
                 f"vocab_size={self.vocab_size}, eot={self.eot}, dtype {self.dtype}"
             )
         for name, split in self.splits.items():
-            if any(
-                shard.name != os.path.basename(shard.name) for shard in split.shards
-            ):
-                raise ValueError(f"a shard of {name} is in another directory")
-            if (
-                split.tokens != sum(shard.tokens for shard in split.shards)
-                or min(split.tokens, split.bytes) < 0
-            ):
+            for shard in split.shards:
+                if shard.name != os.path.basename(shard.name):
+                    raise ValueError(f"a shard of {name} is in another directory")
+            tokens = sum(shard.tokens for shard in split.shards)
+            if split.tokens != tokens or min(split.tokens, split.bytes) < 0:
                 raise ValueError(
-                    f"{name} has {split.tokens} tokens, its shards"
-                    f" {sum(s.tokens for s in split.shards)}"
+                    f"{name} has {split.tokens} tokens, its shards {tokens}"
                 )
 
     def save(self) -> None:
-        """Write `manifest.json`, whole or not at all."""
+        """Write `manifest.json` atomically."""
         tree = asdict(self)
         del tree["directory"]
         write_atomically(
@@ -167,20 +155,20 @@ class Manifest:
         )
 
     def tokens(self, split: str) -> int:
-        """Token count of a split, end-of-text included."""
+        """Return the token count of a split, end-of-text included."""
         return self.splits[split].tokens
 
     def bytes(self, split: str) -> int:
-        """Bytes of the text of a split, as UTF-8."""
+        """Return the bytes of a split's text as UTF-8."""
         return self.splits[split].bytes
 
     @property
     def shards(self) -> list[Shard]:
-        """Those of all splits."""
+        """The shards of all splits."""
         return [shard for split in self.splits.values() for shard in split.shards]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer, from the directory's own files."""
+        """Return the tokenizer from the directory's own files."""
         tokenizer = load_saved(self.tokenizer, self.directory)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
             raise UserError(
@@ -190,7 +178,7 @@ class Manifest:
         return tokenizer
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
-        """The shards of a split as read-only memory maps [tokens]."""
+        """Return the shards of a split as read-only memory maps [tokens]."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         return [
             np.memmap(self.directory / shard.name, dtype, mode="r")
@@ -198,7 +186,7 @@ class Manifest:
         ]
 
     def verify(self, *, thorough: bool = False) -> None:
-        """Raise UserError for the first shard that is not what the manifest says."""
+        """Raise UserError for the first shard that differs from the manifest."""
         stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
         small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
         known = {} if small or thorough else read_json(self.directory / VERIFIED)
@@ -214,18 +202,19 @@ class Manifest:
             write_atomically(self.directory / VERIFIED, json.dumps(stamps).encode())
 
     def stamp(self, shard: Shard) -> list[int] | None:
-        """Size, times and inode of a shard's file, which are others once it was
-        changed; None: it is gone.
+        """Return size, times and inode of a shard's file; None: it is gone.
+
+        They change whenever the file changes.
         """
         try:
             stat = (self.directory / shard.name).stat()
         except FileNotFoundError:
             return None
-        # The change time too: a copy that keeps the modification time is read again.
+        # The change time too: a copy may keep the modification time.
         return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
     def verify_shard(self, shard: Shard) -> None:
-        """Raise UserError for a shard that is not what the manifest says."""
+        """Raise UserError for a shard that differs from the manifest."""
         self._checked_stamp(shard)
         self._check_crc(shard)
 
@@ -251,12 +240,12 @@ class Manifest:
 
 
 def repair(directory: Path) -> str:
-    """What to do about damaged data."""
+    """Return the advice for damaged data."""
     return f"remove it (rm -r {directory}) and prepare the data again"
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's bytes."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -265,7 +254,7 @@ def crc32(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A dictionary kept for speed only: empty when it is missing or torn."""
+    """Return a cached JSON dictionary; empty when it is missing or torn."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError):

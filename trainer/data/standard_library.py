@@ -1,10 +1,9 @@
-"""The source text of the installed Python's own standard library: tens of megabytes
-that every machine has already.
+"""The source text of the running Python's standard library, which every machine has.
 
 Each file is a document, in the order of the paths within the library, so that the same
 installation gives the same tokens everywhere. Installations differ, by version and by
-whether the library's tests are among it: what was read is told by the manifest, with
-the version, the number of files, their bytes and a digest of it all.
+whether they have the library's tests. So the manifest records version, number of files,
+bytes and a digest.
 """
 
 import hashlib
@@ -17,14 +16,14 @@ from typing import NamedTuple
 
 from trainer.errors import UserError
 
-# Installed packages, the bundled pip, and what says how and where this Python was
-# built: no part of the library.
+# Not part of the library: installed packages, the bundled pip, caches, and the module
+# with the build's paths.
 LEFT_OUT = ("site-packages", "dist-packages", "_bundled", "__pycache__")
 BUILD = "_sysconfigdata"
 
 
 class Library(NamedTuple):
-    """What was found.
+    """The files of a standard library.
 
     Attributes:
       paths: of the files that hold text, in their order.
@@ -39,9 +38,7 @@ class Library(NamedTuple):
     digest: str
 
     def description(self) -> dict[str, str | int]:
-        """What the manifest says of it: nothing that the place of the installation
-        decides.
-        """
+        """Return its description for the manifest, the same for equal libraries."""
         return {
             "kind": "python",
             "version": platform.python_version(),
@@ -54,11 +51,10 @@ class Library(NamedTuple):
 
 
 def find_library(folder: Path | None = None) -> Library:
-    """Read the library through; `folder`: of its files, None: that of the Python that
-    runs this.
+    """Read the library in `folder`; None: that of the running Python.
 
     Raises:
-      UserError: no source is there.
+      UserError: the folder has no Python source.
     """
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     digest = hashlib.blake2b(digest_size=16)
@@ -83,22 +79,18 @@ def find_library(folder: Path | None = None) -> Library:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The library's Python files, by their paths within it."""
-    found = []
-    for place, folders, names in os.walk(folder):
+    """Yield the library's Python files, sorted by their paths within it."""
+    files: list[Path] = []
+    for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
-        found += [
-            Path(place, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith(BUILD)
-        ]
-    yield from sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+        for name in names:
+            if name.endswith(".py") and not name.startswith(BUILD):
+                files.append(Path(directory, name))
+    yield from sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def text_of_file(path: Path) -> str | None:
-    """Its text with line feeds; None: it is not UTF-8, or holds NUL, or cannot be
-    read.
-    """
+    """Return a file's text with line feeds, or None for a file that is not text."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (UnicodeDecodeError, OSError):

@@ -1,9 +1,8 @@
-"""Text to ids and back: raw bytes, tiktoken's encodings, a byte-pair encoding in local
-files, or a tokenizer.json.
+"""Tokenizers: raw bytes, tiktoken's encodings, and encodings in local files.
 
 Encoding never makes special tokens: the characters "<|endoftext|>" in a text are
-encoded as ordinary text, so that no document can pretend to end. The end-of-text id
-comes from the preparation alone.
+encoded as ordinary text, so that no document can pretend to end. Only the preparation
+adds the end-of-text id.
 """
 
 import base64
@@ -40,24 +39,24 @@ Ids = npt.NDArray[np.unsignedinteger]
 
 
 COPY_AGAIN = "download or copy it again"
-# Ids may have gaps, as those of models whose tables are padded. A file of a few bytes
-# with the id 10^9 would ask for a table of that size.
-MOST_IDS, MOST_HOLES = 1 << 20, 64  # of any file; for each token of a larger one
+# Ids may have gaps, where a model's table is padded. But a file of a few bytes with the
+# id 10^9 would need an embedding table of that size.
+MOST_IDS, MOST_HOLES = 1 << 20, 64  # of any file; per token of a larger one
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers.
+    """The interface of tokenizers.
 
     Attributes:
-      name: what `get_tokenizer` takes.
+      name: the argument of `get_tokenizer`.
       vocab_size: ids are below it.
       eot: the id that ends a document.
       fingerprint: of everything that decides the ids; equal for equal tokenizers,
-          whatever they are called.
-      pattern: of the words that are encoded one by one; None: every byte is.
+          whatever their names are.
+      pattern: of the words that are encoded one by one; None: there is no pattern.
       tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its
           merges.
-      special_tokens: ids of those that no text is encoded to, `eot` among them.
+      special_tokens: ids of tokens that no text is encoded to, `eot` among them.
     """
 
     name: str
@@ -69,31 +68,31 @@ class Tokenizer(Protocol):
     special_tokens: dict[str, int]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each, on all cores."""
+        """Return `encode` of each text, on all cores."""
 
     def encode_array(self, text: str) -> Ids:
-        """`encode` as an array [n]; other threads run meanwhile."""
+        """Return `encode` as an array [n]; other threads run meanwhile."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8, and ids that have no text, become
-        U+FFFD.
-        """
+        """Return the text; bytes that are not UTF-8 and unknown ids become U+FFFD."""
 
     def cut_up(self, text: str, size: int) -> list[str]:
-        """Pieces of about `size` characters whose ids, joined, are the ids of the
-        text.
+        """Cut a text into pieces of about `size` characters.
+
+        Their ids, joined, are the ids of the text.
         """
 
     def save(self, directory: Path) -> None:
-        """Write what `load_saved` needs."""
+        """Write the files that `load_saved` reads."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids. End-of-text is 0, the byte that text does not use: a NUL in a
-    text ends a document too.
+    """UTF-8 bytes as ids.
+
+    End-of-text is 0, a byte that text does not use: a NUL in a text ends a document.
     """
 
     name = "byte"
@@ -111,7 +110,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer; one thread, since this is a copy."""
+        """See Tokenizer. One thread suffices for copies."""
         return [self.encode(text) for text in texts]
 
     def encode_array(self, text: str) -> Ids:
@@ -124,11 +123,11 @@ class ByteTokenizer:
         return bytes(min(int(i), 0xFF) for i in ids).decode(errors="replace")
 
     def cut_up(self, text: str, size: int) -> list[str]:
-        """See Tokenizer; anywhere will do."""
+        """See Tokenizer. Any place is a token boundary."""
         return [text[i : i + size] for i in range(0, len(text), size)]
 
     def save(self, directory: Path) -> None:
-        """See Tokenizer; the name says all."""
+        """See Tokenizer. The name suffices, so there is no file."""
 
 
 class BPETokenizer:
@@ -136,7 +135,7 @@ class BPETokenizer:
 
     Args:
       name: as the user gave it.
-      encoding: has the special token "<|endoftext|>".
+      encoding: an encoding with the special token "<|endoftext|>".
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding) -> None:
@@ -169,13 +168,13 @@ class BPETokenizer:
         )
 
     def encode_array(self, text: str) -> Ids:
-        """See Tokenizer; nothing disallowed means that all of it is ordinary text."""
+        """See Tokenizer."""
+        # With nothing disallowed all of it is encoded as ordinary text.
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer. Some vocabularies have gaps, which an untrained model samples
-        from.
-        """
+        """See Tokenizer."""
+        # Some vocabularies have gaps, which an untrained model samples.
         known = self._known
         unknown = "\ufffd".encode()
         tokens = (int(i) for i in ids)
@@ -190,14 +189,15 @@ class BPETokenizer:
         return frozenset(self._ranks.values()) | frozenset(self.special_tokens.values())
 
     def cut_up(self, text: str, size: int) -> list[str]:
-        """See Tokenizer. A text split by a pattern that is not known stays whole."""
-        return (
-            cut_at_lines(text, size) if self.pattern in line_safe_patterns() else [text]
-        )
+        """See Tokenizer. A text stays uncut where the word pattern is unknown."""
+        if self.pattern in line_safe_patterns():
+            return cut_at_lines(text, size)
+        return [text]
 
     def save(self, directory: Path) -> None:
-        """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens,
-        `tokenizer.json`.
+        """See Tokenizer.
+
+        `tokenizer.tiktoken` has the ranks, `tokenizer.json` pattern and special tokens.
         """
         write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self._ranks))
         write_atomically(
@@ -207,7 +207,7 @@ class BPETokenizer:
 
 
 def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
-    """The content of a .tiktoken file: a token in base64 and its rank per line."""
+    """Return a .tiktoken file's content: a token in base64 and its rank per line."""
     lines = (
         b"%s %d\n" % (base64.b64encode(token), rank)
         for token, rank in sorted(ranks.items(), key=lambda x: x[1])
@@ -215,25 +215,25 @@ def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
     return b"".join(lines)
 
 
-# Between a line that ends in a printable ASCII character and one that starts with a
-# letter, no token of GPT-2's, cl100k's or o200k's pattern crosses: none holds a newline
-# followed by a letter, and a newline alone is matched alike before a letter and at the
-# end of the text.
+# No token of GPT-2's, cl100k's or o200k's pattern crosses the boundary between a line
+# that ends in a printable ASCII character and one that starts with a letter: none holds
+# a newline followed by a letter, and a newline alone is matched alike before a letter
+# and at the end of the text.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
 
 
 def cut_at_lines(text: str, size: int) -> list[str]:
-    """Cut a text at the first fitting line start after every `size` characters."""
+    """Cut a text at the first LINE_START after every `size` characters."""
     pieces, start = [], 0
-    while found := LINE_START.search(text, start + size):
-        pieces.append(text[start : found.start()])
-        start = found.start()
+    while match := LINE_START.search(text, start + size):
+        pieces.append(text[start : match.start()])
+        start = match.start()
     return [*pieces, text[start:]]
 
 
 @functools.cache
 def line_safe_patterns() -> frozenset[str]:
-    """Those that `LINE_START` was made for."""
+    """Return the word patterns for which `LINE_START` is a token boundary."""
     return frozenset(
         known_settings(name, {})["pat_str"]
         for name in ("r50k_base", "cl100k_base", "o200k_base")
@@ -241,22 +241,24 @@ def line_safe_patterns() -> frozenset[str]:
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by name.
+    """Return a tokenizer by name.
 
     Args:
       name: one of
-        `byte`;
-        a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by tiktoken
-        (TIKTOKEN_CACHE_DIR); a `.tiktoken` file: pattern and special tokens are those
-        of the encoding it is named after, or stand in a `.json` file beside it
-        (`pat_str`, `special_tokens`), or are GPT-2's; a directory with `vocab.bpe` and
-        perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first file
-        of such a pair: GPT-2's pattern, and the ids of the .json file where there is
-        one; Hugging Face's `tokenizer.json`, or its directory, such as an export of a
-        run. A byte-level encoding as GPT-2's is read as those above are, any other by
-        Hugging Face's library (`json_tokenizer`).
+        - `byte`;
+        - a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by
+          tiktoken (TIKTOKEN_CACHE_DIR);
+        - a `.tiktoken` file: pattern and special tokens are those of the encoding it is
+          named after, or are in a `.json` file beside it (`pat_str`, `special_tokens`),
+          or are GPT-2's;
+        - a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt`
+          and `vocab.json`, or the first file of such a pair: GPT-2's pattern, and the
+          ids of the .json file if there is one;
+        - Hugging Face's `tokenizer.json`, or its directory, such as an export of a run.
+          Byte-level encodings like GPT-2's are read by tiktoken, all others by Hugging
+          Face's library (`json_tokenizer`).
 
-    Where end-of-text has no id in the files of an encoding it takes the first free one.
+    An encoding whose files have no end-of-text gets the first free id for it.
 
     Raises:
       UserError: unknown name, missing or malformed file, or an encoding that cannot be
@@ -271,15 +273,14 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def usable(tokenizer: Tokenizer) -> Tokenizer:
-    """Refuse a tokenizer whose ids no table of embeddings could have, and one that
-    fails at its first text.
-    """
+    """Return a tokenizer after a trial; UserError for ids that no model could have."""
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
     most = max(MOST_IDS, MOST_HOLES * len(ids))
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
-    if wrong is not None:
+    # a bool is an int, but not an id
+    bad = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
+    if bad is not None:
         raise UserError(
-            f"tokenizer {tokenizer.name} has the id {wrong!r}; expected whole numbers"
+            f"tokenizer {tokenizer.name} has the id {bad!r}; expected whole numbers"
             f" below {most:,} for {len(ids):,} tokens"
         )
     tokenizer.decode(tokenizer.encode("A text, of 2 lines.\n"))
@@ -290,12 +291,12 @@ def from_files(name: str) -> Tokenizer:
     """Read a tokenizer from files; see `get_tokenizer`."""
     path, names = Path(name).expanduser(), tiktoken.list_encoding_names()
     if path.is_dir():
-        # which has the words that were added to a pair's
-        whole = HF_FILE if is_hugging_face(path / HF_FILE) else ""
+        # Only tokenizer.json has words that were added to a pair's vocabulary.
+        added = HF_FILE if is_hugging_face(path / HF_FILE) else ""
         for merges, _ in PAIRS:
             if (path / merges).is_file():
-                return from_files(str(path / (whole or merges)))
-        # of a run, which has another file of the second name as well
+                return from_files(str(path / (added or merges)))
+        # A run's directory has a settings file named like HF_FILE too.
         for file in ("tokenizer.tiktoken", HF_FILE):
             if (path / file).is_file():
                 return from_files(str(path / file))
@@ -306,8 +307,8 @@ def from_files(name: str) -> Tokenizer:
         check_added(path, tree)
         if not is_byte_level(tree):
             return read_json_tokenizer(name, path)
-        found = read_tokenizer_json(path)
-        return ByteTokenizer() if found is None else BPETokenizer(name, found)
+        encoding = read_tokenizer_json(path)
+        return ByteTokenizer() if encoding is None else BPETokenizer(name, encoding)
     if path.suffix == ".tiktoken":
         return BPETokenizer(name, read_tiktoken(path))
     for merges, ids in PAIRS:
@@ -323,65 +324,57 @@ def from_files(name: str) -> Tokenizer:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Return whether a file is a tokenizer.json of Hugging Face, not the settings that
-    a run has under this name.
-    """
+    """Return whether a file is Hugging Face's tokenizer.json, not a run's settings."""
     return path.is_file() and "model" in read_json(path)
 
 
-def is_gone(name: str) -> bool:
-    """Return whether a name of `get_tokenizer` is that of files, which are not
-    there.
-    """
-    return (
-        name not in (ByteTokenizer.name, *tiktoken.list_encoding_names())
-        and not Path(name).expanduser().exists()
-    )
+def is_missing(name: str) -> bool:
+    """Return whether a name of `get_tokenizer` is a path that does not exist."""
+    if name in (ByteTokenizer.name, *tiktoken.list_encoding_names()):
+        return False
+    return not Path(name).expanduser().exists()
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """The text that ids add to those before them: SentencePiece's tokens have no space
-    in front where a text begins.
+    """Return the text that `new` adds to the text of `ids`.
+
+    Decoded alone it may differ: SentencePiece drops the space before a first token.
     """
-    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+    start, text = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
+    return text[len(start) :] if text.startswith(start) else tokenizer.decode(new)
 
 
 def load_saved(name: str, directory: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote into `directory`."""
+    """Return the tokenizer that `save` wrote into `directory`."""
     if name == "byte":
         return ByteTokenizer()
-    file = file_of(directory)
+    file = vocabulary_file(directory)
     with well_formed(file, COPY_AGAIN):
-        return usable(
-            read_json_tokenizer(name, file)
-            if file.name == HF_FILE
-            else BPETokenizer(name, read_tiktoken(file))
-        )
+        if file.name == HF_FILE:
+            return usable(read_json_tokenizer(name, file))
+        return usable(BPETokenizer(name, read_tiktoken(file)))
 
 
-def file_of(directory: Path) -> Path:
-    """The file in which `save` wrote the vocabulary of a tokenizer that is not of
-    bytes.
-    """
+def vocabulary_file(directory: Path) -> Path:
+    """Return the file into which `save` wrote the vocabulary."""
     file = directory / "tokenizer.tiktoken"
     return file if file.is_file() else directory / HF_FILE
 
 
-class NotAtHand(UserError):
-    """An encoding that could not be downloaded."""
+class DownloadFailed(UserError):
+    """The error of an encoding that could not be downloaded."""
 
 
 def download(name: str) -> tiktoken.Encoding:
-    """One of tiktoken's own encodings, from its cache or the network."""
-    import requests  # what tiktoken downloads with
+    """Return one of tiktoken's own encodings, from its cache or the network."""
+    import requests  # tiktoken's downloads raise its errors
 
     try:
         return tiktoken.get_encoding(name)
     except requests.RequestException as error:
         url = str(error.request.url) if error.request is not None else "its file"
         file = url.rsplit("/", 1)[-1]
-        raise NotAtHand(
+        raise DownloadFailed(
             f"tokenizer {name!r} is not on this machine and could not be downloaded"
             f" ({type(error).__name__}). Fetch {url} where there is a network; then"
             f" either pass the file, data.tokenizer=DIRECTORY/{file}, or save it as"

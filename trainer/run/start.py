@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
-from trainer.data.tokenizer import ByteTokenizer, Tokenizer, file_of, load_saved
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
@@ -467,7 +467,9 @@ def other_tokenizer_of_run(
     )
     if theirs == ours.fingerprint:
         return []
-    file = "byte" if meta["tokenizer"] == ByteTokenizer.name else file_of(run_dir)
+    file = (
+        "byte" if meta["tokenizer"] == ByteTokenizer.name else vocabulary_file(run_dir)
+    )
     what = (
         f"was trained with tokenizer {meta['tokenizer']} of"
         f" {meta['model']['vocab_size']:,} ids"

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from trainer.data.cooccurrence import neighbours, token_vectors, truncated_svd
+from trainer.data.cooccurrence import neighbors, token_vectors, truncated_svd
 
 END, CATS, DOGS, OTHERS = 0, 1, 2, range(3, 30)
 
 
 def text(seed, size=4000):
-    """Tokens 1 and 2 stand between the same pairs of neighbours; the others between
+    """Tokens 1 and 2 stand between the same pairs of neighbors; the others between
     their own."""
     rng = np.random.default_rng(seed)
     tokens = []
@@ -39,9 +39,9 @@ def test_the_same_text_has_the_same_vectors_and_its_end_is_no_neighbour():
     np.testing.assert_array_equal(
         token_vectors(tokens, 100, end=END), token_vectors(tokens, 100, end=END)
     )
-    assert neighbours(tokens.astype(np.int64), 100, END, 5)[[END]].sum() == 0
-    assert neighbours(np.array([1, 2, END, 3]), 4, END, 3).nnz == 2
-    assert neighbours(np.array([1, 2, END, 3]), 4, None, 1).toarray().tolist() == [
+    assert neighbors(tokens.astype(np.int64), 100, END, 5)[[END]].sum() == 0
+    assert neighbors(np.array([1, 2, END, 3]), 4, END, 3).nnz == 2
+    assert neighbors(np.array([1, 2, END, 3]), 4, None, 1).toarray().tolist() == [
         [0, 0, 1, 1],
         [0, 0, 1, 0],
         [1, 1, 0, 0],

@@ -17,7 +17,12 @@ from tokenizers import (
 
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
-from trainer.data.tokenizer import continuation, file_of, get_tokenizer, load_saved
+from trainer.data.tokenizer import (
+    continuation,
+    get_tokenizer,
+    load_saved,
+    vocabulary_file,
+)
 from trainer.errors import UserError
 
 WORDS = [
@@ -167,7 +172,7 @@ def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
     assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == end
     for again in (
         load_saved(ours.name, run),
-        get_tokenizer(str(file_of(run))),
+        get_tokenizer(str(vocabulary_file(run))),
         get_tokenizer(str(out)),
     ):
         assert again.fingerprint == ours.fingerprint

@@ -11,9 +11,9 @@ from trainer.data.mixture import (
     MixedManifest,
     Mixture,
     MixtureStage,
-    OfReplicas,
+    ReplicaShares,
     Shares,
-    stages_of,
+    parse_stages,
 )
 from trainer.errors import UserError
 
@@ -77,7 +77,7 @@ def test_whole_blocks_leave_no_sample_out():
 
 
 def test_stages_of_other_weights_begin_where_they_should():
-    stages = stages_of((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
+    stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
     shares = Shares(stages, 8, 0)
     before, _ = shares.place(np.arange(100 * 8))
     after, index = shares.place(np.arange(100 * 8, 1100 * 8))
@@ -107,7 +107,7 @@ def test_stages_of_other_weights_begin_where_they_should():
 )
 def test_weights_that_make_no_mixture_are_named(weights, later, words):
     with pytest.raises(UserError) as error:
-        stages_of(weights, later, NAMES)
+        parse_stages(weights, later, NAMES)
     assert words in str(error.value)
 
 
@@ -132,7 +132,7 @@ def loaders(parts, split, **settings):
 
 
 def mixture(parts, **settings):
-    manifest = MixedManifest.of(
+    manifest = MixedManifest.merge(
         {name: Manifest.load(directory) for name, directory in parts.items()}
     )
     return Mixture(
@@ -181,7 +181,7 @@ def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path)
             str(tmp_path),
             tmp_path / "cache",
         )
-    manifest = MixedManifest.of(
+    manifest = MixedManifest.merge(
         {name: Manifest.load(directory) for name, directory in found.items()}
     )
     parts = loaders(found, "val")
@@ -204,12 +204,12 @@ def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path)
 
 def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
     manifests = {name: Manifest.load(directory) for name, directory in parts.items()}
-    mixed = MixedManifest.of(manifests)
+    mixed = MixedManifest.merge(manifests)
     assert mixed.tokens("train") == sum(m.tokens("train") for m in manifests.values())
     assert mixed.bytes("val") == sum(m.bytes("val") for m in manifests.values())
     assert (
         mixed.fingerprint
-        != MixedManifest.of(dict(reversed(manifests.items()))).fingerprint
+        != MixedManifest.merge(dict(reversed(manifests.items()))).fingerprint
     )
     assert sum(map(len, mixed.open("train"))) == mixed.tokens("train")
     (tmp_path / "vocab.bpe").write_text("a b")
@@ -217,13 +217,13 @@ def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tm
         TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache"
     )
     with pytest.raises(UserError, match="prepare them with one"):
-        MixedManifest.of(manifests | {"other": Manifest.load(other)})
+        MixedManifest.merge(manifests | {"other": Manifest.load(other)})
 
 
 @pytest.mark.parametrize("accum", [1, 2])
 def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
     replicas, batch_size, steps = 4, 16, 6
-    shares = OfReplicas(replicas, batch_size, accum)
+    shares = ReplicaShares(replicas, batch_size, accum)
     seen = [[] for _ in range(replicas)]
     for step in range(steps):
         source, index = shares.place(step * batch_size + np.arange(batch_size))
@@ -247,7 +247,7 @@ def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
         found[name] = prepare(
             TextSource((str(tmp_path / f"{name}.jsonl"),)), "byte", tmp_path / "cache"
         )
-    manifest = MixedManifest.of(
+    manifest = MixedManifest.merge(
         {name: Manifest.load(directory) for name, directory in found.items()}
     )
     parts = loaders(found, "val")
