@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from trainer.errors import UserError, to_readers
+from trainer.errors import UserError, run_and_flush
 from trainer.text import nearest, refuse_twice
 
 
@@ -84,7 +84,7 @@ def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> in
     """Read the command line and call `main`. The exit code: 0, or that of a UserError
     after its one line on stderr.
 
-    141 where nobody reads what it prints, see `to_readers`.
+    141 where nobody reads what it prints, see `run_and_flush`.
     """
 
     def of_arguments() -> int:
@@ -99,4 +99,4 @@ def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> in
             return error.exit_code
         return 0
 
-    return to_readers(of_arguments)
+    return run_and_flush(of_arguments)

@@ -28,7 +28,6 @@ import numpy as np
 from scalify_core import weights
 from scripts.arguments import argument, note, run, split
 from scripts.studies.pairs import finite, half_width
-from trainer.assembly.build import build_policy
 from trainer.assembly.saved_model import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.data import Batch, TextSource
@@ -269,7 +268,7 @@ def policy_of(item: str) -> Policy:
             f"{item}: its scales come from a history that only training writes; valid:"
             " any other scaling"
         )
-    return build_policy(c)
+    return c.policy
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:

@@ -25,7 +25,7 @@ from scripts.arguments import argument, read, usage
 from trainer.assembly.build import build_state, build_workload
 from trainer.assembly.saved_model import restore_training
 from trainer.config.composition import compose_or_explain
-from trainer.errors import UserError, to_readers
+from trainer.errors import UserError, run_and_flush
 from trainer.files import write_text
 from trainer.parallel.mesh import place_batch
 from trainer.precision.policy import DTYPES
@@ -155,4 +155,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(to_readers(lambda: main(sys.argv[1:])))
+    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from scripts.arguments import argument, read, usage
 from scripts.members import Members, Round, beating, name_is_taken
 from trainer.config.composition import compose_or_explain
-from trainer.errors import UserError, to_readers
+from trainer.errors import UserError, run_and_flush
 from trainer.text import laid_over
 
 # exit codes: done, bad configuration or data, diverged; starting again would not help
@@ -482,4 +482,4 @@ def of_arguments() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(to_readers(of_arguments))
+    sys.exit(run_and_flush(of_arguments))

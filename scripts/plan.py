@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from scripts.arguments import argument, read, usage
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
-from trainer.errors import UserError, to_readers
+from trainer.errors import UserError, run_and_flush
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
 from trainer.text import refuse_twice
 
@@ -298,4 +298,4 @@ def describe_fitting(found: "Fitting") -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(to_readers(lambda: main(sys.argv[1:])))
+    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))

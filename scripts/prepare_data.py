@@ -31,7 +31,7 @@ from trainer.data import (
     prepare,
 )
 from trainer.data.files import NotText
-from trainer.errors import UserError, complain, to_readers
+from trainer.errors import UserError, complain, run_and_flush
 from trainer.observe.preparing import show_progress
 
 
@@ -178,4 +178,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(to_readers(lambda: main(sys.argv[1:])))
+    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))

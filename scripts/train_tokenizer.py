@@ -27,7 +27,7 @@ from trainer.data.files import NotText
 from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
-from trainer.errors import UserError, complain, to_readers
+from trainer.errors import UserError, complain, run_and_flush
 
 PATTERNS = ("gpt2", "cl100k_base", "o200k_base")
 END = "<|endoftext|>"
@@ -192,4 +192,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(to_readers(lambda: main(sys.argv[1:])))
+    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))

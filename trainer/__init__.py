@@ -1,12 +1,14 @@
-"""A trainer of language models in JAX whose low precision can be trusted.
+"""Train GPT-2 and Llama models in JAX with FP8 matmuls and FP16 or FP8 optimizer state.
 
-As a library: `from trainer import compose, train`; README shows it. Names are loaded
-when they are used, so that importing the package alone imports neither jax nor a
+As a library: `from trainer import compose, train`; see the README. A public name is
+imported when it is first used, so that `import trainer` loads neither jax nor a
 tracker.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from trainer.version import __version__
 
 if TYPE_CHECKING:
     from trainer.assembly.library import Result as Result
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from trainer.run.callbacks import Callback as Callback
     from trainer.run.callbacks import Phase as Phase
     from trainer.run.callbacks import StepContext as StepContext
-
-__version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 
 HOMES = {
     "Batches": "trainer.data.custom",

@@ -1,9 +1,11 @@
-"""`python -m trainer [group=choice] [key=value] ...`: compose the configuration with
-Hydra, check it, train.
+"""Train from the command line: `python -m trainer [group=choice] [key=value] ...`.
+
+Hydra composes the configuration, `trainer.config` checks it, `trainer.assembly.run`
+trains.
 
 Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by the guard
-because nothing moved any more; 130 stopped by Ctrl-C, 143 by SIGTERM, both after a
-checkpoint.
+because there was no progress; 130 stopped by Ctrl-C, 143 by SIGTERM, both after a
+checkpoint; 141 broken pipe.
 """
 
 import contextlib
@@ -14,9 +16,10 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -37,103 +40,97 @@ from trainer.config.composition import (
 )
 from trainer.config.continuing import CommandLine, lay_over
 from trainer.config.schema import Config
-from trainer.errors import UserError, complain, leave, to_readers
+from trainer.errors import UserError, broken_pipe_code, complain, leave
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY
 from trainer.text import refuse_twice
 
 STOPPED = (130, 143)  # by a signal
-LOST = re.compile(
+LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
-CONTINUE = (
-    "start all of them again with the same run_dir, which goes on from its newest"
-    " checkpoint"
-)
-TOGETHER = 15  # seconds within which processes that end for one reason do so
+RESUME_ALL = "start all processes again with the same run_dir to resume"
+LEAVE_SECONDS = 15  # within which processes that end for one reason do so
 NO_BEST = (
     "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
     " tracker=jsonl"
 )
 
 
-class SweepJob(NamedTuple):
-    """A run of a sweep: its directory, its own settings, and its exit code; None: it
-    has not ended.
+@dataclass
+class Job:
+    """A training that Hydra starts: one, or one of a sweep.
+
+    Attributes:
+      run_dir: its directory.
+      settings: its overrides of the keys that the sweep varies.
+      exit_code: None until it has ended.
     """
 
     run_dir: Path
     settings: list[str]
-    code: int | None
+    exit_code: int | None = None
 
 
-def load(tree: DictConfig, line: CommandLine, own: Sequence[str]) -> Config:
-    """The checked configuration. Under --multirun the run directory is the numbered one
-    that Hydra made in it.
+def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config:
+    """Return the checked configuration of a job.
 
-    There a run that has no name is called after the sweep, its number, and its own of
-    the sweep's settings.
+    In a sweep the run directory is the numbered one that Hydra made. A run without a
+    name gets that of the sweep, its number, and its `settings`.
     """
-    config = checked(
-        tree,
-        line.saved,
-        **({"run_dir": HydraConfig.get().runtime.output_dir} if numbered() else {}),
-    )
-    if config.parallel.distributed and not any(
-        o.startswith("run_dir=") for o in HydraConfig.get().overrides.task
-    ):
+    changes = {}
+    if in_sweep():
+        changes["run_dir"] = HydraConfig.get().runtime.output_dir
+    config = checked(tree, line.saved, **changes)
+    if config.parallel.distributed and not overrides_of(["run_dir"]):
         raise UserError(
             "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"
             " the same one"
         )
-    for key, place in line.not_taken.items():
-        if place not in (config.compile_cache, config.data.cache_dir):
+    for key, directory in line.not_taken.items():
+        if directory not in (config.compile_cache, config.data.cache_dir):
             print(
-                f"{key}={place} of that run is not used: a run directory is not trusted"
-                " with it; give the key to use it"
+                f"{key}={directory} of that run is not used: a run directory is not"
+                " trusted with it; give the key to use it"
             )
-    if numbered() and config.tracker.name is None:
-        name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *own])
+    if in_sweep() and config.tracker.name is None:
+        name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *settings])
         config = dataclasses.replace(
             config, tracker=dataclasses.replace(config.tracker, name=name)
         )
     return config
 
 
-def numbered() -> bool:
-    """Return whether this is one of several jobs."""
+def in_sweep() -> bool:
+    """Return whether Hydra runs a sweep (--multirun)."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def of_user(keys: Collection[str]) -> list[str]:
-    """The job's overrides of these keys, which may not be all: a run that is continued
-    has its settings there too.
+def overrides_of(keys: Collection[str]) -> list[str]:
+    """Return the job's overrides of these keys; others may come from a continued
+    run.
     """
-    return [
-        override
-        for override in HydraConfig.get().overrides.task
-        if key_of(override) in keys
-    ]
+    overrides = HydraConfig.get().overrides.task
+    return [override for override in overrides if key_of(override) in keys]
 
 
-def run_job(
-    tree: DictConfig, line: CommandLine, keys: Collection[str], swept: Collection[str]
-) -> int:
-    """One run, its exit code. Imports what takes time only once the configuration is
-    known to be good.
+def remove_empty_output_dir() -> None:
+    """Remove the directory that Hydra made for a job, unless the job has used it."""
+    # Not empty: training began here. Not there: another process was faster.
+    with contextlib.suppress(OSError):
+        os.rmdir(HydraConfig.get().runtime.output_dir)
 
-    `line`: the command line. `keys`: those that the user set, of which `swept` have
-    several values.
+
+@contextlib.contextmanager
+def report_errors(job: Job) -> Iterator[None]:
+    """Print the error of a user or of the disk in one line, and set the job's exit
+    code.
     """
     try:
-        config = load(tree, line, of_user(swept))
-        keep_freed_memory()
-        from trainer.assembly.run import run
-
-        return run(config, of_user(keys))
+        yield
     except UserError as error:
         complain(error)
-        return error.exit_code
+        job.exit_code = error.exit_code
     except OSError as error:
         if error.filename is None:
             raise
@@ -141,45 +138,54 @@ def run_job(
             f"{describe_os_error(error)}; bring it back or choose another path, then"
             " run the same command again"
         )
-        return 2
+        job.exit_code = 2
     finally:
-        if numbered():
-            # something was started here, or another process was faster
-            with contextlib.suppress(OSError):
-                os.rmdir(HydraConfig.get().runtime.output_dir)
+        if in_sweep():
+            remove_empty_output_dir()
 
 
 def describe_os_error(error: OSError) -> str:
-    """The file that the operating system refused, and why."""
+    """Return the file that the operating system refused, and its reason."""
     return f"{str(error.filename)[:300]}: {error.strerror}"
 
 
-def report_sweep(jobs: Sequence[SweepJob]) -> None:
-    """The jobs in a table, the best first, and in sweep.html; below it those that did
-    not end well.
+def announce(job: Job, number: int, sweep: Sweep) -> None:
+    """Print which job of a sweep starts."""
+    # An interval's jobs cannot be counted in advance.
+    count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
+    print(
+        f"\njob {number}{count}: {' '.join(job.settings)}, in {job.run_dir}",
+        flush=True,
+    )
+
+
+def report_sweep(jobs: Sequence[Job]) -> None:
+    """Print a table of the jobs, the best first, and write it to sweep.html; then name
+    the jobs that failed.
     """
     from trainer.report.comparing import write_comparison
 
-    ended = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
-    if len(ended) > 1:
-        lines = write_comparison(ended, ended[0].parent / "sweep.html")
+    run_dirs = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
+    if len(run_dirs) > 1:
+        lines = write_comparison(run_dirs, run_dirs[0].parent / "sweep.html")
         print("\n".join(["", *lines]))
     for job in jobs:
-        if job.code:
+        if job.exit_code:
             print(
                 f"{job.run_dir} ({' '.join(job.settings)}) ended with exit code"
-                f" {job.code}"
+                f" {job.exit_code}"
             )
 
 
 def main(argv: list[str]) -> int:
-    """Run the job, or several under --multirun; the exit code is the first that is not
-    zero.
+    """Train, once or as often as a sweep asks for.
+
+    Returns:
+      The first exit code that is not zero.
     """
-    # exceptions reach us instead of being printed as tracebacks
+    # Hydra then raises exceptions instead of printing tracebacks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     EARLY.begun = False
-    jobs: list[SweepJob] = []
     try:
         line = expanded(argv)
         sweep = Sweep.of(line.overrides)
@@ -197,51 +203,44 @@ def main(argv: list[str]) -> int:
     if line.saved and prints_configuration(argv):
         print(resolved(line), end="")  # Hydra would print it without the saved settings
         return 0
-    sys.argv = ["trainer", *line.overrides]
-    keys = {key_of(argument) for argument in long_forms(argv)}
+    jobs: list[Job] = []
+    given_keys = {key_of(argument) for argument in long_forms(argv)}
 
     def job(tree: DictConfig) -> None:
-        if jobs and jobs[-1].code in STOPPED:
-            with contextlib.suppress(OSError):
-                os.rmdir(HydraConfig.get().runtime.output_dir)
-            return  # somebody stopped the sweep, not one job of it
-        if (
-            not jobs
-            and numbered()
-            and lay_over(tree, line.saved)["tracker"]["kind"] == "none"
-        ):
-            print(NO_BEST, flush=True)
-        jobs.append(
-            SweepJob(
-                Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None
-            )
-        )
-        if numbered() and jobs[-1].settings:
-            # an interval's jobs cannot be listed
-            count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
-            print(
-                f"\njob {len(jobs)}{count}: {' '.join(jobs[-1].settings)}, in"
-                f" {jobs[-1].run_dir}",
-                flush=True,
-            )
-        jobs[-1] = jobs[-1]._replace(code=run_job(tree, line, keys, sweep.keys))
+        if jobs and jobs[-1].exit_code in STOPPED:
+            remove_empty_output_dir()
+            return  # the signal was for the whole sweep
+        if not jobs and in_sweep():
+            tracker = lay_over(tree, line.saved)["tracker"]
+            if tracker["kind"] == "none":
+                print(NO_BEST, flush=True)
+        this = Job(Path(HydraConfig.get().runtime.output_dir), overrides_of(sweep.keys))
+        jobs.append(this)
+        if in_sweep() and this.settings:
+            announce(this, len(jobs), sweep)
+        with report_errors(this):
+            config = load(tree, line, this.settings)
+            keep_freed_memory()
+            # JAX is imported only once the configuration is known to be good.
+            from trainer.assembly.run import run
 
+            this.exit_code, _ = run(config, overrides_of(given_keys))
+
+    sys.argv = ["trainer", *line.overrides]
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
     except KeyboardInterrupt:
         if EARLY.begun:
-            moment = "while ending; the same command goes on from the newest checkpoint"
+            complain("interrupted while ending; re-run the same command to resume")
         else:
-            moment = "before the first step; nothing was trained"
-        complain(f"interrupted {moment}")
+            complain("interrupted before the first step; nothing was trained")
         return 130
     except (HydraException, OmegaConfBaseException) as error:
         complain(explain(error, sys.argv[1:]))
         return 2
     except OSError as error:
-        if (jobs and jobs[-1].code is None) or isinstance(error, BrokenPipeError):
-            # from inside the job, or from Hydra's printing: not what is expected here
-            raise
+        if (jobs and jobs[-1].exit_code is None) or isinstance(error, BrokenPipeError):
+            raise  # a bug in the job, or Hydra's printing
         complain(
             f"cannot write to {error.filename}: {error.strerror}; choose another"
             " run_dir"
@@ -249,79 +248,76 @@ def main(argv: list[str]) -> int:
         return 2
     if len(jobs) > 1:
         report_sweep(jobs)
-    return next((job.code for job in jobs if job.code), 0)
+    return next((job.exit_code for job in jobs if job.exit_code), 0)
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:
-    """Return whether `--cfg job` is among the arguments, in any of the forms that Hydra
+    """Return whether `--cfg job` is among the arguments, in any form that Hydra
     takes.
     """
     pairs = itertools.pairwise([*argv, ""])
     return any(
-        flag in ("--cfg=job", "-cjob") or (flag in ("--cfg", "-c") and part == "job")
-        for flag, part in pairs
+        flag in ("--cfg=job", "-cjob") or (flag in ("--cfg", "-c") and value == "job")
+        for flag, value in pairs
     )
 
 
-def of_shell(argv: list[str]) -> int:
-    """`main` of what a shell made of a line, which is looked through for what it took
-    apart. The exit code.
-    """
+def command() -> NoReturn:
+    """Run the program `python -m trainer`, installed as `scalify-trainer`."""
+    EARLY.install()
+    arguments = sys.argv[1:]
     try:
+        # The shell turns `paths=[*.{a,b}]` into two arguments.
         refuse_twice(
-            [re.sub(r"^resume=", "resume.source=", argument) for argument in argv]
+            [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
         )
+        code = main(arguments)
+        sys.stdout.flush()
     except UserError as error:
         complain(error)
-        return error.exit_code
-    return main(argv)
-
-
-def command() -> NoReturn:
-    """The program: `python -m trainer`, or `scalify-trainer` where the package is
-    installed.
-    """
-    EARLY.install()
-    try:
-        code = to_readers(lambda: of_shell(sys.argv[1:]))
+        code = error.exit_code
+    except BrokenPipeError:
+        code = broken_pipe_code()
     except Exception as error:
-        if not joined():
+        if not is_distributed():
             raise
-        if LOST.search(str(error)):
+        if LOST_PROCESS.search(str(error)):
             complain(
-                "another process of this run is gone, and said why"
-                f" ({str(error).splitlines()[0]}); {CONTINUE}"
+                f"another process of this run ended ({str(error).splitlines()[0]});"
+                f" {RESUME_ALL}"
             )
         else:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
         leave_alone(1)
-    if code and joined():
-        # All that end so leave together; who fails alone does not wait for the others,
-        # which wait for it.
-        together = threading.Thread(
+    if code and is_distributed():
+        # All processes that end leave together. One that fails alone does not wait for
+        # the others, because they wait for it.
+        shutdown = threading.Thread(
             target=sys.modules["jax"].distributed.shutdown, daemon=True
         )
-        together.start()
-        together.join(TOGETHER)
-        if together.is_alive():
+        shutdown.start()
+        shutdown.join(LEAVE_SECONDS)
+        if shutdown.is_alive():
             leave_alone(code)
     leave(code)
 
 
-def joined() -> bool:
-    """Return whether this is one of several processes of a run, for all of which JAX
-    would wait minutes at its exit.
+def is_distributed() -> bool:
+    """Return whether this is one of several processes, for which JAX would wait at
+    exit.
     """
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 def leave_alone(code: int) -> NoReturn:
-    """End at once: who watches all processes could not tell, while all wait, which of
-    them failed.
+    """Exit at once, without waiting for the other processes.
+
+    A launcher that watches all processes could not tell which one failed while all of
+    them wait.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # a closed pipe
             stream.flush()
     os._exit(code)
 

@@ -1,5 +1,5 @@
-"""Errors that a user can cause. Each is one line: what was found, what is valid, what
-to do next.
+"""Errors that a user can cause. Each message is one line: what happened, what is valid,
+what to do.
 
 `__main__` prints the message without a traceback and exits with `exit_code`; README
 lists all codes.
@@ -17,7 +17,7 @@ MAKE_ROOM = "make room, then continue with the same run_dir"  # said of a full d
 
 
 class UserError(Exception):
-    """Bad configuration, data, or environment. Exit code 2."""
+    """A bad configuration, bad data, or a bad environment: exit code 2."""
 
     exit_code: ClassVar[int] = 2
 
@@ -31,37 +31,46 @@ class Diverged(UserError):
 
 
 def complain(text: object) -> None:
-    """A line on standard error, if that takes one: on a full disk it does not, which
-    must not change the exit code.
+    """Print an error in one line on standard error.
+
+    A full disk may refuse the line; that must not change the exit code.
     """
     with contextlib.suppress(OSError):
         print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-def to_readers(main: Callable[[], int]) -> int:
-    """The exit code of `main`, with all that it printed; 141, without a word, as of
-    `cat`, if nobody reads on.
+def run_and_flush(main: Callable[[], int]) -> int:
+    """Return the exit code of `main` after flushing what it printed.
 
-    So it is with `| head`. A pipe of its own that breaks is an error as any other.
+    It is 141, without a message, when nobody reads standard output: `| head`.
     """
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        pipe = select.poll()
-        pipe.register(sys.stdout.fileno(), 0)
-        if not any(what & select.POLLERR for _, what in pipe.poll(0)):
-            raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # for what is still to be written
-        os.close(nowhere)
-        return 128 + signal.SIGPIPE
+        return broken_pipe_code()
     return code
 
 
+def broken_pipe_code() -> int:
+    """Return 141 if standard output is the broken pipe; else re-raise the error.
+
+    Call it where BrokenPipeError is handled. What is still printed goes nowhere.
+    """
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in pipe.poll(0)):
+        raise
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+    return 128 + signal.SIGPIPE
+
+
 def leave(code: int) -> NoReturn:
-    """End with this exit code, also where what standard output still holds cannot be
-    written: Python makes that 120.
+    """Exit with this code, also if standard output cannot be written any more.
+
+    Python itself would exit with 120 then.
     """
     for name in ("stdout", "stderr"):
         try:

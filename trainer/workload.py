@@ -1,5 +1,5 @@
-"""What is trained, on what, and the functions that follow from that alone: the state,
-the compiled step, samples.
+"""A training task, its data, and the functions that follow from the task: the state,
+the compiled step.
 """
 
 import contextlib
@@ -23,28 +23,26 @@ from trainer.parallel.distribute import (
     CommConfig,
     LossOfState,
     Reduce,
-    gradient_over,
-    largest_over,
     loss_over,
-    squares_over,
+    reductions_over,
 )
 from trainer.parallel.mesh import devices_of_replica, replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
-    Kept,
+    Storage,
     make_exchange,
     make_inner,
     resized,
-    with_kept,
     with_replicas,
+    with_residuals,
 )
 from trainer.parallel.sharding import abstract, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
     abstract_weights,
     dot_general_for,
-    first_lost,
     for_allgather,
+    kahan_compensation,
     skipped_matmuls,
     store_weights,
 )
@@ -56,9 +54,9 @@ from trainer.step.moments import stacks_of, store_moments
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
 from trainer.step.state_tree import part_of
-from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient
+from trainer.step.step import Hyper, Reductions, Tokens, Update, make_train_step
 
-if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
+if TYPE_CHECKING:  # its tokenizers take long to import
     from trainer.data.dataset import Dataset
 
 
@@ -66,15 +64,17 @@ class Model(NamedTuple):
     """A model in a precision.
 
     Attributes:
-      training: with the matmuls of the policy.
-      sampling: the same parameters, every matmul in `policy.logical`: products of one
-        token are too small for FP8. What only serves to round well is folded away.
-      narrow: paths of the linear layers whose matmuls are narrower than the rest.
-      skipped: why the other linear layers are not, by path.
+      spec: of the model.
+      policy: the precision.
+      training: the model with the matmuls of the policy.
+      sampling: the model of the same parameters with every matmul in `policy.logical`:
+        products of one token are too small for FP8. Rescaling is folded away.
+      narrow: paths of the linear layers with FP8 matmuls.
+      skipped: why the other linear layers have none, by path.
       rows: tokens that a device's linear layers take at once in training; None: some
-          multiple of 16.
-      border: the id after which a document begins, whose first token is then no target;
-          None: every token is one.
+        multiple of 16.
+      border: the id after which a document begins. A document's first token is then no
+        target. None: every token is one.
     """
 
     spec: Spec
@@ -97,11 +97,19 @@ class Model(NamedTuple):
         store_gradients: bool = False,
         border: int | None = None,
     ) -> Self:
-        """The model of a precision. UserError for a pattern of layers that matches
-        none.
+        """Make the model of a precision.
 
-        `split`: the mesh axis over which the training model's heads and hidden channels
-        are; see `Family.build`. `store_gradients`: see `dot_general_for`.
+        Args:
+          spec: of the model.
+          policy: the precision.
+          rows: see the class.
+          split: the mesh axis over which the training model's heads and hidden channels
+            are split; see `Family.build`.
+          store_gradients: see `dot_general_for`.
+          border: see the class.
+
+        Raises:
+          UserError: a pattern of the precision matches no layer.
         """
         family = spec.family()
         sizes = family.linear_sizes(spec)
@@ -131,8 +139,9 @@ class Model(NamedTuple):
         keys_B: jax.Array | None,
         histories: Params | None = None,
     ) -> jax.Array:
-        """Mean next-token loss of `tokens` [B, T+1] in nats, of logical values; dropout
-        with `keys`, none without.
+        """Return the mean next-token loss in nats of `tokens` [B, T+1].
+
+        Dropout needs `keys_B`; without them there is none.
         """
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
@@ -143,43 +152,41 @@ class Model(NamedTuple):
             self.border,
         )
 
-    def again(self, **how: Any) -> "Model":
-        """The same model, made in another way; see `make`."""
-        return Model.make(self.spec, self.policy, self.rows, border=self.border, **how)
+    def remade(self, **settings: Any) -> "Model":
+        """Return the model made with other settings of `make`."""
+        return Model.make(
+            self.spec, self.policy, self.rows, border=self.border, **settings
+        )
 
     def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
-        """What each device of the mesh computes with its parameters, in a step of so
-        many micro-batches, or else.
+        """Return the model for this mesh and number of micro-batches.
+
+        `micro_batches`: None outside of a training step.
         """
         if devices_of_replica(mesh) == micro_batches == 1 and self.spec.scan_layers:
-            # Gradients that nothing is added to are rounded in the loop over the
+            # Gradients that nothing is added to are rounded inside the loop over the
             # layers, which then stacks bytes.
-            return self.again(store_gradients=True)
-        return self if mesh.shape["tensor"] == 1 else self.again(split="tensor")
+            return self.remade(store_gradients=True)
+        return self if mesh.shape["tensor"] == 1 else self.remade(split="tensor")
 
     def eval_loss(
         self, state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        """The loss in the run's precision, without dropout, of the weights in a
-        state.
-        """
+        """Return the loss in the run's precision, without dropout."""
         method = self.policy.method
         loss = method.through(self.loss, self.policy)
-        return asarray(
-            loss(
-                state.params, tokens, segments, None, **method.arguments(state.scaling)
-            )
-        )
+        arguments = method.arguments(state.scaling)
+        return asarray(loss(state.params, tokens, segments, None, **arguments))
 
     def differentiate(self) -> Differentiate:
-        """The loss and its gradient in the run's precision."""
+        """Return the loss and its gradient in the run's precision."""
         return self.policy.method.differentiate(
             self.loss, self.policy, self.training.init_histories
         )
 
     @property
     def family(self) -> Family:
-        """The family that the model's spec is of."""
+        """The family of the model's spec."""
         return self.spec.family()
 
     @property
@@ -188,39 +195,39 @@ class Model(NamedTuple):
         return self.training.roles
 
     def is_narrow(self, role: Role | None) -> bool:
-        """Return whether a role is that of the kernel of a layer whose matmuls are
-        narrower than the rest.
-        """
+        """Return whether a role is that of the kernel of an FP8 matmul."""
         return role is not None and role.is_kernel and role.layer in self.narrow
 
     def for_allgather(self, role: Role, p: Any) -> Any:
-        """A parameter in the form in which devices send it each other."""
-        kernel, narrow = role.is_kernel, self.is_narrow(role)
+        """Return a parameter in the format of its all-gather."""
         return for_allgather(
-            p, self.policy, kernel=kernel, narrow=narrow, factor=role.scaled_rows
+            p,
+            self.policy,
+            kernel=role.is_kernel,
+            narrow=self.is_narrow(role),
+            factor=role.scaled_rows,
         )
 
     def store_gradients(self, grads: Any) -> Any:
-        """The gradients as they go to the optimiser."""
+        """Return the gradients in the formats in which the optimizer gets them."""
         return store_gradients(
             grads, self.policy, lambda path: self.is_narrow(role_of(self.roles, path))
         )
 
 
 class TrainTask(NamedTuple):
-    """Everything that the compiled step depends on: model, optimizer, mesh; not the
-    data.
+    """What the compiled step depends on: model, optimizer, mesh; not the data.
 
     Attributes:
       model: in its precision.
       optimizer_name: of `step.optimizers.ENTRIES`.
-      plain_optimizer: makes it from the parameters' roles, at a learning rate of one.
+      plain_optimizer: makes it from the parameters' roles, at a learning rate of 1.
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
-      kernels: how the compiler chooses them on a GPU.
-      trainable: what is trained, see `roles.chosen`; empty: all. The rest has neither
-          gradient nor moments.
-      diloco: how replicas train apart; None: there is one, and no exchange.
+      kernels: how XLA chooses GPU kernels.
+      trainable: names of what is trained, see `roles.chosen`; empty: all. The rest has
+        neither gradient nor moments.
+      diloco: settings of the replicas; None: there is one, and no exchange.
     """
 
     model: Model
@@ -234,33 +241,33 @@ class TrainTask(NamedTuple):
 
     @property
     def trained_roles(self) -> Params:
-        """The roles of what is trained. UserError where a name of `trainable` stands
-        for nothing.
+        """The roles of what is trained. UserError: a name of `trainable` matches
+        nothing.
         """
-        return (
-            chosen(self.model.roles, self.trainable)
-            if self.trainable
-            else self.model.roles
-        )
+        if not self.trainable:
+            return self.model.roles
+        return chosen(self.model.roles, self.trainable)
 
     def trained(self, params: Params) -> Params:
-        """The part of parameters, or of a tree like them, that is trained."""
+        """Return the trained part of parameters, or of a tree like them."""
         return part_of(params, self.trained_roles)
 
     def optimizer(
         self, seed: Any = 0, stacks: Stacks = NO_STACKS
     ) -> optax.GradientTransformationExtraArgs:
-        """The optimiser of what is trained, its moments stored as the precision says;
-        first states need no seed.
+        """Return the optimizer, with its moments stored as the precision says.
 
-        `stacks`: of the parameters that it is given.
+        Args:
+          seed: of stochastic rounding; the first state needs none.
+          stacks: of the parameters that it is given.
         """
         plain = self.plain_optimizer(stacks.gather(self.trained_roles))
         return store_moments(plain, self.optimizer_name, self.model.policy, seed)
 
     def stacks(self, params: Params) -> Stacks:
-        """The small parameters (or their shapes) that a step updates together; none
-        where devices have parts.
+        """Return the small parameters that a step updates together.
+
+        There are none where devices hold parts. `params` may be shapes.
         """
         if self.mesh.shape["fsdp"] * self.mesh.shape["tensor"] > 1:
             return NO_STACKS
@@ -272,75 +279,69 @@ class TrainTask(NamedTuple):
         )
 
     def in_precision(self, policy: Policy) -> "TrainTask":
-        """The same in another precision."""
+        """Return the task in another precision."""
+        model = self.model
         return self._replace(
-            model=Model.make(
-                self.model.spec, policy, self.model.rows, border=self.model.border
-            )
+            model=Model.make(model.spec, policy, model.rows, border=model.border)
         )
 
     @property
+    def comm(self) -> CommConfig:
+        """The formats of what the devices send each other."""
+        return CommConfig(*self.reduce, self.model.for_allgather, self.model.roles)
+
+    @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """What the compiler is told of every program of this task, of the step as of
-        the validation; None: nothing.
-        """
+        """XLA's options for all programs of the task; None: the defaults."""
         is_gpu = self.mesh.devices.flat[0].platform == "gpu"
         return gpu_options(self.model.policy, self.kernels) if is_gpu else None
 
-    def traced_as_the_step(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, FP8 products are traced as `compiler_options` wants them: equal ones
-        become one kernel.
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which programs are traced for `compiler_options`.
+
+        Equal FP8 products become one kernel.
         """
-        return (
-            lowering.scales_in_products()
-            if takes_scales(self.model.policy)
-            else contextlib.nullcontext()
-        )
+        if takes_scales(self.model.policy):
+            return lowering.scales_in_products()
+        return contextlib.nullcontext()
 
     def jit(self, fun: Callable[..., Any], **settings: Any) -> Any:
-        """`jax.jit(fun, **settings)` for what is computed beside the step: traced and
-        compiled as the step is.
-        """
+        """Return `jax.jit(fun, **settings)`, traced and compiled as the step is."""
 
         def traced(*args: Any) -> Any:
-            with self.traced_as_the_step():
+            with self.tracing():
                 return fun(*args)
 
-        # the program's, in profiles
+        # The name of the program in profiles; a partial has none.
         traced.__name__ = getattr(fun, "func", fun).__name__
         return jax.jit(traced, compiler_options=self.compiler_options, **settings)
 
     @property
-    def kept(self) -> Kept:
-        """How what DiLoCo adds to the state is stored: as the weights are."""
-        return Kept(DTYPES[self.model.policy.weights], self.model.policy.scaled)
+    def storage(self) -> Storage:
+        """The format of DiLoCo's residuals and momentum: that of the weights."""
+        return Storage(DTYPES[self.model.policy.weights], self.model.policy.scaled)
 
     def with_replicas(self, state: TrainState) -> TrainState:
-        """The first state of this task, from that of a task without DiLoCo."""
-        return (
-            state
-            if self.diloco is None
-            else with_replicas(state, self.trained, self.diloco, self.kept)
-        )
+        """Return the first state, from that of the task without DiLoCo."""
+        if self.diloco is None:
+            return state
+        return with_replicas(state, self.trained, self.diloco, self.storage)
 
     def with_replicas_of(self, state: TrainState) -> TrainState:
-        """A state of this task, from that of one with other replicas, feedback or
-        momentum.
-        """
+        """Return a state for this task's replicas, from one of another DiLoCo run."""
         assert self.diloco is not None
-        return with_kept(
-            resized(state, self.diloco.replicas), self.trained, self.diloco, self.kept
-        )
+        state = resized(state, self.diloco.replicas)
+        return with_residuals(state, self.trained, self.diloco, self.storage)
 
     @property
     def frozen_layers(self) -> frozenset[str]:
-        """The linear layers whose kernels are not trained, by path."""
-        every, trained = map(jax.tree.leaves, (self.model.roles, self.trained_roles))
-        layers, moved = (
-            {role.layer for role in roles if role.is_kernel and role.layer}
-            for roles in (every, trained)
-        )
-        return frozenset(layers - moved)
+        """Paths of the linear layers whose kernels are not trained."""
+
+        def layers(roles: Params) -> set[str]:
+            leaves = jax.tree.leaves(roles)
+            return {role.layer for role in leaves if role.is_kernel and role.layer}
+
+        return frozenset(layers(self.model.roles) - layers(self.trained_roles))
 
     @property
     def flops_per_token(self) -> int:
@@ -349,14 +350,12 @@ class TrainTask(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """How many parameters there are, without rows that nothing reads."""
+        """The number of parameters, without padding rows."""
         return param_count(self.model.spec)
 
 
 class Workload(NamedTuple):
-    """A task, the data that it is trained on, and the seed of both: everything but the
-    run directory.
-    """
+    """A task, the data that it is trained on, and the seed of both."""
 
     task: TrainTask
     data: "Dataset"
@@ -373,36 +372,17 @@ class Workload(NamedTuple):
         return self.task.mesh
 
 
-def comm_config_of(task: TrainTask) -> CommConfig:
-    """What the devices of a task send each other."""
-    return CommConfig(*task.reduce, task.model.for_allgather, task.model.roles)
-
-
-def gradient_of(task: TrainTask) -> Gradient:
-    """The gradient of micro-batches on the mesh."""
-    return (
-        mean_gradient
-        if devices_of_replica(task.mesh) == 1
-        else gradient_over(task.mesh, comm_config_of(task))
-    )
-
-
-def eval_loss_of(task: TrainTask) -> LossOfState:
-    """`Model.eval_loss` on the mesh."""
-    loss = task.model.on(task.mesh).eval_loss
-    return (
-        loss
-        if task.mesh.size == 1
-        else loss_over(task.mesh, comm_config_of(task), loss)
-    )
+def reductions_of(task: TrainTask) -> Reductions:
+    """Return the reductions over micro-batches and over the mesh."""
+    return reductions_over(task.mesh, task.comm, task.trained_roles)
 
 
 def jitted_eval_step(task: TrainTask) -> Any:
-    """`(state, batch) -> loss` on the mesh, compiled as the step is; see
-    `evaluate.make_eval_step`.
-    """
-    step = make_eval_step(eval_loss_of(task))
-    return task.jit(step, out_shardings=replicated(task.mesh))
+    """Return `(state, batch) -> loss` on the mesh; see `evaluate.make_eval_step`."""
+    loss: LossOfState = task.model.on(task.mesh).eval_loss
+    if task.mesh.size > 1:
+        loss = loss_over(task.mesh, task.comm, loss)
+    return task.jit(make_eval_step(loss), out_shardings=replicated(task.mesh))
 
 
 def first_state(
@@ -410,8 +390,12 @@ def first_state(
     seed: int,
     replace: Callable[[Params], Params] = lambda params: params,
 ) -> TrainState:
-    """The first state on the mesh, from the seed alone; `replace` may give other FP32
-    parameters, placed alike.
+    """Return the first state on the mesh.
+
+    Args:
+      task: what is trained.
+      seed: of the parameters and of the state's key.
+      replace: takes the FP32 parameters, and may return others, placed alike.
     """
 
     def initial() -> tuple[Params, jax.Array]:
@@ -423,27 +407,27 @@ def first_state(
         out_shardings=shardings(jax.eval_shape(initial), task.mesh, task.model.roles),
     )()
     exact = replace(params)
-    params = store_weights(exact, task.model.policy)
-    lost = first_lost(task.trained(exact), task.trained(params), task.model.policy)
+    policy = task.model.policy
+    params = store_weights(exact, policy)
+    compensation = kahan_compensation(task.trained(exact), task.trained(params), policy)
 
-    def rest(params: Params, key: jax.Array, lost: Any) -> TrainState:
+    def with_moments(params: Params, key: jax.Array, compensation: Any) -> TrainState:
         moments = task.optimizer().init(task.trained(params))
         scaling = task.model.differentiate().init()
         return task.with_replicas(
-            TrainState(params, moments, key, scaling, kahan_compensation=lost)
+            TrainState(params, moments, key, scaling, kahan_compensation=compensation)
         )
 
-    placed = shardings(
-        jax.eval_shape(rest, params, key, lost), task.mesh, task.model.roles
-    )
-    return jax.jit(rest, out_shardings=placed)(params, key, lost)
+    shapes = jax.eval_shape(with_moments, params, key, compensation)
+    placed = shardings(shapes, task.mesh, task.model.roles)
+    return jax.jit(with_moments, out_shardings=placed)(params, key, compensation)
 
 
 def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
-    """Shapes, dtypes and shardings of the state; nothing is allocated.
+    """Return shapes, dtypes and shardings of the state; nothing is allocated.
 
-    `scale`: of all parameters, in the form for training; None: in that for checkpoints,
-    where scales are arrays.
+    `scale`: of all parameters, in the form for training. None: in the form for
+    checkpoints, where scales are arrays.
     """
 
     def initial() -> TrainState:
@@ -452,33 +436,34 @@ def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
 
     state = jax.eval_shape(initial)
     params = abstract_weights(state.params, task.model.policy, scale)
-    lost = jax.eval_shape(
-        lambda p: first_lost(p, p, task.model.policy), task.trained(state.params)
+    compensation = jax.eval_shape(
+        lambda p: kahan_compensation(p, p, task.model.policy),
+        task.trained(state.params),
     )
     init = task.optimizer().init
     opt_state = jax.eval_shape(
         lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params)
     )
     state = TrainState(
-        params, opt_state, state.key, state.scaling, kahan_compensation=lost
+        params, opt_state, state.key, state.scaling, kahan_compensation=compensation
     )
-    whole = jax.eval_shape(task.with_replicas, state)
-    return abstract(whole, task.mesh, task.model.roles)
+    with_replicas = jax.eval_shape(task.with_replicas, state)
+    return abstract(with_replicas, task.mesh, task.model.roles)
 
 
 def compile_step(
     task: TrainTask, batch: Tokens, state: TrainState | None = None
 ) -> jax.stages.Compiled | DiLoCoStep:
-    """The train step for batches like `batch`, compiled once; the state is donated."""
-    step = lower_step(task, batch, state).compile(
-        compiler_options=task.compiler_options
-    )
+    """Compile the train step for batches like `batch`; it donates the state.
+
+    `state`: see `lower_step`.
+    """
+    options = task.compiler_options
+    step = lower_step(task, batch, state).compile(compiler_options=options)
     if task.diloco is None:
         return step
     exchanges = [
-        lower_exchange(task, fragment, state).compile(
-            compiler_options=task.compiler_options
-        )
+        lower_exchange(task, fragment, state).compile(compiler_options=options)
         for fragment in range(task.diloco.fragments)
     ]
     return DiLoCoStep(step, exchanges, task.diloco)
@@ -487,56 +472,45 @@ def compile_step(
 def lower_exchange(
     task: TrainTask, fragment: int, state: TrainState | None = None
 ) -> jax.stages.Lowered:
-    """The exchange of a fragment of a task with DiLoCo, traced as `lower_step` is; see
-    `make_exchange`.
-    """
+    """Trace the exchange of a DiLoCo fragment; see `make_exchange`."""
     assert task.diloco is not None
-    like = abstract_like(task, state)
-    policy, roles = task.model.policy, task.trained_roles
-    run = make_exchange(
+    like = _abstract_for_training(task, state)
+    exchange = make_exchange(
         fragment,
         task.mesh,
-        roles,
+        task.trained_roles,
         task.diloco,
-        task.kept,
+        task.storage,
         task.trained,
-        policy.rounding,
+        task.model.policy.rounding,
     )
     scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
-    return jax.jit(
-        run, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like)
-    ).lower(like, *scalars)
-
-
-def abstract_like(task: TrainTask, state: TrainState | None) -> TrainState:
-    """The shapes of a state in the form for training, of which the scales are assumed
-    where there is none.
-    """
-    return (
-        abstract_state(task, ASSUMED_SCALE)
-        if state is None
-        else abstract(state, task.mesh, task.model.roles)
+    placed = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(exchange, donate_argnums=0, out_shardings=placed).lower(
+        like, *scalars
     )
 
 
 def lower_step(
     task: TrainTask, batch: Tokens, state: TrainState | None = None
 ) -> jax.stages.Lowered:
-    """The train step, traced; the scales of the parameters of `state` are constants of
-    it, without one assumed.
+    """Trace the train step.
+
+    The scales of the parameters of `state` are constants of the program; without a
+    state a scale is assumed.
     """
-    policy, like = task.model.policy, abstract_like(task, state)
+    like = _abstract_for_training(task, state)
     stacks = task.stacks(like.params)
     step = make_train_step(
         task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
-        lambda seed: task.optimizer(seed, stacks),
-        store_gradients=task.model.store_gradients,
-        rounding=policy.rounding,
-        gradient=gradient_of(task),
-        squares_of=squares_over(task.mesh, task.trained_roles),
-        largest_of=largest_over(task.mesh, task.model.roles),
-        stacks=stacks,
-        trained=task.trained,
+        Update(
+            optimizer=lambda seed: task.optimizer(seed, stacks),
+            trained=task.trained,
+            store_gradients=task.model.store_gradients,
+            rounding=task.model.policy.rounding,
+            stacks=stacks,
+        ),
+        reductions_of(task),
     )
     if task.diloco is not None:
         step, like = make_inner(step, task.mesh, task.diloco), like.diloco.states
@@ -547,5 +521,11 @@ def lower_step(
     scalars: Any = [
         jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)
     ]
-    with task.traced_as_the_step():
+    with task.tracing():
         return jitted.lower(like, batch, Hyper(*scalars))
+
+
+def _abstract_for_training(task: TrainTask, state: TrainState | None) -> TrainState:
+    if state is None:
+        return abstract_state(task, ASSUMED_SCALE)
+    return abstract(state, task.mesh, task.model.roles)

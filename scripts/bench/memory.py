@@ -28,7 +28,6 @@ from trainer.assembly.build import (
     build_mesh,
     build_model,
     build_optimizer,
-    build_policy,
 )
 from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch
@@ -74,7 +73,7 @@ def without_data(model: str, vocab: int, changes: list[str]) -> TrainTask:
     states and takes no batches.
     """
     c = compose_config([f"model={model}", "parallel.data=1", *changes])
-    model_of = build_model(c.model, build_policy(c.precision), vocab)
+    model_of = build_model(c.model, c.precision.policy, vocab)
     return TrainTask(
         model_of, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c)
     )

@@ -100,7 +100,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     adamw = make_optimizer(
         "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
     )
-    kernels = Kernels.of(case.deterministic, cached=cached)  # type: ignore[arg-type]
+    kernels = Kernels.chosen(case.deterministic, cached=cached)  # type: ignore[arg-type]
     w = TrainTask(
         Model.make(spec, precision.policy), "adamw", adamw, mesh, kernels=kernels
     )

@@ -96,7 +96,7 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     from trainer.precision.gradients import plain
     from trainer.step.optimizer import make_optimizer
     from trainer.step.state import init_state
-    from trainer.step.step import Hyper, Tokens, make_train_step
+    from trainer.step.step import Hyper, Tokens, Update, make_train_step
 
     spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
     init, bind, _, roles = functional(spec)
@@ -114,7 +114,8 @@ def ours(args: Arguments, vocab: int) -> Contestant:
         return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
 
     step = jax.jit(
-        make_train_step(plain(loss_fn), lambda seed: optimizer), donate_argnums=0
+        make_train_step(plain(loss_fn), Update(lambda seed: optimizer)),
+        donate_argnums=0,
     )
     state = jax.jit(lambda key: init_state(init(key), optimizer, key))(
         jax.random.key(0)

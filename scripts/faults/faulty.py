@@ -61,7 +61,7 @@ def with_faults(
     replaced here: a step that is compiled anew takes no fault away. What happened is in
     `HAPPENED` in the run directory.
     """
-    batches, clock = run.batches, Clock()
+    batches, clock = run.data.batches, Clock()
     time.time = clock
 
     def faulty(start: int) -> Iterator[tuple[int, Batch]]:
@@ -85,7 +85,7 @@ def with_faults(
 
 def note(run: loop.Run, fault: str) -> None:
     """Record that a fault happened."""
-    with (run.run_dir / HAPPENED).open("a", encoding="utf-8") as file:
+    with (run.session.run_dir / HAPPENED).open("a", encoding="utf-8") as file:
         print(fault, file=file)
 
 
@@ -118,7 +118,7 @@ def main(file: Path, overrides: list[str]) -> int:
 
     def train(run: loop.Run) -> int:
         hung = file.with_name(file.name + ".hung")
-        run.batches = with_faults(run, faults, hung)
+        run.data = run.data._replace(batches=with_faults(run, faults, hung))
         run.callbacks = [
             (
                 with_slow_batches(callback, faults)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.assembly.build import build_diloco, build_policy
+from trainer.assembly.build import build_diloco
 from trainer.config.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight
@@ -29,7 +29,7 @@ def test_every_experiment_is_in_the_table():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_is_the_policy_of_its_paper(name):
     config = compose_config([f"experiment={name}"])
-    policy = build_policy(config.precision)
+    policy = config.precision.policy
     fields = ("compute", "forward", "backward", "weights", "weight_grad", "mu", "nu")
     assert tuple(getattr(policy, field) for field in fields) == EXPERIMENTS[name]
     assert policy.scaling == ("none" if name == "scalify_paper_0" else "propagate")
@@ -40,7 +40,7 @@ def test_an_experiment_is_the_policy_of_its_paper(name):
     "name", [name for name in EXPERIMENTS if name.startswith("scalify")]
 )
 def test_nothing_is_rounded_stochastically_in_the_first_paper(name):
-    policy = build_policy(compose_config([f"experiment={name}"]).precision)
+    policy = compose_config([f"experiment={name}"]).precision.policy
     assert policy.weights_rounding == "nearest"
     assert policy.mu == "fp32" or (policy.moments_rounding, policy.update) == (
         "nearest",

@@ -96,8 +96,6 @@ def test_every_exit_code_is_in_the_readme():
             if isinstance(node, ast.FunctionDef) and node.name in (
                 "main",
                 "run",
-                "run_job",
-                "of_shell",
                 "of_arguments",
             ):
                 codes = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]

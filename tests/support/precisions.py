@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.spec import GPT2Spec
@@ -33,7 +32,7 @@ PRESETS = (
 
 def policy(preset, **changes):
     config = compose_config([f"precision={preset}", "precision.amax_history=16"])
-    return dataclasses.replace(build_policy(config.precision), **changes)
+    return dataclasses.replace(config.precision.policy, **changes)
 
 
 @functools.cache

@@ -1,11 +1,10 @@
-"""From the configuration of data to loaders of it."""
+"""Build data loaders from the configuration."""
 
 import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from trainer.config import schema
 from trainer.data import (
@@ -28,12 +27,12 @@ from trainer.data.tokenizer import DownloadFailed, is_missing, vocabulary_file
 from trainer.errors import UserError
 from trainer.observe.preparing import show_progress
 
-# what a program gives in place of the configuration's
+# given by a program
 CustomData = Iterable[str] | Batches
 
 
 def build_source(c: schema.Data) -> Source:
-    """The source that the text is read from."""
+    """Return the source that the text is read from."""
     match c.source:
         case "embedded":
             return EmbeddedSource()
@@ -63,95 +62,103 @@ def build_source(c: schema.Data) -> Source:
             raise AssertionError("a mixture has several sources: open_mixture")
 
 
-def build_data(c: schema.Config, own: CustomData | None = None) -> Dataset:
-    """Prepare the data unless it is prepared already, and open both parts; `own` takes
-    the place of `data`.
+def build_data(c: schema.Config, custom: CustomData | None = None) -> Dataset:
+    """Open the data, prepared first if need be.
+
+    `custom` replaces what the group `data` describes.
     """
-    if own is not None and not isinstance(own, Iterable):
-        loaders = custom_loaders(
-            own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size
-        )
-        return Dataset(*loaders, loaders[0].manifest.directory)
-    if own is None and c.data.source == "mix":
-        return open_mixture(c)
-    source = build_source(c.data) if own is None else None
-    if own is not None:
+    if custom is None:
+        if c.data.source == "mix":
+            return open_mixture(c)
+        source = build_source(c.data)
+    elif isinstance(custom, Iterable):
         if c.data.cache_dir is None:
             raise UserError(
-                "texts of your own are prepared in data.cache_dir, which is null; give"
-                " it a directory"
+                "data.cache_dir=null, but texts of your own are prepared there; give it"
+                " a directory"
             )
-        source = text_source(own, Path(c.data.cache_dir))
-    assert source is not None
+        source = text_source(custom, Path(c.data.cache_dir))
+    else:
+        loaders = custom_loaders(
+            custom,
+            steps=c.train.steps,
+            context=c.model.context,
+            batch_size=c.batch_size,
+        )
+        return Dataset(*loaders, loaders[0].manifest.directory)
     try:
-        directory = prepared(source, c.data, c.data.tokenizer)
+        directory = prepare_source(source, c.data)
     except DownloadFailed as error:
-        raise UserError(f"{error}{with_weights(c.init_from)}") from error
-    return Dataset.open(directory, **settings_of_loaders(c))
+        raise UserError(f"{error}{tokenizer_of_weights(c.init_from)}") from error
+    return open_dataset(directory, c)
 
 
 @contextlib.contextmanager
-def where_begun(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
-    """A run's configuration from wherever its directory is looked at; inside, relative
-    paths are those of its start.
+def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
+    """Change to the directory in which a run was started, and yield its configuration.
 
-    Where that was, the end of the directory's path tells: `run_dir=runs/a` that is now
-    /x/runs/a was begun in /x, unless it is also runs/a of where we are, as through a
-    link. Of an absolute one nothing is known: it is here. A tokenizer whose files are
-    gone is the run's own copy of it.
+    Its relative paths are valid there. That directory follows from the end of the run
+    directory's path: `run_dir=runs/a` that is now /x/runs/a was started in /x, unless
+    it is also runs/a of the working directory, as through a link. Nothing is known of
+    an absolute one: it was started here. A tokenizer whose files are gone is replaced
+    by the run's copy.
     """
     end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
     is_here = Path(c.run_dir).exists() and Path(c.run_dir).samefile(path)
-    begun = (
-        Path(*path.parts[: -len(end)])
-        if not is_here and path.parts[-len(end) :] == end
-        else Path.cwd()
-    )
-    data, name = c.data, c.data.tokenizer
-    if begun != Path.cwd():
-        whole = lambda path: path and str(begun / Path(path).expanduser())
-        cache, prepared = whole(data.cache_dir), whole(data.prepared_dir)
-        sources = data.sources and tuple(map(whole, data.sources))
+    start_dir = Path.cwd()
+    if not is_here and path.parts[-len(end) :] == end:
+        start_dir = Path(*path.parts[: -len(end)])
+    data, tokenizer = c.data, c.data.tokenizer
+    if start_dir != Path.cwd():
+
+        def absolute(path: str | None) -> str | None:
+            return path and str(start_dir / Path(path).expanduser())
+
         data = dataclasses.replace(
-            data, cache_dir=cache, prepared_dir=prepared, sources=sources
+            data,
+            cache_dir=absolute(data.cache_dir),
+            prepared_dir=absolute(data.prepared_dir),
+            sources=data.sources and tuple(map(str, map(absolute, data.sources))),
         )
-    with contextlib.chdir(begun):
-        if name is not None and is_missing(name) and vocabulary_file(path).is_file():
+    with contextlib.chdir(start_dir):
+        if (
+            tokenizer is not None
+            and is_missing(tokenizer)
+            and vocabulary_file(path).is_file()
+        ):
             data = dataclasses.replace(data, tokenizer=str(vocabulary_file(path)))
         yield dataclasses.replace(c, data=data)
 
 
-def with_weights(init_from: str | None) -> str:
-    """Which tokenizer is at hand, to be appended: that of the weights, where one is in
-    their directory.
-    """
+def tokenizer_of_weights(init_from: str | None) -> str:
+    """Return a hint to the tokenizer beside the weights, to end a message with."""
     files = ("tokenizer.json", "tokenizer.tiktoken", "merges.txt", "vocab.bpe")
-    beside = init_from is not None and any(
-        (Path(init_from) / file).is_file() for file in files
+    if init_from is None or not any((Path(init_from) / f).is_file() for f in files):
+        return ""
+    return f"; that of the weights is data.tokenizer={init_from}"
+
+
+def open_dataset(directory: Path, c: schema.Config) -> Dataset:
+    """Open both parts of a prepared directory."""
+    return Dataset.open(
+        directory,
+        context=c.model.context,
+        batch_size=c.batch_size,
+        seed=c.seed,
+        document_mask=c.data.document_mask,
     )
-    return f"; that of the weights is data.tokenizer={init_from}" if beside else ""
 
 
-def settings_of_loaders(c: schema.Config) -> dict[str, Any]:
-    """What `Dataset.open` takes beside the directory."""
-    return {
-        "context": c.model.context,
-        "batch_size": c.batch_size,
-        "seed": c.seed,
-        "document_mask": c.data.document_mask,
-    }
-
-
-def prepared(source: Source, c: schema.Data, tokenizer: str | None) -> Path:
-    """The prepared directory of a source, made if need be."""
+def prepare_source(source: Source, c: schema.Data) -> Path:
+    """Return the prepared directory of a source, made if need be."""
     if isinstance(source, PreparedSource):
-        return check_prepared(source.directory, tokenizer)
+        return check_prepared(source.directory, c.tokenizer)
     assert c.cache_dir is not None  # validated, as the next is
     assert c.val_fraction is not None
     with show_progress() as progress:
         return prepare(
             source,
-            tokenizer,
+            c.tokenizer,
             Path(c.cache_dir),
             val_fraction=c.val_fraction,
             workers=c.workers,
@@ -160,64 +167,66 @@ def prepared(source: Source, c: schema.Data, tokenizer: str | None) -> Path:
 
 
 def open_mixture(c: schema.Config) -> Dataset:
-    """The loaders of several prepared directories, or files of text that are prepared
-    first, in their shares.
+    """Open a mixture of sources: prepared directories, or text that is prepared
+    first.
     """
     data = c.data
     assert data.sources is not None  # validated, as the next is
     assert data.column is not None
-    names = names_of(data.sources)
+    names = source_names(data.sources)
     stages = parse_stages(data.weights or (1.0,) * len(names), data.stages or (), names)
-    sources: list[Source] = [
-        (
-            PreparedSource(Path(path))
-            if (Path(path) / MANIFEST).is_file()
-            else TextSource((path,), column=data.column)
-        )
-        for path in data.sources
-    ]
+    sources: list[Source] = []
+    for path in data.sources:
+        if (Path(path) / MANIFEST).is_file():
+            sources.append(PreparedSource(Path(path)))
+        else:
+            sources.append(TextSource((path,), column=data.column))
     directories = explain_columns(
-        (prepared(source, data, data.tokenizer) for source in sources), len(sources)
+        (prepare_source(source, data) for source in sources), len(sources)
     )
     parts = {
-        n: Dataset.open(path, **settings_of_loaders(c))
-        for n, path in zip(names, directories, strict=True)
+        name: open_dataset(directory, c)
+        for name, directory in zip(names, directories, strict=True)
     }
     manifest = MixedManifest.merge(
         {name: part.manifest for name, part in parts.items()}
     )
-    apart_of = (
-        ReplicaShares(len(names), c.batch_size, c.train.grad_accum_steps)
-        if c.diloco.data == "sources"
-        else None
-    )
+    by_replica = None
+    if c.diloco.data == "sources":
+        by_replica = ReplicaShares(len(names), c.batch_size, c.train.grad_accum_steps)
     train = Mixture(
-        {n: part.train for n, part in parts.items()},
+        {name: part.train for name, part in parts.items()},
         manifest,
         "train",
         stages,
         c.seed,
-        apart_of,
+        by_replica,
     )
-    last = [stages[-1]._replace(step=0)]  # what the run ends on, in every validation
+    # Every validation has the shares that the run ends with.
+    last_stage = [stages[-1]._replace(step=0)]
     val = Mixture(
-        {n: part.val for n, part in parts.items()}, manifest, "val", last, c.seed
+        {name: part.val for name, part in parts.items()},
+        manifest,
+        "val",
+        last_stage,
+        c.seed,
     )
-    return Dataset(
-        train, val, next(iter(parts.values())).tokenizer, manifest.directory, val.parts
-    )
+    tokenizer = next(iter(parts.values())).tokenizer
+    return Dataset(train, val, tokenizer, manifest.directory, val.parts)
 
 
-def names_of(paths: Iterable[str]) -> list[str]:
-    """What the sources of a mixture are called: the last parts of their paths.
-    UserError for two of one name.
+def source_names(paths: Iterable[str]) -> list[str]:
+    """Return the names of a mixture's sources: the last parts of their paths.
+
+    Raises:
+      UserError: two have one name.
     """
-    # of `.` too; links keep their own names
+    # `.` has a name too. Links keep their own.
     names = [Path(os.path.abspath(path)).stem for path in paths]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UserError(
-            f"data.sources: two are called {twice[0]}; give one another name, by a link"
-            " for example"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                f"data.sources: two are called {name}; give one another name, by a link"
+                " for example"
+            )
     return names

@@ -1,4 +1,4 @@
-"""What a program may replace in a run, or add to it."""
+"""The parts of a run that a program may replace or add."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,12 +13,12 @@ class Hooks(NamedTuple):
     """A program's own parts of a run; see `trainer.assembly.library.train`.
 
     Attributes:
-      model: makes the model, in place of the configuration's.
-      data: in place of the configuration's.
+      model: makes the model, instead of the configuration's.
+      data: instead of the configuration's.
       tracker: beside the trackers of the configuration.
-      callbacks: beside the callbacks of every run.
-      own_process: whether the process is the run's alone, which may then be ended for
-          it.
+      callbacks: beside the built-in ones.
+      own_process: whether the process belongs to the run alone, and may be ended for
+        it.
     """
 
     model: MakeModel | None = None

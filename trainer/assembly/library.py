@@ -1,9 +1,8 @@
-"""The trainer for programs and notebooks: a configuration, and what a program adds to
-it, to a trained state.
+"""The trainer as a library, for programs and notebooks.
 
 Nothing here ends the process. What is wrong with the configuration, the data or the
-disk is a `UserError`, a run that diverges a `Diverged`. Ctrl-C while steps are taken
-saves a checkpoint and returns; the same call goes on from there.
+disk raises `UserError`; a run that diverges raises `Diverged`. Ctrl-C during training
+saves a checkpoint and returns; the same call resumes.
 """
 
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 
 from trainer.assembly.data import CustomData
 from trainer.assembly.hooks import Hooks
-from trainer.assembly.run import start
+from trainer.assembly.run import run
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -27,18 +26,18 @@ from trainer.step.state import TrainState
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       state: of the training; `state.params` are nested dictionaries of arrays, or of
         `ScaledArray`s where scales propagate (`scalify_core.asarray` gives their
         values).
       step: steps taken in all.
-      rows: of metrics.jsonl, one a step that was logged, in order, from the first step
-        of the run directory; none with tracker=none.
+      rows: the logged rows of metrics.jsonl, from the run directory's first step on;
+        empty with tracker=none.
       run_dir: holds checkpoints, metrics, report and samples.
-      stopped_by: the signal that stopped it before its last step, as Ctrl-C does; None:
-          it is done.
+      stopped_by: the signal that stopped the run early, such as Ctrl-C; None: it is
+        done.
     """
 
     state: TrainState
@@ -49,11 +48,16 @@ class Result:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of `python -m trainer OVERRIDES`, such as
-    `["precision=bf16", "train.steps=100"]`.
+    """Compose and check a configuration, as `python -m trainer OVERRIDES` would.
 
-    It is a frozen dataclass: `dataclasses.replace` changes a copy, which nothing
-    checks. Raises UserError.
+    Args:
+      overrides: such as `["precision=bf16", "train.steps=100"]`.
+
+    Returns:
+      A frozen dataclass. `dataclasses.replace` changes a copy, which is not checked.
+
+    Raises:
+      UserError: a key, a value or a combination is not valid.
     """
     return compose_or_explain(overrides)
 
@@ -66,21 +70,21 @@ def train(
     tracker: Tracker | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train in `config.run_dir`, from where that stands, as `python -m trainer` does.
+    """Train in `config.run_dir`, or resume the run there, as `python -m trainer` does.
 
     Args:
-      config: of `compose`.
-      model: takes a `Build`, gives a `CausalModel`, a Flax NNX module, in place of the
-        configuration's, of which `vocab_size`, `context` and `keep_fp8_weights` still
-        count.
-      data: texts, in place of the configuration's source and prepared as that is; or
-          `Batches` of token ids.
-      tracker: is told everything, beside the trackers of the configuration.
-      callbacks: called every so many steps, beside those of every run.
+      config: from `compose`.
+      model: takes a `Build` and returns a `CausalModel`, a Flax NNX module, instead of
+        the configuration's. The keys `vocab_size`, `context` and `keep_fp8_weights`
+        still apply.
+      data: texts, instead of the configuration's source and prepared like it; or
+        `Batches` of token ids.
+      tracker: gets everything, beside the trackers of the configuration.
+      callbacks: run beside the built-in ones.
 
     Raises:
-      UserError: something is wrong with the configuration, the data or the disk;
-          Diverged: the watchdog gave up.
+      UserError: something is wrong with the configuration, the data or the disk.
+      Diverged: the watchdog gave up.
       KeyboardInterrupt: Ctrl-C before the first step, or twice.
     """
     if config.dry_run:
@@ -88,17 +92,10 @@ def train(
             "dry_run=true trains nothing; leave it out, or use `python -m trainer"
             " dry_run=true`"
         )
-    code, run = start(
-        config, hooks=Hooks(model, data, tracker, callbacks, own_process=False)
-    )
-    assert run is not None  # only a dry run has none
-    rows = [
-        row for row in read_rows(run.run_dir / "metrics.jsonl") if "event" not in row
-    ]
-    return Result(
-        run.state,
-        run.step,
-        rows,
-        run.run_dir,
-        signal.Signals(code - 128) if code else None,
-    )
+    hooks = Hooks(model, data, tracker, callbacks, own_process=False)
+    code, training = run(config, hooks=hooks)
+    assert training is not None  # only a dry run has none
+    run_dir = training.session.run_dir
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
+    stopped_by = signal.Signals(code - 128) if code else None
+    return Result(training.state, training.step, rows, run_dir, stopped_by)

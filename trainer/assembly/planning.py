@@ -1,4 +1,4 @@
-"""From a checked configuration to the plan of its step on GPUs that are not there."""
+"""Build the plan of a configuration's step for GPUs that are not present."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,13 +6,9 @@ from pathlib import Path
 from trainer.assembly.build import (
     build_diloco,
     build_model,
-    build_optimizer,
-    build_policy,
-    build_reduce,
     build_sizes,
+    build_task,
     check_fragments,
-    check_split,
-    check_trainable,
 )
 from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
@@ -23,13 +19,12 @@ from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Aim
 from trainer.plan.plan import Plan, make_plan
 from trainer.report.messages import describe_exchanges
-from trainer.step.kernels import Kernels
 from trainer.step.step import Tokens
-from trainer.workload import Model, TrainTask
+from trainer.workload import Model
 
 
-def vocabulary(c: schema.Config) -> int:
-    """How many ids there are, the data not read."""
+def vocab_size(c: schema.Config) -> int:
+    """Return the number of ids without reading the data."""
     if c.model.vocab_size is not None:
         return c.model.vocab_size
     if c.data.source == "prepared":
@@ -47,38 +42,30 @@ def build_plan(
     exact: bool,
     say: Callable[[str], None],
 ) -> Plan:
-    """What the step of a configuration needs and does on GPUs that are not there; see
-    `plan.make_plan`.
+    """Return what a configuration's step needs on GPUs that are not present.
 
-    `bf16`: the configuration of what it is compared with; None: not compared.
+    Args:
+      c: the configuration.
+      aim: the GPUs.
+      sequences: of a micro-batch on each device.
+      bf16: the precision to compare with; None: no comparison.
+      search: see `plan.make_plan`.
+      exact: see `plan.make_plan`.
+      say: prints a message.
     """
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
-    model = build_model(c.model, build_policy(c.precision), vocabulary(c))
-    check_split(model, mesh)
-    kernels = Kernels.of(c.deterministic, cached=c.compile_cache is not None)
-    reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
-    task = TrainTask(
-        model,
-        c.optimizer.name,
-        optimizer,
-        mesh,
-        reduce,
-        kernels,
-        c.train.trainable or (),
-    )
-    check_trainable(task)
-    # each replica has the GPUs of the plan: what it computes is the same
+    model = build_model(c.model, c.precision.policy, vocab_size(c))
+    task = build_task(c, model, mesh, None, cached=c.compile_cache is not None)
+    # Each replica has the GPUs of the plan, and computes the same as one run alone.
     if (diloco := build_diloco(c)) is not None:
-        check_fragments(task._replace(diloco=diloco))
-        for line in describe_exchanges(
-            exchanges_of(task._replace(diloco=diloco)), c.diloco.bandwidth_gbps
-        ):
+        replicas = task._replace(diloco=diloco)
+        check_fragments(replicas)
+        exchanges = exchanges_of(replicas)
+        for line in describe_exchanges(exchanges, c.diloco.bandwidth_gbps):
             say(line)
-    other = (
-        None
-        if bf16 is None
-        else task._replace(model=Model.make(model.spec, build_policy(bf16)))
-    )
+    compared = None
+    if bf16 is not None:
+        compared = task._replace(model=Model.make(model.spec, bf16.policy))
 
     def batches(sequences: int) -> Tokens:
         rows = sequences * batch_devices(mesh) * c.train.grad_accum_steps
@@ -96,7 +83,7 @@ def build_plan(
         aim,
         sequences=sequences,
         accum=c.train.grad_accum_steps,
-        bf16=other,
+        bf16=compared,
         search=search,
         exact=exact,
         log=say,

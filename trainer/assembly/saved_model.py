@@ -1,7 +1,7 @@
-"""What a saved run holds, for whoever samples from it, exports it or evaluates it.
+"""Load a saved run, to sample from it, export it or evaluate it.
 
-A run directory may come from somebody else: nothing is written where links in it lead,
-and no cache that its configuration names is used.
+A run directory may come from somebody else: nothing is written through links in it, and
+no cache that its configuration names is used.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from trainer.assembly.build import build_model, build_policy, build_workload
-from trainer.assembly.data import where_begun
+from trainer.assembly.build import build_model, build_workload
+from trainer.assembly.data import at_start_directory
 from trainer.config import schema
 from trainer.config.continuing import COMPILED, DATA_CACHE, default_cache
 from trainer.config.fields import from_saved, to_tree
@@ -27,18 +27,19 @@ from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.initial_weights import restore_weights
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
-from trainer.run.start import check_finite, restore_logical
+from trainer.run.start import check_finite
 from trainer.step.state import from_stored
 from trainer.workload import Workload, abstract_state
 
 
 class SavedModel(NamedTuple):
-    """The model of a run as it was saved, with its parameters on the first device.
+    """The model of a saved run, with its parameters on the first device.
 
     Attributes:
       spec: of the model.
-      bind: makes the model of parameters.
+      bind: parameters to the model.
       params: in FP32.
       tokenizer: of the run's data.
     """
@@ -50,8 +51,10 @@ class SavedModel(NamedTuple):
 
 
 def restore_run(run_dir: Path) -> SavedModel:
-    """The model of a run directory's newest checkpoint, and the tokenizer of its data.
-    Raises UserError.
+    """Return the model of a run's newest checkpoint, with its tokenizer.
+
+    Raises:
+      UserError: there is none, or it is not of this package alone.
     """
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
@@ -60,17 +63,20 @@ def restore_run(run_dir: Path) -> SavedModel:
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
-        model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
+        model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
-        params = restore_logical(checkpointer, like)
+        params = restore_weights(checkpointer, like)
     return SavedModel(model.spec, model.sampling.bind, params, tokenizer)
 
 
 def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
-    """A run's configuration, what it trains, on one device, and its newest checkpoint,
-    without the optimiser's state.
+    """Return a run's configuration, its workload on one device, and its newest
+    checkpoint.
 
-    Raises UserError.
+    The optimizer's state is left out.
+
+    Raises:
+      UserError: there is no checkpoint, it is not finite, or the data have changed.
     """
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
@@ -84,30 +90,30 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
             parallel=parallel,
             diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))),
         )
-        with where_begun(without_own_cache(c, run_dir), run_dir) as c:
+        with at_start_directory(without_own_cache(c, run_dir), run_dir) as c:
             w = build_workload(c)
-        rows = meta.get("rows")  # of the run's devices, which may have been more
-        w = w._replace(task=w.task._replace(model=w.model._replace(rows=rows).again()))
+        # Of the run's devices: which matmuls were in FP8 depends on it.
+        model = w.model._replace(rows=meta.get("rows")).remade()
+        w = w._replace(task=w.task._replace(model=model))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(
                 f"{run_dir} was trained on other data than {w.data.directory}; bring"
                 " its text back"
             )
-        found = checkpointer.restore(
+        checkpoint = checkpointer.restore(
             dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True
         )
-        check_finite(
-            found, f"checkpoint {found.step} of {run_dir}", "bring an earlier one back"
-        )
-    return c, w, found._replace(state=from_stored(found.state))
+        where = f"checkpoint {checkpoint.step} of {run_dir}"
+        check_finite(checkpoint, where, "bring an earlier one back")
+    return c, w, checkpoint._replace(state=from_stored(checkpoint.state))
 
 
 def without_own_cache(c: schema.Config, run_dir: Path) -> schema.Config:
-    """The configuration with this machine's directory for prepared data, if its own is
-    inside the run directory.
+    """Replace a directory for prepared data that is inside the run directory by the
+    default.
 
-    Prepared there, a private text that the configuration of a stranger's run names
-    would travel with the run.
+    A stranger's configuration could name a private text; prepared there, it would
+    travel with the run.
     """
     cache = c.data.cache_dir
     if cache is None or not Path(cache).expanduser().resolve().is_relative_to(
@@ -120,24 +126,26 @@ def without_own_cache(c: schema.Config, run_dir: Path) -> schema.Config:
 
 
 def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
-    """Raise UserError for a run whose model or token ids a program gave: its
-    configuration does not tell them.
+    """Raise UserError for a run whose model or token ids came from a program.
+
+    Its configuration cannot rebuild them.
     """
-    own = (
-        "a model"
-        if meta["model"].get("family") == CUSTOM.name
-        else "token ids" * (meta["tokenizer"] == NumberTokenizer.name)
+    if meta["model"].get("family") == CUSTOM.name:
+        custom_part = "a model"
+    elif meta["tokenizer"] == NumberTokenizer.name:
+        custom_part = "token ids"
+    else:
+        return
+    raise UserError(
+        f"{run_dir} was trained by a program with {custom_part} of its own; only that"
+        " program can resume it"
     )
-    if own:
-        raise UserError(
-            f"{run_dir} was trained by a program with {own} of its own; only that can"
-            " go on with it"
-        )
 
 
 def keep_compiled(c: schema.Config) -> None:
-    """Use this machine's cache of compiled programs, unless the run had none; the run's
-    own is not trusted.
+    """Use this machine's cache of compiled programs, unless the run had none.
+
+    The run's own cache is not trusted.
     """
     warning = use_compilation_cache(
         None if c.compile_cache is None else default_cache(COMPILED)
@@ -147,7 +155,7 @@ def keep_compiled(c: schema.Config) -> None:
 
 
 def checkpoints_of(run_dir: Path) -> Checkpointer:
-    """To read. UserError where there are none."""
+    """Open a run's checkpoints for reading. Raises UserError if there are none."""
     if not (run_dir / "checkpoints").is_dir():
         raise UserError(
             f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir"

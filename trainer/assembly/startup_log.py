@@ -1,32 +1,31 @@
-"""What a run says of itself before its first step, and what it records of where it
-begins.
+"""The startup log: what a run prints before its first step, and records of its
+origin.
 """
 
 from pathlib import Path
 
 import jax
 
-from trainer import __version__
-from trainer.assembly.build import build_learning_rates, decides_rates
+from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
-from trainer.config.fields import from_saved, to_tree
+from trainer.config.fields import flatten, from_saved, to_tree
 from trainer.models.custom import CUSTOM
 from trainer.models.family import param_count
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, rounding_of, schedule_change
 from trainer.run.checkpoint import Restored
+from trainer.run.initial_weights import describe_init
 from trainer.run.phases import Phases, Stage
-from trainer.run.rundir import flatten
-from trainer.run.start import describe_init, describe_origin, is_fork
 from trainer.run.vocabulary import describe_embeddings
+from trainer.version import __version__
 from trainer.workload import Workload
 
 
 def describe_run(
     c: schema.Config, w: Workload, step: jax.stages.Compiled | DiLoCoStep | None = None
 ) -> list[str]:
-    """What is about to be trained, a line each; with the memory that a compiled step
+    """Return lines about what is trained, with the memory that a compiled step
     needs.
     """
     lines = describe(
@@ -41,61 +40,57 @@ def describe_run(
 
 
 def describe_phase(phases: Phases, stage: Stage) -> list[str]:
-    """A line about a phase, where a run has several."""
+    """Return a line about a phase, if the run has several."""
     if len(phases.stages) == 1:
         return []
-    task, of = stage.task, stage.config
-    part = (
-        f"{', '.join(task.trainable) or 'all'}"
-        f" ({param_count(task.model.spec, task.trained):,} parameters)"
-    )
-    number = f"{phases.stages.index(stage) + 1} of {len(phases.stages)}"
-    steps = f"steps {stage.start + 1:,} to {stage.until:,}"
-    rounding = rounding_of(of.precision.weights, of.precision.weights_rounding)
-    precision = f"{of.precision.name}{rounding}"
+    task, config = stage.task, stage.config
+    number = phases.stages.index(stage) + 1
+    parameters = param_count(task.model.spec, task.trained)
+    trained = f"{', '.join(task.trainable) or 'all'} ({parameters:,} parameters)"
+    precision = config.precision
+    rounding = rounding_of(precision.weights, precision.weights_rounding)
     return [
-        f"phase {number}, {steps}: {part}, {precision}, {of.schedule.name} from"
-        f" {of.optimizer.lr:g}"
+        f"phase {number} of {len(phases.stages)}, steps {stage.start + 1:,} to"
+        f" {stage.until:,}: {trained}, {precision.name}{rounding},"
+        f" {config.schedule.name} from {config.optimizer.lr:g}"
     ]
 
 
-def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:
-    """A line about what a run begins with, where that is not nothing."""
-    if not found.step:
-        if c.init_from is None:
-            return []
-        source, method = Path(c.init_from), c.init.embeddings
-        if method is not None:
-            return [describe_embeddings(source, w.data.tokenizer, method)]
-        return [
-            describe_init(source, w.data.tokenizer, w.model.spec, found.state.params)
-        ]
-    if is_fork(found):
-        return [
-            f"forked from {describe_origin(found.meta)}: what follows is a run of"
-            " its own"
-        ]
-    return [f"resuming after step {found.step:,}"] if found.step < c.train.steps else []
+def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[str]:
+    """Return a line about the weights or the checkpoint that a run starts from."""
+    if checkpoint.step:
+        if checkpoint.is_fork:
+            return [f"forked from {checkpoint.origin}: a run of its own from here on"]
+        if checkpoint.step < c.train.steps:
+            return [f"resuming after step {checkpoint.step:,}"]
+        return []
+    if c.init_from is None:
+        return []
+    source, tokenizer = Path(c.init_from), w.data.tokenizer
+    if c.init.embeddings is not None:
+        return [describe_embeddings(source, tokenizer, c.init.embeddings)]
+    params = checkpoint.state.params
+    return [describe_init(source, tokenizer, w.model.spec, params)]
 
 
-def begun_from(c: schema.Config, found: Restored) -> dict[str, str]:
-    """What a run began with, for its report; empty where that was nothing."""
-    if origin := describe_origin(found.meta):
-        return {FORKED: origin}
+def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
+    """Return the run or the weights that a run began with, for its report."""
+    if checkpoint.origin:
+        return {FORKED: checkpoint.origin}
     return {} if c.init_from is None else {WEIGHTS: c.init_from}
 
 
-def describe_change(c: schema.Config, found: Restored) -> list[str]:
-    """What a resumed run does otherwise from here on."""
-    if not found.step:
+def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
+    """Return how the learning rates of a resumed run change from here on."""
+    if not checkpoint.step:
         return []
-    before = from_saved(schema.Config, found.meta["config"])
+    before = from_saved(schema.Config, checkpoint.meta["config"])
     old, new = dict(flatten(to_tree(before))), dict(flatten(to_tree(c)))
     changed = {
         key: (old.get(key), new[key])
         for key in new
-        if old.get(key) != new[key] and decides_rates(key)
+        if old.get(key) != new[key] and affects_learning_rates(key)
     }
     return schedule_change(
-        found.step, build_learning_rates(before), build_learning_rates(c), changed
+        checkpoint.step, build_learning_rates(before), build_learning_rates(c), changed
     )

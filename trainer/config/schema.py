@@ -27,7 +27,7 @@ from trainer.bounds import (
 from trainer.models.new_tokens import Method
 from trainer.models.specs import FIRST, SPECS
 from trainer.precision.policy import Policy
-from trainer.step.kernels import Asked
+from trainer.step.kernels import Deterministic
 from trainer.step.optimizers import ENTRIES, Optimizer
 
 
@@ -340,7 +340,7 @@ class Config:
     dry_run: bool
     compile_cache: str | None
     # null: auto, as of a run that was saved before there was the key
-    deterministic: Asked | None
+    deterministic: Deterministic | None
 
     @property
     def batch_size(self) -> int:

@@ -40,7 +40,7 @@ from trainer.parallel.sharding import of_parameters
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_part
 from trainer.step.step import Tokens
-from trainer.workload import Model, TrainTask, comm_config_of
+from trainer.workload import Model, TrainTask
 
 RADIUS = 5e-4  # half the width of the box, for a logit of size zero
 # The search ends when two guesses of the critical rate are this close, relatively.
@@ -201,7 +201,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
     largest_of = largest_over(mesh, model.roles)
     losses = make_losses(model.on(mesh))
     if mesh.size > 1:
-        losses = loss_over(mesh, comm_config_of(task), losses)
+        losses = loss_over(mesh, task.comm, losses)
 
     def direction(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """Return the update at a learning rate of one, BF16, and the loss's slope."""

@@ -27,7 +27,13 @@ from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.tree import map_arrays
 from trainer.models.roles import Role, role_of
-from trainer.parallel.mesh import BATCH_AXES, Sizes, batch_axes, over_devices
+from trainer.parallel.mesh import (
+    BATCH_AXES,
+    Sizes,
+    batch_axes,
+    devices_of_replica,
+    over_devices,
+)
 from trainer.parallel.reduction import Reduction, exchanged, gathered, mean
 from trainer.parallel.sharding import (
     fsdp_axis,
@@ -38,7 +44,13 @@ from trainer.parallel.sharding import (
 )
 from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
-from trainer.step.step import Gradient, Tokens, mean_gradient, squares_of_arrays
+from trainer.step.step import (
+    Gradient,
+    Reductions,
+    Tokens,
+    mean_gradient,
+    squares_of_arrays,
+)
 
 LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
 MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
@@ -223,6 +235,15 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
         )(params, scaling, batch, keys_AxB)
 
     return gradient
+
+
+def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> Reductions:
+    """Return the reductions of a train step over the devices of a mesh."""
+    gradient: Gradient = mean_gradient
+    if devices_of_replica(mesh) > 1:
+        gradient = gradient_over(mesh, comm)
+    squares = squares_over(mesh, trained_roles)
+    return Reductions(gradient, squares, largest_over(mesh, comm.roles))
 
 
 def random_word(keys_B: jax.Array) -> jax.Array:

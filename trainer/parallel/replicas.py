@@ -33,7 +33,7 @@ from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 OF_OUTER = 0x165667B1  # of the rounding of outer weights
 
 
-class Kept(NamedTuple):
+class Storage(NamedTuple):
     """How residuals and the outer momentum are kept: in a dtype, as scaled arrays or
     not.
     """
@@ -87,7 +87,10 @@ def stacked(part: Any, replicas: int) -> Any:
 
 
 def with_replicas(
-    state: TrainState, trained: Callable[[Any], Any], diloco: DiLoCoSettings, kept: Kept
+    state: TrainState,
+    trained: Callable[[Any], Any],
+    diloco: DiLoCoSettings,
+    storage: Storage,
 ) -> TrainState:
     """The first state of replicas, from that of a run without: all begin with its
     weights, and random keys differ.
@@ -103,19 +106,25 @@ def with_replicas(
     states = TrainState(
         stacked(state.params, diloco.replicas), packed[0], jnp.stack(others), packed[1]
     )
-    kept_of = first_kept(trained(state.params), diloco, kept)
+    residuals_and_momentum = first_residuals(trained(state.params), diloco, storage)
     return TrainState(
-        state.params, (), state.key, state.scaling, Replicas(states, *kept_of)
+        state.params,
+        (),
+        state.key,
+        state.scaling,
+        Replicas(states, *residuals_and_momentum),
     )
 
 
-def first_kept(params: Any, diloco: DiLoCoSettings, kept: Kept) -> tuple[Any, Any]:
+def first_residuals(
+    params: Any, diloco: DiLoCoSettings, storage: Storage
+) -> tuple[Any, Any]:
     """Residuals and outer momentum of these parameters before the first exchange, ()
     for what is not kept.
     """
 
     def zeros(p: Any, *axes: int) -> Any:
-        return kept.store(
+        return storage.store(
             jnp.zeros((*axes, *p.shape), jnp.float32), jnp.float32(2.0**-126)
         )
 
@@ -127,8 +136,11 @@ def first_kept(params: Any, diloco: DiLoCoSettings, kept: Kept) -> tuple[Any, An
     return residuals, tree.map_arrays(zeros, params) if diloco.momentum else ()
 
 
-def with_kept(
-    state: TrainState, trained: Callable[[Any], Any], diloco: DiLoCoSettings, kept: Kept
+def with_residuals(
+    state: TrainState,
+    trained: Callable[[Any], Any],
+    diloco: DiLoCoSettings,
+    storage: Storage,
 ) -> TrainState:
     """A state of as many replicas, perhaps without feedback or momentum, as that of a
     run that has what `diloco` has.
@@ -138,7 +150,7 @@ def with_kept(
     old: Replicas = state.diloco
     own = zip(
         (old.residuals, old.momentum),
-        first_kept(trained(state.params), diloco, kept),
+        first_residuals(trained(state.params), diloco, storage),
         strict=True,
     )
     parts = [
@@ -307,7 +319,7 @@ def make_exchange(
     mesh: Mesh,
     roles: Any,
     diloco: DiLoCoSettings,
-    kept: Kept,
+    storage: Storage,
     trained: Callable[[Any], Any],
     rounding: weights.Rounding,
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
@@ -319,7 +331,7 @@ def make_exchange(
       mesh, roles: of the parameters that are trained, which say what of each a device
           has.
       diloco: how replicas agree.
-      kept: how residuals and momentum are kept.
+      storage: of residuals and momentum.
       trained: the part of the parameters that is.
       rounding: of narrow outer weights.
     """
@@ -362,10 +374,10 @@ def make_exchange(
                 for d, speed in zip(means, speeds, strict=True)
             ]
             for i, speed in zip(mine, speeds, strict=True):
-                momenta[i] = one_of(accept, kept.store(speed), momenta[i])
+                momenta[i] = one_of(accept, storage.store(speed), momenta[i])
         for j, i in enumerate(mine if diloco.feedback else []):
             residuals[i] = one_of(
-                accept, kept.store(lost[j], scales[j]), finite_part(residuals[i])
+                accept, storage.store(lost[j], scales[j]), finite_part(residuals[i])
             )
         new = weights.apply_updates(
             [before[i] for i in mine],

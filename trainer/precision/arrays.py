@@ -142,7 +142,7 @@ def store_weights(params: Any, policy: Policy) -> Any:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def first_lost(exact: Any, params: Any, policy: Policy) -> Any:
+def kahan_compensation(exact: Any, params: Any, policy: Policy) -> Any:
     """What `store_weights` lost of FP32 weights, BF16, where the policy keeps it; else
     (). Not inside jit.
     """

@@ -17,7 +17,7 @@ from trainer.observe.metrics import GIB
 from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
-from trainer.run.loop import Run
+from trainer.run.session import Run
 from trainer.step.kernels import promise
 from trainer.text import interpreter
 from trainer.workload import Model, TrainTask, Workload
@@ -347,19 +347,19 @@ def schedule_change(
 
 def farewell(run: Run, code: int) -> None:
     """Show where the results are, and the commands for the next steps."""
-    say, run_dir = run.display.message, shlex.quote(str(run.run_dir))
+    say, run_dir = run.session.display.message, shlex.quote(str(run.session.run_dir))
     python = interpreter()
     resume = f"{python} -m trainer resume={run_dir}"
     if code:
-        saved = max(run.checkpointer.steps(), default=0)
+        saved = max(run.session.checkpointer.steps(), default=0)
         how = f"the same command with run_dir={run_dir}"
-        if not run.own_process:
+        if not run.session.own_process:
             how = "the same call"
         elif saved:
             how = f"{resume}   (or {how})"
         say(
-            f"stopped after step {run.step} of {run.steps}; to resume from {saved}:"
-            f" {how}"
+            f"stopped after step {run.step} of {run.plan.steps}; to resume from"
+            f" {saved}: {how}"
         )
         return
     names = (
@@ -371,12 +371,12 @@ def farewell(run: Run, code: int) -> None:
         "checkpoints",
         "config.yaml",
     )
-    results = ", ".join(name for name in names if (run.run_dir / name).exists())
+    results = ", ".join(name for name in names if (run.session.run_dir / name).exists())
     say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
-    if not run.own_process:
+    if not run.session.own_process:
         return  # the program that called knows what to do next
     say(
         f"sample more:  {python} -m scripts.generate run_dir={run_dir} prompt='And God"
         " said'"
     )
-    say(f"train longer: {resume} train.steps={2 * run.steps}")
+    say(f"train longer: {resume} train.steps={2 * run.plan.steps}")

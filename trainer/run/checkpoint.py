@@ -43,13 +43,28 @@ logger = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """What `Checkpointer.restore` found: the state after `step` steps, and the meta it
-    was saved with.
+    """A restored checkpoint: the state after `step` steps, and the meta that was saved
+    with it.
     """
 
     step: int
     state: Any
     meta: dict[str, Any]
+
+    @property
+    def is_fork(self) -> bool:
+        """Return whether a run starts here as a fork of another run.
+
+        A fork that is resumed later has taken steps of its own.
+        """
+        forked = self.meta.get("forked")
+        return forked is not None and forked["step"] == self.step
+
+    @property
+    def origin(self) -> str:
+        """`RUN after step N` of a fork, also of one that is resumed; else empty."""
+        forked = self.meta.get("forked")
+        return f"{forked['run']} after step {forked['step']:,}" if forked else ""
 
 
 class DamagedCheckpointError(Exception):

@@ -1,4 +1,6 @@
-"""A state of one precision, as that of another."""
+"""Conversion of a state from one precision to another."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import jax.numpy as jnp
 from scalify_core import weights
 from trainer.models.functional import Params
 from trainer.parallel.sharding import shardings
-from trainer.precision.arrays import first_lost, store_weights
+from trainer.precision.arrays import kahan_compensation, store_weights
 from trainer.precision.policy import Policy
 from trainer.step.moments import convert_moments
 from trainer.step.state import TrainState
@@ -17,37 +19,44 @@ from trainer.workload import TrainTask
 def convert_state(
     task: TrainTask, state: TrainState, source: Policy, seed: int
 ) -> TrainState:
-    """A state that was stored for the precision `source`, for that of the task; every
-    value is rounded once.
+    """Convert a stored state of the precision `source` to that of the task.
+
+    Every value is rounded once; `seed` is that of stochastic rounding.
     """
-    policy = task.model.policy
-    exact = exact_weights(state)
-    params = store_weights(exact, policy)
-    lost = first_lost(task.trained(exact), task.trained(params), policy)
+    params, compensation = rounded_weights(task, exact_weights(state))
     opt_state = jax.jit(
-        lambda s: convert_moments(s, task.optimizer_name, source, policy, seed)
+        lambda moments: convert_moments(
+            moments, task.optimizer_name, source, task.model.policy, seed
+        )
     )(state.opt_state)
     converted = TrainState(
         params,
         opt_state,
         state.key,
         task.model.differentiate().init(),
-        kahan_compensation=lost,
+        kahan_compensation=compensation,
     )
     return jax.device_put(converted, shardings(converted, task.mesh, task.model.roles))
 
 
 def exact_weights(state: TrainState) -> Params:
-    """The weights of a state in FP32, with what rounding has lost of them, where that
-    is kept.
-    """
+    """Return the weights of a state in FP32, with their Kahan compensation added."""
     params: Params = weights.wide(state.params)
-    if state.kahan_compensation == ():
+    compensation = state.kahan_compensation
+    if compensation == ():
         return params
-    kept = part_of(params, state.kahan_compensation)
-    return with_part(
-        params,
-        jax.tree.map(
-            lambda p, rest: p + rest.astype(jnp.float32), kept, state.kahan_compensation
-        ),
+    compensated = jax.tree.map(
+        lambda p, c: p + c.astype(jnp.float32),
+        part_of(params, compensation),
+        compensation,
     )
+    return with_part(params, compensated)
+
+
+def rounded_weights(task: TrainTask, exact: Params) -> tuple[Params, Any]:
+    """Return FP32 weights as the task stores them, and their Kahan compensation."""
+    params = store_weights(exact, task.model.policy)
+    compensation = kahan_compensation(
+        task.trained(exact), task.trained(params), task.model.policy
+    )
+    return params, compensation

@@ -1,14 +1,13 @@
-"""The loop around the step: batches in, rows out, callbacks, stop requests.
+"""The training loop: batches in, metrics out, callbacks, stop requests, rollbacks.
 
 The metrics of step n are read after step n+1 was dispatched, so that the device never
-waits for the host. Step n in a row, a checkpoint or a message means: after n steps.
-What happens between two steps, and that each of its effects happens exactly once, is in
-`trainer.run.callbacks`.
+waits for the host. "Step n" in a row, a checkpoint or a message means: after n steps.
+`trainer.run.callbacks` says what happens between two steps, and why each effect happens
+exactly once.
 """
 
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,76 +18,19 @@ import numpy as np
 from trainer.data import Batch
 from trainer.errors import Diverged
 from trainer.files import write_atomically, write_text
-from trainer.observe.display import Display
-from trainer.observe.metrics import Throughput, memory
+from trainer.observe.metrics import memory
 from trainer.observe.records import decode_row, encode_row
-from trainer.observe.trackers.protocol import Tracker
 from trainer.run.builtin_callbacks import CHECKPOINT
 from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
-from trainer.run.checkpoint import Checkpointer
-from trainer.run.shutdown import Guard, Timeouts
-from trainer.run.watchdog import Watchdog
-from trainer.step.state import TrainState, first_nonfinite, to_stored
-from trainer.step.step import Hyper, Metrics, StepFn, Tokens
-
-
-@dataclass
-class Run:
-    """All that a training run consists of, built once by `build`.
-
-    Attributes:
-      step: steps taken so far; the data position.
-      steps: of the whole run.
-      until: steps taken when this phase of it ends.
-      batches: yields (step, host batch) from a step on.
-      place: host batch to sharded global arrays.
-      agree: the largest number that any process gives; all of them must ask equally
-          often.
-      callbacks: what happens between two steps, in this order.
-      log_every: steps between two rows that hold no more than a step's figures.
-      restore: the state in use and steps, to the state of the first of their
-        checkpoints that is whole, that step, and the step compiled for it, None: the
-        one in use. The state in use is deleted.
-      diagnose: state and batch of a non-finite step, to a description of the first bad
-          tensor.
-      unfinished: the row of step `step` as a line, when a signal broke off what was to
-          be found out after that step.
-      recorded: the last step whose row is out.
-      own_process: whether the process may be ended for the run; see `Guard`.
-    """
-
-    state: TrainState
-    step: int
-    steps: int
-    until: int
-    seed: np.uint32
-    batch_tokens: int
-    learning_rates: np.ndarray
-    train_step: StepFn
-    batches: Callable[[int], Iterator[tuple[int, Batch]]]
-    place: Callable[[Batch], Tokens]
-    agree: Callable[[int], int]
-    callbacks: Sequence[Callback]
-    log_every: int
-    restore: Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]
-    diagnose: Callable[[TrainState, Tokens, int], str]
-    checkpointer: Checkpointer
-    meta: dict[str, Any]
-    tracker: Tracker
-    display: Display
-    watchdog: Watchdog
-    throughput: Throughput
-    run_dir: Path
-    profile: tuple[int, int] | None
-    timeouts: Timeouts
-    unfinished: str | None
-    recorded: int
-    own_process: bool
+from trainer.run.session import Run, Session
+from trainer.run.shutdown import Guard
+from trainer.step.state import first_nonfinite, to_stored
+from trainer.step.step import Metrics, Tokens
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A dispatched step whose metrics were not read yet. `step` counts it."""
+    """A dispatched step whose metrics were not read yet; `step` counts it."""
 
     step: int
     metrics: Metrics
@@ -96,96 +38,116 @@ class Pending:
 
 
 class Stop:
-    """Whether to stop, the same answer in all processes: a signal to one of them stops
-    them all.
+    """A stop request that all processes agree on: a signal to one stops them all.
 
     Attributes:
       signal: its number; 0: none yet.
     """
 
-    def __init__(self, run: Run, guard: Guard) -> None:
+    def __init__(self, session: Session, guard: Guard) -> None:
         self.signal = 0
         self.guard = guard
-        self._run = run
+        self._agree = session.agree
 
     def __call__(self, doing: str) -> bool:
-        """Ask, before `doing` something."""
+        """Return whether to stop; `doing` describes what comes next otherwise."""
         self.guard.beat(doing)
-        self.signal = self.signal or self._run.agree(self.guard.signal)
+        self.signal = self.signal or self._agree(self.guard.signal)
         return self.signal > 0
 
 
 def train(run: Run) -> int:
-    """Train to the end of the phase or to a stop request.
+    """Train to the end of the phase, or to a stop request.
 
-    Exit code 0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint.
+    Returns:
+      0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint.
+
+    Raises:
+      Diverged: the watchdog found no way to go on.
     """
+    session = run.session
 
-    def report(text: str) -> None:
-        tell(run, run.recorded, text, alert="stall")
+    def report_stall(text: str) -> None:
+        tell(run, run.logged, text, alert="stall")
 
     with (
-        Guard(run.timeouts, run.run_dir, report, own_process=run.own_process) as guard,
-        Profiler(run) as profiler,
+        Guard(
+            session.timeouts,
+            session.run_dir,
+            report_stall,
+            own_process=session.own_process,
+        ) as guard,
+        Profiler(run.plan.profile, session.run_dir / "profile") as profiler,
     ):
-        stop = Stop(run, guard)
+        stop = Stop(session, guard)
         if run.unfinished is not None:
-            finish_step(run, run.unfinished, stop)
-        pending: Pending | None = None
-        batches = run.batches(run.step)
-        waited = time.perf_counter()
-        guard.beat(f"waiting for the batch of step {run.step + 1}")
-        for step, batch in batches if not stop.signal else ():
-            run.throughput.waited(time.perf_counter() - waited)
-            guard.beat(f"in step {step + 1}")
-            tokens = run.place(batch)
-            profiler.before(step + 1)
-            hyper = Hyper(run.learning_rates[step], np.int32(step), run.seed)
-            run.state, metrics = run.train_step(run.state, tokens, hyper)
-            profiler.after(step + 1, run.state.params)
-            if pending is not None:
-                log(run, pending.step, observe(run, pending))
-            pending = Pending(step + 1, metrics, batch)
-            run.step = step + 1
-            # Looked at once a step, since a signal may come between two looks.
-            if stop(f"in step {run.step}") or boundary(run):
-                row = observe(run, pending)
-                run.watchdog.inspect(run.step, first_nonfinite(run.state))
-                if run.watchdog.verdict is not None:
-                    intervene(run, pending, row)
-                    row |= run.watchdog.row()
-                pending = None
-                settle(run, row, tokens, stop)
-            run.checkpointer.check()
-            if stop.signal:
-                break
-            waited = time.perf_counter()
-            guard.beat(f"waiting for the batch of step {run.step + 1}")
+            finish_interrupted_step(run, run.unfinished, stop)
+        if not stop.signal:
+            take_steps(run, stop, profiler)
         guard.beat("saving the last checkpoint")
-        run.checkpointer.wait()
-        if run.step >= run.steps and run.watchdog.failure is not None:
-            raise Diverged(
-                f"all {run.steps} steps were taken, but {run.watchdog.failure}; see"
-                f" {run.run_dir}/report.html"
+        session.checkpointer.wait()
+    failure = run.recovery.watchdog.failure
+    if run.step >= run.plan.steps and failure is not None:
+        raise Diverged(
+            f"all {run.plan.steps} steps were taken, but {failure}; see"
+            f" {session.run_dir}/report.html"
+        )
+    return 128 + stop.signal if stop.signal else 0
+
+
+def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
+    """Take the steps of the phase; return early after a stop request."""
+    guard, watchdog = stop.guard, run.recovery.watchdog
+    pending: Pending | None = None
+    batches = run.data.batches(run.step)
+    wait_started = time.perf_counter()
+    guard.beat(f"waiting for the batch of step {run.step + 1}")
+    for step, batch in batches:
+        run.throughput.waited(time.perf_counter() - wait_started)
+        guard.beat(f"in step {step + 1}")
+        tokens = run.data.place(batch)
+        profiler.before(step + 1)
+        run.state, metrics = run.train_step(run.state, tokens, run.plan.hyper(step))
+        if profiler.after(step + 1, run.state.params):
+            run.session.display.event(
+                step + 1, f"profile of steps up to {step + 1}: {profiler.directory}"
             )
-        return 128 + stop.signal if stop.signal else 0
+        if pending is not None:
+            log(run, pending.step, observe(run, pending))
+        pending = Pending(step + 1, metrics, batch)
+        run.step = step + 1
+        # Ask exactly once a step: a signal may arrive between two questions.
+        if stop(f"in step {run.step}") or needs_metrics_now(run):
+            row = observe(run, pending)
+            watchdog.inspect(run.step, first_nonfinite(run.state))
+            if watchdog.verdict is not None:
+                recover(run, pending, row)
+                row |= watchdog.row()
+            pending = None
+            run_callbacks(run, row, tokens, stop)
+        run.session.checkpointer.check()
+        if stop.signal:
+            return
+        wait_started = time.perf_counter()
+        guard.beat(f"waiting for the batch of step {run.step + 1}")
 
 
-def boundary(run: Run) -> bool:
-    """Return whether this step's own metrics are needed before the next one starts."""
+def needs_metrics_now(run: Run) -> bool:
+    """Return whether this step's metrics are needed before the next step starts."""
     return (
-        run.step == run.until or run.watchdog.suspect_since is not None or planned(run)
+        run.step == run.plan.until
+        or run.recovery.watchdog.suspect_since is not None
+        or any(callback.is_regular(run.step) for callback in run.callbacks)
     )
 
 
-def planned(run: Run) -> bool:
-    """Return whether something happens after this step."""
-    return any(callback.is_regular(run.step) for callback in run.callbacks)
-
-
 def observe(run: Run, pending: Pending) -> dict[str, float]:
-    """Wait for a step's metrics; its row. What the watchdog says of it is told, and a
-    skipped batch kept.
+    """Wait for a step's metrics, and show them to the watchdog.
+
+    The batch of a skipped step is saved.
+
+    Returns:
+      The row of the step.
     """
     metrics = {
         name: value.item() for name, value in jax.device_get(pending.metrics).items()
@@ -193,100 +155,87 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
     row = {
         "train/loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
-        "lr": float(run.learning_rates[pending.step - 1]),
-        "tokens": pending.step * run.batch_tokens,
+        "lr": float(run.plan.learning_rates[pending.step - 1]),
+        "tokens": pending.step * run.throughput.tokens_per_step,
     }
-    event = run.watchdog.observe(pending.step, metrics)
+    event = run.recovery.watchdog.observe(pending.step, metrics)
     if not metrics["finite"]:
-        keep_batch(run, pending)
+        save_skipped_batch(run.session.run_dir, pending)
     if event is not None:
         tell(run, pending.step, event)
-    return row | run.watchdog.row() | run.throughput.row() | memory()
+    return row | run.recovery.watchdog.row() | run.throughput.row() | memory()
 
 
-def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
-    """Go back to a state from before the steps that went wrong, while steps and batches
-    go on. Else raise Diverged.
+def recover(run: Run, pending: Pending, row: dict[str, float]) -> None:
+    """Roll back to a checkpoint from before the bad steps; the step count goes on.
+
+    Raises:
+      Diverged: there is no such checkpoint, or there were too many rollbacks.
     """
-    dog, verdict = run.watchdog, run.watchdog.verdict
-    run.checkpointer.wait()  # or how far back depends on how fast the disk was
-    before = [
-        step
-        for step in run.checkpointer.steps()
-        if step < (dog.suspect_since or pending.step)
-    ]
-    if not before and dog.in_doubt:
-        tell(
-            run,
-            run.step,
-            f"{verdict}; there is no checkpoint from before: going on",
-            alert="spike",
-        )
-        dog.forgive()
-    elif not before or not dog.may_roll_back:
+    watchdog, checkpointer = run.recovery.watchdog, run.session.checkpointer
+    # Else the speed of the disk would decide which checkpoint is there.
+    checkpointer.wait()
+    first_bad_step = watchdog.suspect_since or pending.step
+    good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
+    if not good_steps and watchdog.in_doubt:
+        text = f"{watchdog.verdict}; there is no checkpoint from before: going on"
+        tell(run, run.step, text, alert="spike")
+        watchdog.forgive()
+    elif not good_steps or not watchdog.may_roll_back:
         log(run, pending.step, row)
         stop_diverged(run, pending)
     else:
-        # The newest of the regular ones first: a run that was stopped in between has
-        # them too, and does the same.
-        regular = next(
-            callback.is_regular
-            for callback in run.callbacks
-            if callback.name == CHECKPOINT
-        )
-        order = sorted(before, key=lambda step: (not regular(step), -step))
-        run.state, step, compiled = run.restore(run.state, order)
-        run.train_step = compiled or run.train_step
-        dog.rolled_back(run.step)
-        count = f"rollback {dog.rollbacks} of {dog.bounds.max_rollbacks}"
-        text = (
-            f"{verdict}; rolled back to step {step}; skipping the batches of steps"
-            f" {step + 1} to {run.step}"
-        )
-        tell(run, run.step, f"{text} ({count})", alert="rollback")
+        roll_back(run, good_steps)
 
 
-def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
-    """What happens between two steps, phase by phase (see `trainer.run.callbacks`); not
-    counted as training time.
+def roll_back(run: Run, good_steps: list[int]) -> None:
+    """Restore the newest of these checkpoints that is intact."""
+    watchdog = run.recovery.watchdog
+    is_regular = next(
+        callback.is_regular for callback in run.callbacks if callback.name == CHECKPOINT
+    )
+    # Regular checkpoints first: a run that was stopped in between has only these, and
+    # must roll back to the same step.
+    order = sorted(good_steps, key=lambda step: (not is_regular(step), -step))
+    run.state, step, train_step = run.recovery.restore(run.state, order)
+    run.train_step = train_step or run.train_step
+    text = (
+        f"{watchdog.verdict}; rolled back to step {step}; skipping the batches of steps"
+        f" {step + 1} to {run.step}"
+    )
+    watchdog.rolled_back(run.step)
+    count = f"rollback {watchdog.rollbacks} of {watchdog.bounds.max_rollbacks}"
+    tell(run, run.step, f"{text} ({count})", alert="rollback")
+
+
+def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
+    """Run the callbacks that are due after this step, phase by phase, and log its row.
+
+    Their time does not count as training time.
     """
     started = time.perf_counter()
     context = StepContext(
         step=run.step,
-        last=run.step == run.steps,
+        last=run.step == run.plan.steps,
         state=run.state,
         train_step=run.train_step,
         tokens=tokens,
         row=dict(row),
-        run_dir=run.run_dir,
+        run_dir=run.session.run_dir,
         ask=stop,
         save=lambda: save(run, context.val_loss),
         say=lambda text: tell(run, run.step, text),
     )
-
-    def due(phase: Phase) -> list[Callback]:
-        # The end of a phase is kept, as what the next one starts from.
-        stopping, in_doubt = (
-            stop.signal > 0 or run.step == run.until,
-            run.watchdog.in_doubt,
-        )
-        callbacks = [callback for callback in run.callbacks if callback.phase == phase]
-        return [
-            callback
-            for callback in callbacks
-            if callback.is_due(context, stopping=stopping, in_doubt=in_doubt)
-        ]
-
     try:
-        for callback in due(Phase.EVALUATE):
+        for callback in due_callbacks(run, Phase.EVALUATE, context, stop):
             context.pause(f"at the {callback.name} after step {run.step}")
             context.take(callback.run(context))
     except Interrupted:
         save(run, None, unfinished=encode_row(run.step, row).decode())
         return
     if context.last:
-        run.watchdog.end(run.step, context.val_loss)
-    for callback in due(Phase.UPDATE):
+        run.recovery.watchdog.end(run.step, context.val_loss)
+    for callback in due_callbacks(run, Phase.UPDATE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         callback.run(context)
         run.state, run.train_step = context.state, context.train_step
@@ -295,75 +244,99 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
                 f"{name} is not finite after the {callback.name} after step {run.step};"
                 " nothing was saved of it"
             )
-    log(run, run.step, context.row, whole=context.row.keys() > row.keys())
+    log(run, run.step, context.row, extended=context.row.keys() > row.keys())
     if context.last:
-        run.tracker.summary(
-            {f"final/{name}": value for name, value in context.row.items()}
-        )
-    pass_on(run, context)
-    for callback in due(Phase.SAVE):
+        final = {f"final/{name}": value for name, value in context.row.items()}
+        run.session.tracker.summary(final)
+    record_media(run, context)
+    for callback in due_callbacks(run, Phase.SAVE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         callback.run(context)
-        pass_on(run, context)
+        record_media(run, context)
     run.throughput.pause(time.perf_counter() - started)
 
 
-def pass_on(run: Run, context: StepContext) -> None:
-    """Record the texts and pictures that callbacks have found."""
+def due_callbacks(
+    run: Run, phase: Phase, context: StepContext, stop: Stop
+) -> list[Callback]:
+    """Return the callbacks of a phase that run now.
+
+    The end of a training phase counts as a stop: the next one starts from what is saved
+    there.
+    """
+    stopping = stop.signal > 0 or run.step == run.plan.until
+    in_doubt = run.recovery.watchdog.in_doubt
+    return [
+        callback
+        for callback in run.callbacks
+        if callback.phase == phase
+        and callback.is_due(context, stopping=stopping, in_doubt=in_doubt)
+    ]
+
+
+def record_media(run: Run, context: StepContext) -> None:
+    """Record the texts and pictures of callbacks."""
     for name, text in context.texts:
-        run.tracker.sample(run.step, name, text)
-        run.display.event(run.step, f"{name}: {text}")
+        run.session.tracker.sample(run.step, name, text)
+        run.session.display.event(run.step, f"{name}: {text}")
     for name, path in context.pictures:
-        run.tracker.picture(run.step, name, path)
+        run.session.tracker.picture(run.step, name, path)
     context.texts.clear()
     context.pictures.clear()
 
 
-def finish_step(run: Run, row: str, stop: Stop) -> None:
-    """What a signal broke off after the last step, from its row on."""
-    _, batch = next(run.batches(run.step - 1))
-    settle(run, decode_row(row), run.place(batch), stop)
+def finish_interrupted_step(run: Run, row: str, stop: Stop) -> None:
+    """Run the callbacks of the last step, which a signal interrupted, from its row
+    on.
+    """
+    _, batch = next(run.data.batches(run.step - 1))
+    run_callbacks(run, decode_row(row), run.data.place(batch), stop)
 
 
 def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
-    """A line for the log, the rows and the dashboard; with the title of an alert, for
-    who does not look there too.
+    """Write an event to the log, the tracker and the display.
+
+    `alert`: the title of an alert that the tracker sends as well; empty: none.
     """
-    run.tracker.event(step, text)
+    run.session.tracker.event(step, text)
     if alert:
-        run.tracker.alert(alert, f"step {step}: {text}")
-    run.display.event(step, text)
+        run.session.tracker.alert(alert, f"step {step}: {text}")
+    run.session.display.event(step, text)
 
 
-def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> None:
-    """Log a step's row, once: to the display and, if due or if callbacks have added to
-    it (`whole`), to the tracker.
+def log(run: Run, step: int, row: dict[str, float], *, extended: bool = False) -> None:
+    """Show a step's row, and give it to the tracker where it is due.
+
+    `extended`: callbacks have added figures, so the tracker gets the row in any case.
     """
-    run.display.update(step, row)
-    if whole or step % run.log_every == 0:
-        run.tracker.row(step, row)
-    run.recorded = step
+    run.session.display.update(step, row)
+    if extended or step % run.plan.log_every == 0:
+        run.session.tracker.row(step, row)
+    run.logged = step
 
 
 def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
-    """Checkpoint the state after `run.step` steps with what is needed to go on; the log
-    up to there comes first.
+    """Save a checkpoint of the state after `run.step` steps, once the log is complete
+    up to there.
     """
-    run.tracker.flush()
-    carried = {
-        "watchdog": run.watchdog.state(),
+    tracker = run.session.tracker
+    tracker.flush()
+    progress = {
+        "watchdog": run.recovery.watchdog.state(),
         "unfinished": unfinished,
-        "log": run.tracker.written(),
+        "log": tracker.written(),
     }
-    run.checkpointer.save(
-        run.step, to_stored(run.state), run.meta | carried, val_loss=val_loss
+    run.session.checkpointer.save(
+        run.step, to_stored(run.state), run.recovery.meta | progress, val_loss=val_loss
     )
 
 
-def keep_batch(run: Run, pending: Pending) -> None:
-    """Save the tokens of a skipped step as `skipped/<step>.npy` [sequences, T+1]."""
+def save_skipped_batch(run_dir: Path, pending: Pending) -> None:
+    """Save the tokens of a skipped step as `skipped/<step>.npy`, int [sequences,
+    T+1].
+    """
     if jax.process_index() == 0:
-        folder = run.run_dir / "skipped"
+        folder = run_dir / "skipped"
         folder.mkdir(exist_ok=True)
         array = io.BytesIO()
         np.save(array, pending.batch.tokens)
@@ -374,41 +347,42 @@ def stop_diverged(run: Run, pending: Pending) -> None:
     """Write `divergence.txt`, which names the first tensor that is not finite, and
     raise Diverged.
     """
-    reason = f"step {pending.step}: {run.watchdog.verdict}"
-    if run.watchdog.rollbacks:
-        reason += f", after {run.watchdog.rollbacks} rollbacks"
+    watchdog = run.recovery.watchdog
+    reason = f"step {pending.step}: {watchdog.verdict}"
+    if watchdog.rollbacks:
+        reason += f", after {watchdog.rollbacks} rollbacks"
     tell(run, pending.step, f"stopped: {reason}", alert="diverged")
-    found = run.diagnose(run.state, run.place(pending.batch), pending.step - 1)
-    path = run.run_dir / "divergence.txt"
+    tokens = run.data.place(pending.batch)
+    diagnosis = run.recovery.diagnose(run.state, tokens, pending.step - 1)
+    path = run.session.run_dir / "divergence.txt"
     if jax.process_index() == 0:
-        write_text(path, f"{reason}\n{found}\n")
+        write_text(path, f"{reason}\n{diagnosis}\n")
     raise Diverged(f"{reason}; the first bad tensor and the batch are in {path}")
 
 
 class Profiler:
-    """Traces the steps of `run.profile`, or those of them that this process takes; a
-    context manager, which ends it.
+    """Traces the steps of an interval, as far as this process takes them; a context
+    manager, which ends the trace.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.first, self.last = run.profile or (0, 0)
+    def __init__(self, steps: tuple[int, int] | None, directory: Path) -> None:
+        self.first, self.last = steps or (0, 0)
+        self.directory = directory
         self.running = False
 
     def before(self, step: int) -> None:
-        """Start, if this step is the first one to trace."""
+        """Start the trace if this is the first step in the interval."""
         if self.first <= step <= self.last and not self.running:
             self.running = True
-            jax.profiler.start_trace(self.run.run_dir / "profile")
+            jax.profiler.start_trace(self.directory)
 
-    def after(self, step: int, result: Any) -> None:
-        """Stop, if this step was the last one to trace, when it is computed."""
-        if self.running and step == self.last:
-            jax.block_until_ready(result)
-            self.stop()
-            self.run.display.event(
-                step, f"profile of steps up to {step}: {self.run.run_dir / 'profile'}"
-            )
+    def after(self, step: int, result: Any) -> bool:
+        """Write the trace if this step was the last one; return whether it did."""
+        if not self.running or step != self.last:
+            return False
+        jax.block_until_ready(result)
+        self.stop()
+        return True
 
     def stop(self) -> None:
         """Write what was traced so far."""

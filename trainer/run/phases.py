@@ -1,9 +1,8 @@
-"""The phases of a run, and a state's way from one to the next.
+"""The phases of a run, and the conversion of a state from one to the next.
 
-Before a phase's first step, the state is brought into its form, by a function of the
-state and the seed alone: a run that is killed between two phases does so again, to the
-bit. A checkpoint has the form of the phase that its last step was of; its meta says
-which.
+Before a phase's first step the state is converted, by a function of the state and the
+seed alone: a run that is killed between two phases does it again, bit-exactly. A
+checkpoint has the form of the phase of its last step; its meta says which.
 """
 
 import dataclasses
@@ -14,16 +13,16 @@ import jax
 
 from trainer.config.schema import Config
 from trainer.parallel.sharding import shardings
-from trainer.precision.arrays import first_lost, store_weights
 from trainer.precision.policy import Policy
-from trainer.run.converting import convert_state, exact_weights
+from trainer.run.checkpoint import Restored
+from trainer.run.converting import convert_state, exact_weights, rounded_weights
 from trainer.step.state import TrainState
 from trainer.workload import TrainTask
 
 
 class Stage(NamedTuple):
-    """A phase: steps `start` + 1 to `until`, counted from 1, what is trained in them,
-    and the settings of it.
+    """A phase: steps `start` + 1 to `until`, the task that is trained in them, and its
+    configuration.
     """
 
     start: int
@@ -33,85 +32,84 @@ class Stage(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """The phases of a run in their order, at least one, and its seed."""
+    """The phases of a run in order, at least one, and the seed of the run."""
 
     stages: tuple[Stage, ...]
     seed: int
 
-    def before(self, step: int) -> Stage:
-        """The phase that step `step` is of: the state after it has its form. The first
-        one's before any step.
+    def containing(self, step: int) -> Stage:
+        """Return the phase of step `step`, whose form the state after it has.
+
+        Step 0 is of the first phase.
         """
         return next(
             (stage for stage in self.stages if step <= stage.until), self.stages[-1]
         )
 
-    def after(self, step: int) -> Stage:
-        """The phase that goes on after `step` steps; the last one at its end."""
+    def resumed_by(self, checkpoint: Restored) -> Stage:
+        """Return the phase that continues a checkpoint.
+
+        The phase of its last step, if that step's callbacks were interrupted; at the
+        end of the run the last phase.
+        """
+        step = checkpoint.step
+        if checkpoint.meta.get("unfinished") is not None:
+            return self.containing(step)
         return next(
             (stage for stage in self.stages if step < stage.until), self.stages[-1]
         )
 
 
-def policy_of(meta: Mapping[str, Any]) -> Policy:
-    """The precision that a checkpoint was made in."""
+def saved_policy(meta: Mapping[str, Any]) -> Policy:
+    """Return the precision in which a checkpoint was saved."""
     fields: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in meta["precision"].items()
     }
     return Policy(**fields)
 
 
-def task_of(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
-    """The task, in the precision and with the trained part that a checkpoint was made
-    with.
+def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
+    """Return the task with the precision and the trained parameters of a
+    checkpoint.
     """
-    policy = policy_of(meta)
-    task = task._replace(trainable=trainable_of(meta))
+    policy = saved_policy(meta)
+    task = task._replace(trainable=saved_trainable(meta))
     return task if policy == task.model.policy else task.in_precision(policy)
 
 
-def trainable_of(meta: Mapping[str, Any]) -> tuple[str, ...]:
-    """What was trained when a checkpoint was made, as the key of that name has it;
-    empty: all.
-    """
+def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return `train.trainable` of a checkpoint; empty: all parameters."""
     return tuple(meta.get("trainable", meta["config"]["train"].get("trainable")) or ())
 
 
 def enter_phase(
     task: TrainTask, state: TrainState, before: TrainTask, seed: int
 ) -> TrainState:
-    """A state of the task `before`, as it is stored, as the task `task` of the same
-    model goes on with it.
+    """Convert a stored state of the task `before` to the form of `task`.
 
-    Weights keep their values, rounded once where they are stored otherwise. The moments
-    do so too where the same part is trained; else the optimiser starts anew, with no
-    step counted. What rounding has lost (`kahan`) goes on where a weight is trained
-    further. A part that is frozen gives it up, as it does its moments: half of a last
-    digit at most, once, for two bytes of each frozen parameter through the whole phase.
+    Weights keep their values, rounded once where their storage changes. Moments do too
+    if the same parameters are trained; else the optimizer starts anew at step 0. The
+    Kahan compensation is kept where a weight is trained further.
+
+    Args:
+      task: of the phase that begins.
+      state: as it is stored.
+      before: the task that the state is of, with the same model.
+      seed: of the rounding of moments.
     """
-    same = before.trained_roles == task.trained_roles
-    if same and before.model.policy == task.model.policy:
-        return state
-    if same:
+    same_policy = before.model.policy == task.model.policy
+    if before.trained_roles == task.trained_roles:
+        if same_policy:
+            return state
         return convert_state(task, state, before.model.policy, seed)
-    kept = before.model.policy == task.model.policy
-    if kept and not task.model.policy.keeps_lost:
-        return started_anew(task, state)
-    exact = exact_weights(state)
-    params = store_weights(exact, task.model.policy)
-    lost = first_lost(task.trained(exact), task.trained(params), task.model.policy)
-    scaling = state.scaling if kept else task.model.differentiate().init()
-    return started_anew(
-        task,
-        dataclasses.replace(
-            state, params=params, scaling=scaling, kahan_compensation=lost
-        ),
-    )
-
-
-def started_anew(task: TrainTask, state: TrainState) -> TrainState:
-    """The state, with first moments of what the task trains."""
-    fresh = dataclasses.replace(
-        state, opt_state=task.optimizer().init(task.trained(state.params))
-    )
-    return jax.device_put(fresh, shardings(fresh, task.mesh, task.model.roles))
+    if not same_policy or task.model.policy.keeps_lost:
+        # Parameters that are frozen give up their compensation, half a unit in the last
+        # place once: it would cost two bytes a parameter for the whole phase.
+        params, compensation = rounded_weights(task, exact_weights(state))
+        scaling = state.scaling if same_policy else task.model.differentiate().init()
+        state = dataclasses.replace(
+            state, params=params, scaling=scaling, kahan_compensation=compensation
+        )
+    first_moments = task.optimizer().init(task.trained(state.params))
+    state = dataclasses.replace(state, opt_state=first_moments)
+    return jax.device_put(state, shardings(state, task.mesh, task.model.roles))

@@ -21,7 +21,6 @@ from typing import Any, Self
 import jax
 import yaml
 
-from trainer import __version__
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
@@ -36,6 +35,7 @@ from trainer.models.specs import FIRST
 from trainer.parallel.processes import PROCESS_VARIABLES, refused_together
 from trainer.run.checkpoint import Checkpointer
 from trainer.text import redact
+from trainer.version import __version__
 
 # What a resumed run may change: it decides how long, how often and where, not what is
 # computed.

@@ -26,7 +26,8 @@ from trainer.models.functional import Params
 from trainer.models.new_tokens import Method, Mixture, Shared, new_rows
 from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.start import FROM_INIT, architecture, check_same_model, restore_logical
+from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
+from trainer.run.initial_weights import restore_weights
 
 
 class Vocabulary(NamedTuple):
@@ -194,7 +195,7 @@ def old_weights(
         check_same_model(
             named, meta["model"] | {"vocab_size": ours["vocab_size"]}, spec, FROM_INIT
         )
-        return restore_logical(checkpointer, jax.tree.map(target, tables, like))
+        return restore_weights(checkpointer, jax.tree.map(target, tables, like))
 
 
 def of_vocabulary(spec: Spec) -> Any:

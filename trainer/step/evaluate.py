@@ -51,7 +51,7 @@ def evaluate(
     *,
     first: int,
     bytes_per_token: float,
-    broken_off: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> Evaluation | None:
     """Means over equally large batches.
 
@@ -60,12 +60,12 @@ def evaluate(
 
     Args:
       first: how many batches are those of every validation.
-      broken_off: asked before each batch; once it says so, the result is None.
+      should_stop: asked before each batch; once it says so, the result is None.
     """
     losses: list[float] = []
     ahead: list[jax.Array] = []  # what the device is at while the host asks
     for batch in batches:
-        if broken_off():
+        if should_stop():
             return None
         ahead.append(eval_step(state, batch))
         if len(ahead) > 1:

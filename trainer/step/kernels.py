@@ -1,11 +1,9 @@
-"""What XLA's compiler for GPUs is told of the step and of all that is computed beside
-it, and which bits that promises.
+"""XLA GPU flags, and the determinism that they give.
 
-Two starts of a run give the same bits if they run the same kernels, and if each kernel
-gives the same bits every time. cuDNN's backward pass of attention sums in the order in
-which its threads arrive, unless it is told not to. Which kernels are the fastest XLA
-finds out by running them, and may find otherwise the next time; the compilation cache
-keeps what it found.
+Two starts of a run give the same bits if they run the same kernels, and each kernel
+gives the same bits every time. cuDNN's backward pass of attention does not by default:
+it adds in the order in which its threads arrive. XLA measures which kernels are
+fastest, and may decide otherwise the next time; the compilation cache keeps its choice.
 """
 
 from enum import StrEnum
@@ -13,19 +11,18 @@ from typing import Any, Literal
 
 from trainer.precision.policy import Policy
 
-Asked = Literal["auto", "true", "false"]  # the key `deterministic`
+Deterministic = Literal["auto", "true", "false"]  # the key of that name
 
 
 class Kernels(StrEnum):
-    """How kernels are chosen.
+    """How XLA chooses GPU kernels.
 
     Attributes:
-      FASTEST: also those that sum in another order each time; measured at each
-          compilation.
-      KEPT: those that sum in one order; measured, and the choice is kept beside the
-          compiled programs.
-      FIXED: those that sum in one order; the first of each library's list, not
-          measured.
+      FASTEST: the fastest ones, also those that sum in another order each time;
+        measured at each compilation.
+      KEPT: the fastest ones that sum in one order; the choice is kept with the compiled
+        programs.
+      FIXED: the first of each library that sums in one order; nothing is measured.
     """
 
     FASTEST = "fastest"
@@ -33,29 +30,30 @@ class Kernels(StrEnum):
     FIXED = "fixed"
 
     @classmethod
-    def of(cls, asked: Asked | None, *, cached: bool) -> "Kernels":
-        """What a value of `deterministic` means where there is a compilation cache, or
-        none; None: as auto.
+    def chosen(cls, deterministic: Deterministic | None, *, cached: bool) -> "Kernels":
+        """Return the choice for a value of `deterministic`; None: as auto.
+
+        `cached`: whether there is a compilation cache.
         """
-        if asked == "false":
+        if deterministic == "false":
             return cls.FASTEST
-        return cls.KEPT if cached and asked != "true" else cls.FIXED
+        return cls.KEPT if cached and deterministic != "true" else cls.FIXED
 
 
 def takes_scales(policy: Policy) -> bool:
-    """Return whether programs of the precision have FP8 products with constants
+    """Return whether the precision has FP8 products with constant scales
     (`lowering.scales_in_products`).
     """
     return policy.scaled and policy.forward is not None
 
 
 def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, Any]:
-    """What XLA's compiler for GPUs is to do otherwise than by default."""
-    # By default it drops a rounding to 16 bits that is widened again later, and stores
-    # the FP32 number instead.
+    """Return the options of XLA's GPU compiler that differ from its defaults."""
+    # By default XLA drops a rounding to 16 bits that is widened again later, and stores
+    # the FP32 number.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if takes_scales(policy):
-        # imports JAX, which the schema of the configuration does without
+        # Imported here: the schema of the configuration does without JAX.
         from scalify_core import lowering
 
         options |= lowering.PRODUCT_OPTIONS
@@ -66,7 +64,7 @@ def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, An
         # already written for Triton: "No supported config found".
         options["xla_gpu_enable_triton_gemm"] = False
     if kernels is Kernels.FIXED:
-        options["xla_gpu_deterministic_ops"] = True  # as above, and nothing is measured
+        options["xla_gpu_deterministic_ops"] = True  # also: measure nothing
     return options
 
 
@@ -93,15 +91,13 @@ def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
                 " cache, but is slower"
             )
         case Kernels.FIXED:
-            why = (
-                ""
-                if cache
-                else (
-                    "; compile_cache=null, so nothing is measured: slower than with a"
-                    " cache"
-                )
+            line = (
+                "deterministic: yes (also across resume, on this kind of GPU with these"
+                " versions)"
             )
+            if cache:
+                return line
             return (
-                "deterministic: yes (also across resume, on this kind of GPU with"
-                f" these versions){why}"
+                f"{line}; compile_cache=null, so nothing is measured: slower than with"
+                " a cache"
             )

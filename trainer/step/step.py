@@ -1,5 +1,5 @@
-"""The training step, whole: loss, gradients over micro-batches, clip and optimiser,
-skip when not finite.
+"""The training step: loss, gradients over micro-batches, clip, optimizer; skipped if
+not finite.
 
 Legend: A micro-batches per step, B sequences per micro-batch, T tokens per sequence.
 """
@@ -24,8 +24,8 @@ from trainer.step.state_tree import with_part
 
 
 class Hyper(NamedTuple):
-    """What changes without a recompilation: learning rate (FP32), step number (int32),
-    run's seed (uint32), scalars.
+    """Inputs of a step that change without recompilation, scalars: learning rate
+    (FP32), step number (int32), the run's seed (uint32).
     """
 
     lr: jax.Array | np.floating
@@ -34,8 +34,9 @@ class Hyper(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A step's input. Segment ids tell packed documents apart; None: sequences attend
-    across documents.
+    """The batch of a step.
+
+    Segment ids tell packed documents apart; None: sequences attend across documents.
     """
 
     tokens_AxBxT1: jax.Array
@@ -46,15 +47,15 @@ Metrics = dict[str, jax.Array]
 StepFn = Callable[[TrainState, Tokens, Hyper], tuple[TrainState, Metrics]]
 
 
-# (value_and_grad, parameters, scaling, batch, keys [A, B]) -> (loss, gradient, what the
-# scaling has seen).
+# (value_and_grad, parameters, scaling, batch, keys [A, B]) -> (loss, gradient, what
+# the scaling has observed).
 Gradient = Callable[
     [ValueAndGrad, Any, Any, Tokens, jax.Array], tuple[jax.Array, Any, Any]
 ]
 
 
 def sequence_keys(key: jax.Array, batch: Tokens) -> jax.Array:
-    """Keys [A, B]: of every sequence its own, wherever it is computed."""
+    """Return a key for every sequence, [A, B], wherever it is computed."""
     shape = batch.tokens_AxBxT1.shape[:2]
     rows = jnp.arange(math.prod(shape)).reshape(shape)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(key, row)))(rows)
@@ -67,139 +68,159 @@ def mean_gradient(
     batch: Tokens,
     keys_AxB: jax.Array,
 ) -> tuple[jax.Array, Any, Any]:
-    """Loss, gradient and what the scaling has seen; of several micro-batches the mean
-    in FP32 and the maximum.
+    """Return loss, gradient and what the scaling has observed.
+
+    Over several micro-batches loss and gradient are means in FP32, and the observations
+    are maxima.
     """
     micro_batches = batch.tokens_AxBxT1.shape[0]
 
-    def of(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def differentiate(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
         return value_and_grad(params, scaling, *micro, keys_B)
 
     first = jax.tree.map(lambda x: x[0], batch), keys_AxB[0]
     if micro_batches == 1:
-        return of(*first)
+        return differentiate(*first)
 
     def add(total: Any, micro: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
-        loss, grads, seen = of(*micro)
+        loss, grads, observed = differentiate(*micro)
         mean = jax.tree.map(
             lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads))
         )
-        return (*mean, jax.tree.map(jnp.maximum, total[2], seen)), None
+        return (*mean, jax.tree.map(jnp.maximum, total[2], observed)), None
 
-    shapes = jax.eval_shape(lambda: weights.wide(of(*first)))
+    shapes = jax.eval_shape(lambda: weights.wide(differentiate(*first)))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
 
 def first_true(flags: jax.Array) -> jax.Array:
-    """Index (int32) of the first true flag; -1: none."""
+    """Return the index of the first true flag, int32; -1 if there is none."""
     return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
 
 
 def squares_of_arrays(grads: Any) -> jax.Array:
-    """The sum of squares of each array of a tree, FP32 [number of arrays]."""
+    """Return the sum of squares of each array of a tree, FP32 [number of arrays]."""
     return sums_of_squares(tree.leaves(grads))
+
+
+class Reductions(NamedTuple):
+    """Reductions over micro-batches and devices; the defaults are for one device.
+
+    `trainer.parallel.distribute.reductions_over` has those of a mesh.
+
+    Attributes:
+      gradient: the mean gradient.
+      squares: the sum of squares of each gradient, FP32 [number of arrays].
+      largest: the largest magnitude of each moment.
+    """
+
+    gradient: Gradient = mean_gradient
+    squares: Callable[[Any], jax.Array] = squares_of_arrays
+    largest: Largest = largest_of_arrays
+
+
+ONE_DEVICE = Reductions()
+
+
+def _unchanged(tree: Any) -> Any:
+    return tree
+
+
+class Update(NamedTuple):
+    """How the parameters are updated.
+
+    Attributes:
+      optimizer: seed of its rounding to an optimizer at a learning rate of 1, such as
+        `scalify_core.optim.scaled_state`. It takes plain and scaled gradients,
+        `accept` (false: its state stays as it was), `grad_norm` and `largest_of`.
+      trained: selects the parameters, nested dictionaries, that have a gradient and a
+        place in the optimizer.
+      store_gradients: casts gradients to the formats in which the optimizer gets them.
+      rounding: of narrow weights.
+      stacks: of small parameters that are updated together; the optimizer is that of
+        the stacked parameters.
+    """
+
+    optimizer: Callable[[Any], optax.GradientTransformationExtraArgs]
+    trained: Callable[[Any], Any] = _unchanged
+    store_gradients: Callable[[Any], Any] = _unchanged
+    rounding: weights.Rounding = "nearest"
+    stacks: Stacks = NO_STACKS
 
 
 def make_train_step(
     differentiate: Differentiate,
-    optimizer: Callable[[Any], optax.GradientTransformationExtraArgs],
-    *,
-    store_gradients: Callable[[Any], Any] = lambda grads: grads,
-    rounding: weights.Rounding = "nearest",
-    gradient: Gradient = mean_gradient,
-    squares_of: Callable[[Any], jax.Array] = squares_of_arrays,
-    largest_of: Largest = largest_of_arrays,
-    stacks: Stacks = NO_STACKS,
-    trained: Callable[[Any], Any] = lambda params: params,
+    update: Update,
+    reductions: Reductions = ONE_DEVICE,
 ) -> StepFn:
-    """The pure function `(state, batch, hyper) -> (state, metrics)`.
+    """Return the pure function `(state, batch, hyper) -> (state, metrics)`.
 
     Metrics are device scalars: `loss` (nats per token), `grad_norm` (before the clip),
-    `finite`, and `bad_leaf`, the index among the trained parameters of the first
-    gradient that is not finite (-1: none).
+    `finite`, and `bad_leaf`: the index among the trained parameters of the first
+    gradient that is not finite (-1: none). A step that is not finite leaves the state
+    as it was.
 
     Args:
       differentiate: the loss and its gradient in the run's precision.
-      optimizer: from the seed of its rounding, to one at a learning rate of one that
-        takes plain and scaled gradients, `accept` (false: the state stays as it was),
-        `grad_norm` and `largest_of`, such as `scalify_core.optim.scaled_state`.
-      store_gradients: brings the gradients to the formats in which the optimiser gets
-          them.
-      rounding: of narrow weights.
-      gradient: of the micro-batches; over several devices see
-          `distribute.gradient_over`.
-      squares_of: the sum of squares of each gradient, FP32 [number of arrays].
-      largest_of: the largest magnitude of each moment; over several devices see
-          `distribute.largest_over`.
-      stacks: of the small parameters that are updated together; the optimiser is that
-          of the gathered parameters.
-      trained: the part of the parameters, nested dictionaries, that has a gradient and
-        a place in the optimiser. What only the gradient of the others needs is not in
-        the compiled step.
+      update: the optimizer, and what it updates.
+      reductions: over micro-batches and devices.
     """
+    stacks, trained = update.stacks, update.trained
 
     def train_step(
         state: TrainState, batch: Tokens, hyper: Hyper
     ) -> tuple[TrainState, Metrics]:
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
-        loss, grads, seen = gradient(
+        loss, grads, observed = reductions.gradient(
             differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
-        grads = store_gradients(trained(grads))
-        # Held, or XLA adds up every gradient once more for their sum.
-        grads = stacks.gather(grads)
+        grads = stacks.gather(update.store_gradients(trained(grads)))
+        # Held, or XLA computes every gradient once more for its square.
         squares = lowering.held(
             "squares_once",
-            stacks.each(weights.wide(grads), squares_of, squares_of_rows),
+            stacks.each(weights.wide(grads), reductions.squares, squares_of_rows),
         )
         grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        # What is not finite leaves the state as it was.
-        unpacked, before = tree.unpack(state.opt_state), trained(state.params)
-        old, inner = (
-            stacks.gather(before),
-            stacks.numbers(getattr(unpacked, "inner_state", None)),
-        )
-        updates, opt_state = optimizer(hyper.seed).update(
+        opt_state, params = tree.unpack(state.opt_state), trained(state.params)
+        stacked_params = stacks.gather(params)
+        updates, new_opt_state = update.optimizer(hyper.seed).update(
             grads,
-            stacks.gather(unpacked),
-            old,
+            stacks.gather(opt_state),
+            stacked_params,
             accept=finite,
             grad_norm=grad_norm,
-            largest_of=largest_of,
-            numbers=inner,
+            largest_of=reductions.largest,
+            numbers=stacks.numbers(getattr(opt_state, "inner_state", None)),
         )
-        opt_state = stacks.scatter(opt_state, unpacked)
+        new_opt_state = stacks.scatter(new_opt_state, opt_state)
         if isinstance(state.opt_state, tree.Packed):
-            opt_state = tree.pack(opt_state)
+            new_opt_state = tree.pack(new_opt_state)
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
-        new, lost = weights.apply_with_lost(
-            old,
+        new_params, compensation = weights.apply_with_lost(
+            stacked_params,
             updates,
             stacks.gather(state.kahan_compensation),
-            rounding=rounding,
+            rounding=update.rounding,
             seed=hyper.seed,
             step=hyper.step,
             accept=finite,
-            numbers=stacks.numbers(before),
+            numbers=stacks.numbers(params),
         )
-        params = with_part(state.params, stacks.scatter(new, before))
-        scaling = differentiate.update(state.scaling, seen, finite)
         new_state = TrainState(
-            params,
-            opt_state,
+            with_part(state.params, stacks.scatter(new_params, params)),
+            new_opt_state,
             state.key,
-            scaling,
-            kahan_compensation=stacks.scatter(lost, state.kahan_compensation),
+            differentiate.update(state.scaling, observed, finite),
+            kahan_compensation=stacks.scatter(compensation, state.kahan_compensation),
         )
-        bad_leaf = first_true(~jnp.isfinite(squares))
         return new_state, {
             "loss": loss,
             "grad_norm": grad_norm,
             "finite": finite,
-            "bad_leaf": bad_leaf,
+            "bad_leaf": first_true(~jnp.isfinite(squares)),
         }
 
     return train_step

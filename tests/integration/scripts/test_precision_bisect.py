@@ -21,7 +21,6 @@ from scripts.precision_bisect import (
     switches,
 )
 from trainer.__main__ import CONFIGS
-from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
@@ -194,7 +193,7 @@ def test_the_layers_that_stand_out_are_suggested_as_the_key_to_set():
 )
 def test_what_a_policy_does_to_operands_ends_with_its_products(key):
     """As a whole it would contradict itself: there is nothing to be cast."""
-    policy = build_policy(
-        compose_config(["precision=scalify_fp8_fp16", f"precision.{key}"]).precision
-    )
+    policy = compose_config(
+        ["precision=scalify_fp8_fp16", f"precision.{key}"]
+    ).precision.policy
     assert (in_fp32(policy).compute, in_fp32(policy).forward) == ("fp32", None)

@@ -8,7 +8,7 @@ import pytest
 from families import quick
 
 from scripts.arguments import argument, read, run, usage
-from trainer.errors import UserError, to_readers
+from trainer.errors import UserError, run_and_flush
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,4 +91,4 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
     with open(os.devnull, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(BrokenPipeError):
-            to_readers(lambda: (_ for _ in ()).throw(BrokenPipeError()))
+            run_and_flush(lambda: (_ for _ in ()).throw(BrokenPipeError()))

@@ -10,7 +10,6 @@ from families import whole
 from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
-from trainer.assembly.build import build_policy
 from trainer.assembly.saved_model import restore_run
 from trainer.models.custom import custom_spec
 from trainer.workload import Model
@@ -92,9 +91,9 @@ def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern
 
 def test_a_pattern_of_the_precision_chooses_its_layers():
     spec = custom_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
-    policy = build_policy(
-        compose(["precision=fp8_current", "precision.exclude=[h.0.down]"]).precision
-    )
+    policy = compose(
+        ["precision=fp8_current", "precision.exclude=[h.0.down]"]
+    ).precision.policy
     model = Model.make(spec, policy, rows=32)
     assert model.narrow == ["h.0.up"]
     assert spec.family().linear_sizes(spec) == {

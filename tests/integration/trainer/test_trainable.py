@@ -17,7 +17,7 @@ from trainer.models.llama_spec import LlamaSpec
 from trainer.models.roles import chosen
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import Reduce
-from trainer.run.start import check_same_trainable
+from trainer.run.compatibility import check_same_trainable
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state_tree import part_of, with_part
 from trainer.workload import abstract_state, compile_step, first_state

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.assembly.data import build_data, names_of, where_begun
+from trainer.assembly.data import at_start_directory, build_data, source_names
 from trainer.config.composition import compose_or_explain
 
 TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "cat": 1, "sat": 2, "</s>": 3},
@@ -42,10 +42,10 @@ def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its
     data.tokenizer.save(run_dir)
     monkeypatch.chdir(elsewhere)
     # nobody knows where a directory of another name was begun
-    with where_begun(c, elsewhere) as found:
+    with at_start_directory(c, elsewhere) as found:
         assert found == c
     for _ in range(2):  # the second time without the files that the configuration names
-        with where_begun(c, run_dir) as found:
+        with at_start_directory(c, run_dir) as found:
             again = build_data(found)
         assert again.manifest.fingerprint == data.manifest.fingerprint
         np.testing.assert_array_equal(again.train.batch(0).tokens, tokens)
@@ -63,10 +63,10 @@ def test_a_run_behind_a_link_was_begun_where_the_link_is(tmp_path, monkeypatch):
         ["data=text", "data.paths=[books/]", "run_dir=runs/a", "data.cache_dir=cache"]
     )
     for run_dir in ("runs/a", tmp_path / "disk/runs/a"):
-        with where_begun(c, Path(run_dir)) as found:
+        with at_start_directory(c, Path(run_dir)) as found:
             assert (found, Path.cwd()) == (c, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "there")
-    with where_begun(c, Path("../here/runs/a")) as found:
+    with at_start_directory(c, Path("../here/runs/a")) as found:
         assert (found.data.cache_dir, Path.cwd()) == (
             str(tmp_path / "here/cache"),
             tmp_path / "here",
@@ -79,4 +79,4 @@ def test_a_source_is_called_by_the_end_of_its_path_however_that_is_given(
     (tmp_path / "web").mkdir()
     (tmp_path / "web/code.jsonl").symlink_to(tmp_path / "other.jsonl")
     monkeypatch.chdir(tmp_path / "web")
-    assert names_of([".", "code.jsonl", "../books/"]) == ["web", "code", "books"]
+    assert source_names([".", "code.jsonl", "../books/"]) == ["web", "code", "books"]

@@ -143,7 +143,7 @@ def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line
     assert "not_here.txt" in output
     said, _ = others.communicate(timeout=100)
     assert others.returncode == 1, said
-    assert "error: another process of this run is gone, and said why" in said, said
+    assert "error: another process of this run ended" in said, said
     assert "Traceback" not in said
 
 

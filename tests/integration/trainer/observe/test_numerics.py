@@ -13,7 +13,6 @@ from families import whole
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
-from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.llama_spec import LlamaSpec
@@ -44,7 +43,7 @@ LAYERS = [
 
 def policy(preset, **changes):
     config = compose_config([f"precision={preset}", "precision.amax_history=16"])
-    return dataclasses.replace(build_policy(config.precision), **changes)
+    return dataclasses.replace(config.precision.policy, **changes)
 
 
 def workload(preset, spec=SPEC, name="adamw", **changes):

@@ -11,7 +11,7 @@ import pytest
 from families import whole
 
 from scalify_core.weights import wide
-from trainer.assembly.build import build_policy, check_split
+from trainer.assembly.build import check_split
 from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch
@@ -40,10 +40,9 @@ from trainer.workload import (
     Model,
     TrainTask,
     abstract_state,
-    comm_config_of,
     first_state,
-    gradient_of,
     lower_step,
+    reductions_of,
 )
 
 SPEC = GPT2Spec(
@@ -59,7 +58,7 @@ DEVICES = 8
 @functools.cache
 def workload(preset, sizes, spec=SPEC):
     mesh = make_mesh(*sizes)
-    policy = build_policy(compose_config([f"precision={preset}"]).precision)
+    policy = compose_config([f"precision={preset}"]).precision.policy
     optimizer = make_optimizer("adamw", **ADAMW)
     return TrainTask(Model.make(spec, policy), "adamw", optimizer, mesh)
 
@@ -80,7 +79,7 @@ def gradient(sizes, accum, spec=SPEC):
     @jax.jit
     def of(params, batch, key):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
-        return gradient_of(w)(
+        return reductions_of(w).gradient(
             value_and_grad, params, (), batch, sequence_keys(key, batch)
         )[:2]
 
@@ -108,7 +107,7 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sum(map(len, bits(state))) / DEVICES, rel=0.05
     )
 
-    specs, comm = of_parameters(state.params, w.mesh, w.model.roles), comm_config_of(w)
+    specs, comm = of_parameters(state.params, w.mesh, w.model.roles), w.comm
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
@@ -211,7 +210,7 @@ def test_of_moments_split_along_any_axis_only_statistics_are_moved(
         return jnp.float32(0), params, None
 
     monkeypatch.setattr(
-        "trainer.workload.gradient_of", lambda task: weights_as_gradient
+        "trainer.parallel.distribute.gradient_over", lambda *_: weights_as_gradient
     )
     w = workload("scalify_fp8_fp16", sizes, dataclasses.replace(SPEC, **changes))
     batch = abstract_batch(1, 4, SPEC.context, document_mask=False, mesh=w.mesh)

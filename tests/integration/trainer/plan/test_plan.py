@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from scripts import plan as script
-from trainer.assembly.build import build_model, build_policy, check_fp8
+from trainer.assembly.build import build_model, check_fp8
 from trainer.compiled.classes import FP8, GAPS
 from trainer.compiled.fp8 import (
     Gpu,
@@ -184,7 +184,7 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     """The same program, judged as if a layer had been left out, or as if the tokens
     were others."""
     c = compose_config([*TINY, "precision=scalify_fp8_fp16"])
-    model = build_model(c.model, build_policy(c.precision), 256)
+    model = build_model(c.model, c.precision.policy, 256)
     program = flagship.measured.compiled.program
     assert not_fp8(model, program, 128, H200) == []
     layer, *_ = not_fp8(
@@ -196,7 +196,7 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
         [*TINY, "precision=scalify_fp8_fp16", "precision.exclude=[h.0.*]"]
     )
     found = not_fp8(
-        build_model(kept.model, build_policy(kept.precision), 256), program, 128, H200
+        build_model(kept.model, kept.precision.policy, 256), program, 128, H200
     )
     assert [layer.path for layer in found] == [
         f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -277,7 +277,7 @@ def test_fp8_is_not_required_of_what_has_none():
 
 def test_a_missing_product_is_told_by_its_size():
     c = compose_config([*TINY, "precision=scalify_fp8_fp16", "model.n_layer=1"])
-    model = build_model(c.model, build_policy(c.precision), 256)
+    model = build_model(c.model, c.precision.policy, 256)
     sizes = [
         size
         for path in model.narrow
@@ -350,8 +350,8 @@ def test_figures_are_continued_along_a_line():
 
 
 def test_which_steps_are_continued():
-    policy = lambda *arguments: build_policy(
-        compose_config(["precision=scalify_fp8_fp16", *arguments]).precision
+    policy = lambda *arguments: (
+        compose_config(["precision=scalify_fp8_fp16", *arguments]).precision.policy
     )
     spec = GPT2Spec(256, n_layer=48)
     assert is_extrapolated(spec, policy(), exact=False)

@@ -29,20 +29,13 @@ class Recording:
         in_doubt=False,
     ):
         self.record = []
-        self.until = until or steps
-        self.callbacks, self.step, self.steps, self.log_every, self.recorded = (
-            callbacks,
-            step,
-            steps,
-            1000,
-            0,
-        )
-        self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
-        self.watchdog = SimpleNamespace(
-            in_doubt=in_doubt, state=dict, end=lambda *_: None
-        )
+        self.plan = SimpleNamespace(steps=steps, until=until or steps, log_every=1000)
+        self.callbacks, self.step, self.logged = callbacks, step, 0
+        self.state, self.train_step = "state", "step"
+        watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda *_: None)
+        self.recovery = SimpleNamespace(watchdog=watchdog, meta={})
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
-        self.tracker = SimpleNamespace(
+        tracker = SimpleNamespace(
             **{
                 name: note(name)
                 for name in ("row", "event", "sample", "picture", "summary", "alert")
@@ -50,12 +43,15 @@ class Recording:
             flush=lambda: None,
             written=lambda: None,
         )
-        self.display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
+        display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
         self.throughput = SimpleNamespace(pause=lambda _: None)
-        self.checkpointer = SimpleNamespace(
+        checkpointer = SimpleNamespace(
             save=lambda step, state, meta, val_loss: self.record.append(
                 ("save", step, meta["unfinished"], val_loss)
             )
+        )
+        self.session = SimpleNamespace(
+            run_dir=None, tracker=tracker, display=display, checkpointer=checkpointer
         )
         self.asked = []
         self.stop_at = stop_at
@@ -71,7 +67,7 @@ class Recording:
     def settle(self, monkeypatch):
         monkeypatch.setattr(loop, "to_stored", lambda state: state)
         monkeypatch.setattr(loop, "first_nonfinite", lambda state: None)
-        loop.settle(self, dict(ROW), "tokens", self)
+        loop.run_callbacks(self, dict(ROW), "tokens", self)
         return self.record
 
 

@@ -40,7 +40,7 @@ def test_a_validation_is_broken_off_between_two_batches():
             batches([1, 2, 3]),
             first=1,
             bytes_per_token=1.0,
-            broken_off=lambda: len(seen) == 2,
+            should_stop=lambda: len(seen) == 2,
         )
         is None
     )
@@ -55,7 +55,7 @@ def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
         batches([1, 2, 6]),
         first=3,
         bytes_per_token=2.0,
-        broken_off=never,
+        should_stop=never,
     )
     np.testing.assert_allclose(found.row["val/loss"], 3.0, rtol=4 * EPS)
     np.testing.assert_allclose(
@@ -75,7 +75,7 @@ def test_a_longer_validation_stays_comparable_with_the_others():
             batches(losses),
             first=2,
             bytes_per_token=1.0,
-            broken_off=never,
+            should_stop=never,
         )
         for losses in ([1, 2], [1, 2, 30, 40])
     )

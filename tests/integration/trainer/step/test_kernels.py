@@ -61,7 +61,7 @@ def test_a_run_from_before_the_key_goes_on():
 
 def test_auto_measures_only_where_what_it_found_is_kept():
     meaning = {
-        (asked, cached): Kernels.of(asked, cached=cached)
+        (asked, cached): Kernels.chosen(asked, cached=cached)
         for asked in ("auto", None)
         for cached in (0, 1)
     }
@@ -71,10 +71,10 @@ def test_auto_measures_only_where_what_it_found_is_kept():
         (None, 0): Kernels.FIXED,
         (None, 1): Kernels.KEPT,
     }
-    assert {Kernels.of("true", cached=cached) for cached in (False, True)} == {
+    assert {Kernels.chosen("true", cached=cached) for cached in (False, True)} == {
         Kernels.FIXED
     }
-    assert {Kernels.of("false", cached=cached) for cached in (False, True)} == {
+    assert {Kernels.chosen("false", cached=cached) for cached in (False, True)} == {
         Kernels.FASTEST
     }
 

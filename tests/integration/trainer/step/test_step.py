@@ -13,7 +13,7 @@ from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.precision.gradients import plain
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import init_state
-from trainer.step.step import Hyper, first_true, make_train_step
+from trainer.step.step import Hyper, Update, first_true, make_train_step
 
 V, T, B = 16, 8, 16
 ROLES = {
@@ -58,7 +58,7 @@ def make(devices=1, accum=1, name="adamw"):
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)
     return (
         state,
-        jax.jit(make_train_step(plain(loss_fn), lambda seed: optimizer)),
+        jax.jit(make_train_step(plain(loss_fn), Update(lambda seed: optimizer))),
         place_batch(Batch(tokens, None), accum=accum, mesh=mesh),
     )
 

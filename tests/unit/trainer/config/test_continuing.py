@@ -441,7 +441,9 @@ def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Hydra's, which would outlive this test's captured output
     monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(command, "run_job", lambda *_: ran.append(1) or next(codes))
+    monkeypatch.setattr(
+        "trainer.assembly.run.run", lambda *_: (ran.append(1) or next(codes), None)
+    )
     assert command.main(["-m", "run_dir=S", "seed=0,1,2,3"]) == 1
     assert len(ran) == 2
     assert not (tmp_path / "S" / "2").exists()

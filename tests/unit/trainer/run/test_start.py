@@ -21,18 +21,13 @@ from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
 from trainer.run.checkpoint import Restored
-from trainer.run.start import (
-    FROM_INIT,
-    architecture,
-    check_same_model,
-    check_start,
+from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
+from trainer.run.initial_weights import (
     describe_init,
-    describe_origin,
-    is_fork,
     other_tokenizer_beside,
     other_tokenizer_of_run,
-    with_origin,
 )
+from trainer.run.start import check_start
 
 BYTE = get_tokenizer("byte")
 PARAMS = {
@@ -126,7 +121,7 @@ def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp
     ) == ok
     line = describe_init(tmp_path, tokenizer, GPT2Spec(vocab_size=rows), PARAMS)
     assert (
-        "2 tensors, 10 parameters; there is no tokenizer beside them, so that nobody"
+        "2 tensors, 10 parameters; there is no tokenizer beside them, so nobody"
         " checked" in line
     )
 
@@ -203,7 +198,7 @@ def test_a_step_that_is_gone_is_named_with_those_that_are_there_and_what_keeps_m
             check_start(tmp_path / "new", str(tmp_path / "old"), step, None)
     with pytest.raises(
         UserError,
-        match=r"resume\.step=20 is of another run's checkpoints; add resume=RUN",
+        match=r"resume\.step=20 is a step of another run's checkpoints; add resume=RUN",
     ):
         check_start(tmp_path / "new", "auto", 20, None)
     # goes on from its own: a fork that was stopped
@@ -245,14 +240,12 @@ def test_weights_of_a_run_are_told_with_the_step_they_are_of(
 
 
 def test_a_fork_knows_where_it_begins_and_what_it_was_forked_from_when_it_goes_on():
-    fork = with_origin(
-        Restored(9000, None, {"forked": {"run": "runs/older", "step": 10}}), "runs/mine"
-    )
-    assert is_fork(fork)
-    assert describe_origin(fork.meta) == "runs/mine after step 9,000"
-    gone_on = Restored(9500, None, fork.meta)
-    assert not is_fork(gone_on)
-    assert describe_origin(gone_on.meta) == "runs/mine after step 9,000"
-    for meta in ({}, {"forked": None}):  # of checkpoints of before, and of now
-        assert not is_fork(Restored(7, None, meta))
-        assert describe_origin(meta) == ""
+    fork = Restored(9000, None, {"forked": {"run": "runs/mine", "step": 9000}})
+    assert fork.is_fork
+    assert fork.origin == "runs/mine after step 9,000"
+    resumed = Restored(9500, None, fork.meta)
+    assert not resumed.is_fork
+    assert resumed.origin == "runs/mine after step 9,000"
+    for meta in ({}, {"forked": None}):  # of earlier versions, and of this one
+        assert not Restored(7, None, meta).is_fork
+        assert Restored(7, None, meta).origin == ""

@@ -1,0 +1,195 @@
+"""Build the callbacks of a run from its configuration."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from trainer.compiled.exchange import exchanges_of
+from trainer.config import schema
+from trainer.data import Loader
+from trainer.data.mixture import Mixture
+from trainer.errors import UserError
+from trainer.observe.numerics import make_numerics
+from trainer.observe.progress import log_first_duration
+from trainer.observe.sampling import make_sample, on_one_device
+from trainer.parallel.mesh import place_batch
+from trainer.parallel.replicas import with_moments_of_first
+from trainer.run import builtin_callbacks as builtin
+from trainer.run.callbacks import Callback
+from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
+from trainer.step.state import TrainState
+from trainer.step.step import Tokens
+from trainer.tasks.choose import BATCH, choose
+from trainer.tasks.eval_model import EvalModel
+from trainer.workload import Workload, jitted_eval_step
+
+# Bytes of text for the comparison with xz. With less, xz has seen too little to
+# compress well; with more, it takes long.
+MIN_XZ_BYTES, MAX_XZ_BYTES = 100_000, 2**22
+NUMERICS = "compiling per-layer numerics"
+TASKS = "compiling the tasks, and their first scores"
+SAMPLING = "compiling the sampling, and the first sample"
+VALIDATION = "compiling the validation"
+
+
+def build_callbacks(
+    c: schema.Config,
+    w: Workload,
+    batch: Tokens,
+    say: Callable[[str], None],
+    custom: Sequence[Callback] = (),
+    *,
+    tracked: bool = True,
+) -> list[Callback]:
+    """Return the callbacks in their order: built-in ones, `custom` ones, checkpoint.
+
+    Args:
+      c: the configuration.
+      w: what is trained.
+      batch: shapes of a step's batch.
+      say: prints a message.
+      custom: of the program that called.
+      tracked: whether rows are stored; else numerics are not computed.
+
+    Raises:
+      UserError: two callbacks have one name.
+    """
+    eval_every = c.train.eval_every
+    numerics_every = c.metrics.numerics_every if tracked else 0
+    callbacks = []
+    if numerics_every:
+        figures = log_first_duration(build_numerics(c, w), NUMERICS, say)
+        callbacks.append(builtin.numerics(numerics_every, figures))
+    callbacks.append(builtin.evaluation(eval_every, Validation(c, w, say)))
+    if isinstance(w.data.train, Mixture):
+        callbacks.append(builtin.mixture(eval_every, w.data.train.seen))
+    if c.eval.tasks:
+        scores = log_first_duration(build_tasks(c, w), TASKS, say)
+        callbacks.append(builtin.tasks(c.eval.tasks_every or 0, scores))
+    if w.task.diloco:
+        sent = exchanges_of(w.task)
+        callbacks.append(builtin.exchanged(eval_every, sent.up_to, sent.every_step))
+    sample = log_first_duration(build_sample(c, w), SAMPLING, say)
+    callbacks.append(builtin.samples(c.sample.every, sample))
+    if c.precision.scaled and c.precision.rescale_every:
+        new_scales = builtin.make_rescale(w.task, batch)
+        callbacks.append(builtin.rescale(c.precision.rescale_every, new_scales))
+    callbacks += custom
+    if numerics_every:
+        callbacks.append(builtin.pictures(c.checkpoint.every))
+    callbacks.append(builtin.checkpoint(c.checkpoint.every))
+    for name, times in Counter(callback.name for callback in callbacks).items():
+        if times > 1:
+            raise UserError(
+                f"two callbacks are called {name!r}; give yours another name"
+            )
+    return callbacks
+
+
+def build_numerics(
+    c: schema.Config, w: Workload
+) -> Callable[[TrainState, Tokens, int], Any]:
+    """Return `(state, batch, step) -> figures` of every layer."""
+    measure = make_numerics(w.task, c.optimizer.lr)
+    if w.task.diloco is None:
+        return measure
+    # Of DiLoCo's replicas, the first one's optimizer state is measured.
+    first_replica = jax.jit(with_moments_of_first)
+    return lambda state, tokens, step: measure(first_replica(state), tokens, step)
+
+
+class Validation:
+    """Validation on the first batches of the validation part, and on more at the end.
+
+    Each source of a mixture is validated alone as well, on as many batches as in every
+    validation.
+    """
+
+    def __init__(
+        self, c: schema.Config, w: Workload, say: Callable[[str], None]
+    ) -> None:
+        self._c, self._data, self._mesh = c, w.data, w.mesh
+        self._eval_step = log_first_duration(jitted_eval_step(w.task), VALIDATION, say)
+
+    def __call__(
+        self, state: TrainState, final: bool, should_stop: Callable[[], bool]
+    ) -> Evaluation | None:
+        """Return the result; None if `should_stop()` became true in between."""
+        train = self._c.train
+        batches = train.final_eval_batches if final else train.eval_batches
+        result = self._mean(self._data.val, state, batches, should_stop)
+        if result is None:
+            return None
+        for name, loader in self._data.sources.items():
+            source = self._mean(loader, state, train.eval_batches, should_stop)
+            if source is None:
+                return None
+            for key, value in source.row.items():
+                result.row[key.replace("val/", f"val/{name}/")] = value
+        if final:
+            text = self._validated_text(batches)
+            if len(text) >= MIN_XZ_BYTES:
+                result.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
+        return result
+
+    def _mean(
+        self,
+        loader: Loader,
+        state: TrainState,
+        most: int,
+        should_stop: Callable[[], bool],
+    ) -> Evaluation | None:
+        train = self._c.train
+        batches = (
+            place_batch(loader.batch(i), accum=train.grad_accum_steps, mesh=self._mesh)
+            for i in range(min(loader.steps_per_epoch, most))
+        )
+        return evaluate(
+            self._eval_step,
+            state,
+            batches,
+            first=train.eval_batches,
+            bytes_per_token=loader.bytes_per_token("val"),
+            should_stop=should_stop,
+        )
+
+    def _validated_text(self, batches: int) -> str:
+        """Return the text of the first batches, at most MAX_XZ_BYTES of it."""
+        val = self._data.val
+        tokens = min(val.steps_per_epoch, batches) * val.batch_size * val.context
+        limit = int(MAX_XZ_BYTES / self._data.bytes_per_token)
+        return self._data.validation_text(min(tokens, limit))
+
+
+def build_tasks(
+    c: schema.Config, w: Workload
+) -> Callable[[TrainState], dict[str, float]]:
+    """Return `state -> figures` of the configuration's tasks, on one device.
+
+    Raises:
+      UserError: a name is no task.
+    """
+    assert c.eval.tasks is not None
+    tasks = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
+    eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    gather = on_one_device(w.task)
+
+    def figures(state: TrainState) -> dict[str, float]:
+        params, scaling = gather((state.params, state.scaling))
+        row = {}
+        for name, scores in tasks.scores(eval_model.at(params, scaling)).items():
+            for metric, score in scores.items():
+                row[f"tasks/{name}/{metric}"] = score.value
+        return row
+
+    return figures
+
+
+def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
+    """Return `params -> text`: the configuration's prompt and its continuation."""
+    settings = dataclasses.asdict(c.sample)
+    del settings["every"]
+    return make_sample(w.task, w.data.tokenizer, **settings, seed=c.seed)

@@ -1,0 +1,141 @@
+"""Checks that saved state or weights fit the run that is to take them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.models.family import Spec
+from trainer.models.specs import FIRST
+from trainer.precision.policy import Policy
+from trainer.run.checkpoint import Restored
+from trainer.run.phases import saved_trainable
+from trainer.workload import TrainTask
+
+FROM_INIT = ", or model=from_init, which takes all sizes from there"
+
+
+def architecture(spec: Spec) -> dict[str, Any]:
+    """Return what decides which function the parameters stand for, as JSON values.
+
+    That is the family and `Spec.architecture`.
+    """
+    return {"family": spec.family().name} | spec.architecture()
+
+
+def check_same_model(
+    source: str,
+    saved: Mapping[str, Any],
+    spec: Spec,
+    alternative: str = "",
+    tokenizer: Sequence[str] = (),
+) -> None:
+    """Refuse weights of another architecture or for another tokenizer.
+
+    Args:
+      source: where they are, as the user named it.
+      saved: their `architecture`.
+      spec: of the model that is to take them.
+      alternative: what else could be done about another architecture.
+      tokenizer: how the tokenizers differ, and what to do about it; empty: they are the
+        same.
+
+    Raises:
+      UserError: with all differences in one message.
+    """
+    wanted, family = spec.architecture(), spec.family().name
+    saved_family = saved.get("family", FIRST)
+    if saved_family != family:
+        raise UserError(
+            f"{source} has a {saved_family}, the model is a {family}; choose another"
+            f" model{alternative}"
+        )
+    if tokenizer:
+        del wanted["vocab_size"]  # follows from the tokenizer
+    different = [name for name in wanted if not spec.agrees(name, saved[name])]
+    if not different and not tokenizer:
+        return
+    problems = [
+        f"has {name}={saved[name]} (the model {wanted[name]})" for name in different
+    ]
+    advice = []
+    if different:
+        sizes = " ".join(f"model.{name}={saved[name]}" for name in different)
+        advice.append(f"set {sizes}{alternative}")
+    raise UserError(
+        f"{source} {', '.join([*problems, *tokenizer[:1]])};"
+        f" {'; '.join([*advice, *tokenizer[1:]])}"
+    )
+
+
+def check_same_precision(
+    source: str, saved: Policy, policy: Policy, conversion: str = ""
+) -> None:
+    """Refuse a state that was trained in another precision.
+
+    `conversion`: how it could be converted.
+    """
+    before, now = dataclasses.asdict(saved), dataclasses.asdict(policy)
+    different = [
+        f"precision.{name}={before[name]} (now {now[name]})"
+        for name in now
+        if before[name] != now[name]
+    ]
+    if different:
+        conversion = (
+            conversion or "there, resume=RUN resume.convert=true converts its state"
+        )
+        raise UserError(
+            f"{source} was trained with {', '.join(different)}: not the same run;"
+            f" choose its precision, or a run_dir of its own; {conversion}"
+        )
+
+
+def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) -> None:
+    """Refuse the state of another run that has moments of other parameters."""
+    saved = saved_trainable(meta)
+    if task._replace(trainable=saved).trained_roles != task.trained_roles:
+        theirs, ours = (
+            f"train.trainable=[{','.join(names)}]" for names in (saved, task.trainable)
+        )
+        raise UserError(
+            f"resume={source} was trained with {theirs}, this is {ours}: its optimizer"
+            f" has moments of other parameters; set {theirs}, or take the weights"
+            f" alone: init_from={source}"
+        )
+
+
+def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
+    """Refuse a state of DiLoCo replicas for a run without them."""
+    count = meta["config"].get("diloco", {}).get("replicas")
+    if count is not None:
+        raise UserError(
+            f"{source} was trained with diloco.replicas={count} replicas, each with an"
+            " optimizer state, which a run without replicas cannot take; set"
+            " parallel=diloco diloco.replicas=1, or take its weights alone,"
+            " init_from=RUN"
+        )
+
+
+def check_same_run(checkpoint: Restored, steps: int, data: str) -> None:
+    """Refuse to continue on other data, or with fewer steps than were taken.
+
+    Args:
+      checkpoint: to continue from.
+      steps: of the whole run.
+      data: fingerprint of its data.
+    """
+    # A fork has a directory of its own, in which it leaves no checkpoint unless it
+    # takes a step.
+    least = checkpoint.step + checkpoint.is_fork
+    if steps < least:
+        raise UserError(
+            f"train.steps={steps}, but the checkpoint has {checkpoint.step}; valid:"
+            f" {least} or more"
+        )
+    trained_on = checkpoint.meta.get("data") if checkpoint.step else data
+    if trained_on != data:
+        raise UserError(
+            f"the checkpoint was trained on data {trained_on}, this is {data}: not the"
+            " same run; bring back the data, or start a new run with init_from"
+        )

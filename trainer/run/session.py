@@ -1,0 +1,132 @@
+"""The objects that a run consists of: those that all its phases share, and those of one
+phase.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.data import Batch
+from trainer.observe.display import Display
+from trainer.observe.metrics import Throughput
+from trainer.observe.trackers.protocol import Tracker
+from trainer.run.callbacks import Callback
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.shutdown import Timeouts
+from trainer.run.watchdog import Watchdog
+from trainer.step.state import TrainState
+from trainer.step.step import Hyper, StepFn, Tokens
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all phases of a run share: where it writes, and how its process stops.
+
+    Attributes:
+      run_dir: the run directory.
+      checkpointer: of the run's checkpoints.
+      tracker: gets every row, event, text and picture.
+      display: shows progress and messages on the terminal.
+      agree: the largest number that any process gives. All processes must call it
+        equally often.
+      timeouts: of the `Guard`.
+      own_process: whether the process may be ended for the run; see `Guard`.
+    """
+
+    run_dir: Path
+    checkpointer: Checkpointer
+    tracker: Tracker
+    display: Display
+    agree: Callable[[int], int]
+    timeouts: Timeouts
+    own_process: bool
+
+
+class StepPlan(NamedTuple):
+    """The steps of a phase.
+
+    Attributes:
+      steps: of the whole run.
+      until: steps taken when the phase ends.
+      learning_rates: of every step of the run, FP32 [steps].
+      seed: of the run.
+      log_every: steps between two rows that hold the figures of a step alone.
+      profile: the first and the last step to trace, counted from 1; None: no trace.
+    """
+
+    steps: int
+    until: int
+    learning_rates: np.ndarray
+    seed: np.uint32
+    log_every: int
+    profile: tuple[int, int] | None
+
+    def hyper(self, step: int) -> Hyper:
+        """Return the inputs of the step after `step` steps, as host scalars."""
+        return Hyper(self.learning_rates[step], np.int32(step), self.seed)
+
+
+class TrainData(NamedTuple):
+    """The batches of a phase.
+
+    Attributes:
+      batches: yields (step, host batch) from a step on.
+      place: host batch to sharded global arrays.
+    """
+
+    batches: Callable[[int], Iterator[tuple[int, Batch]]]
+    place: Callable[[Batch], Tokens]
+
+
+class Recovery(NamedTuple):
+    """What a run needs to go back to an earlier state, or to explain why it cannot.
+
+    Attributes:
+      watchdog: judges the metrics of every step.
+      restore: (state, steps) to the state of the first intact checkpoint among those
+        steps, its step, and the train step compiled for it (None: the one in use
+        fits). The given state is deleted.
+      diagnose: (state, batch, step) of a non-finite step to a description of the first
+        bad tensor.
+      meta: saved with every checkpoint, as JSON values.
+    """
+
+    watchdog: Watchdog
+    restore: Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]
+    diagnose: Callable[[TrainState, Tokens, int], str]
+    meta: dict[str, Any]
+
+
+@dataclass
+class Run:
+    """A run in one of its phases, and how far it has come.
+
+    Attributes:
+      session: what all phases share.
+      plan: the steps, and the learning rate of each.
+      data: the batches.
+      callbacks: called between two steps, in this order.
+      recovery: rollback and NaN diagnosis.
+      throughput: counts tokens/s and MFU.
+      state: of the training, on the devices.
+      train_step: compiled for `state`.
+      step: steps taken so far, which is also the position in the data.
+      logged: the last step whose row is logged.
+      unfinished: the encoded row of step `step`, where a signal interrupted the
+        callbacks after that step.
+    """
+
+    session: Session
+    plan: StepPlan
+    data: TrainData
+    callbacks: Sequence[Callback]
+    recovery: Recovery
+    throughput: Throughput
+    state: TrainState
+    train_step: StepFn
+    step: int
+    logged: int
+    unfinished: str | None
