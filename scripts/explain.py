@@ -28,7 +28,7 @@ from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, run_and_flush
 from trainer.files import write_text
 from trainer.parallel.mesh import place_batch
-from trainer.precision.policy import DTYPES
+from trainer.precision.fields import DTYPES
 from trainer.run.libraries import hide_missing_gpu
 from trainer.text import refuse_twice
 from trainer.workload import Model

@@ -35,7 +35,7 @@ from trainer.files import write_text
 from trainer.models.roles import role_of
 from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
-from trainer.precision.arrays import prepared
+from trainer.precision.arrays import with_prepared_operands
 from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
@@ -165,7 +165,7 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
                 else narrow_gradient_dot
             )
         dot = SwitchedDot(on_Lx4, model.narrow.index(path), path, model.policy)
-        return prepared(dot, model.policy)
+        return with_prepared_operands(dot, model.policy)
 
     settings = {"rescale_grads": model.policy.rescaled_places}
     build, compute_dtype = model.family.build, model.policy.logical

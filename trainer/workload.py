@@ -44,10 +44,12 @@ from trainer.precision.arrays import (
     for_allgather,
     kahan_compensation,
     skipped_matmuls,
+    store_gradients,
     store_weights,
 )
-from trainer.precision.gradients import Differentiate, store_gradients
-from trainer.precision.policy import DTYPES, Policy
+from trainer.precision.fields import DTYPES
+from trainer.precision.gradients import Differentiate
+from trainer.precision.policy import Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
 from trainer.step.moments import stacks_of, store_moments

@@ -25,8 +25,9 @@ from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import Reduce
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh
 from trainer.parallel.replicas import DiLoCoStep
+from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
-from trainer.precision.policy import DTYPES, Policy
+from trainer.precision.policy import Policy
 from trainer.run.initial_weights import initial_weights
 from trainer.run.phases import Phases, Stage
 from trainer.run.vocabulary import weights_for_tokenizer

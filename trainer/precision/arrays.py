@@ -1,5 +1,5 @@
-"""What a policy does to arrays: which products are narrow, and the form of weights
-where they are kept and sent.
+"""A policy applied to arrays: which matmuls are FP8, and how weights and gradients are
+stored and sent.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalify_core import FloatFormat, ScaledArray, weights
+from scalify_core import FloatFormat, ScaledArray, as_scaled_array, weights
+from scalify_core.array import is_scaled_array
 from scalify_core.formats import E4M3
 from scalify_core.matmul import MULTIPLE
 from trainer.errors import UserError
@@ -20,22 +21,25 @@ from trainer.precision.dots import (
     narrow_gradient_dot,
     wide_gradient_dot,
 )
-from trainer.precision.policy import DTYPES, Policy
+from trainer.precision.fields import DTYPES
+from trainer.precision.policy import Policy
 
-# of weights that do not exist yet, where a program is compiled without them
+# of weights that do not exist yet, when a program is compiled without them
 ASSUMED_SCALE = 2.0**-6
 
 
 def skipped_matmuls(
     policy: Policy, sizes: Mapping[str, tuple[int, int]], rows: int | None = None
 ) -> dict[str, str]:
-    """Those of the linear layers that are not narrow, and why not. UserError for a
-    pattern without a match.
+    """Return the linear layers whose matmuls are not FP8, with the reason for each.
 
     Args:
       policy: the precision.
-      sizes: input and output width of each, by path.
+      sizes: input and output width of each layer, by path.
       rows: tokens that a device multiplies them by at once; None: some multiple of 16.
+
+    Raises:
+      UserError: a pattern matches no layer.
     """
     chosen = {
         "fp8_modules": policy.fp8_modules,
@@ -53,8 +57,8 @@ def skipped_matmuls(
         return dict.fromkeys(
             sizes, f"precision.forward=null: all are in {policy.compute}"
         )
-    whole = not policy.simulate and not policy.method.any_rows
-    if whole and rows is not None and rows % MULTIPLE:
+    needs_multiple = not policy.simulate and not policy.method.any_rows
+    if needs_multiple and rows is not None and rows % MULTIPLE:
         return dict.fromkeys(
             sizes,
             f"micro-batches of {rows} tokens a device, not a multiple of {MULTIPLE}",
@@ -69,11 +73,8 @@ def skipped_matmuls(
             return f"{size[0]} x {size[1]} are not multiples of {MULTIPLE}"
         return None
 
-    return {
-        path: why
-        for path, size in sizes.items()
-        if (why := reason(path, size)) is not None
-    }
+    reasons = {path: reason(path, size) for path, size in sizes.items()}
+    return {path: why for path, why in reasons.items() if why is not None}
 
 
 def dot_general_for(
@@ -83,15 +84,15 @@ def dot_general_for(
     keep_weights: bool,
     store_gradients: bool = False,
 ) -> Callable[[str], Dot]:
-    """The function that gives every linear layer, by its path, its dot_general.
+    """Return a function from the path of a linear layer to its dot_general.
 
     Args:
       policy: the precision.
-      narrow: the paths of the layers whose matmuls are narrow.
+      narrow: the paths of the layers with FP8 matmuls.
       keep_weights: whether FP8 weights are kept for the backward pass; see
-          `models.family.Spec`.
-      store_gradients: whether FP8 products give the gradients of scaled weights in
-          `policy.weight_grad` themselves.
+        `models.family.Spec`.
+      store_gradients: whether FP8 products return the gradients of scaled weights in
+        `policy.weight_grad`.
     """
     chosen = set(narrow)
     rhs_gradient = (
@@ -101,11 +102,8 @@ def dot_general_for(
     def dot_general(path: str) -> Dot:
         backward = policy.backward_of(path)
         if path not in chosen or policy.forward is None or backward is None:
-            return (
-                wide_gradient_dot
-                if policy.weight_grad == "fp32"
-                else narrow_gradient_dot
-            )
+            is_wide = policy.weight_grad == "fp32"
+            return wide_gradient_dot if is_wide else narrow_gradient_dot
         dot: Dot
         gradient = FloatFormat.parse(backward)
         if policy.simulate:
@@ -118,22 +116,22 @@ def dot_general_for(
                 rhs_gradient=rhs_gradient,
                 gradient=gradient,
             )
-        return prepared(dot, policy)
+        return with_prepared_operands(dot, policy)
 
     return dot_general
 
 
-def prepared(dot: Dot, policy: Policy) -> Dot:
-    """`dot`, with what happens to its operands before it casts them."""
+def with_prepared_operands(dot: Dot, policy: Policy) -> Dot:
+    """Return `dot` of operands that are clipped and mixed as the policy says."""
     if policy.hadamard is not None:
         dot = MixedDot(dot, policy.hadamard)
-    return (
-        dot if policy.clip_outliers is None else ClippedDot(dot, policy.clip_outliers)
-    )
+    if policy.clip_outliers is not None:
+        dot = ClippedDot(dot, policy.clip_outliers)
+    return dot
 
 
 def store_weights(params: Any, policy: Policy) -> Any:
-    """FP32 master weights in the form they are kept in. Not inside jit: scales are read
+    """Store FP32 master weights as the policy says. Not inside jit: scales are read
     from the device.
     """
     dtype = DTYPES[policy.weights]
@@ -143,10 +141,35 @@ def store_weights(params: Any, policy: Policy) -> Any:
 
 
 def kahan_compensation(exact: Any, params: Any, policy: Policy) -> Any:
-    """What `store_weights` lost of FP32 weights, BF16, where the policy keeps it; else
+    """Return the rounding error of `store_weights`, BF16, if the policy keeps it; else
     (). Not inside jit.
     """
     return weights.remainders(exact, params) if policy.keeps_lost else ()
+
+
+def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -> Any:
+    """Store the gradients of the chosen matmuls' kernels in `policy.weight_grad`.
+
+    Args:
+      grads: as differentiation gives them.
+      policy: the precision.
+      narrow: whether the parameter at a path of keys is such a kernel.
+    """
+    if policy.forward is None or policy.weight_grad == "fp32":
+        return grads
+    fmt = FloatFormat.parse(policy.weight_grad)
+
+    def store(path: Any, grad: Any) -> Any:
+        if not narrow(path):
+            return grad
+        if is_scaled_array(grad):
+            # At its expected scale, which is off by a few octaves at most.
+            return grad.astype(fmt.dtype)
+        if policy.scaled:  # a mean over micro-batches
+            return as_scaled_array(grad, dtype=fmt.dtype)
+        return fmt.cast(grad)  # of FP32's range
+
+    return jax.tree_util.tree_map_with_path(store, grads, is_leaf=is_scaled_array)
 
 
 def for_allgather(
@@ -156,10 +179,11 @@ def for_allgather(
     would round it.
 
     Args:
+      p: the parameter.
+      policy: the precision.
       kernel: whether it is that of a linear layer.
-      narrow: whether of one whose matmul is narrow.
-      factor: whether its rows are multiplied by what depends on the batch before they
-          are rounded to FP8.
+      narrow: whether that layer's matmul is FP8.
+      factor: whether the batch scales its rows before they are rounded to FP8.
     """
     if policy.scaled:
         p = p.astype(DTYPES[policy.compute])
@@ -170,14 +194,15 @@ def for_allgather(
             and policy.casts_operands_as_they_are
         )
         return ScaledArray(E4M3.cast(p.data), p.scale) if in_fp8 else p
-    # Gains, tables and biases are used in FP32; FP8 kernels get their scale from what
-    # the weights are.
+    # Gains, tables and biases are used in FP32; FP8 kernels get their scale from the
+    # weights themselves.
     return p.astype(DTYPES[policy.compute]) if kernel and not narrow else p
 
 
 def abstract_weights(shapes: Any, policy: Policy, scale: float | None = None) -> Any:
-    """What `store_weights` makes, as shapes and dtypes; with dynamic scales as in
-    checkpoints, or a static one.
+    """Return the shapes and dtypes that `store_weights` makes.
+
+    `scale`: static scales, as in training; None: dynamic ones, as in checkpoints.
     """
 
     def convert(s: jax.ShapeDtypeStruct) -> Any:

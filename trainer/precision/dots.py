@@ -1,9 +1,8 @@
-"""The `dot_general` of a linear layer in each precision: what a `layers.Linear` is
-given.
+"""The `dot_general` of a linear layer in each precision.
 
-Every one of them takes activations in the compute dtype and the kernel as the master
-weight it is: a kernel that is cast before, as layers do by default, has its gradient
-rounded to the compute dtype on the way back.
+Each takes activations in the compute dtype and the kernel as the master weight. A
+kernel that is cast first, as layers do by default, has its gradient rounded to the
+compute dtype on the way back.
 """
 
 import math
@@ -30,8 +29,8 @@ class OverwriteWithGradient(nnx.Variable):
 
 
 class DelayedFp8Dot(nnx.Module):
-    """Flax's own FP8 product with delayed scaling: scales from the largest magnitudes
-    of the last steps.
+    """Flax's FP8 product with delayed scaling: scales from the amax of the last
+    steps.
     """
 
     def __init__(self, history: int) -> None:
@@ -48,26 +47,27 @@ class DelayedFp8Dot(nnx.Module):
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
     ) -> jax.Array:
-        """The product in the dtype of `lhs`; the gradient of `rhs` is rounded to it
-        too, as Flax has it.
+        """Return the product in the dtype of `lhs`; Flax rounds the gradient of `rhs`
+        to it too.
         """
+        histories = {
+            name: value[...]
+            for name, value in vars(self).items()
+            if isinstance(value, OverwriteWithGradient)
+        }
         return fp8_scaled_dot_general(
             lhs,
             rhs.astype(lhs.dtype),
             dims,
             preferred_element_type=lhs.dtype,
             quantize_compute_type=lhs.dtype,
-            **{
-                name: value[...]
-                for name, value in vars(self).items()
-                if isinstance(value, OverwriteWithGradient)
-            },
+            **histories,
         )
 
 
 class SimulatedDot:
-    """The FP32 product of operands rounded to `forward`, its gradients' one to
-    `backward`: formats without kernels.
+    """The FP32 product of operands rounded to `forward`, with gradients rounded to
+    `backward`: for formats without kernels.
     """
 
     def __init__(self, forward: FloatFormat, backward: FloatFormat) -> None:
@@ -76,11 +76,9 @@ class SimulatedDot:
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
     ) -> jax.Array:
-        """The product in FP32."""
-        lhs, rhs = (
-            cast_on_forward(lhs, self.forward),
-            cast_on_forward(rhs, self.forward),
-        )
+        """Return the product in FP32."""
+        lhs = cast_on_forward(lhs, self.forward)
+        rhs = cast_on_forward(rhs, self.forward)
         return cast_on_backward(jax.lax.dot_general(lhs, rhs, dims), self.backward)
 
 
@@ -92,15 +90,16 @@ def _clip(x: jax.Array, multiple: jax.Array) -> jax.Array:
     return jnp.clip(x, -bound, bound)
 
 
-# Straight through, as the saturating cast that follows.
+# A straight-through gradient, as that of the saturating cast that follows.
 _clip.defvjp(
     lambda x, multiple: (_clip(x, multiple), None), lambda _, gradient: (gradient, None)
 )
 
 
 class ClippedDot(nnx.Module):
-    """`dot` of operands clipped to `multiple` times their RMS. A module, for the amax
-    histories that `dot` may have.
+    """`dot` of operands that are clipped to `multiple` times their RMS.
+
+    A module, for the amax histories that `dot` may have.
     """
 
     def __init__(self, dot: Dot, multiple: float) -> None:
@@ -109,7 +108,7 @@ class ClippedDot(nnx.Module):
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **settings: Any
     ) -> jax.Array:
-        """The product in the dtype of `dot`'s."""
+        """Return the product in the dtype of `dot`'s."""
         bound = jnp.float32(self.multiple)
         return self.dot(
             _clip(lhs, bound.astype(lhs.dtype)),
@@ -120,11 +119,11 @@ class ClippedDot(nnx.Module):
 
 
 class MixedDot(nnx.Module):
-    """`dot` of operands that are both multiplied by one orthogonal matrix in groups of
+    """`dot` of operands that are both multiplied by one orthogonal matrix, in groups of
     `size` channels of their sum.
 
-    A random Hadamard transform: what the product is stays, and of an outlier each
-    channel of its group gets a part. A module, for the amax histories that `dot` may
+    A random Hadamard transform: the product stays the same, and an outlier is spread
+    over the channels of its group. A module, for the amax histories that `dot` may
     have.
     """
 
@@ -134,8 +133,8 @@ class MixedDot(nnx.Module):
     def __call__(
         self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **settings: Any
     ) -> jax.Array:
-        """The product in the dtype of `dot`'s. ValueError for any other than that of
-        two matrices.
+        """Return the product in the dtype of `dot`'s. ValueError: not a product of two
+        matrices.
         """
         if dims != MATRICES:
             raise ValueError(
@@ -146,11 +145,10 @@ class MixedDot(nnx.Module):
 
 
 def hadamard(x: jax.Array, size: int) -> jax.Array:
-    """`x` [N, ..] times a random orthogonal matrix in groups of `size` along N, a power
-    of two.
+    """Multiply `x` [N, ..] by a random orthogonal matrix in groups of `size` along N.
 
-    The signs are the same always. Rows beyond the last whole group are mixed with
-    zeros, so there may be more of them.
+    The signs are always the same. Rows beyond the last full group are mixed with zeros,
+    so the result may have more rows. `size` is a power of two.
     """
     matrix = np.ones((1, 1))
     while len(matrix) < size:
@@ -158,8 +156,8 @@ def hadamard(x: jax.Array, size: int) -> jax.Array:
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
     padded = jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)))
     groups = padded.reshape(-1, size, x.shape[1])
-    # Of ones, and divided afterwards: where scales propagate, that of an array of
-    # constants is 1. In FP32 until then.
+    # A matrix of ones, divided afterwards: where scales propagate, the scale of a
+    # constant array is 1. In FP32 until then.
     ones = (signs[:, None] * matrix).astype(x.dtype)
     mixed = jnp.einsum(
         "gid,ij->gjd",
@@ -192,8 +190,8 @@ _matmul.defvjp(lambda lhs, rhs: (_matmul(lhs, rhs), (lhs, rhs)), _matmul_bwd)
 def wide_gradient_dot(
     lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
 ) -> jax.Array:
-    """`lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is what was accumulated
-    in FP32, not rounded first.
+    """Return `lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is the FP32
+    accumulation, not rounded first.
     """
     if lhs.dtype == rhs.dtype:
         return jax.lax.dot_general(lhs, rhs, dims)
@@ -208,13 +206,12 @@ def wide_gradient_dot(
 def narrow_gradient_dot(
     lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
 ) -> jax.Array:
-    """`lhs @ rhs` and both gradients in the dtype of `lhs`."""
+    """Return `lhs @ rhs` and both gradients in the dtype of `lhs`."""
     if dims != MATRICES:
         raise ValueError(
             "narrow_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers"
             f" {dims}"
         )
-    # Not JAX's own gradient, which is the transpose of a product: XLA takes that for an
-    # order of the array, and what updates matrices of one shape, those of FP8 products
-    # among them, has two orders to read.
+    # Not JAX's own gradient, the transpose of a product: XLA would make it a layout of
+    # the array, and an update of matrices of one shape would read two layouts.
     return _matmul(lhs, rhs.astype(lhs.dtype))

@@ -1,8 +1,8 @@
 """Ways to differentiate a loss: plain, scale-propagated, loss-scaled, or with amax
 histories.
 
-`trainer.precision.methods` says which method takes which. Scale propagation is one line
-of it: `scalify` of the very function that the others differentiate.
+`trainer.precision.methods` says which method uses which. Scale propagation is `scalify`
+of the very function that the others differentiate.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 
-from scalify_core import FloatFormat, as_scaled_array, asarray, scalify
-from scalify_core.array import is_scaled_array
+from scalify_core import asarray, scalify
 from scalify_core.tree import map_arrays
-from trainer.precision.policy import DTYPES, Policy
+from trainer.precision.fields import DTYPES, PrecisionFields
 
 # (parameters, tokens, segments, keys) -> nats; with amax histories they are
 # `parameters, histories`.
@@ -28,16 +27,16 @@ GROWTH_STEPS = 2000
 
 
 class Differentiate(NamedTuple):
-    """The loss and its gradient in a precision.
+    """A loss and its gradient in a precision.
 
     Attributes:
       init: makes the first state of the scaling: a loss scale, amax histories, or ().
       value_and_grad: (parameters, scaling, tokens, segments, keys) -> (loss, gradients,
-        seen), the keys one for each sequence. The loss is FP32;
-        gradients are plain or scaled arrays. `seen` is what `update` needs of the pass;
-        that of several micro-batches is combined by the maximum.
-      update: (scaling, seen, whether the step was finite) -> the scaling of the next
-          step.
+        observed). There is a key for each sequence. The loss is FP32; gradients are
+        plain or scaled arrays. `observed` is what `update` needs of the pass; over
+        several micro-batches it is the maximum.
+      update: (scaling, observed, whether the step was finite) -> the scaling of the
+        next step.
     """
 
     init: Callable[[], Any]
@@ -46,17 +45,17 @@ class Differentiate(NamedTuple):
 
 
 def plain(loss_fn: LossFn) -> Differentiate:
-    """The gradient of the function as it is written, without scales."""
+    """Return the gradient of the function as it is written, without scales."""
     return Differentiate(
         tuple,
         stateless(jax.value_and_grad(loss_fn)),
-        lambda scaling, seen, finite: scaling,
+        lambda scaling, observed, finite: scaling,
     )
 
 
 def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> ValueAndGrad:
-    """The function in the form of `Differentiate.value_and_grad`, for methods that
-    carry nothing along.
+    """Return a function in the form of `Differentiate.value_and_grad`, for methods
+    without state.
     """
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:
@@ -66,10 +65,10 @@ def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> ValueAndG
     return call
 
 
-def propagated(loss_fn: LossFn, policy: Policy) -> Callable[..., tuple[jax.Array, Any]]:
-    """Loss and gradient on scaled arrays whose data is in the compute dtype, as all
-    that is computed from them.
-    """
+def propagated(
+    loss_fn: LossFn, policy: PrecisionFields
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """Return loss and gradient on scaled arrays; all data is in the compute dtype."""
     scaled = scalified(jax.value_and_grad(loss_fn), policy)
 
     def value_and_grad(params: Any, *batch: Any) -> tuple[jax.Array, Any]:
@@ -79,15 +78,18 @@ def propagated(loss_fn: LossFn, policy: Policy) -> Callable[..., tuple[jax.Array
     return value_and_grad
 
 
-def scalified(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """`fun(parameters, ...)` under scale propagation, the parameters' data cast to the
-    compute dtype first.
+def scalified(fun: Callable[..., Any], policy: PrecisionFields) -> Callable[..., Any]:
+    """Return `fun(parameters, ...)` under scale propagation.
+
+    The parameters' data is cast to the compute dtype first.
     """
     scaled: Callable[..., Any] = scalify(fun, scales="static")
     dtype = DTYPES[policy.compute]
-    return lambda params, *rest: scaled(
-        map_arrays(lambda p: p.astype(dtype), params), *rest
-    )
+
+    def call(params: Any, *rest: Any) -> Any:
+        return scaled(map_arrays(lambda p: p.astype(dtype), params), *rest)
+
+    return call
 
 
 class LossScale(NamedTuple):
@@ -100,12 +102,12 @@ class LossScale(NamedTuple):
 
 
 def first_loss_scale() -> LossScale:
-    """The loss scale before step 0."""
+    """Return the loss scale before step 0."""
     return LossScale(jnp.float32(FIRST_LOSS_SCALE), jnp.int32(0))
 
 
 def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
-    """The gradient of the loss times the factor, divided by it in FP32."""
+    """Return the gradient of the loss times the factor, divided by it in FP32."""
 
     def call(
         params: Any, scaling: LossScale, *batch: Any
@@ -121,13 +123,16 @@ def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
 
 
 def divided(grads: Any, factor: jax.Array) -> Any:
-    """The gradients in FP32, divided by the factor of the loss."""
+    """Return the gradients in FP32, divided by the factor of the loss."""
     return jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
 
 
-def next_loss_scale(scaling: LossScale, seen: Any, finite: jax.Array) -> LossScale:
-    """Halved by a step that was not finite, doubled after enough that were. Reference:
-    Micikevicius et al. 2018.
+def next_loss_scale(scaling: LossScale, observed: Any, finite: jax.Array) -> LossScale:
+    """Halve the factor after a step that was not finite; double it after GROWTH_STEPS
+    finite steps.
+
+    Reference: Micikevicius et al. 2018, "Mixed Precision Training",
+    https://arxiv.org/abs/1710.03740.
     """
     steps = jnp.where(finite, scaling.finite_steps + 1, 0)
     grown = steps == GROWTH_STEPS
@@ -138,8 +143,10 @@ def next_loss_scale(scaling: LossScale, seen: Any, finite: jax.Array) -> LossSca
 
 
 def with_histories(loss_fn: LossFn) -> ValueAndGrad:
-    """The "gradient" of amax histories is their next value; where one is used twice,
-    the larger (Flax's `fm32`).
+    """Return the gradient of a loss whose products have amax histories.
+
+    The "gradient" of a history is its next value; where one is used twice, the larger
+    (Flax's `fm32`).
     """
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:
@@ -148,43 +155,17 @@ def with_histories(loss_fn: LossFn) -> ValueAndGrad:
 
         as_fm32 = jax.tree.map(lambda x: jax.lax.convert_element_type(x, fm32), scaling)
         loss, pullback = jax.vjp(loss_of, params, as_fm32)  # `grad` refuses the type
-        grads, seen = pullback(jnp.float32(1))
-        return (
-            loss,
-            grads,
-            jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.float32), seen),
+        grads, observed = pullback(jnp.float32(1))
+        observed = jax.tree.map(
+            lambda x: jax.lax.convert_element_type(x, jnp.float32), observed
         )
+        return loss, grads, observed
 
     return call
 
 
-def next_histories(scaling: Any, seen: Any, finite: jax.Array) -> Any:
-    """The histories that the step has seen; a step that was not finite leaves them as
-    they were.
+def next_histories(scaling: Any, observed: Any, finite: jax.Array) -> Any:
+    """Return the histories that the step has observed; a step that was not finite
+    leaves them unchanged.
     """
-    return jax.tree.map(lambda old, new: jnp.where(finite, new, old), scaling, seen)
-
-
-def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -> Any:
-    """The gradients as they go to the optimiser: those of the chosen matmuls' kernels
-    in `policy.weight_grad`.
-
-    Args:
-      narrow: whether the parameter at a path of keys is such a kernel.
-    """
-    if policy.forward is None or policy.weight_grad == "fp32":
-        return grads
-    fmt = FloatFormat.parse(policy.weight_grad)
-
-    def store(path: Any, grad: Any) -> Any:
-        if not narrow(path):
-            return grad
-        # at the scale that it was expected to have, which it misses by a few octaves at
-        # most
-        if is_scaled_array(grad):
-            return grad.astype(fmt.dtype)
-        if policy.scaled:  # a mean over micro-batches
-            return as_scaled_array(grad, dtype=fmt.dtype)
-        return fmt.cast(grad)  # of FP32's range
-
-    return jax.tree_util.tree_map_with_path(store, grads, is_leaf=is_scaled_array)
+    return jax.tree.map(lambda old, new: jnp.where(finite, new, old), scaling, observed)

@@ -1,127 +1,38 @@
-"""What a precision preset means: orthogonal fields, and which combinations of them
-there are.
+"""The precision policy of a run: the fields of a preset, checked against each other.
 
-A preset is nothing but a name for a combination of the fields of `Policy`, which are
-the keys of the configuration's group `precision` too. Nothing here imports JAX:
-`trainer.precision.arrays` has what a policy does to arrays.
+A preset is a name for a combination of fields. Nothing here imports JAX;
+`trainer.precision.arrays` applies a policy to arrays.
 """
 
-import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-import ml_dtypes
 import numpy as np
 
-from trainer.bounds import POWER_OF_TWO, Bound, OneOf, Positive, at_least, check_fields
+from trainer.bounds import OneOf, check_fields
 from trainer.errors import UserError
+from trainer.precision.fields import DTYPES, Format, PrecisionFields
 from trainer.precision.methods import METHODS, Method
 
-Computed = Literal["fp32", "bf16", "fp16"]
-Kept = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
-DTYPES: dict[str, np.dtype] = {
-    "fp32": np.dtype(np.float32),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp16": np.dtype(np.float16),
-}
-ALIASES = (*DTYPES, "float32", "bfloat16", "float16")
-WIDEST = 256  # groups of channels that are mixed by a matrix
-PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
-
-
-def is_format(name: str) -> bool:
-    """Return whether `scalify_core.FloatFormat` can be of this name."""
-    bits = re.fullmatch(r"e(\d+)m(\d+)[ts]?", name.lower())
-    if bits is None:
-        return name.lower() in ALIASES
-    return 2 <= int(bits[1]) <= 8 and 1 <= int(bits[2]) <= 23
-
-
-Format = Annotated[
-    str,
-    Bound(
-        is_format,
-        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3, e4m3t or"
-        " e4m3s, or fp32, bf16 or fp16",
-    ),
-]
+MAX_HADAMARD = 256  # channels of a group
+RESCALED_PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The precision of a run.
+class Policy(PrecisionFields):
+    """A precision whose fields do not contradict each other."""
 
-    Attributes:
-      compute: activations and all matmuls that are not chosen by `fp8_modules`: fp32,
-          bf16 or fp16.
-      forward: format of the operands of the chosen matmuls (e4m3; any eXmY when
-          simulated); None: `compute`.
-      backward: of the gradient of their output.
-      backward_e4m3: patterns of those among the chosen matmuls where that is e4m3: a
-        digit more and 14 octaves less, where the range that is measured allows it;
-        None: nowhere.
-      simulate: round FP32 values to `forward` and `backward` instead of multiplying in
-        them; to nearest, or where the format's name ends in a t, as in e4m3t, by
-        leaving out the digits behind the last place, in an s stochastically.
-      fp8_modules: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen
-          ones.
-      exclude: patterns of those among them that stay in `compute`, such as `h.0.*`.
-      scaling: the name of a method that keeps narrow numbers in range, of
-          `trainer.precision.methods.METHODS`.
-      weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays where
-          the method scales parameters.
-      weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, and
-        what that loses is kept, in BF16 beside the weights, and part of the next
-        update.
-      weight_grad: of the weights of the chosen matmuls, on its way to the optimiser:
-        fp32, bf16, fp16, e4m3 or e5m2; see `Method.gradient_formats`.
-      mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2;
-          narrow ones are scaled arrays.
-      moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
-      update: what the optimiser computes in: fp32, or propagate, in scaled arrays of
-          `compute` data.
-      rescale_grads: where scales propagate, the places whose gradient gets the scale of
-        its RMS, measured at run time: layer_norm (the input of each) and qkv (queries,
-        keys and values of each attention).
-      clip_outliers: operands of the chosen matmuls are clipped to so many times their
-          RMS before the cast; None: not.
-      hadamard: both operands of the chosen matmuls are multiplied by one random
-        orthogonal matrix in groups of so many channels of their sum, a power of two,
-        before the cast; None: not.
-      amax_history: steps that delayed scaling looks back.
-    """
-
-    compute: Computed
-    forward: Format | None
-    backward: Format | None
-    backward_e4m3: tuple[str, ...] | None
-    simulate: bool
-    fp8_modules: tuple[str, ...]
-    exclude: tuple[str, ...]
     scaling: Annotated[str, OneOf(METHODS)]
-    weights: Computed
-    weights_rounding: Literal["nearest", "stochastic", "kahan"]
-    weight_grad: Kept
-    mu: Kept
-    nu: Kept
-    moments_rounding: Literal["auto", "nearest", "stochastic"]
-    update: Literal["fp32", "propagate"]
-    rescale_grads: tuple[str, ...]
-    clip_outliers: Annotated[float, at_least(1)] | None
-    hadamard: Annotated[int, at_least(2), POWER_OF_TWO] | None
-    amax_history: Positive
 
     def __post_init__(self) -> None:
-        """Raise UserError for fields out of their bounds, and for those that contradict
-        each other.
-        """
+        """Raise UserError for fields out of bounds, or that contradict each other."""
         check_fields(self, "precision.")
         for place in self.rescale_grads:
-            if place not in PLACES:
+            if place not in RESCALED_PLACES:
                 raise UserError(
                     f"precision.rescale_grads: {place!r} is not a place; valid:"
-                    f" {', '.join(PLACES)}"
+                    f" {', '.join(RESCALED_PLACES)}"
                 )
         self._check_products()
         self.method.check(self)
@@ -146,7 +57,7 @@ class Policy:
             )
 
     def _check_products(self) -> None:
-        """Raise UserError for formats that no product takes."""
+        """Raise UserError for formats that no matmul takes."""
         if (self.forward is None) != (self.backward is None):
             raise UserError(
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
@@ -189,10 +100,10 @@ class Policy:
                 "precision.backward_e4m3 rounds to nearest, not as"
                 f" precision.backward={self.backward} does; leave one of them out"
             )
-        if self.hadamard is not None and self.hadamard > WIDEST:
+        if self.hadamard is not None and self.hadamard > MAX_HADAMARD:
             raise UserError(
-                f"precision.hadamard={self.hadamard}: groups are of up to {WIDEST}"
-                " channels"
+                f"precision.hadamard={self.hadamard}: groups have at most"
+                f" {MAX_HADAMARD} channels"
             )
         for key in ("clip_outliers", "hadamard"):
             if getattr(self, key) is not None and self.forward is None:
@@ -209,49 +120,44 @@ class Policy:
 
     @property
     def scaled(self) -> bool:
-        """Return whether scales propagate: parameters, and all that is computed from
-        them, are scaled arrays.
+        """Whether scales propagate: parameters, and what is computed from them, are
+        scaled arrays.
         """
         return self.method.scaled
 
     @property
     def propagated_update(self) -> bool:
-        """Return whether the optimiser itself computes in scaled arrays."""
+        """Whether the optimizer computes in scaled arrays."""
         return self.update == "propagate"
 
     @property
     def rounding(self) -> Literal["nearest", "stochastic"]:
-        """How the weights' update is rounded."""
+        """The rounding of the weights' update."""
         return "nearest" if self.weights_rounding == "kahan" else self.weights_rounding
 
     @property
     def keeps_lost(self) -> bool:
-        """Return whether what that loses is kept."""
+        """Whether the rounding error of the weights' update is kept (Kahan)."""
         return self.weights_rounding == "kahan" and self.weights != "fp32"
 
     @property
-    def in_fp8(self) -> bool:
-        """Return whether the chosen matmuls multiply in FP8, not in a simulation of
-        it.
-        """
-        return self.forward is not None and not self.simulate
-
-    @property
     def casts_operands_as_they_are(self) -> bool:
-        """Return whether nothing happens to operands of the chosen matmuls before they
-        are cast.
+        """Whether operands of the chosen matmuls are neither clipped nor transformed
+        before the cast.
         """
         return self.clip_outliers is None and self.hadamard is None
 
     def backward_of(self, path: str) -> Format | None:
-        """The format of the gradient of what the chosen matmul at `path` gives."""
+        """Return the format of the gradient of the output of the chosen matmul at
+        `path`.
+        """
         fine = any(fnmatchcase(path, pattern) for pattern in self.backward_e4m3 or ())
         return "e4m3" if fine else self.backward
 
     @property
     def weight_gradients(self) -> str:
-        """What the weight gradients of the chosen matmuls are, in words; a method may
-        round them before that.
+        """A description of the chosen matmuls' weight gradients, which a method may
+        have rounded before.
         """
         if not self.method.rounds_weight_gradients or self.compute in (
             "fp32",
@@ -264,7 +170,7 @@ class Policy:
 
     @property
     def wide_gradients(self) -> str:
-        """What the gradients of weights whose matmuls are not narrow are."""
+        """The format of the gradients of all other weights."""
         return self.compute if self.scaled else self.weight_grad
 
     @property
@@ -281,7 +187,9 @@ class Policy:
 
 
 def without_effect(policy: Policy) -> dict[str, str]:
-    """Fields of the precision that change nothing, and why not."""
+    """Return the fields of the precision that change nothing, with the reason for
+    each.
+    """
     why: dict[str, str] = {}
     if policy.forward is None:
         why |= dict.fromkeys(

@@ -13,7 +13,8 @@ from scalify_core.formats import FP32
 from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.errors import UserError
-from trainer.precision.policy import DTYPES, Policy
+from trainer.precision.fields import DTYPES
+from trainer.precision.policy import Policy
 from trainer.step.optimizers import ENTRIES, KEYS, Moment, Optimizer, check_moments
 
 

@@ -10,13 +10,14 @@ import pytest
 from scalify_core import FloatFormat
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
+from trainer.precision.fields import is_format
 from trainer.precision.gradients import (
     FIRST_LOSS_SCALE,
     first_loss_scale,
     next_loss_scale,
 )
 from trainer.precision.methods import METHODS, Method
-from trainer.precision.policy import Policy, is_format, without_effect
+from trainer.precision.policy import Policy, without_effect
 
 
 class Rounded(Method):

@@ -1,0 +1,109 @@
+"""The fields of a precision, and their formats.
+
+Nothing here imports JAX: the configuration is checked without it.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import ml_dtypes
+import numpy as np
+
+from trainer.bounds import POWER_OF_TWO, Bound, Positive, at_least
+
+Computed = Literal["fp32", "bf16", "fp16"]
+Stored = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
+DTYPES: dict[str, np.dtype] = {
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+}
+ALIASES = (*DTYPES, "float32", "bfloat16", "float16")
+
+
+def is_format(name: str) -> bool:
+    """Return whether `scalify_core.FloatFormat` can parse this name."""
+    bits = re.fullmatch(r"e(\d+)m(\d+)[ts]?", name.lower())
+    if bits is None:
+        return name.lower() in ALIASES
+    return 2 <= int(bits[1]) <= 8 and 1 <= int(bits[2]) <= 23
+
+
+Format = Annotated[
+    str,
+    Bound(
+        is_format,
+        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3, e4m3t or"
+        " e4m3s, or fp32, bf16 or fp16",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PrecisionFields:
+    """The fields of a precision, which are keys of the group `precision` too.
+
+    Attributes:
+      compute: activations and all matmuls that `fp8_modules` does not choose: fp32,
+        bf16 or fp16.
+      forward: format of the operands of the chosen matmuls (e4m3; any eXmY when
+        simulated); None: `compute`.
+      backward: format of the gradient of their output.
+      backward_e4m3: patterns of those among the chosen matmuls whose `backward` is
+        e4m3: a digit more and 14 octaves less, where the measured range allows it;
+        None: nowhere.
+      simulate: round FP32 values to `forward` and `backward` instead of multiplying in
+        them. A format's name that ends in t, as e4m3t, truncates; in s, rounds
+        stochastically; else to nearest.
+      fp8_modules: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen
+        matmuls.
+      exclude: patterns of those among them that stay in `compute`, such as `h.0.*`.
+      scaling: the method that keeps narrow numbers in range, of
+        `trainer.precision.methods.METHODS`.
+      weights: storage of the master weights: fp32, bf16 or fp16; scaled arrays where
+        the method scales parameters.
+      weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, with
+        the rounding error kept in BF16 beside the weights and added to the next update.
+      weight_grad: of the weights of the chosen matmuls, on its way to the optimizer:
+        fp32, bf16, fp16, e4m3 or e5m2; see `Method.gradient_formats`.
+      mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2;
+        narrow ones are scaled arrays.
+      moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
+      update: what the optimizer computes in: fp32, or propagate, in scaled arrays of
+        `compute` data.
+      rescale_grads: where scales propagate, the places whose gradient gets the scale of
+        its RMS, measured at run time: layer_norm (the input of each) and qkv (queries,
+        keys and values of each attention).
+      clip_outliers: operands of the chosen matmuls are clipped to so many times their
+        RMS before the cast; None: no clipping.
+      hadamard: both operands of the chosen matmuls are multiplied before the cast by
+        one random orthogonal matrix in groups of so many channels of their sum, a power
+        of two; None: no transform.
+      amax_history: steps that delayed scaling looks back.
+    """
+
+    compute: Computed
+    forward: Format | None
+    backward: Format | None
+    backward_e4m3: tuple[str, ...] | None
+    simulate: bool
+    fp8_modules: tuple[str, ...]
+    exclude: tuple[str, ...]
+    scaling: str
+    weights: Computed
+    weights_rounding: Literal["nearest", "stochastic", "kahan"]
+    weight_grad: Stored
+    mu: Stored
+    nu: Stored
+    moments_rounding: Literal["auto", "nearest", "stochastic"]
+    update: Literal["fp32", "propagate"]
+    rescale_grads: tuple[str, ...]
+    clip_outliers: Annotated[float, at_least(1)] | None
+    hadamard: Annotated[int, at_least(2), POWER_OF_TWO] | None
+    amax_history: Positive
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the chosen matmuls multiply in FP8, not in a simulation of it."""
+        return self.forward is not None and not self.simulate
