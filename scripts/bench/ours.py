@@ -129,7 +129,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
         "jax": jax.__version__,
         "platform_version": device.client.platform_version,
     }
-    if Gpu.of(device) is not None and text:
+    if Gpu.from_device(device) is not None and text:
         figures["fp8_share"] = fp8_share(Program(text))
     tokens = np.random.default_rng(0).integers(
         0, VOCAB, (1, case.batch, spec.context + 1), dtype=np.int32

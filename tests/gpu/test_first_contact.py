@@ -214,7 +214,7 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
         else 0.01
     )
     np.testing.assert_allclose(losses, in_fp32, rtol=limit)
-    gpu = Gpu.of(w.mesh.devices.flat[0])
+    gpu = Gpu.from_device(w.mesh.devices.flat[0])
     if gpu is not None and gpu.is_for_fp8 and w.model.policy.forward is not None:
         spec = w.model.spec
         assert (

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
 from trainer.assembly.data import CustomData, build_data
-from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
+from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import schema
 from trainer.config.phases import phases_of
@@ -311,7 +311,7 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
 
 def check_fp8(
     c: schema.Config, task: TrainTask, step: jax.stages.Compiled | DiLoCoStep
-) -> Found | None:
+) -> StepReport | None:
     """Check the FP8 matmuls of a step that was compiled for a GPU.
 
     Returns:
@@ -320,7 +320,7 @@ def check_fp8(
     Raises:
       UserError: `precision.require_fp8` does not allow it.
     """
-    gpu = Gpu.of(task.mesh.devices.flat[0])
+    gpu = Gpu.from_device(task.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
     return check_step(

@@ -1,5 +1,4 @@
-"""What a compiled program really runs, read in its optimized HLO text: products,
-collectives, kernels, FP8.
+"""Readers of compiled programs: matmuls, collectives, kernels and FP8 in HLO text.
 
-`hlo` reads any program; `fp8` judges that of a training step.
+`hlo` reads any program; `fp8` checks that of a training step.
 """

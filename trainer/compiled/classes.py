@@ -1,8 +1,7 @@
-"""Classes of kernels: what a profile sums up, and what the time model predicts, so that
-the two can be compared.
+"""Classes of kernels, shared by profiles and the time model, so that both compare.
 
-The class of an instruction is read in the compiled program; that of a profile's kernel
-whose instruction is not known follows from its name.
+The class of an instruction is read from the compiled program. The class of a profiled
+kernel without a known instruction follows from its name.
 """
 
 import re
@@ -30,7 +29,7 @@ CLASSES = (
     COPIES,
     OTHER,
 )
-GAPS = "gaps"  # between kernels: no class of them, but a part of a step's time
+GAPS = "gaps"  # between kernels: no class of kernels, but a part of a step's time
 KINDS = {
     "attention": ATTENTION,
     "collective": COLLECTIVES,
@@ -42,9 +41,9 @@ KINDS = {
     "tiny": ELEMENTWISE,
 }
 WIDTHS = {"fp8": FP8, "fp32": PRODUCTS32, "fp64": PRODUCTS32}
-GRADIENT = "jvp("  # in the name of all that forward and backward pass trace
-# In this order. cuBLASLt's nvjet kernels have a letter for the type of each operand: q
-# is E4M3, r is E5M2, s is FP32.
+GRADIENT = "jvp("  # in the op_name of everything in the forward and backward pass
+# Tried in this order. cuBLASLt's nvjet kernels have a letter for the type of each
+# operand: q is E4M3, r is E5M2, s is FP32.
 NAMES = (
     (ATTENTION, r"sdpa|fmha|flash|dot_do_o|convert_dq"),
     (FP8, r"nvjet_(sm\d+_)?[qr][qr]|e4m3|e5m2|f8f8|fp8.*gemm|gemm.*fp8"),
@@ -59,30 +58,31 @@ NAMES = (
 
 
 def classes_of(program: Program) -> dict[str, str]:
-    """The class of each instruction that is a kernel, by name; what is in no gradient
-    is the update's.
+    """Return the class of each kernel's instruction, by name.
+
+    A kernel outside forward and backward pass belongs to the optimizer's update.
     """
     products = {gemm.name: WIDTHS.get(gemm.dtype, PRODUCTS) for gemm in program.gemms}
     traced = {
         executed.instruction.name: executed.instruction.op_name
         for executed in program.executed
     }
-    found = {}
+    classes = {}
     for kernel in program.kernels:
         if kernel.kind == "gemm":
-            found[kernel.name] = products[kernel.name]
+            classes[kernel.name] = products[kernel.name]
         elif kernel.kind in ("attention", "collective"):
-            found[kernel.name] = KINDS[kernel.kind]
+            classes[kernel.name] = KINDS[kernel.kind]
         elif GRADIENT not in traced[kernel.name]:
-            found[kernel.name] = UPDATE
+            classes[kernel.name] = UPDATE
         else:
-            found[kernel.name] = KINDS.get(kernel.kind, OTHER)
-    return found
+            classes[kernel.name] = KINDS.get(kernel.kind, OTHER)
+    return classes
 
 
 def class_of_name(name: str) -> str:
-    """The class of a kernel by its name alone."""
-    return next(
-        (kind for kind, pattern in NAMES if re.search(pattern, name, re.IGNORECASE)),
-        OTHER,
-    )
+    """Return the class of a kernel by its name alone."""
+    for kind, pattern in NAMES:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return OTHER

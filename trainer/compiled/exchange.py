@@ -1,6 +1,4 @@
-"""The bytes of the exchanges of a run with DiLoCo, beside those of gradients that are
-reduced in every step.
-"""
+"""Bytes of DiLoCo's exchanges, compared with gradients reduced in every step."""
 
 import math
 from typing import NamedTuple
@@ -15,14 +13,14 @@ from trainer.workload import TrainTask
 
 
 class Exchanges(NamedTuple):
-    """What each device sends to other replicas, in bytes, on a ring.
+    """Bytes that each device sends to other replicas, on a ring.
 
     Attributes:
-      fragments: in the exchange of each fragment.
-      every_step: FP32 gradients of every step would be, over as many devices.
-      diloco: when which fragment is exchanged.
-      read: whether the compiled programs say so; else it is what replicas on machines
-          of their own would send.
+      fragments: bytes of the exchange of each fragment.
+      every_step: bytes of FP32 gradients in every step, over as many devices.
+      diloco: the schedule of the exchanges.
+      read: whether the bytes are read from compiled programs; else they are computed
+          for replicas on machines of their own.
     """
 
     fragments: tuple[float, ...]
@@ -32,22 +30,20 @@ class Exchanges(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Bytes a step, on average over a round."""
+        """Mean bytes a step, over a round."""
         return math.fsum(self.fragments) / self.diloco.steps
 
     @property
     def fewer(self) -> float:
-        """How many times fewer bytes than FP32 gradients in every step."""
+        """Ratio of the bytes of FP32 gradients in every step to these."""
         return self.every_step / self.mean if self.mean else math.inf
 
     def seconds(self, gbps: float) -> float:
-        """An estimate of the longest exchange, at so many gigabits a second between any
-        two neighbors.
-        """
+        """Estimate the time of the longest exchange at `gbps` Gbit/s per link."""
         return max(self.fragments) * 8 / (gbps * 1e9)
 
     def up_to(self, step: int) -> float:
-        """Bytes of the exchanges of the first `step` steps."""
+        """Return the bytes of the exchanges in the first `step` steps."""
         total = 0.0
         for fragment, size in enumerate(self.fragments):
             place = fragment * self.diloco.steps // self.diloco.fragments
@@ -58,39 +54,34 @@ class Exchanges(NamedTuple):
 
 
 def exchanges_of(task: TrainTask, step: DiLoCoStep | None = None) -> Exchanges:
-    """The figures of a task with DiLoCo, read from its compiled exchanges where each
-    device has one replica.
+    """Return the exchanges of a task with DiLoCo.
 
-    `step`: compiled; None: nothing is read.
+    They are read from the compiled exchanges where each device has one replica.
+
+    Args:
+      task: a task with DiLoCo.
+      step: its compiled step; None: nothing is read.
     """
     assert task.diloco is not None
-    diloco, like = (
-        task.diloco,
-        jax.eval_shape(task.model.training.init, jax.random.key(0)),
-    )
+    diloco = task.diloco
+    like = jax.eval_shape(task.model.training.init, jax.random.key(0))
     sizes = [p.size for p in jax.tree.leaves(task.trained(like))]
     ring = 2 * (diloco.replicas - 1) / diloco.replicas
-    every = 4.0 * ring * sum(sizes)
-    if (
-        step is not None
-        and task.mesh.shape[REPLICA] == task.mesh.size == diloco.replicas
-    ):
-        return Exchanges(
-            tuple(bytes_sent(exchange, task.mesh.size) for exchange in step.exchanges),
-            every,
-            diloco,
-            True,
-        )
+    every_step = 4.0 * ring * sum(sizes)
+    devices = task.mesh.size
+    if step is not None and task.mesh.shape[REPLICA] == devices == diloco.replicas:
+        sent = tuple(bytes_sent(exchange, devices) for exchange in step.exchanges)
+        return Exchanges(sent, every_step, diloco, read=True)
     parts = fragments_of(sizes, diloco.fragments)
     computed = (
         bytes_of_exchange(sum(sizes[i] for i in part), len(part), diloco)
         for part in parts
     )
-    return Exchanges(tuple(computed), every, diloco, False)
+    return Exchanges(tuple(computed), every_step, diloco, read=False)
 
 
 def bytes_sent(program: jax.stages.Compiled, devices: int) -> float:
-    """Bytes that every one of the devices of a compiled program sends, on a ring."""
+    """Return the bytes that every device of a compiled program sends, on a ring."""
     return math.fsum(
         collective.sent(devices)
         for collective in Program(program.as_text() or "").collectives

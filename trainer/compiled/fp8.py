@@ -1,8 +1,7 @@
-"""Whether the linear layers that should be multiplied in FP8 are, in a compiled
-program; and why each other is not.
+"""Check that a compiled program multiplies the chosen linear layers in FP8.
 
-A compiler may silently multiply in another dtype than the operands that it was given:
-what it made is looked at.
+A compiler may silently multiply in another dtype than that of the operands, so the
+compiled program is read.
 """
 
 import itertools
@@ -19,10 +18,10 @@ from trainer.errors import UserError
 from trainer.precision.arrays import skipped_matmuls
 from trainer.workload import Model
 
-# rows and columns, the smaller first, as in the transposed product; contracted elements
+# rows and columns, the smaller first, as in the transposed matmul; contracted elements
 Product = tuple[int, int, int]
-# Of a model whose layers take an H200 as long as in bf16, as `python -m
-# scripts.bench.crossover` computes; not yet measured.
+# The width from which on an H200 takes no longer than in bf16, as computed by `python
+# -m scripts.bench.crossover`; not yet measured.
 PAYS_FROM_WIDTH = 512
 PRODUCTS = ("its output", "the gradient of its input", "the gradient of its weight")
 
@@ -34,28 +33,27 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
 
     @classmethod
-    def of(cls, device: jax.Device) -> "Gpu | None":
-        """None for a device that is no NVIDIA GPU."""
-        found = re.fullmatch(
-            r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", ""))
-        )
-        return (
-            cls(device.device_kind, (int(found[1]), int(found[2]))) if found else None
-        )
+    def from_device(cls, device: jax.Device) -> "Gpu | None":
+        """Return the kind of a device; None for a device that is no NVIDIA GPU."""
+        capability = str(getattr(device, "compute_capability", ""))
+        match = re.fullmatch(r"(\d+)\.(\d+)", capability)
+        if match is None:
+            return None
+        return cls(device.device_kind, (int(match[1]), int(match[2])))
 
     @property
     def has_fp8(self) -> bool:
-        """Return whether its tensor cores multiply FP8: from Ada on."""
+        """Whether its tensor cores multiply FP8: from Ada on."""
         return self.capability >= (8, 9)
 
     @property
     def is_for_fp8(self) -> bool:
-        """Return whether FP8 is what one has it for: from Hopper on."""
+        """Whether FP8 is a main reason to have it: from Hopper on."""
         return self.capability >= (9, 0)
 
 
 class Layer(NamedTuple):
-    """A linear layer that is not FP8, why, and whether the precision wants it so."""
+    """A linear layer that is not FP8, the reason, and whether it was chosen for FP8."""
 
     path: str
     reason: str
@@ -63,7 +61,7 @@ class Layer(NamedTuple):
 
 
 def layer_products(size: tuple[int, int], tokens: int) -> list[Product]:
-    """The `PRODUCTS` of a layer of so many inputs and outputs."""
+    """Return the sizes of the `PRODUCTS` of a layer (inputs, outputs)."""
     inputs, outputs = size
     sizes = (
         (tokens, outputs, inputs),
@@ -77,9 +75,9 @@ def layer_products(size: tuple[int, int], tokens: int) -> list[Product]:
 
 
 def can_be(gemm: Gemm, product: Product) -> bool:
-    """Return whether a compiled product has the sizes of one that was written.
+    """Return whether a compiled matmul has the sizes of a traced one.
 
-    Contractions that are cut up are padded, so it may have more contracted elements.
+    Split contractions are padded, so it may have more contracted elements.
     """
     batch, rows, columns, contracted = gemm.sizes
     same = (min(rows, columns), max(rows, columns)) == product[:2]
@@ -89,41 +87,36 @@ def can_be(gemm: Gemm, product: Product) -> bool:
 def missing_products(
     expected: Iterable[Product], gemms: Iterable[Gemm]
 ) -> set[Product]:
-    """Those of the expected products that none of the matrix products is, alone or
-    joined with others.
-    """
+    """Return the expected matmuls that are not compiled, alone or joined."""
     left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
     missing: Counter[Product] = Counter()
     for product in sorted(expected):
-        found = next((gemm for gemm in left if can_be(gemm, product)), None)
-        if found is None:
+        match = next((gemm for gemm in left if can_be(gemm, product)), None)
+        if match is None:
             missing[product] += 1
         else:
-            left.remove(found)
+            left.remove(match)
     for gemm in left:
         missing -= Counter(joined_in(gemm, missing))
     return set(missing)
 
 
 def joined_in(gemm: Gemm, missing: Counter[Product]) -> tuple[Product, ...]:
-    """Those of the missing products that a compiled one may hold side by side: XLA
-    joins what has a common operand.
+    """Return the missing matmuls that a compiled one may hold side by side.
 
-    Queries, keys and values are such, or both branches of a gated MLP; at most three
-    products have one input.
+    XLA joins matmuls with a common operand: queries, keys and values, or both branches
+    of a gated MLP. So at most three are joined.
     """
     batch, rows, columns, contracted = gemm.sizes
-    for common, together in ((rows, columns), (columns, rows)):
-        alike = [
+    for common, other in ((rows, columns), (columns, rows)):
+        similar = sorted(
             p
             for p in missing
             if common in p[:2] and p[2] <= batch * contracted < 2 * p[2]
-        ]
+        )
         for count in (2, 3):
-            for products in itertools.combinations_with_replacement(
-                sorted(alike), count
-            ):
-                fits = sum(sum(p[:2]) - common for p in products) == together
+            for products in itertools.combinations_with_replacement(similar, count):
+                fits = sum(sum(p[:2]) - common for p in products) == other
                 if fits and Counter(products) <= missing:
                     return products
     return ()
@@ -132,17 +125,17 @@ def joined_in(gemm: Gemm, missing: Counter[Product]) -> tuple[Product, ...]:
 def products_made(
     size: tuple[int, int], tokens: int, gemms: Sequence[Gemm], *, is_trained: bool
 ) -> dict[str, Product]:
-    """The products of a layer by their names, without those that a step need not make.
+    """Return the matmuls of a layer that a step needs, by name.
 
-    A kernel that is not trained has no gradient; its input has one if something before
-    it is trained: then the program has a product of such a size.
+    A frozen kernel has no gradient. Its input only has one if an earlier layer is
+    trained, in which case the program has a matmul of that size.
     """
     products = dict(zip(PRODUCTS, layer_products(size, tokens), strict=True))
     if not is_trained:
-        _, of_input, of_weight = PRODUCTS
-        del products[of_weight]
-        if not any(can_be(gemm, products[of_input]) for gemm in gemms):
-            del products[of_input]
+        _, input_gradient, weight_gradient = PRODUCTS
+        del products[weight_gradient]
+        if not any(can_be(gemm, products[input_gradient]) for gemm in gemms):
+            del products[input_gradient]
     return products
 
 
@@ -153,45 +146,41 @@ def not_fp8(
     gpu: Gpu | None,
     frozen: Collection[str] = (),
 ) -> list[Layer]:
-    """The linear layers of which a product is not FP8 in the program, and why.
+    """Return the linear layers with a matmul that is not FP8, and the reason.
 
-    Each of the chosen layers makes the three FP8 products of `PRODUCTS`, or those of
-    them that are needed where its kernel is not trained; nothing else makes any, so
-    their number says whether one is missing. Products have no names in a compiled
-    program: which one is missing is told by the sizes, and all layers that have a
-    product of that size are named.
+    Each chosen layer has the three matmuls of `PRODUCTS`, or fewer where its kernel is
+    frozen. Nothing else is multiplied in FP8, so the number of FP8 matmuls tells
+    whether one is missing. Matmuls have no names in a compiled program. So a missing
+    one is identified by its sizes, and all layers with a matmul of them are returned.
 
     Args:
       model: in its precision.
       program: the compiled train step.
       tokens: of one device's micro-batch.
-      gpu: what it is compiled for; None: something that has FP8.
-      frozen: the layers whose kernels are not trained.
+      gpu: the device that it is compiled for; None: one that has FP8.
+      frozen: layers whose kernels are not trained.
     """
-    layers, narrow = (
-        model.family.linear_sizes(model.spec),
-        [gemm for gemm in program.gemms if gemm.dtype == "fp8"],
-    )
-    left_out = skipped_matmuls(model.policy, layers)  # on purpose or by their widths
-    # for the number of tokens, too
+    layers = model.family.linear_sizes(model.spec)
+    narrow = [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    # excluded by the configuration or by their widths
+    excluded = skipped_matmuls(model.policy, layers)
+    # excluded for the number of tokens, too
     skipped = skipped_matmuls(model.policy, layers, tokens)
     others = [gemm for gemm in program.gemms if gemm.dtype != "fp8"]
     products = {
         path: products_made(size, tokens, program.gemms, is_trained=path not in frozen)
         for path, size in layers.items()
-        if path not in left_out
+        if path not in excluded
     }
     every = [product for made in products.values() for product in made.values()]
     missing: set[Product] = set()
-    if len(narrow) != len(every):  # more, where a forward pass is computed again
+    if len(narrow) != len(every):  # more FP8 matmuls where remat repeats a forward pass
         missing = missing_products(every, narrow)
 
     def compiled_as(product: Product) -> str:
         like = [gemm for gemm in others if can_be(gemm, product)] or others
-        return (
-            ", ".join(sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in like}))
-            or "nothing that is known"
-        )
+        kernels = sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in like})
+        return ", ".join(kernels) or "an unknown kernel"
 
     def reason(path: str) -> str | None:
         if path in skipped:
@@ -210,17 +199,15 @@ def not_fp8(
         )
         return f"{listed}; {len(narrow)} of {len(every)} FP8 products are FP8"
 
-    found = [(path, reason(path)) for path in layers]
+    reasons = [(path, reason(path)) for path in layers]
     return [
-        Layer(path, why, path in products) for path, why in found if why is not None
+        Layer(path, why, path in products) for path, why in reasons if why is not None
     ]
 
 
 def check_device(device: jax.Device) -> None:
-    """UserError for a device that does not multiply FP8, before anything is compiled
-    for it.
-    """
-    gpu = Gpu.of(device)
+    """Raise UserError for a device without FP8, before anything is compiled for it."""
+    gpu = Gpu.from_device(device)
     if gpu is None or not gpu.has_fp8:
         raise UserError(
             f"precision.require_fp8=true, but {device.device_kind} has no FP8 tensor"
@@ -228,10 +215,8 @@ def check_device(device: jax.Device) -> None:
         )
 
 
-class Found(NamedTuple):
-    """What a compiled step is: the FP8 share of the FLOPs of matrix products and
-    attentions, and the same in words.
-    """
+class StepReport(NamedTuple):
+    """The FP8 share of the FLOPs of matmuls and attentions, and messages about it."""
 
     share: float
     lines: list[str]
@@ -245,19 +230,19 @@ def check_step(
     *,
     require: bool | None,
     frozen: Collection[str] = (),
-) -> Found:
-    """Read a step that was compiled for a GPU.
+) -> StepReport:
+    """Check a step that was compiled for a GPU.
 
     Args:
       model: in its precision.
       program: the compiled train step.
       tokens: of one device's micro-batch.
-      gpu: what it is compiled for.
-      require: whether all chosen layers must be FP8; None: on GPUs that one has for it.
-      frozen: as of `not_fp8`.
+      gpu: the GPU.
+      require: whether all chosen layers must be FP8; None: on GPUs that `is_for_fp8`.
+      frozen: as in `not_fp8`.
 
     Raises:
-      UserError: a chosen layer is not FP8 and must be. It names the product.
+      UserError: a chosen layer is not FP8 and must be. It names the matmul.
     """
     layers, share = not_fp8(model, program, tokens, gpu, frozen), fp8_share(program)
     broken = [
@@ -282,4 +267,4 @@ def check_step(
             f" model.d_model={model.spec.d_model}: it pays from {PAYS_FROM_WIDTH} on"
             " (an estimate for an H200, docs/results.md)"
         )
-    return Found(share, lines)
+    return StepReport(share, lines)

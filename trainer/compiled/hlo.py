@@ -1,14 +1,13 @@
-"""What a compiled program runs: its matrix products, fused attentions, collectives and
-kernels, read in its HLO text.
+"""The matmuls, fused attentions, collectives and kernels of a compiled program.
 
-The text is that of `jax.stages.Compiled.as_text()`: after all of XLA's passes,
-partitioned, so every shape and every figure here is one device's. An instruction inside
-a loop counts as often as the loop turns.
+They are read from `jax.stages.Compiled.as_text()`: HLO after all of XLA's passes, which
+is partitioned, so every shape and figure is that of one device. An instruction inside a
+loop counts once per iteration.
 
 References:
     https://openxla.org/xla/operation_semantics and
-    https://openxla.org/xla/gpu_architecture: the instructions, and the names of the
-    custom calls that cuBLASLt's and cuDNN's kernels have in a program for CUDA.
+    https://openxla.org/xla/gpu_architecture: the instructions, and the custom calls of
+    cuBLASLt's and cuDNN's kernels in a program for CUDA.
 """
 
 import re
@@ -42,12 +41,12 @@ from trainer.compiled.operations import (
 )
 
 TINY = 1024  # bytes
+# the instructions of a fusion that only copies
+COPIES = {"fusion", "fusion-start", "parameter", "copy", "bitcast"}
 
 
 class Executed(NamedTuple):
-    """An instruction, the computation that it stands in, and how often a run of the
-    program comes by it.
-    """
+    """An instruction, its computation, and how often one run executes it."""
 
     instruction: Instruction
     computation: Computation
@@ -55,13 +54,15 @@ class Executed(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Something that is launched, `times` times.
+    """A kernel that is launched `times` times.
 
     Attributes:
-      kind: gemm, attention, collective; of the others `tiny` (at most TINY bytes: the
-        arithmetic of scales), then by what they hold: reduce, transpose, cast
-        (elementwise, to FP8), copy, elementwise, other.
+      kind: gemm, attention, collective; else `tiny` (at most TINY bytes: arithmetic of
+        scales); else by content: reduce, transpose, cast (elementwise, to FP8), copy,
+        elementwise, other.
+      name: of its instruction.
       bytes: read and written by one run.
+      times: launches.
     """
 
     kind: str
@@ -77,7 +78,7 @@ class Program:
       text: `compiled.as_text()`.
 
     Attributes:
-      computations: by name, each its instructions by name, in order.
+      computations: by name, each a mapping of its instructions by name, in order.
       entry: the computation that is run.
     """
 
@@ -104,21 +105,20 @@ class Program:
 
     @cached_property
     def executed(self) -> list[Executed]:
-        """What a run of the program comes by, loops unrolled, bodies of fusions not
-        opened.
+        """The instructions of a run, with loops unrolled and fusions not opened.
 
-        Of a conditional all branches are taken, of a loop of unknown length one turn
-        (see `unknown_loops`).
+        All branches of a conditional count, and one iteration of a loop of unknown
+        length (see `unknown_loops`).
         """
         return list(self._executed(self.entry, 1))
 
     def _executed(self, computation: Computation, times: int) -> Iterator[Executed]:
         for instruction in computation.values():
             if instruction.opcode == "while":
-                turns = times * (instruction.trip_count or 1)
+                iterations = times * (instruction.trip_count or 1)
                 body = re.search(r"body=%([^\s,}]+)", instruction.text)
                 assert body is not None
-                yield from self._executed(self.computations[body[1]], turns)
+                yield from self._executed(self.computations[body[1]], iterations)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
                     yield from self._executed(self.computations[name], times)
@@ -127,37 +127,32 @@ class Program:
 
     @property
     def unknown_loops(self) -> list[str]:
-        """Names of the loops whose length the compiler does not know: what they hold
-        counts once.
-        """
-        loops = (
-            i
-            for c in self.computations.values()
-            for i in c.values()
-            if i.opcode == "while"
-        )
-        return [loop.name for loop in loops if loop.trip_count is None]
+        """Names of the loops of unknown length, whose content counts once."""
+        names = []
+        for computation in self.computations.values():
+            for instruction in computation.values():
+                if instruction.opcode == "while" and instruction.trip_count is None:
+                    names.append(instruction.name)
+        return names
 
-    def inside(self, found: Executed) -> Iterator[tuple[Instruction, Computation]]:
-        """The instruction, and those of the computations that it calls, of those again,
-        and so on.
-        """
-        yield found.instruction, found.computation
-        for name in found.instruction.called:
+    def inside(self, executed: Executed) -> Iterator[tuple[Instruction, Computation]]:
+        """Yield the instruction and, recursively, those that it calls."""
+        yield executed.instruction, executed.computation
+        for name in executed.instruction.called:
             computation = self.computations[name]
             for instruction in computation.values():
                 yield from self.inside(Executed(instruction, computation, 1))
 
     @cached_property
     def gemms(self) -> list[Gemm]:
-        """Matrix products, in the order of the schedule."""
-        found = []
+        """Matmuls, in the order of the schedule."""
+        gemms = []
         for executed in self.executed:
             for instruction, computation in self.inside(executed):
                 dims = contraction(instruction)
                 if dims is not None:
-                    found.append(self._gemm(executed, instruction, computation, dims))
-        return found
+                    gemms.append(self._gemm(executed, instruction, computation, dims))
+        return gemms
 
     def _gemm(
         self,
@@ -169,8 +164,8 @@ class Program:
         lhs, rhs = (computation[name].shapes[0] for name in product.operands[:2])
         kernel = product.target or fusion_kind(executed.instruction) or product.opcode
         wide = max(lhs.dtype, rhs.dtype, key=bits)
-        # What cuBLASLt or a fusion is handed, not what a kernel converts it to: of
-        # those, `f8` only where both are.
+        # The operands of the kernel decide, not what it converts them to: it is FP8
+        # only where both are.
         dtype = "fp8" if bits(wide) == 8 else DTYPE_NAMES.get(wide, wide)
         op_name = product.op_name or executed.instruction.op_name
         sizes = dims.sizes(lhs.dims, rhs.dims)
@@ -195,39 +190,36 @@ class Program:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Collective operations; one that takes arrays of several types appears once
-        for each.
-        """
-        found = []
+        """Collectives; one with arrays of several types appears once for each type."""
+        collectives = []
         for executed in self.executed:
-            # Triton has an all-reduce inside a fusion
+            # Triton has an all-reduce inside a fusion.
             for instruction, computation in self.inside(executed):
                 op = collective_op(instruction)
                 if op is not None:
                     name, devices = executed.instruction.name, group_size(instruction)
                     sizes = collective_bytes(instruction, computation)
-                    found += [
+                    collectives += [
                         Collective(op, t, size, devices, name, executed.times)
                         for t, size in sizes.items()
                     ]
-        return found
+        return collectives
 
     @cached_property
     def kernels(self) -> list[Kernel]:
-        """What is launched: kernels, copies, library calls and collectives."""
-        special = {gemm.name: "gemm" for gemm in self.gemms} | {
-            call.name: "attention" for call in self.attentions
-        }
+        """Everything that is launched: kernels, copies, library calls, collectives."""
+        special = {gemm.name: "gemm" for gemm in self.gemms}
+        special |= {call.name: "attention" for call in self.attentions}
         special |= {collective.name: "collective" for collective in self.collectives}
-        found = []
+        kernels = []
         for executed in self.executed:
             opcode = executed.instruction.opcode
             if opcode not in NOT_KERNELS and not opcode.endswith("-done"):
                 size = self._traffic(executed)
                 name = executed.instruction.name
                 kind = special.get(name) or self._kind(executed, size)
-                found.append(Kernel(kind, name, size, executed.times))
-        return found
+                kernels.append(Kernel(kind, name, size, executed.times))
+        return kernels
 
     def _kind(self, executed: Executed, size: int) -> str:
         instruction = executed.instruction
@@ -238,25 +230,18 @@ class Program:
             return "reduce"
         if "transpose" in inside:
             return "transpose"
-        if instruction.opcode in ("copy", "copy-start") or inside <= {
-            "fusion",
-            "fusion-start",
-            "parameter",
-            "copy",
-            "bitcast",
-        }:
+        if instruction.opcode in ("copy", "copy-start") or inside <= COPIES:
             return "copy"
-        if instruction.is_fusion:
-            return (
-                "cast"
-                if any(bits(shape.dtype) == 8 for shape in instruction.shapes)
-                else "elementwise"
-            )
-        return "other"
+        if not instruction.is_fusion:
+            return "other"
+        if any(bits(shape.dtype) == 8 for shape in instruction.shapes):
+            return "cast"
+        return "elementwise"
 
     def _traffic(self, executed: Executed) -> int:
-        """Bytes that one run reads and writes, every operand once; of sliced or updated
-        arrays only the part.
+        """Return the bytes that one run reads and writes, every operand once.
+
+        Of arrays that are sliced or updated only the part counts.
         """
         instruction, computation, _ = executed
         operands = list(dict.fromkeys(instruction.operands))
@@ -273,11 +258,8 @@ class Program:
 
 
 def fp8_share(program: Program) -> float:
-    """FLOPs of FP8 matrix products over those of all products and attentions; 0 of a
-    program without any.
-    """
+    """Return FP8's share of the FLOPs of matmuls and attentions; 0 without any."""
     narrow = sum(gemm.flops for gemm in program.gemms if gemm.dtype == "fp8")
-    total = sum(gemm.flops for gemm in program.gemms) + sum(
-        a.flops for a in program.attentions
-    )
+    total = sum(gemm.flops for gemm in program.gemms)
+    total += sum(attention.flops for attention in program.attentions)
     return narrow / total if total else 0.0

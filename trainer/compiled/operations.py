@@ -1,6 +1,4 @@
-"""What instructions of a compiled program compute and move: products, fused attentions,
-collectives and their bytes.
-"""
+"""Sizes and bytes of matmuls, fused attentions and collectives in compiled programs."""
 
 import math
 import re
@@ -22,18 +20,21 @@ COLLECTIVES = frozenset(
 )
 ATTENTION = "__cudnn$fmha"
 DTYPE_NAMES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64"}
+SLICES = ("dynamic-slice", "slice", "gather")
 
 
 class Gemm(NamedTuple):
-    """A matrix product that runs, `times` times.
+    """A matmul that runs `times` times.
 
     Attributes:
       kernel: `__cublas$lt$matmul$f8` and the like; the kind of fusion (`__triton_gemm`)
-          where a fusion holds it.
-      dtype: fp8, bf16, fp16, fp32: of the operands as the kernel multiplies them.
-      operands: both element types, as HLO writes them.
+          for a matmul inside a fusion.
+      dtype: fp8, bf16, fp16, fp32: that of the kernel's operands.
+      operands: both element types, as HLO spells them.
       sizes: batch, rows, columns, contracted elements.
       op_name: see `Instruction.op_name`.
+      name: of the instruction.
+      times: runs.
     """
 
     kernel: str
@@ -46,19 +47,21 @@ class Gemm(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of all its runs; a multiply-add counts 2."""
+        """FLOPs of all runs; a multiply-add counts 2."""
         return 2 * math.prod(self.sizes) * self.times
 
 
 class Attention(NamedTuple):
-    """A fused attention that runs, `times` times.
+    """A fused attention that runs `times` times.
 
     Attributes:
       dtype: of queries, keys and values.
       backward: whether it is the gradient.
-      causal: whether its mask is; `flops` counts all positions nevertheless, as
+      causal: whether its mask is causal; `flops` counts all positions nevertheless, as
           `trainer.models.flops` does.
       sizes: batch, heads, queries, keys, head dim.
+      name: of the instruction.
+      times: runs.
     """
 
     dtype: str
@@ -70,21 +73,24 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of all its runs: two products forward; five backward, one of them the logits
-        again.
+        """FLOPs of all runs: two matmuls forward, five backward.
+
+        One of the five recomputes the logits.
         """
         return 2 * math.prod(self.sizes) * (5 if self.backward else 2) * self.times
 
 
 class Collective(NamedTuple):
-    """A collective operation that runs, `times` times.
+    """A collective that runs `times` times.
 
     Attributes:
       op: all-reduce, all-gather, reduce-scatter, ...
-      dtype: as HLO writes it.
-      bytes: of one run, the whole array: what an all-gather gives, what a
-          reduce-scatter takes.
+      dtype: as HLO spells it.
+      bytes: of one run, the full array: an all-gather's result, a reduce-scatter's
+          operand.
       devices: of each group; 0: all.
+      name: of the instruction.
+      times: runs.
     """
 
     op: str
@@ -95,9 +101,10 @@ class Collective(NamedTuple):
     times: int
 
     def sent(self, all_devices: int) -> float:
-        """Bytes that every device of `all_devices` sends in all its runs, on a ring."""
+        """Return the bytes that every device sends in all runs, on a ring."""
         n = self.devices or all_devices
-        # A ring sends all parts of the array but one on, twice for an all-reduce.
+        # On a ring each device sends all parts of the array but one, twice for an
+        # all-reduce.
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(
             self.op, (n - 1) / n
         )
@@ -105,9 +112,7 @@ class Collective(NamedTuple):
 
 
 class Contraction(NamedTuple):
-    """The axes of both operands of a product that are contracted, and those that are
-    batch.
-    """
+    """The contracted axes of both operands of a matmul, and the batch axes."""
 
     lhs: tuple[int, ...]
     rhs: tuple[int, ...]
@@ -117,7 +122,7 @@ class Contraction(NamedTuple):
     def sizes(
         self, lhs: tuple[int, ...], rhs: tuple[int, ...]
     ) -> tuple[int, int, int, int]:
-        """Batch, rows, columns, contracted elements."""
+        """Return batch, rows, columns and contracted elements."""
         batch = math.prod(lhs[axis] for axis in self.lhs_batch)
         contracted = math.prod(lhs[axis] for axis in self.lhs)
         return (
@@ -129,19 +134,14 @@ class Contraction(NamedTuple):
 
 
 def contraction(instruction: Instruction) -> Contraction | None:
-    """The axes of a matrix product; None for what is none."""
+    """Return the axes of a matmul; None for another instruction."""
     names = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
     if instruction.opcode in ("dot", "scaled-dot"):
-        found = {
-            name: re.search(rf"{name}_dims=\{{([\d,]*)\}}", instruction.text)
-            for name in names
-        }
-        return Contraction(
-            *(
-                _numbers(match[1].split(",") if match else ())
-                for match in found.values()
-            )
-        )
+        axes = []
+        for name in names:
+            match = re.search(rf"{name}_dims=\{{([\d,]*)\}}", instruction.text)
+            axes.append(_numbers(match[1].split(",") if match else ()))
+        return Contraction(*axes)
     if instruction.opcode == "custom-call" and instruction.target.startswith(
         "__cublas"
     ):
@@ -157,16 +157,14 @@ def _numbers(texts: Iterable[str]) -> tuple[int, ...]:
 
 
 def fusion_kind(instruction: Instruction) -> str:
-    """The generator of a fusion: `__triton_gemm`, `__cudnn$fusion`, ...; empty where
-    the compiler's own is used.
-    """
+    """Return a fusion's generator, such as `__triton_gemm`; empty for XLA's own."""
     return instruction.config.get("fusion_backend_config", {}).get("kind", "")
 
 
 def attention(
     instruction: Instruction, computation: Computation, times: int
 ) -> Attention:
-    """The description of a fused attention's call."""
+    """Return the description of a fused attention's call."""
     config = instruction.config["cudnn_fmha_backend_config"]
     query = computation[instruction.operands[0]].shapes[0]
     batch, heads, queries, keys = (
@@ -183,7 +181,7 @@ def attention(
 
 
 def collective_op(instruction: Instruction) -> str | None:
-    """The collective that an instruction is or starts; None for what is none."""
+    """Return the collective that an instruction is or starts, or None."""
     op = instruction.opcode.removesuffix("-start")
     return op if op in COLLECTIVES else None
 
@@ -191,11 +189,11 @@ def collective_op(instruction: Instruction) -> str | None:
 def collective_bytes(
     instruction: Instruction, computation: Computation
 ) -> dict[str, int]:
-    """Bytes of the whole arrays, by element type."""
+    """Return the bytes of the full arrays, by element type."""
     operands = [
         shape for name in instruction.operands for shape in computation[name].shapes
     ]
-    # The result of an asynchronous start holds its operands too, in front.
+    # The result of an asynchronous start holds its operands first.
     results = instruction.shapes[-len(operands) :]
     sizes: dict[str, int] = {}
     for operand, result in zip(operands, results, strict=True):
@@ -206,7 +204,7 @@ def collective_bytes(
 
 
 def group_size(instruction: Instruction) -> int:
-    """Devices of each group of a collective; 0: all of them."""
+    """Return the devices of each group of a collective; 0: all of them."""
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text)
     if mesh:
         axes = {
@@ -221,10 +219,10 @@ def group_size(instruction: Instruction) -> int:
 
 
 def fusion_reads(body: Computation) -> int:
-    """Bytes of a fusion's parameters; of those that it only slices, the slices; none of
-    one that it updates in place.
+    """Return the bytes of a fusion's parameters.
 
-    Bitcasts between are no reading.
+    A parameter that is only sliced counts with its slices. One that is updated in place
+    does not count. Bitcasts in between do not read.
     """
     total = 0
     users_of: dict[str, list[Instruction]] = {}
@@ -233,23 +231,23 @@ def fusion_reads(body: Computation) -> int:
             users_of.setdefault(name, []).append(instruction)
     for parameter in (i for i in body.values() if i.opcode == "parameter"):
         names, users = [parameter.name], list[Instruction]()
-        for name in names:  # grows as bitcasts are found
-            found = users_of.get(name, [])
-            names += [i.name for i in found if i.opcode == "bitcast"]
-            users += [i for i in found if i.opcode != "bitcast"]
-        if users and all(
-            i.opcode in ("dynamic-slice", "slice", "gather") for i in users
-        ):
-            total += sum(user.bytes for user in users)
-        elif not all(
+        for name in names:  # grows by bitcasts of the parameter
+            direct = users_of.get(name, [])
+            names += [i.name for i in direct if i.opcode == "bitcast"]
+            users += [i for i in direct if i.opcode != "bitcast"]
+        is_sliced = all(i.opcode in SLICES for i in users)
+        is_updated = all(
             i.opcode == "dynamic-update-slice" and i.operands[0] in names for i in users
-        ):
+        )
+        if users and is_sliced:
+            total += sum(user.bytes for user in users)
+        elif not is_updated:
             total += parameter.bytes
     return total
 
 
 def fusion_writes(body: Computation) -> int:
-    """Bytes of a fusion's results; of arrays that it updates in place, the part."""
+    """Return the bytes of a fusion's results; of arrays updated in place, the part."""
     *_, root = body.values()
     outputs = (
         [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -264,8 +262,9 @@ def fusion_writes(body: Computation) -> int:
 
 
 def bytes_written(instruction: Instruction) -> int:
-    """Of the result, without the workspace of a library's call, which is memory and no
-    traffic.
+    """Return the bytes of a result without the workspace of a library's call.
+
+    The workspace is memory, not traffic.
     """
     library = instruction.opcode in ("custom-call", "get-tuple-element")
     return sum(

@@ -1,7 +1,6 @@
-"""What a model can do beside predicting its validation text: tasks of likelihood, of
-choice and of generation.
+"""Evaluation tasks beside the validation loss: likelihood, choice and generation.
 
 Read in this order: batching, scoring (likelihoods), writing (generation), eval_model
-(both on texts), offline (tasks made of the validation text), harness (those of
-lm-evaluation-harness).
+(both on texts), offline (tasks made of the validation text), harness
+(lm-evaluation-harness).
 """

@@ -1,5 +1,4 @@
-"""Sequences of any length in batches of few shapes, so that a handful of programs is
-compiled.
+"""Batches of sequences of any length in few shapes, so that few programs are compiled.
 
 Legend: B sequences of a batch, T tokens of each, C of them scored, the last ones of
 each sequence.
@@ -9,12 +8,12 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MULTIPLE = 16  # of T: what FP8 products take
+MULTIPLE = 16  # of T, for FP8 matmuls
 LENGTHS = 4  # different T for each C
 
 
 class Sized(NamedTuple):
-    """How many tokens go in, and for how many of the last the next one is looked at."""
+    """The length of a sequence, and the number of its last tokens that are scored."""
 
     tokens: int
     scored: int
@@ -23,10 +22,7 @@ class Sized(NamedTuple):
 class PaddedBatch(NamedTuple):
     """A batch of one shape.
 
-    Attributes:
-      rows: numbers of its sequences, at most B.
-      length: T.
-      scored: C, at most T.
+    rows: indices of its sequences, at most B.
     """
 
     rows: tuple[int, ...]
@@ -34,17 +30,16 @@ class PaddedBatch(NamedTuple):
     scored: int
 
 
-def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[PaddedBatch]:
-    """Batches of `batch` sequences of about the same length, the longest first; the
-    last ones may be smaller.
+def make_batches(sizes: Sequence[Sized], batch: int, context: int) -> list[PaddedBatch]:
+    """Return batches of up to `batch` sequences of similar length, the longest first.
 
-    C is 16, 64, 256, ..., or all of T; for each there are at most `LENGTHS` different
-    T, multiples of 16 unless that is more than `context`.
+    C is 16, 64, 256, ..., or all of T. For each C there are at most `LENGTHS` different
+    T, multiples of 16 unless that exceeds `context`.
     """
     groups: dict[int, list[int]] = {}
     for row, size in enumerate(sizes):
-        groups.setdefault(tail_of(size.scored), []).append(row)
-    found = []
+        groups.setdefault(round_scored(size.scored), []).append(row)
+    batches = []
     for scored, rows in groups.items():
         rows.sort(key=lambda row: -sizes[row].tokens)
         parts = [tuple(rows[i : i + batch]) for i in range(0, len(rows), batch)]
@@ -52,34 +47,28 @@ def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[PaddedB
             min(-(-sizes[part[0]].tokens // MULTIPLE) * MULTIPLE, context)
             for part in parts
         ]
-        lengths = few(rounded)
-        found += [
-            PaddedBatch(part, t, min(scored, t))
-            for part, t in zip(parts, lengths, strict=True)
-        ]
-    return found
+        for part, length in zip(parts, merge_lengths(rounded), strict=True):
+            batches.append(PaddedBatch(part, length, min(scored, length)))
+    return batches
 
 
-def tail_of(scored: int) -> int:
-    """The least of 16, 64, 256, ... that is not smaller."""
-    tail = MULTIPLE
-    while tail < scored:
-        tail *= 4
-    return tail
+def round_scored(scored: int) -> int:
+    """Round up to 16, 64, 256, ..."""
+    rounded = MULTIPLE
+    while rounded < scored:
+        rounded *= 4
+    return rounded
 
 
-def few(lengths: Sequence[int]) -> list[int]:
-    """The lengths, raised until there are at most `LENGTHS` different ones: first those
-    that it costs the least.
-    """
-    found = list(lengths)
-    while len(different := sorted(set(found))) > LENGTHS:
-        cost = [
-            (above - below) * found.count(below)
+def merge_lengths(lengths: Sequence[int]) -> list[int]:
+    """Raise lengths until at most `LENGTHS` differ, with the least padding first."""
+    merged = list(lengths)
+    while len(different := sorted(set(merged))) > LENGTHS:
+        padding = [
+            (above - below) * merged.count(below)
             for below, above in itertools.pairwise(different)
         ]
-        cheapest = cost.index(min(cost))
-        found = [
-            different[cheapest + 1] if t == different[cheapest] else t for t in found
-        ]
-    return found
+        cheapest = padding.index(min(padding))
+        below, above = different[cheapest : cheapest + 2]
+        merged = [above if length == below else length for length in merged]
+    return merged

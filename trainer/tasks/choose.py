@@ -1,6 +1,4 @@
-"""The tasks that are named, offline ones and those of the harness, made once and asked
-as often as one likes.
-"""
+"""Tasks by name, offline ones and the harness's, made once and run for many models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,18 +9,18 @@ from trainer.tasks import harness
 from trainer.tasks.eval_model import EvalModel
 from trainer.tasks.offline import BYTES, ITEMS, TASKS, Item, Scores, items_of
 
-BATCH = 16  # sequences at once, by default
+BATCH = 16  # sequences at once by default
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that are ready to be asked.
+    """Tasks that are ready to run.
 
     Attributes:
-      items: of the offline ones, by name.
-      others: names of the harness's.
-      known: the harness's list; None without `others`.
-      limit: examples of each of the harness's; None: all.
+      items: of the offline tasks, by name.
+      others: names of the harness's tasks.
+      known: the harness's task list; None without `others`.
+      limit: examples of each of the harness's tasks; None: all.
       fewshot: examples shown; None: as many as a task says.
     """
 
@@ -33,20 +31,20 @@ class Tasks:
     fewshot: int | None
 
     def scores(self, eval_model: EvalModel) -> dict[str, Scores]:
-        """The scores by task and metric. UserError as of `harness.scores_of`."""
-        found = {
+        """Return the scores by task and metric; UserError as in `harness.scores_of`."""
+        scores = {
             name: TASKS[name].score(eval_model, items)
             for name, items in self.items.items()
         }
         if self.others:
-            found |= harness.scores_of(
+            scores |= harness.scores_of(
                 eval_model,
                 self.others,
                 self.known,
                 limit=self.limit,
                 fewshot=self.fewshot,
             )
-        return found
+        return scores
 
 
 def choose(
@@ -56,20 +54,19 @@ def choose(
     limit: int | None = None,
     fewshot: int | None = None,
 ) -> Tasks:
-    """The tasks of these names.
+    """Return the tasks of these names.
 
     Args:
       names: of `offline.TASKS`, or of the harness.
-      text: of validation, from its beginning, of about so many bytes.
-      limit: items of each at most; None: `ITEMS` of the offline ones, all of the
-          others.
+      text: returns the start of the validation text, of about that many bytes.
+      limit: items of each task at most; None: `ITEMS` of offline tasks, all of others.
       fewshot: examples shown, by the harness.
 
     Raises:
-      UserError: a name that is not known, one of the harness's without its package, or
-          a text without enough items.
+      UserError: an unknown name, a harness task without the package, or a text with too
+          few items.
     """
-    own = [name for name in names if name in TASKS]
+    offline = [name for name in names if name in TASKS]
     others = tuple(name for name in names if name not in TASKS)
     known = None
     if others:
@@ -81,6 +78,6 @@ def choose(
             )
         known = harness.manager()
         harness.check_names(others, known)
-    whole = text(BYTES) if own else ""
-    items = {name: items_of(name, whole, limit or ITEMS) for name in own}
+    start = text(BYTES) if offline else ""
+    items = {name: items_of(name, start, limit or ITEMS) for name in offline}
     return Tasks(items, others, known, limit, fewshot)

@@ -1,14 +1,13 @@
-"""A model in a precision for the three kinds of requests that tasks make: likelihoods,
-rolling likelihoods, texts.
+"""A model in a precision that answers tasks' requests: likelihoods and generations.
 
-How texts become tokens is what lm-evaluation-harness does with the models of Hugging
-Face, so that both give the same numbers: spaces at the end of a context belong to what
-follows, the tokens of a continuation are those that the whole text has beyond its
-context's, an empty context is the token that ends a document, and what is too long
-loses its beginning.
+Texts become tokens as in lm-evaluation-harness for models of Hugging Face, so that both
+give the same numbers: trailing spaces of a context belong to the continuation; the
+tokens of a continuation are those that the full text has beyond its context's; an empty
+context is the end-of-document token; what is too long loses its start.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalify_core import asarray
@@ -27,9 +26,9 @@ class GenerationRequest(NamedTuple):
 
     Attributes:
       context: the text to continue; empty: a new document.
-      until: strings of which the first one to come ends it, and is left out.
+      until: stop strings; the first one ends the text and is left out.
       max_new_tokens: tokens at most.
-      decoding: how tokens are chosen.
+      decoding: the choice of tokens.
     """
 
     context: str
@@ -39,10 +38,10 @@ class GenerationRequest(NamedTuple):
 
 
 class EvalModel:
-    """A model of a task, in its precision, with a tokenizer. `at` gives it parameters.
+    """A task's model in its precision, with a tokenizer. `at` sets its parameters.
 
     Args:
-      task: whose model it is.
+      task: the model and its precision.
       tokenizer: of the parameters.
       batch: sequences at once.
     """
@@ -54,54 +53,54 @@ class EvalModel:
         self._scaling: Any = ()
 
     def at(self, params: Params, scaling: Any) -> "EvalModel":
-        """The same, with the parameters and the scaling of a `TrainState` on one
-        device.
-        """
+        """Set a `TrainState`'s parameters and scaling on one device; return self."""
         self._params, self._scaling = params, scaling
         return self
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Answer]:
-        """Score continuations of contexts. Raises UserError for a continuation without
-        a token or with too many.
+        """Score continuations of contexts.
+
+        Raises:
+          UserError: a continuation without a token, or longer than the context.
         """
         return self.answers([self.question(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return log-likelihoods of texts in nats; each token is scored once, with the
-        longest context that fits.
+        """Return log-likelihoods of texts in nats.
+
+        Each token is scored once, with the longest context that fits.
         """
         windows = [list(self.windows(text)) for text in texts]
-        answers = iter(self.answers([window for some in windows for window in some]))
-        return [sum(next(answers).logprob for _ in some) for some in windows]
+        answers = iter(self.answers(list(itertools.chain(*windows))))
+        return [sum(next(answers).logprob for _ in parts) for parts in windows]
 
     def texts(self, requests: Sequence[GenerationRequest]) -> list[str]:
-        """Generate a text for each request. Raises UserError if `max_new_tokens` leaves
-        no room for a context.
+        """Generate a text for each request.
+
+        Raises:
+          UserError: `max_new_tokens` leaves no room for a context.
         """
         texts: dict[int, str] = {}
-        for key in dict.fromkeys(request[1:] for request in requests):
-            rows = [row for row, request in enumerate(requests) if request[1:] == key]
-            texts |= dict(
-                zip(rows, self._written([requests[row] for row in rows]), strict=True)
-            )
+        for settings in dict.fromkeys(request[1:] for request in requests):
+            rows = [i for i, request in enumerate(requests) if request[1:] == settings]
+            generated = self._generate([requests[row] for row in rows])
+            texts |= dict(zip(rows, generated, strict=True))
         return [texts[row] for row in range(len(requests))]
 
     def question(self, context: str, continuation: str) -> Question:
-        """A context and its continuation in tokens."""
-        encode = self.tokenizer.encode
+        """Return a context and its continuation in tokens."""
+        encode, eot = self.tokenizer.encode, self.tokenizer.eot
         if not context:
-            after = encode(continuation)
-            if after[:1] == [self.tokenizer.eot]:
-                return Question(after[:1], after[1:])
-            return Question([self.tokenizer.eot], after)
-        stripped = context.rstrip()
-        before = encode(stripped)
-        after = encode(context + continuation)[len(before) :]
-        return Question(before or [self.tokenizer.eot], after)
+            ids = encode(continuation)
+            return Question([eot], ids[1:] if ids[:1] == [eot] else ids)
+        context_ids = encode(context.rstrip())
+        continuation_ids = encode(context + continuation)[len(context_ids) :]
+        return Question(context_ids or [eot], continuation_ids)
 
     def windows(self, text: str) -> Iterator[Question]:
-        """A text in parts of a context's length; the last one has the whole context
-        before what is left.
+        """Yield a text in parts of a context's length.
+
+        The last part has the full context before it.
         """
         ids, size = [self.tokenizer.eot, *self.tokenizer.encode(text)], self.context
         for start in range(1, len(ids), size):
@@ -110,17 +109,17 @@ class EvalModel:
             yield Question(ids[first:start], ids[start:end])
 
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
-        """Score questions in tokens. Raises UserError as `likelihoods` does."""
-        for before, after in questions:
-            if not before or not 0 < len(after) <= self.context:
+        """Score questions in tokens; UserError as in `likelihoods`."""
+        for context, continuation in questions:
+            if not context or not 0 < len(continuation) <= self.context:
                 raise UserError(
-                    f"a continuation of {len(after)} tokens cannot be scored; expected"
-                    f" 1 to {self.context} (model.context); choose another task, or a"
-                    " model with a longer context"
+                    f"a continuation of {len(continuation)} tokens cannot be scored;"
+                    f" expected 1 to {self.context} (model.context); choose another"
+                    " task, or a model with a longer context"
                 )
         return self._score(self._params, self._scaling, questions)
 
-    def _written(self, requests: Sequence[GenerationRequest]) -> list[str]:
+    def _generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
         """Generate the texts of requests that differ only in their contexts."""
         _, until, max_new_tokens, decoding = requests[0]
         room = self.context - max_new_tokens
@@ -130,15 +129,15 @@ class EvalModel:
                 f" {self.context}; choose another task, or a model with a longer"
                 " context"
             )
-        tokenizer = self.tokenizer
-        prompts = [
-            (tokenizer.encode(request.context) or [tokenizer.eot])[-room:]
-            for request in requests
-        ]
-        ended = self._ended(until)
-        params = asarray(self._params)
+        decode, encode = self.tokenizer.decode, self.tokenizer.encode
+        eot = self.tokenizer.eot
+        prompts = [(encode(request.context) or [eot])[-room:] for request in requests]
+
+        def ended(ids: list[int]) -> bool:
+            return eot in ids or any(mark and mark in decode(ids) for mark in until)
+
         new = self._write(
-            params,
+            asarray(self._params),
             prompts,
             max_new_tokens=max_new_tokens,
             ended=ended,
@@ -149,15 +148,8 @@ class EvalModel:
             for prompt, ids in zip(prompts, new, strict=True)
         ]
 
-    def _ended(self, until: tuple[str, ...]) -> Callable[[list[int]], bool]:
-        decode = self.tokenizer.decode
-        return lambda ids: (
-            self.tokenizer.eot in ids
-            or any(mark and mark in decode(ids) for mark in until)
-        )
-
     def decoded(self, prompt: Sequence[int], ids: list[int]) -> str:
-        """The text of new ids, up to where the document ends."""
+        """Return the text of new ids, up to the end of the document."""
         from trainer.data.tokenizer import continuation
 
         end = ids.index(self.tokenizer.eot) if self.tokenizer.eot in ids else len(ids)
@@ -165,7 +157,7 @@ class EvalModel:
 
 
 def before_first(text: str, marks: Sequence[str]) -> str:
-    """The text up to the first of some strings."""
+    """Return the text before the first of some strings."""
     for mark in marks:
         if mark:
             text = text.split(mark)[0]

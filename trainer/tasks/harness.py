@@ -1,9 +1,7 @@
-"""The tasks of lm-evaluation-harness (package `lm-eval`, extra `lm-eval`), asked of an
-`EvalModel`.
+"""Tasks of lm-evaluation-harness (package and extra `lm-eval`) for an `EvalModel`.
 
-What a task asks, how many examples it shows and how it scores is the harness's own; how
-texts become tokens, in what precision and in which batches they go through the model is
-ours.
+The harness decides the questions, the examples and the metrics. Tokenization, precision
+and batches are ours.
 """
 
 import difflib
@@ -20,34 +18,34 @@ from trainer.tasks.offline import TASKS, Score, Scores
 from trainer.tasks.writing import DecodingParams
 
 PACKAGE = "lm_eval"
-MOST_NEW = 256  # tokens, where a task does not say it: the harness's own default
-# What a task may say of a generation; beside these the harness's `until` and its names
-# of the number of tokens.
-MANNER = ("temperature", "top_k", "top_p")
+MOST_NEW = 256  # new tokens, where a task has no limit: the harness's own default
+# The generation settings that a task may have, beside `until` and the names of the
+# token limit.
+DECODING = ("temperature", "top_k", "top_p")
 MAX_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 def is_installed() -> bool:
-    """Return whether the package is there."""
+    """Return whether the package is installed."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 @functools.cache
 def manager() -> Any:
-    """The harness's list of tasks, which takes some seconds to read."""
+    """Return the harness's task list, which takes some seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
 def check_names(names: Sequence[str], known: Any) -> None:
-    """Raise UserError for a name that is neither a task, group or tag of the harness,
-    nor a file that describes one.
+    """Raise UserError for an unknown task.
+
+    Known are tasks, groups and tags of the harness, and YAML files of tasks.
     """
     for name in names:
-        if name not in known.all_tasks and not (
-            name.endswith(".yaml") and Path(name).is_file()
-        ):
+        is_file = name.endswith(".yaml") and Path(name).is_file()
+        if name not in known.all_tasks and not is_file:
             close = difflib.get_close_matches(name, [*TASKS, *known.all_tasks], n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(
@@ -65,23 +63,23 @@ def scores_of(
     limit: int | None,
     fewshot: int | None,
 ) -> dict[str, Scores]:
-    """The scores of tasks, each of a group alone too, by name and metric.
+    """Return the scores of tasks, and of each task of a group, by name and metric.
 
     Args:
       eval_model: has parameters.
-      names: which `check_names` has not refused.
-      known: of `manager`.
+      names: names that passed `check_names`.
+      known: the result of `manager`.
       limit: examples of each task at most; None: all.
       fewshot: examples that are shown before each; None: as many as the task says.
 
     Raises:
-      UserError: a task whose data cannot be had, or that asks for what the model
-          cannot.
+      UserError: data that cannot be downloaded, or a request that the model cannot
+          answer.
     """
     from lm_eval import simple_evaluate
 
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             adapter(eval_model),
             tasks=list(names),
             num_fewshot=fewshot,
@@ -90,27 +88,24 @@ def scores_of(
             log_samples=False,
             task_manager=known,
         )
-    except OSError as error:  # what is downloaded
+    except OSError as error:  # a failed download
         raise UserError(
             f"tasks={','.join(names)}: {str(error).splitlines()[0]}"
         ) from error
-    assert found is not None
-    return {name: scores_in(row) for name, row in found["results"].items()}
+    assert results is not None
+    return {name: scores_in(row) for name, row in results["results"].items()}
 
 
 def scores_in(row: dict[str, Any]) -> Scores:
-    """The numbers of a task's row of results; a filter that is not the usual one stays
-    in the metric's name.
+    """Return the metrics of a task's row of results.
+
+    A filter other than the harness's default is part of the metric's name.
     """
     scores: Scores = {}
     for key, value in row.items():
         metric, _, how = key.partition(",")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not how
-            or metric.endswith("_stderr")
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not how or metric.endswith("_stderr"):
             continue
         error = row.get(f"{metric}_stderr,{how}")
         name = metric if how == "none" else f"{metric}.{how}"
@@ -120,42 +115,32 @@ def scores_in(row: dict[str, Any]) -> Scores:
     return scores
 
 
-def request_of(context: str, told: dict[str, Any]) -> GenerationRequest:
-    """What a task wants to have written. UserError for a way to choose tokens that is
-    not known here.
-    """
-    rest = dict(told)
-    until = rest.pop("until", None) or ()
+def request_of(context: str, settings: dict[str, Any]) -> GenerationRequest:
+    """Return a task's request; UserError for an unknown generation setting."""
+    rest = {name: value for name, value in settings.items() if value is not None}
+    until = rest.pop("until", ())
     until = (until,) if isinstance(until, str) else tuple(until)
-    given = [rest.pop(name) for name in MAX_NEW if rest.get(name) is not None]
-    sampled = rest.pop("do_sample", None)
-    settings = {name: rest.pop(name) for name in MANNER if rest.get(name) is not None}
-    unknown = [
-        name
-        for name, value in rest.items()
-        if value is not None and name not in MAX_NEW
-    ]
-    if unknown:
+    limits = [int(rest.pop(name)) for name in MAX_NEW if name in rest]
+    max_new_tokens = limits[0] if limits else MOST_NEW
+    do_sample = rest.pop("do_sample", None)
+    temperature = float(rest.pop("temperature", 1.0 if do_sample else 0.0))
+    top_k, top_p = int(rest.pop("top_k", 0)), float(rest.pop("top_p", 1.0))
+    if rest:
         raise UserError(
-            f"a task asks for generation with {unknown[0]}; known: {', '.join(MANNER)},"
-            f" until, {MAX_NEW[0]}"
+            f"a task asks for generation with {next(iter(rest))}; known:"
+            f" {', '.join(DECODING)}, until, {MAX_NEW[0]}"
         )
-    temperature = float(settings.get("temperature", 1.0 if sampled else 0.0))
-    if sampled is False or temperature == 0:
-        return GenerationRequest(context, until, int(given[0]) if given else MOST_NEW)
-    decoding = DecodingParams(
-        temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
-    )
-    return GenerationRequest(
-        context, until, int(given[0]) if given else MOST_NEW, decoding
-    )
+    if do_sample is False or temperature == 0:
+        return GenerationRequest(context, until, max_new_tokens)
+    decoding = DecodingParams(temperature, top_k, top_p)
+    return GenerationRequest(context, until, max_new_tokens, decoding)
 
 
 def adapter(eval_model: EvalModel) -> Any:
-    """The harness's model that asks the model."""
+    """Return the harness's interface to a model."""
     from lm_eval.api.model import LM
 
-    class Adapter(LM):  # of a package that need not be there when this module is read
+    class Adapter(LM):  # defined here, since the package is optional
         tokenizer_name = eval_model.tokenizer.fingerprint
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

@@ -1,13 +1,13 @@
-"""Tasks made of a validation text, for which nothing has to be fetched: the last word,
-and the order of words.
+"""Tasks made of a validation text, which need no download: last word and word order.
 
-An item is a passage of the text. `last_word`: which word ends it (as LAMBADA asks it)?
-`word_order`: which of four orders of its last words is the author's? Both are a
-function of the text alone, so that every model is asked the same, whatever its
-tokenizer. `write_for_harness` gives them to lm-evaluation-harness as they are.
+An item is a passage of the text. `last_word`: which word ends it (as in LAMBADA)?
+`word_order`: which of four orders of its last words is the author's? Both depend on the
+text alone, so that every model gets the same items, whatever its tokenizer.
+`write_for_harness` writes them for lm-evaluation-harness.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -23,16 +23,14 @@ from trainer.files import write_atomically
 from trainer.tasks.eval_model import EvalModel
 
 PASSAGE = 32  # words
-TAIL = 8  # of them, whose order is asked for
+TAIL = 8  # last words of a passage, whose order is asked for
 CHOICES = 4
 ITEMS = 200  # by default
-BYTES = 1 << 20  # of a text, from whose beginning the items are
+BYTES = 1 << 20  # of the text's start, which items are made of
 
 
 class Score(NamedTuple):
-    """A metric's value over the items, and its standard error (NaN where there is
-    none).
-    """
+    """A metric's mean over the items, and its standard error (NaN: none)."""
 
     value: float
     error: float
@@ -42,9 +40,7 @@ Scores = dict[str, Score]  # by metric
 
 
 class Item(NamedTuple):
-    """A passage's beginning, and what could follow it; `gold` is the number of what
-    does.
-    """
+    """A passage's start and its possible continuations; `gold` indexes the true one."""
 
     context: str
     choices: tuple[str, ...]
@@ -56,9 +52,9 @@ class OfflineTask:
     """A task of this module.
 
     Attributes:
-      items: of a text, without end but that of the text.
-      score: of an EvalModel, on items.
-      harness: what lm-evaluation-harness is told of it.
+      items: yields the items of a text.
+      score: scores an EvalModel on items.
+      harness: the task's settings for lm-evaluation-harness.
     """
 
     items: Callable[[str], Iterator[Item]]
@@ -67,8 +63,9 @@ class OfflineTask:
 
 
 def passages(text: str) -> Iterator[list[re.Match[str]]]:
-    """Consecutive passages of about `PASSAGE` words, that end with a word of four
-    letters or more.
+    """Yield consecutive passages of about `PASSAGE` words.
+
+    Each ends with a word that starts with four letters or more.
     """
     words: list[re.Match[str]] = []
     for word in re.finditer(r"\S+", text):
@@ -79,38 +76,34 @@ def passages(text: str) -> Iterator[list[re.Match[str]]]:
 
 
 def last_words(text: str) -> Iterator[Item]:
-    """The letters that the last word of each passage begins with, after all that stands
-    before them.
-    """
+    """Yield the first letters of each passage's last word, after all its words."""
     for words in passages(text):
-        found = re.match(r"[^\W\d_]{4,}", words[-1][0])
-        assert found is not None
-        before = text[words[0].start() : words[-2].end()]
-        yield Item(before, (text[words[-2].end() : words[-1].start()] + found[0],), 0)
+        letters = re.match(r"[^\W\d_]{4,}", words[-1][0])
+        assert letters is not None
+        end = words[-2].end()
+        space = text[end : words[-1].start()]
+        yield Item(text[words[0].start() : end], (space + letters[0],), 0)
 
 
 def word_orders(text: str) -> Iterator[Item]:
-    """The last words of each passage as they are, and in other orders, drawn by the
-    passage itself.
+    """Yield the last words of each passage in their order and in random orders.
 
-    The very last one is left to `last_words`: where two tasks ask about the same text,
-    the harness's `hf` takes the likelihood of one for the other's.
+    The passage itself is the seed. The very last word is left to `last_words`: where
+    two tasks ask about the same text, the harness's `hf` takes the likelihood of one
+    for the other's.
     """
     for *words, _ in passages(text):
         start, end = words[0].start(), words[-TAIL - 1].end()
         tail = [word[0] for word in words[-TAIL:]]
-        draw = random.Random(
-            hashlib.blake2b(
-                text[start : words[-1].end()].encode(), digest_size=8
-            ).digest()
-        )
+        passage = text[start : words[-1].end()].encode()
+        draw = random.Random(hashlib.blake2b(passage, digest_size=8).digest())
         others: set[str] = set()
         for _ in range(10 * CHOICES):
             shuffled = " ".join(draw.sample(tail, TAIL))
             if shuffled != " ".join(tail) and len(others) < CHOICES - 1:
                 others.add(shuffled)
         if len(others) < CHOICES - 1:
-            continue  # the same word again and again
+            continue  # too few different words
         gold = draw.randrange(CHOICES)
         choices = sorted(others)
         choices.insert(gold, " ".join(tail))
@@ -118,9 +111,7 @@ def word_orders(text: str) -> Iterator[Item]:
 
 
 def score_words(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
-    """Perplexity of the last word, and the share of items where its tokens are the
-    likeliest.
-    """
+    """Return the last word's perplexity, and how often it is the likeliest."""
     answers = eval_model.likelihoods(
         [(item.context, item.choices[0]) for item in items]
     )
@@ -133,8 +124,9 @@ def score_words(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
 
 
 def score_orders(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
-    """The share of items whose own order is the likeliest; all have the same
-    characters.
+    """Return the share of items whose true order is the likeliest.
+
+    All orders have the same characters, so likelihoods need no normalization.
     """
     answers = iter(
         eval_model.likelihoods(
@@ -143,23 +135,21 @@ def score_orders(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
     )
     right = []
     for item in items:
-        found = [next(answers).logprob for _ in item.choices]
-        right.append(float(found.index(max(found)) == item.gold))
+        logprobs = [next(answers).logprob for _ in item.choices]
+        right.append(float(logprobs.index(max(logprobs)) == item.gold))
     return {"acc": mean_of(right)}
 
 
 def mean_of(values: Sequence[float]) -> Score:
-    """The mean of items and its standard error."""
-    error = (
-        statistics.stdev(values) / math.sqrt(len(values))
-        if len(values) > 1
-        else math.nan
-    )
+    """Return the mean of items and its standard error."""
+    error = math.nan
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
     return Score(math.fsum(values) / len(values), error)
 
 
 def metric(name: str, aggregation: str, *, higher: bool) -> dict[str, Any]:
-    """An entry of the harness's `metric_list`."""
+    """Return an entry of the harness's `metric_list`."""
     return {"metric": name, "aggregation": aggregation, "higher_is_better": higher}
 
 
@@ -188,22 +178,21 @@ TASKS = {
 
 
 def items_of(name: str, text: str, limit: int) -> list[Item]:
-    """The first `limit` items of a task. UserError for a text with less than ten."""
-    found = [
-        item for item, _ in zip(TASKS[name].items(text), range(limit), strict=False)
-    ]
-    if len(found) < min(10, limit):
+    """Return the first `limit` items of a task; UserError for fewer than ten."""
+    items = list(itertools.islice(TASKS[name].items(text), limit))
+    if len(items) < min(10, limit):
         raise UserError(
-            f"tasks: {name} has {len(found)} items in the validation text, a passage of"
+            f"tasks: {name} has {len(items)} items in the validation text, a passage of"
             f" {PASSAGE} words each; expected 10 or more: use more text, or another"
             " task"
         )
-    return found
+    return items
 
 
 def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path:
-    """Write a task as lm-evaluation-harness reads it
-    (`--include_path directory --tasks name`); its YAML file.
+    """Write a task's files for lm-evaluation-harness, and return the YAML file.
+
+    It runs with `--include_path directory --tasks name`.
     """
     import yaml
 

@@ -1,5 +1,4 @@
-"""Log-likelihoods of the last tokens of sequences, in the precision of a run or any
-other.
+"""Log-likelihoods of the last tokens of sequences, in a chosen precision.
 
 Legend: B sequences of a batch, T tokens of each, C of them scored, D model, V
 vocabulary.
@@ -14,52 +13,48 @@ import numpy as np
 
 from scalify_core import asarray
 from trainer.models.functional import Params
-from trainer.tasks.batching import Sized, batches_of
+from trainer.tasks.batching import Sized, make_batches
 from trainer.workload import Model, TrainTask
 
 AT_ONCE = 2048  # rows of logits: with 50,257 tokens 0.4 GiB
 
 
 class Question(NamedTuple):
-    """Token ids, at least one of each: what stands before, and what may follow, whose
-    likelihood is asked for.
-    """
+    """A context and a continuation to score, as token ids, at least one of each."""
 
-    before: Sequence[int]
-    after: Sequence[int]
+    context: Sequence[int]
+    continuation: Sequence[int]
 
 
 class Answer(NamedTuple):
-    """The log-likelihood of what follows, in nats, and whether each of its tokens is
-    the likeliest one.
-    """
+    """A continuation's log-likelihood in nats, and whether greedy decoding gives it."""
 
     logprob: float
     greedy: bool
 
 
 def cut(question: Question, context: int) -> tuple[list[int], list[int]]:
-    """Inputs and targets: the last `context` tokens before the last one, and what is to
-    follow the last of these.
+    """Return inputs and targets, the inputs cut to the last `context` tokens.
 
-    ValueError where there is nothing to score, or more than fits.
+    Raises:
+      ValueError: no context, or a continuation that is empty or does not fit.
     """
-    before, after = list(question.before), list(question.after)
-    if not before or not 0 < len(after) <= context:
+    ids, targets = list(question.context), list(question.continuation)
+    if not ids or not 0 < len(targets) <= context:
         raise ValueError(
-            f"{len(before)} tokens before, {len(after)} after: expected 1 or more, and"
+            f"{len(ids)} tokens before, {len(targets)} after: expected 1 or more, and"
             f" 1 to {context}"
         )
-    return [*before, *after][-(context + 1) :][:-1], after
+    return [*ids, *targets][-(context + 1) :][:-1], targets
 
 
 def make_score(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`(params, scaling, tokens [B, T], first [B], targets [B, C]) -> (log-likelihoods,
-    is likeliest) [B, C]`.
+    """Return a function that scores targets.
 
-    Target c of a row follows its token `first + c`; beyond the row's end both results
-    mean nothing. Parameters and `scaling` are those of a `TrainState`: the products are
-    those of the validation.
+    It takes params and scaling of a `TrainState`, tokens [B, T], first [B] and targets
+    [B, C]. It returns log-likelihoods and whether each target is the likeliest token,
+    both [B, C]. Target c of a row follows the token at `first + c`. Beyond a row's end
+    the results are undefined. Matmuls are in the precision of the validation.
     """
     method = model.policy.method
 
@@ -78,12 +73,14 @@ def make_score(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
         h_BxCxD = jnp.take_along_axis(
             bound.hidden(tokens_BxT), at_BxC[:, :, None], axis=1
         )
-        together = max(
+        group_size = max(
             n for n in range(1, B + 1) if B % n == 0 and (n == 1 or n * C <= AT_ONCE)
         )
 
-        def of(some: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            h_NxD, targets_N = some
+        def score_group(
+            group: tuple[jax.Array, jax.Array],
+        ) -> tuple[jax.Array, jax.Array]:
+            h_NxD, targets_N = group
             logits_NxV = bound.logits(h_NxD)
             chosen_N = jnp.take_along_axis(logits_NxV, targets_N[:, None], axis=1)[:, 0]
             largest_N = jnp.max(logits_NxV, axis=1)
@@ -94,28 +91,30 @@ def make_score(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
             )
 
         groups = (
-            h_BxCxD.reshape(-1, together * C, h_BxCxD.shape[-1]),
-            targets_BxC.reshape(-1, together * C),
+            h_BxCxD.reshape(-1, group_size * C, h_BxCxD.shape[-1]),
+            targets_BxC.reshape(-1, group_size * C),
         )
-        found, likeliest = jax.lax.map(of, groups)
-        return found.reshape(B, C), likeliest.reshape(B, C)
+        logprobs, likeliest = jax.lax.map(score_group, groups)
+        return logprobs.reshape(B, C), likeliest.reshape(B, C)
 
     through = method.through(logprobs, model.policy)
 
     def score(
         params: Params, scaling: Any, *batch: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        found, likeliest = asarray(through(params, *batch, **method.arguments(scaling)))
-        return found.astype(jnp.float32), likeliest
+        logprobs_BxC, likeliest = asarray(
+            through(params, *batch, **method.arguments(scaling))
+        )
+        return logprobs_BxC.astype(jnp.float32), likeliest
 
     return score
 
 
 class Scorer:
-    """`scorer(params, scaling, questions)`: the answers, in the order of the questions.
+    """`scorer(params, scaling, questions)` returns the answers, in order.
 
     Args:
-      task: whose model it is, in its precision; one device computes.
+      task: the model in its precision; one device computes.
       batch: B.
     """
 
@@ -126,15 +125,16 @@ class Scorer:
     def __call__(
         self, params: Params, scaling: Any, questions: Sequence[Question]
     ) -> list[Answer]:
-        """Answers of all questions, whose order does not matter for the numbers.
-        ValueError as of `cut`.
+        """Score all questions; ValueError as in `cut`.
+
+        Their order does not change the numbers.
         """
         parts = [cut(question, self.context) for question in questions]
         sizes = [Sized(len(inputs), len(targets)) for inputs, targets in parts]
         answers: dict[int, Answer] = {}
-        # the device computes one while the host reads another
-        waiting: list[tuple[tuple[int, ...], Any]] = []
-        for rows, length, scored in batches_of(sizes, self.batch, self.context):
+        # The device computes one batch while the host reads the previous one.
+        pending: list[tuple[tuple[int, ...], Any]] = []
+        for rows, length, scored in make_batches(sizes, self.batch, self.context):
             tokens_BxT = np.zeros((self.batch, length), np.int32)
             first_B = np.zeros(self.batch, np.int32)
             targets_BxC = np.zeros((self.batch, scored), np.int32)
@@ -143,25 +143,23 @@ class Scorer:
                 tokens_BxT[place, : len(inputs)] = inputs
                 first_B[place] = len(inputs) - len(targets)
                 targets_BxC[place, : len(targets)] = targets
-            waiting.append(
+            pending.append(
                 (rows, self._score(params, scaling, tokens_BxT, first_B, targets_BxC))
             )
-            if len(waiting) > 1:
-                answers |= self._read(sizes, *waiting.pop(0))
-        for rest in waiting:
-            answers |= self._read(sizes, *rest)
+            if len(pending) > 1:
+                answers |= self._read(sizes, *pending.pop(0))
+        for batch in pending:
+            answers |= self._read(sizes, *batch)
         return [answers[row] for row in range(len(parts))]
 
     def _read(
-        self, sizes: Sequence[Sized], rows: tuple[int, ...], found: Any
+        self, sizes: Sequence[Sized], rows: tuple[int, ...], results: Any
     ) -> dict[int, Answer]:
-        """The answers of a batch by the numbers of its questions."""
-        logprobs, likeliest = (np.asarray(x) for x in found)
-        ends = {row: sizes[row].scored for row in rows}
-        return {
-            row: Answer(
-                float(logprobs[i, :end].sum(dtype=np.float64)),
-                bool(likeliest[i, :end].all()),
-            )
-            for i, (row, end) in enumerate(ends.items())
-        }
+        """Return the answers of a batch by the index of their question."""
+        logprobs, likeliest = (np.asarray(x) for x in results)
+        answers = {}
+        for i, row in enumerate(rows):
+            end = sizes[row].scored
+            logprob = float(logprobs[i, :end].sum(dtype=np.float64))
+            answers[row] = Answer(logprob, bool(likeliest[i, :end].all()))
+        return answers

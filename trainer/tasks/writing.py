@@ -1,5 +1,4 @@
-"""Many continuations at once, each row of a batch at a place of its own in its
-key-value cache.
+"""Batched generation, with a position of its own in the key-value cache for each row.
 
 Legend: B rows, T prompt's tokens (padded), S cache length, N tokens of a part, V
 vocabulary.
@@ -14,14 +13,14 @@ import numpy as np
 
 from trainer.models.functional import Params
 from trainer.models.sampling import sample
-from trainer.tasks.batching import Sized, batches_of
+from trainer.tasks.batching import Sized, make_batches
 from trainer.workload import TrainTask
 
-PART = 16  # new tokens between two looks at whether all rows have ended
+PART = 16  # new tokens between two checks whether all rows have ended
 
 
 class DecodingParams(NamedTuple):
-    """Parameters of decoding, as of `sampling.sample`; temperature 0 is greedy."""
+    """Parameters of decoding, as in `sampling.sample`; temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,11 +32,12 @@ LIKELIEST = DecodingParams()
 
 
 class Writer:
-    """`writer(params, prompts, ...)`: a continuation of each prompt; of each length of
-    batches two programs.
+    """`writer(params, prompts, ...)` returns a continuation of each prompt.
+
+    Two programs are compiled for each length of batches.
 
     Args:
-      task: whose model it is; products are those of sampling, see `workload.Model`.
+      task: the model; matmuls are those of sampling, see `workload.Model`.
       batch: B.
     """
 
@@ -45,28 +45,27 @@ class Writer:
         self.batch, self.context = batch, task.model.spec.context
         bind = task.model.sampling.bind
 
-        def begin(
+        def prefill(
             params: Params, tokens_BxT: jax.Array, length_B: jax.Array, room: jax.Array
         ) -> tuple[jax.Array, Any]:
-            """Logits [B, V] after the first `length` tokens of each row, and the
-            caches, [B, ...] of one row each.
+            """Return logits [B, V] after `length` tokens of each row, and the caches.
+
+            The caches are [B, ...] of one row each. `room` has their length.
             """
             model = bind(params)
 
-            def of_row(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
+            def prefill_row(
+                tokens_T: jax.Array, length: jax.Array
+            ) -> tuple[jax.Array, Any]:
                 h_1xTxD, cache = model.decode(
                     tokens_T[None], model.init_cache(1, len(room)), 0
                 )
-                return (
-                    model.logits(
-                        jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
-                    )[0],
-                    cache,
-                )
+                last_1xD = jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
+                return model.logits(last_1xD)[0], cache
 
-            return jax.vmap(of_row)(tokens_BxT, length_B)
+            return jax.vmap(prefill_row)(tokens_BxT, length_B)
 
-        def go_on(
+        def decode(
             params: Params,
             logits_BxV: jax.Array,
             caches: Any,
@@ -74,19 +73,18 @@ class Writer:
             keys_BxN: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array] | None,
         ) -> tuple[jax.Array, jax.Array, Any]:
-            """N new tokens of each row [B, N], the first one at `at`, and what the next
-            ones are chosen from.
+            """Return N new tokens of each row [B, N] from position `at`.
+
+            The logits and caches after them are returned too.
             """
             model = bind(params)
 
             def choose(logits_V: jax.Array, key: jax.Array) -> jax.Array:
-                return (
-                    jnp.argmax(logits_V).astype(jnp.int32)
-                    if controls is None
-                    else sample(logits_V, key, *controls)
-                )
+                if controls is None:
+                    return jnp.argmax(logits_V).astype(jnp.int32)
+                return sample(logits_V, key, *controls)
 
-            def of_row(
+            def decode_row(
                 logits_V: jax.Array, cache: Any, at: jax.Array, key: jax.Array
             ) -> tuple[jax.Array, Any, Any]:
                 new = choose(logits_V, key)
@@ -97,7 +95,7 @@ class Writer:
                 carry: tuple[jax.Array, Any, jax.Array], keys_B: jax.Array
             ) -> tuple[Any, jax.Array]:
                 logits_BxV, caches, at_B = carry
-                new_B, logits_BxV, caches = jax.vmap(of_row)(
+                new_B, logits_BxV, caches = jax.vmap(decode_row)(
                     logits_BxV, caches, at_B, keys_B
                 )
                 return (logits_BxV, caches, at_B + 1), new_B
@@ -107,10 +105,8 @@ class Writer:
             )
             return new_NxB.T, logits_BxV, caches
 
-        self._begin, self._go_on = (
-            task.jit(begin),
-            task.jit(go_on, donate_argnums=(1, 2)),
-        )
+        self._prefill = task.jit(prefill)
+        self._decode = task.jit(decode, donate_argnums=(1, 2))
 
     def __call__(
         self,
@@ -121,19 +117,20 @@ class Writer:
         ended: Callable[[list[int]], bool],
         decoding: DecodingParams = LIKELIEST,
     ) -> list[list[int]]:
-        """New ids of each prompt, at most `max_new_tokens`, rather more than up to
-        where a row has ended.
+        """Return new ids of each prompt, at most `max_new_tokens`.
+
+        They may go on after the end of a row.
 
         Args:
-          params: logical ones, on one device.
-          prompts: a token or more; together with `max_new_tokens` they fit into the
+          params: unscaled, on one device.
+          prompts: a token or more each; with `max_new_tokens` they fit into the
               context.
           max_new_tokens: at least 1.
-          ended: whether new ids need no more behind them.
-          decoding: how they are chosen; those of prompt n depend on the seed and on n.
+          ended: whether new ids need no continuation.
+          decoding: the choice of tokens; that of prompt n depends on the seed and n.
 
         Raises:
-          ValueError: what does not fit.
+          ValueError: a prompt that does not fit.
         """
         sizes = [Sized(len(prompt), 1) for prompt in prompts]
         if max_new_tokens < 1 or any(
@@ -142,21 +139,16 @@ class Writer:
             raise ValueError(
                 f"expected prompts of 1 to {self.context} - {max_new_tokens} tokens"
             )
-        found: dict[int, list[int]] = {}
-        for rows, length, _ in batches_of(
+        new_ids: dict[int, list[int]] = {}
+        for rows, length, _ in make_batches(
             sizes, self.batch, self.context - max_new_tokens
         ):
+            batch = [prompts[row] for row in rows]
             written = self._write(
-                params,
-                [prompts[row] for row in rows],
-                length,
-                rows,
-                max_new_tokens,
-                ended,
-                decoding,
+                params, batch, length, rows, max_new_tokens, ended, decoding
             )
-            found |= dict(zip(rows, written, strict=True))
-        return [found[row] for row in range(len(prompts))]
+            new_ids |= dict(zip(rows, written, strict=True))
+        return [new_ids[row] for row in range(len(prompts))]
 
     def _write(
         self,
@@ -168,17 +160,17 @@ class Writer:
         ended: Callable[[list[int]], bool],
         decoding: DecodingParams,
     ) -> list[list[int]]:
-        """The continuations of a batch."""
+        """Continue the prompts of a batch."""
         tokens_BxT = np.zeros((self.batch, length), np.int32)
         length_B = np.ones(self.batch, np.int32)
         for place, prompt in enumerate(prompts):
             tokens_BxT[place, : len(prompt)] = prompt
             length_B[place] = len(prompt)
         parts = -(-max_new_tokens // PART)
-        # What is written beyond `max_new_tokens`, up to a whole part, may have no place
-        # in the context: it is unused.
+        # Tokens beyond `max_new_tokens`, up to a full part, may lie beyond the context;
+        # they are dropped.
         room = np.zeros(min(length + parts * PART, self.context), np.int8)
-        logits_BxV, caches = self._begin(params, tokens_BxT, length_B, room)
+        logits_BxV, caches = self._prefill(params, tokens_BxT, length_B, room)
         seeds_B = np.resize(np.array(rows, np.uint32), self.batch)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(decoding.seed), seeds_B
@@ -197,7 +189,7 @@ class Writer:
                 keys_B, numbers_N
             )
             at_B = np.minimum(length_B + part * PART, len(room) - 1)
-            new_BxN, logits_BxV, caches = self._go_on(
+            new_BxN, logits_BxV, caches = self._decode(
                 params, logits_BxV, caches, at_B, keys_BxN, controls
             )
             for ids, new in zip(written, np.asarray(new_BxN), strict=False):

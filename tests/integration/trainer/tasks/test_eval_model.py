@@ -67,13 +67,13 @@ def test_a_context_and_its_continuation_in_tokens():
 def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
     text = "".join(chr(97 + i % 26) for i in range(75))
     found = list(eval_model().windows(text))
-    assert [i for window in found for i in window.after] == ids(text)
-    assert [len(window.before) + len(window.after) - 1 for window in found] == [
+    assert [i for window in found for i in window.continuation] == ids(text)
+    assert [len(window.context) + len(window.continuation) - 1 for window in found] == [
         32,
         32,
         32,
     ]
-    assert found[0].before == [0]
+    assert found[0].context == [0]
     total = sum(answer.logprob for answer in eval_model().answers(found))
     assert eval_model().rolling(["", text]) == [0, pytest.approx(total)]
 

@@ -8,7 +8,7 @@ from families import whole
 from precisions import PRESETS, SPEC, workload
 
 from scalify_core import asarray
-from trainer.tasks.batching import LENGTHS, Sized, batches_of, few
+from trainer.tasks.batching import LENGTHS, Sized, make_batches, merge_lengths
 from trainer.tasks.scoring import Question, Scorer, cut
 from trainer.workload import first_state
 
@@ -38,7 +38,7 @@ def test_batches_hold_all_rows_in_few_shapes():
     sizes = [
         Sized(int(t), int(rng.integers(1, t + 1))) for t in rng.integers(1, 1025, 500)
     ]
-    found = batches_of(sizes, 8, 1024)
+    found = make_batches(sizes, 8, 1024)
     assert sorted(row for part in found for row in part.rows) == list(range(500))
     for part in found:
         assert len(part.rows) <= 8
@@ -53,9 +53,18 @@ def test_batches_hold_all_rows_in_few_shapes():
 
 
 def test_lengths_are_raised_where_that_costs_the_least():
-    assert few([64, 64, 48, 32]) == [64, 64, 48, 32]
-    assert few([96, 64, 64, 48, 16, 16, 16]) == [96, 64, 64, 48, 16, 16, 16]
-    assert few([96, 80, 64, 64, 64, 48, 16, 16]) == [96, 80, 64, 64, 64, 64, 16, 16]
+    assert merge_lengths([64, 64, 48, 32]) == [64, 64, 48, 32]
+    assert merge_lengths([96, 64, 64, 48, 16, 16, 16]) == [96, 64, 64, 48, 16, 16, 16]
+    assert merge_lengths([96, 80, 64, 64, 64, 48, 16, 16]) == [
+        96,
+        80,
+        64,
+        64,
+        64,
+        64,
+        16,
+        16,
+    ]
 
 
 # One of each way to scale; the step of the others: test_precision.py.
