@@ -16,8 +16,8 @@ from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.models.family import Family, Spec, param_count
 from trainer.models.flops import flops_per_token
-from trainer.models.functional import Functional, Params, of_next_tokens
-from trainer.models.roles import Role, chosen, role_of
+from trainer.models.functional import Functional, Params, next_token_loss
+from trainer.models.roles import Role, role_of, select_roles
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import (
     CommConfig,
@@ -70,7 +70,7 @@ class Model(NamedTuple):
       policy: the precision.
       training: the model with the matmuls of the policy.
       sampling: the model of the same parameters with every matmul in `policy.logical`:
-        products of one token are too small for FP8. Rescaling is folded away.
+        products of one token are too small for FP8. Rescaling is left out.
       narrow: paths of the linear layers with FP8 matmuls.
       skipped: why the other linear layers have none, by path.
       rows: tokens that a device's linear layers take at once in training; None: some
@@ -130,7 +130,7 @@ class Model(NamedTuple):
             rescale_grads=policy.rescaled_places,
             split=split,
         )
-        sampling = family.build(spec.folded(), compute_dtype=policy.logical)
+        sampling = family.build(spec.for_sampling(), compute_dtype=policy.logical)
         return cls(spec, policy, training, sampling, narrow, skipped, rows, border)
 
     def loss(
@@ -148,7 +148,7 @@ class Model(NamedTuple):
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
         dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
-        return of_next_tokens(
+        return next_token_loss(
             lambda *batch, **how: model.loss(*batch, segments, **dropout, **how),
             tokens,
             self.border,
@@ -248,7 +248,7 @@ class TrainTask(NamedTuple):
         """
         if not self.trainable:
             return self.model.roles
-        return chosen(self.model.roles, self.trainable)
+        return select_roles(self.model.roles, self.trainable)
 
     def trained(self, params: Params) -> Params:
         """Return the trained part of parameters, or of a tree like them."""

@@ -30,7 +30,9 @@ def is_open(model: Any) -> bool:
     free = {
         field.name for field in dataclasses.fields(spec) if field.default is None
     } | {"vocab_size"}
-    return any(model.get(key) is None for key in spec.deciding() if key not in free)
+    return any(
+        model.get(key) is None for key in spec.checkpoint_fields() if key not in free
+    )
 
 
 def inherit(
@@ -101,7 +103,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
     try:
         model = read_mapping(file)["model"]
         family = model.get("family", FIRST)
-        keys = SPECS[family].deciding() if family in SPECS else ()
+        keys = SPECS[family].checkpoint_fields() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(

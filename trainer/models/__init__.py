@@ -1,6 +1,5 @@
-"""The architectures: what each is made of, its loss, its decoding, its sizes, and its
-weights elsewhere.
+"""Model families: layers, loss, decoding, sizes, and weights in Hugging Face's format.
 
-No other room names a layer or a leaf of a model: `roles` says what each parameter is,
-`family` what each model gives.
+Other rooms know no layer and no parameter by name: `roles` describes each parameter,
+`family` the interface of each family.
 """

@@ -1,5 +1,4 @@
-"""A stack of equal blocks: unrolled or scanned, recomputed or not, and decoded with a
-cache.
+"""A stack of equal blocks: unrolled or scanned, with or without remat, and decoding.
 
 Legend: N = B*T tokens, D model, L layers.
 """
@@ -11,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# of a block's name, "*" where they are scanned, and its key
+# from a block's name ("*" for scanned blocks) and its key to the block
 Make = Callable[[str, jax.Array], nnx.Module]
 
 
 def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
-    """A list of blocks, or with `scan` one whose parameters are stacked; the values are
-    the same from the same key.
+    """Return a list of blocks, or with `scan` one block with stacked parameters.
+
+    Both have the same values for the same key.
     """
     keys_L = jax.random.split(key, n_layer)
     if scan:
@@ -25,7 +25,7 @@ def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
     return nnx.List([make(str(i), keys_L[i]) for i in range(n_layer)])
 
 
-def through(
+def apply_blocks(
     blocks: Any,
     call: Callable[[Any, jax.Array, Any, Any], jax.Array],
     x_NxD: jax.Array,
@@ -35,17 +35,17 @@ def through(
     scan: bool,
     remat: str,
 ) -> jax.Array:
-    """`x` after all blocks.
+    """Apply all blocks to `x`, and return the result.
 
     Args:
-      blocks: as `make_blocks` has made them.
-      call: `(block, x, shared, each of this layer) -> x`.
-      x_NxD: what enters the first.
+      blocks: of `make_blocks`.
+      call: `(block, x, shared, layer's entry of each) -> x`.
+      x_NxD: the input of the first block.
       shared: a pytree of arrays that all blocks take.
-      each: of every block its own, [L, ...]; None: none has any.
-      scan: whether they are stacked.
-      remat: what is recomputed in the backward pass; "none" and "elementwise" leave it
-          to the blocks.
+      each: a pytree [L, ...] with an entry for each block, or None.
+      scan: whether the blocks are stacked.
+      remat: what is recomputed in the backward pass; blocks themselves handle "none"
+          and "elementwise".
     """
 
     def run(
@@ -55,8 +55,8 @@ def through(
 
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
-        # A scan's body is not deduplicated with its recomputation anyway; the barriers
-        # would only cost.
+        # A scan's body is not merged with its recomputation anyway, so barriers against
+        # it would only take time.
         run = jax.checkpoint(run, policy=policy, prevent_cse=not scan, static_argnums=0)
     if scan:
         graphdef, layers = nnx.split(blocks)
@@ -71,7 +71,7 @@ def through(
     return x_NxD
 
 
-def decode_through(
+def decode_blocks(
     blocks: Any,
     call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
     x_NxD: jax.Array,
@@ -79,8 +79,9 @@ def decode_through(
     *,
     scan: bool,
 ) -> tuple[jax.Array, Any]:
-    """`x` after all blocks, and the cache [L, ...] with what
-    `call(block, x, cache of this layer)` has added to it.
+    """Apply `call(block, x, layer's cache)` of all blocks; return `x` and new cache.
+
+    The cache is [L, ...].
     """
     if scan:
         graphdef, layers = nnx.split(blocks)

@@ -1,5 +1,4 @@
-"""Keys and values of the positions seen so far, and attention over them: what sampling
-needs.
+"""The key-value cache of decoding, and attention over it.
 
 Legend: B batch, T time, S cache length, H heads of queries, G heads of keys and values,
 R = H / G, K head dim, L layers.
@@ -14,9 +13,7 @@ from jax.typing import DTypeLike
 
 
 class KVCache(NamedTuple):
-    """Keys and values, `[L, B, S, G, K]` in the compute dtype; one layer's have no
-    L.
-    """
+    """Keys and values, `[L, B, S, G, K]` in the compute dtype; a layer's have no L."""
 
     k: jax.Array
     v: jax.Array
@@ -25,7 +22,7 @@ class KVCache(NamedTuple):
 def empty_cache(
     n_layer: int, batch: int, context: int, heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
-    """A cache of `context` positions, none of which was seen."""
+    """Return an empty cache of `context` positions."""
     shape = (n_layer, batch, context, heads, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -36,10 +33,9 @@ def cached_attention(
     v_BxSxGxK: jax.Array,
     position: jax.Array | int,
 ) -> jax.Array:
-    """Attention of queries at `position + t` over the cached positions up to their own;
-    softmax in FP32.
+    """Return attention of queries at `position + t` over cached positions up to theirs.
 
-    Each head of keys and values serves R successive heads of queries.
+    The softmax is FP32. Each head of keys and values serves R successive query heads.
     """
     (B, T, _, K), (S, G) = q_BxTxHxK.shape, k_BxSxGxK.shape[1:3]
     q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, -1, K)

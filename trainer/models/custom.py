@@ -1,9 +1,9 @@
-"""A model of a program's own, as a family beside GPT-2 and Llama.
+"""The user's own model, as a family beside GPT-2 and Llama.
 
-It is a Flax NNX module that gives logits, built by a `Build`, whose layers have their
-roles; from these follow linear sizes, FLOPs, sharding, precision and optimizer. What
-else a family gives (caches, Hugging Face, tensor parallelism) it does without: samples
-take a whole forward pass a token.
+It is a Flax NNX module that returns logits, built with a `Build`, whose layers have
+roles. Linear sizes, FLOPs, sharding, precision and optimizer follow from the roles.
+There is no key-value cache, Hugging Face format or tensor parallelism: sampling takes a
+full forward pass per token.
 """
 
 import functools
@@ -27,13 +27,12 @@ from trainer.models.layers import DotGeneralFor, Embedding, Factory
 
 
 class Build(Factory):
-    """What an own model is built with: sizes, dtypes, keys, and layers with their
-    roles.
+    """The sizes, dtypes, keys and layers from which a custom model is built.
 
-    `at("h.3")` makes the layers of a part: `linear(name, d_in, d_out, stddev, kind)`,
-    of kind "column" or "row", is called `h.3.NAME`, which the presets' pattern `h.*`
-    chooses for narrow products. All layers take activations `[N, d]`. Parameters made
-    otherwise need a role: `nnx.Param(value, role=Role(kind, ...))`.
+    `at("h.3")` makes the layers of a part. `linear(name, d_in, d_out, stddev, kind)`,
+    of kind "column" or "row", makes the layer `h.3.NAME`, which the presets' pattern
+    `h.*` chooses for FP8. All layers take activations `[N, d]`. Other parameters need a
+    role: `nnx.Param(value, role=Role(kind, ...))`.
 
     Attributes:
       vocab_size: ids are below it.
@@ -49,23 +48,24 @@ class Build(Factory):
         self.vocab_size, self.context, self._settings = vocab_size, context, settings
 
     def at(self, path: str) -> "Build":
-        """The same for layers under a path."""
+        """Return a `Build` for layers under a path."""
         return Build(self.vocab_size, self.context, path, *self._settings)
 
     def table(self, rows: int, d: int, stddev: float = 0.02) -> Embedding:
-        """Normal vectors `embedding` [rows, d] to look up; also a tied head."""
+        """Return a table `embedding` [rows, d] of normal vectors."""
         return Embedding(rows, rows, d, stddev, self.param_dtype, self.rngs)
 
 
 class CausalModel(nnx.Module):
-    """The base of an own model: override `__call__`. No position may see a later
-    one.
+    """The base class of a custom model, which overrides `__call__`.
+
+    No position may see a later one.
     """
 
     context: int
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        """Logits `[B, T, vocab_size]` of int32 ids; T is at most the context."""
+        """Return logits `[B, T, vocab_size]` of int32 ids; T is at most the context."""
         raise NotImplementedError
 
     def loss(
@@ -75,7 +75,7 @@ class CausalModel(nnx.Module):
         segments_BxT: jax.Array | None = None,
         **_: Any,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar."""
+        """Return the mean cross-entropy of the targets in nats, an FP32 scalar."""
         if segments_BxT is not None:
             raise UserError(
                 "data.document_mask=true needs a model that takes segments; leave it"
@@ -89,41 +89,34 @@ class CausalModel(nnx.Module):
     def last_logits(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Logits after the last token, FP32 `[B, vocab_size]`; segments are refused, as
-        by `loss`.
-        """
+        """Return logits after the last token, FP32 `[B, vocab_size]`."""
         del segments_BxT
         return self(tokens_BxT)[:, -1].astype(jnp.float32)
 
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Logits `[B, T, V]`, which are what `logits` takes; segments are refused, as
-        by `loss`.
-        """
+        """Return logits `[B, T, V]`, which `logits` takes."""
         del segments_BxT
         return self(tokens_BxT)
 
     def init_cache(self, batch: int, length: int | None = None) -> jax.Array:
-        """The tokens so far: int32 `[B, S]`, S the context, or `length` of it."""
+        """Return an empty cache of tokens: int32 `[B, S]`; S = `length` or context."""
         return jnp.zeros((batch, length or self.context), jnp.int32)
 
     def decode(
         self, tokens_BxT: jax.Array, cache: jax.Array, position: jax.Array | int
     ) -> tuple[jax.Array, jax.Array]:
-        """Logits `[B, T, V]` of tokens at `position` and after it, and the tokens with
-        them among them.
-        """
+        """Return logits `[B, T, V]` of tokens from `position` on, and the new cache."""
         cache = jax.lax.dynamic_update_slice_in_dim(cache, tokens_BxT, position, axis=1)
+        logits_BxSxV, T = self(cache), tokens_BxT.shape[1]
         return (
-            jax.lax.dynamic_slice_in_dim(
-                self(cache), position, tokens_BxT.shape[1], axis=1
-            ),
+            jax.lax.dynamic_slice_in_dim(logits_BxSxV, position, T, axis=1),
             cache,
         )
 
     def logits(self, h_NxV: jax.Array) -> jax.Array:
-        """What `decode` gave, in FP32."""
+        """Return the logits of `decode` in FP32."""
         return h_NxV.astype(jnp.float32)
 
 
@@ -132,7 +125,7 @@ MakeModel = Callable[[Build], CausalModel]
 
 @dataclass(frozen=True)
 class CustomSpec:
-    """What is known of an own model without building it."""
+    """The spec of a custom model."""
 
     make: MakeModel
     vocab_size: int
@@ -140,24 +133,20 @@ class CustomSpec:
     keep_fp8_weights: bool
     dropout: float = 0.0
     scan_layers: bool = False
-    n_layer: int = 0  # nobody knows what its layers are
+    n_layer: int = 0  # unknown
 
     @property
     def padded_vocab(self) -> int:
-        """Its tables are as it makes them."""
+        """The vocabulary's size: a custom model makes its own tables."""
         return self.vocab_size
 
     @property
     def d_model(self) -> int:
-        """The width of the first table or head; 1 without any."""
-        return next(
-            (
-                shape[-1]
-                for role, shape in parameters(self)
-                if role.kind in ("table", "head")
-            ),
-            1,
-        )
+        """Width of the first table or head; 1 without any."""
+        for role, shape in parameters(self):
+            if role.kind in ("table", "head"):
+                return shape[-1]
+        return 1
 
     @classmethod
     def family(cls) -> Family:
@@ -165,18 +154,20 @@ class CustomSpec:
         return CUSTOM
 
     @classmethod
-    def deciding(cls) -> tuple[str, ...]:
+    def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
         return ("vocab_size", "context", "parameters")
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `family.Spec`: there is none."""
+        """See `family.Spec`: there is no such config."""
         raise UserError("Hugging Face has no model of your own")
 
     def architecture(self) -> dict[str, Any]:
-        """See `family.Spec`; the parameters' roles and shapes stand for the function,
-        which its author knows.
+        """See `family.Spec`.
+
+        Roles and shapes of the parameters stand for the function, which only the author
+        knows.
         """
         digest = hashlib.blake2b(
             repr(parameters(self)).encode(), digest_size=8
@@ -187,18 +178,18 @@ class CustomSpec:
             "parameters": digest,
         }
 
-    def agrees(self, name: str, value: Any) -> bool:
+    def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`."""
         return bool(self.architecture()[name] == value)
 
-    def folded(self) -> Self:
+    def for_sampling(self) -> Self:
         """See `family.Spec`."""
         return self
 
 
 @functools.cache
 def parameters(spec: CustomSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
-    """Role and shape of each parameter. Nothing is allocated."""
+    """Return role and shape of each parameter, without allocating it."""
     model = functional(spec)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves = zip(jax.tree.leaves(model.roles), jax.tree.leaves(shapes), strict=True)
@@ -214,8 +205,10 @@ def functional(
     rescale_grads: tuple[str, ...] = (),
     split: str | None = None,
 ) -> Functional[CausalModel]:
-    """The model as pure functions. UserError for what is no `CausalModel`, or has a
-    parameter without a role.
+    """Return the model as pure functions.
+
+    Raises:
+      UserError: it is no `CausalModel`, or a parameter has no role.
     """
     settings = compute_dtype, param_dtype, dot_general, rescale_grads, split
 
@@ -237,8 +230,10 @@ def functional(
 def custom_spec(
     make: MakeModel, *, vocab_size: int, context: int, keep_fp8_weights: bool
 ) -> CustomSpec:
-    """The spec of an own model. UserError where its logits are not
-    `[B, T, vocab_size]`.
+    """Return the spec of a custom model.
+
+    Raises:
+      UserError: its logits are not `[B, T, vocab_size]`.
     """
     spec = CustomSpec(make, vocab_size, context, keep_fp8_weights)
     model = functional(spec)
@@ -255,19 +250,16 @@ def custom_spec(
 
 
 def linear_sizes(spec: CustomSpec) -> dict[str, tuple[int, int]]:
-    """Input and output width of each kernel that has a path."""
-    found = [
-        (role, shape)
+    """Return input and output width of each kernel that has a path."""
+    return {
+        role.layer: (shape[-2], shape[-1])
         for role, shape in parameters(spec)
         if role.is_kernel and role.layer is not None
-    ]
-    return {role.layer: (shape[-2], shape[-1]) for role, shape in found}
+    }
 
 
 def forward_flops_per_token(spec: CustomSpec) -> int:
-    """Of the products with kernels and with the head, or the table where there is no
-    head; FLOPs exclude attention.
-    """
+    """Return the FLOPs of kernels and head (a tied table counts), without attention."""
     kernels = sum(
         math.prod(shape) for role, shape in parameters(spec) if role.is_kernel
     )
@@ -275,7 +267,7 @@ def forward_flops_per_token(spec: CustomSpec) -> int:
 
 
 def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
-    """Refuse every number of devices: what can be split is not known."""
+    """Refuse tensor parallelism: it is unknown how the model could be split."""
     raise UserError(
         f"parallel.tensor={devices}: a model of your own is not split; use"
         " parallel.data or parallel.fsdp"
@@ -283,12 +275,12 @@ def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
 
 
 def no_files(*_: Any) -> NoReturn:
-    """Refuse: Hugging Face has no such model."""
+    """Refuse to export: Hugging Face has no such model."""
     raise UserError("a model of your own has no Hugging Face form")
 
 
 def no_load(source: Path, spec: Any) -> NoReturn:
-    """Refuse: Hugging Face has no such model."""
+    """Refuse to import: Hugging Face has no such model."""
     raise UserError(
         f"init_from={source}: Hugging Face weights are not those of a model of your"
         " own; give a run of it"

@@ -1,9 +1,7 @@
-"""What a family of models gives, so that every other room can train, sample, measure,
-import and export it.
+"""The interface of a family of models for all other rooms.
 
-A family is a `Family` and a spec, a frozen dataclass with the attributes of `Spec`;
-`trainer.models.specs` lists those that a configuration can name. Everything else here
-follows from these, whatever the architecture.
+A family is a `Family` and a spec, a frozen dataclass with the attributes of `Spec`.
+`trainer.models.specs` lists those that a configuration can name.
 """
 
 import math
@@ -19,19 +17,17 @@ from trainer.models.functional import Functional, Params
 
 
 class Spec(Protocol):
-    """Sizes and choices of a model: what other rooms read of them. A frozen
-    dataclass.
-    """
+    """Sizes and choices of a model, a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the tokenizer."""
+        """Size of the tokenizer's vocabulary."""
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table."""
+        """Rows of the token table, padding included."""
 
     @property
     def context(self) -> int:
@@ -39,7 +35,7 @@ class Spec(Protocol):
 
     @property
     def n_layer(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
 
     @property
     def d_model(self) -> int:
@@ -47,54 +43,47 @@ class Spec(Protocol):
 
     @property
     def dropout(self) -> float:
-        """The rate; 0 where the model has none."""
+        """The dropout rate; 0 where the model has none."""
 
     @property
     def scan_layers(self) -> bool:
-        """Return whether the blocks' parameters are stacked, and a loop goes over
-        them.
-        """
+        """Whether the blocks' parameters are stacked and scanned."""
 
     @property
     def keep_fp8_weights(self) -> bool:
-        """Return whether the backward pass reuses FP8 weights: a byte a parameter more,
-        four kernels a layer less.
+        """Whether the backward pass reuses the FP8 weights of the forward pass.
+
+        This takes a byte more per parameter and saves four kernels per layer.
         """
 
     @classmethod
     def family(cls) -> "Family":
-        """The family that the specs of this class are of."""
+        """The family of this class of specs."""
 
     @classmethod
-    def deciding(cls) -> tuple[str, ...]:
-        """The fields that decide which function parameters stand for."""
+    def checkpoint_fields(cls) -> tuple[str, ...]:
+        """The fields that decide which function given parameters compute."""
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a Hugging Face config.json says of the `deciding` fields.
+        """Return the `checkpoint_fields` of a Hugging Face config.json.
 
-        KeyError or UserError where it does not, or says another function than the
-        family's.
+        Raises:
+          KeyError, UserError: a field is missing, or the family lacks the function.
         """
 
     def architecture(self) -> dict[str, Any]:
-        """The `deciding` fields as JSON values; what follows from others is filled
-        in.
-        """
+        """Return the `checkpoint_fields` as JSON values, with defaults filled in."""
 
-    def agrees(self, name: str, value: Any) -> bool:
-        """Whether a field of another `architecture` stands for the same function of the
-        same parameters as ours.
-        """
+    def is_compatible(self, name: str, value: Any) -> bool:
+        """Return whether a field of another `architecture` gives the same function."""
 
-    def folded(self) -> Self:
-        """The same function of the same parameters, without what only serves to round
-        it well: for sampling.
-        """
+    def for_sampling(self) -> Self:
+        """Return the same function of the same parameters, without rounding aids."""
 
 
 class LanguageModel(Protocol):
-    """A model that has its parameters."""
+    """A model bound to its parameters."""
 
     def loss(
         self,
@@ -103,49 +92,42 @@ class LanguageModel(Protocol):
         segments_BxT: jax.Array | None = None,
         **settings: Any,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar.
+        """Return the mean cross-entropy of the targets in nats, an FP32 scalar.
 
-        `dropout_keys_B` where the spec has dropout. `masked=True`: negative targets
-        count as no nats, see `linear_cross_entropy`.
+        `dropout_keys_B` is a setting where the spec has dropout. With `masked=True`
+        negative targets count as zero nats, see `linear_cross_entropy`.
         """
 
     def last_logits(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """FP32 `[B, vocab_size]`: what the loss's forward pass predicts after the last
-        token.
-        """
+        """Return the loss's logits after the last token, FP32 `[B, vocab_size]`."""
 
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """What `logits` takes, `[B, T, D]`, of the loss's forward pass, for T of at
-        most `context`.
-        """
+        """Return hidden states `[B, T, D]` of the loss's forward pass, for `logits`."""
 
     def init_cache(self, batch: int, length: int | None = None) -> Any:
-        """An empty cache of `length` positions, by default of `context`."""
+        """Return an empty cache of `length` positions, by default of `context`."""
 
     def decode(
         self, tokens_BxT: jax.Array, cache: Any, position: jax.Array | int
     ) -> tuple[jax.Array, Any]:
-        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache
-        with them in it.
-        """
+        """Return hidden states `[B, T, D]` from `position` on, and the new cache."""
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
-        """FP32 `[N, vocab_size]` of hidden states."""
+        """Return the logits of hidden states, FP32 `[N, vocab_size]`."""
 
 
 class HuggingFace(NamedTuple):
-    """A family's weights as Hugging Face keeps them.
+    """Import and export of a family's weights in Hugging Face's format.
 
     Attributes:
-      load: from a directory or a safetensors file, and the spec that was asked for,
-        where the files leave something open (None: nothing was), to the spec and the
-        parameters: NumPy, of unrolled layers, tables padded.
-      save: writes a directory from (directory, spec, parameters of unrolled layers, the
-        tokenizer's end-of-text id or None); gives the paths of the weights.
+      load: from a directory or safetensors file, and a spec that completes the files
+        (or None), to spec and parameters: NumPy, unrolled layers, padded tables.
+      save: from directory, spec, parameters of unrolled layers, and the tokenizer's
+        end-of-text id (or None), to the paths of the weights.
     """
 
     load: Callable[[Path, Any], tuple[Any, Params]]
@@ -157,20 +139,20 @@ class Family:
     """A family of models. Its functions take a spec of the family.
 
     Attributes:
-      name: by which a configuration and Hugging Face's `model_type` name it.
+      name: in configurations, and Hugging Face's `model_type`.
       blocks: the name of the list of blocks among the parameters.
-      parts: names of layers and parameters in the order of a forward pass: that of
-          numerics' rows.
-      build: (spec, **settings) -> the model as pure functions; the settings are
-        `compute_dtype`, `param_dtype`, `dot_general`, `rescale_grads` and `split`, as
-        of `gpt2.GPT2`. What is bound is a `LanguageModel`.
-      linear_sizes: the linear layers inside the blocks: input and output width of each
-        by path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` of stacked layers.
+      parts: names of layers and parameters in the order of a forward pass, in which
+          numerics are listed.
+      build: (spec, **settings) -> the model as pure functions. The settings are
+        `compute_dtype`, `param_dtype`, `dot_general`, `rescale_grads` and `split`; see
+        `gpt2.GPT2`. The bound model is a `LanguageModel`.
+      linear_sizes: input and output width of each linear layer inside the blocks, by
+        path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers.
       forward_flops_per_token: FLOPs of one token's forward pass at the full context;
           see `flops`.
-      check_tensor: (spec, devices, multiple) raises UserError where heads do not split
-        over so many devices, or channels not into multiples.
-      huggingface: weights in and out.
+      check_tensor: (spec, devices, multiple) raises UserError where heads cannot be
+        split over the devices, or channels not into multiples.
+      huggingface: import and export of weights.
     """
 
     name: str
@@ -183,9 +165,7 @@ class Family:
     huggingface: HuggingFace
 
     def stack_layers(self, params: Mapping[str, Any]) -> Params:
-        """Parameters of unrolled layers (an entry of `blocks` each) as those of scanned
-        ones (leading axis L).
-        """
+        """Stack the parameters of unrolled layers along a leading axis L."""
         layers = [params[self.blocks][i] for i in range(len(params[self.blocks]))]
         return {
             **params,
@@ -206,14 +186,15 @@ class Family:
 
 
 def param_count(spec: Spec, part: Callable[[Any], Any] = lambda params: params) -> int:
-    """The number of parameters, or of a part of them, rows that nothing reads not
-    counted. Nothing is allocated.
+    """Return the number of parameters, or of a part of them, without padding.
+
+    Nothing is allocated.
     """
     model = spec.family().build(spec)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    read = jax.tree.map(
+    sizes = jax.tree.map(
         lambda s, role: math.prod(s.shape) - role.padding * s.shape[-1],
         shapes,
         model.roles,
     )
-    return sum(jax.tree.leaves(part(read)))
+    return sum(jax.tree.leaves(part(sizes)))

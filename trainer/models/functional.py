@@ -17,11 +17,11 @@ class Functional[Model](NamedTuple):
     """A model as pure functions.
 
     Attributes:
-      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives
-          them.
-      bind: parameters (and histories, where it has some) to the model that has them.
-      init_histories: makes the first amax histories of delayed scaling, a nested
-          dictionary too; empty without.
+      init: from a key to parameters, nested dictionaries of arrays as in
+          `nnx.to_pure_dict`.
+      bind: from parameters (and amax histories, if any) to the model.
+      init_histories: makes the initial amax histories of delayed scaling, a nested
+          dictionary, which is empty without delayed scaling.
       roles: of the parameters, in the same nested dictionaries.
     """
 
@@ -34,50 +34,47 @@ class Functional[Model](NamedTuple):
 def as_functions[Model: nnx.Module](
     make: Callable[[nnx.Rngs], Model],
 ) -> Functional[Model]:
-    """The functions of the module that `make` builds with a key stream `params`.
+    """Return the module that `make` builds, with key stream `params`, as functions.
 
     Raises:
       ValueError: a parameter has no role.
     """
 
-    def of_key(key: jax.Array) -> Model:
+    def build(key: jax.Array) -> Model:
         return make(nnx.Rngs(params=key))
 
-    abstract = nnx.eval_shape(of_key, jax.random.key(0))
+    abstract = nnx.eval_shape(build, jax.random.key(0))
     graphdef = nnx.graphdef(abstract)
     with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
 
     def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(of_key(key), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
 
     def bind(params: Params, histories: Params | None = None) -> Model:
-        return (
-            nnx.merge(graphdef, params, histories)
-            if with_histories
-            else nnx.merge(graphdef, params)
-        )
+        if with_histories:
+            return nnx.merge(graphdef, params, histories)
+        return nnx.merge(graphdef, params)
 
     def init_histories() -> Params:
-        return nnx.to_pure_dict(
-            nnx.state(of_key(jax.random.key(0)), OverwriteWithGradient)
-        )
+        model = build(jax.random.key(0))
+        return nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
 
     return Functional(init, bind, init_histories, roles_of(abstract))
 
 
-def of_next_tokens(
+def next_token_loss(
     loss: Callable[..., jax.Array], tokens_BxT1: jax.Array, border: int | None
 ) -> jax.Array:
-    """The loss `loss(inputs, targets)` of predicting each token from those before it.
+    """Return `loss(inputs, targets)` of predicting each token from those before it.
 
-    What follows the id `border` is no target: `loss(..., masked=True)` is then of
-    negative ones too. Its gradient stays as it is, so that a token counts alike in
-    every batch; its value becomes the mean over the targets that count.
+    Tokens after the id `border` are no targets: they become negative for
+    `loss(..., masked=True)`. The gradient is not rescaled, so that a token counts alike
+    in every batch. The value is the mean over the remaining targets.
     """
     inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
     if border is None:
         return loss(inputs_BxT, targets_BxT)
     counted_BxT = inputs_BxT != border
-    found = loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)
+    value = loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)
     share = jnp.maximum(jnp.mean(counted_BxT, dtype=jnp.float32), 1e-9)
-    return found + jax.lax.stop_gradient(found * (1 / share - 1))
+    return value + jax.lax.stop_gradient(value * (1 / share - 1))

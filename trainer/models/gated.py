@@ -1,7 +1,7 @@
-"""What SwiGLU does to a narrow format, and what is done against it.
+"""Smooth SwiGLU, against the outliers that SwiGLU makes for narrow formats.
 
-The product of two branches that align has channels that are squares of others: outliers
-of a tensor that is quantized as a whole.
+Where both branches align, their product has channels that are squares of others:
+outliers of a tensor that has one scale.
 
 Legend: N tokens, D model, F MLP.
 
@@ -14,20 +14,18 @@ import jax.numpy as jnp
 from scalify_core import get_data_scale, swiglu
 from scalify_core.formats import pow2_round
 
-SIZES = 2.0**-14, 2.0**14  # of smoothed channels: powers whose inverses FP16 has too
+SIZES = 2.0**-14, 2.0**14  # limits of channel sizes, whose inverses FP16 has too
 
 
 def smooth_swiglu(
     gate_NxF: jax.Array, linear_NxF: jax.Array, peak: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """`swiglu` with every hidden channel divided by its size before it is rounded, and
-    the sizes, `[F]`.
+    """Return `swiglu` with every channel divided by its size, and the sizes `[F]`.
 
-    A channel's size is a power of two: what the linear branch's largest magnitude over
-    the batch is divided by to be near `peak`, which is one too. Whoever takes the
-    result multiplies the rows of the next kernel by the sizes before that is quantized.
-    Under `scalify` magnitudes are those of the data: the scales of product and kernel,
-    which are static, are then as right after it as before.
+    The size is the power of two that brings the linear branch's largest magnitude over
+    the batch near `peak`, a power of two. The caller multiplies the rows of the next
+    kernel by the sizes before it quantizes the kernel. Under `scalify` magnitudes are
+    those of the data, so the static scales of matmul and kernel stay right.
     """
     data_NxF, _ = get_data_scale(linear_NxF)
     peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalify_core import embedding, linear_cross_entropy
-from trainer.models.blocks import decode_through, make_blocks, through
+from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
 from trainer.models.cache import KVCache, empty_cache
 from trainer.models.functional import Functional, as_functions
 from trainer.models.gpt2_block import Block
@@ -30,11 +30,11 @@ class GPT2(nnx.Module):
     Args:
       spec: sizes and choices.
       compute_dtype: of activations and matmuls.
-      param_dtype: of the master parameters.
-      dot_general: from a linear layer's path to the dot_general it uses, of activations
-        in `compute_dtype` and a kernel in `param_dtype`; None: the product in
+      param_dtype: of the parameters.
+      dot_general: from a linear layer's path to its dot_general, of activations in
+        `compute_dtype` and a kernel in `param_dtype`; None: a matmul in
         `compute_dtype`. See `linear_sizes`.
-      rescale_grads: of `precision.PLACES`, where gradients are rescaled under
+      rescale_grads: members of `precision.PLACES`, where gradients are rescaled under
           `scalify`.
       split: inside `shard_map`, the mesh axis over which the heads and hidden channels
           of the parameters are split.
@@ -85,8 +85,9 @@ class GPT2(nnx.Module):
         self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
-        """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token
-        stands at `position`.
+        """Return token plus position vectors, `[B*T, D]` in the compute dtype.
+
+        The first token is at `position`.
         """
         wpe_TxD = jax.lax.dynamic_slice_in_dim(
             self.wpe.embedding[...], position, tokens_BxT.shape[1]
@@ -100,12 +101,12 @@ class GPT2(nnx.Module):
         segments_BxT: jax.Array | None = None,
         dropout_keys_B: jax.Array | None = None,
     ) -> jax.Array:
-        """The final LayerNorm's output, `[B, T, D]` in the compute dtype.
+        """Return the final LayerNorm's output, `[B, T, D]` in the compute dtype.
 
         Args:
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
-          segments_BxT: int32 document ids; a token attends to its own document only.
-              None: to all before it.
+          segments_BxT: int32 document ids; a token only attends to its own document.
+              None: to all earlier tokens.
           dropout_keys_B: a key for each sequence; None turns dropout off.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
@@ -121,7 +122,7 @@ class GPT2(nnx.Module):
 
         x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
         each = None if dropout_keys_B is None else keys_LxB
-        x_NxD = through(
+        x_NxD = apply_blocks(
             self.h,
             call,
             x_NxD,
@@ -133,7 +134,7 @@ class GPT2(nnx.Module):
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
-        """The tied head: FP32 `[N, vocab_size]`, the padding cut off."""
+        """Return logits of the tied head, FP32 `[N, vocab_size]`, without padding."""
         wte_VxD = self.wte.embedding[: self.spec.vocab_size].astype(self.compute_dtype)
         return jnp.einsum(
             "nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32
@@ -145,7 +146,7 @@ class GPT2(nnx.Module):
         segments_BxT: jax.Array | None = None,
         dropout_keys_B: jax.Array | None = None,
     ) -> jax.Array:
-        """Next-token logits, FP32 `[B, T, vocab_size]`. Arguments as for `hidden`."""
+        """Return next-token logits, FP32 `[B, T, vocab_size]`; see `hidden`."""
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
         return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(
             *tokens_BxT.shape, self.spec.vocab_size
@@ -160,29 +161,31 @@ class GPT2(nnx.Module):
         *,
         masked: bool = False,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative
-        ones have none.
+        """Return the mean cross-entropy of the targets in nats, an FP32 scalar.
 
-        FP32 logits of a whole batch are never held.
+        With `masked`, negative targets count as zero nats. FP32 logits of a full batch
+        are never in memory.
         """
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
         h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
         head, size = self.wte.embedding[...], self.spec.vocab_size
-        how = {"masked": masked, "narrow_logits": self.spec.loss_logits == "compute"}
         return linear_cross_entropy(
-            h_NxD, head, targets_BxT.reshape(-1), vocab_size=size, **how
+            h_NxD,
+            head,
+            targets_BxT.reshape(-1),
+            vocab_size=size,
+            masked=masked,
+            narrow_logits=self.spec.loss_logits == "compute",
         )
 
     def last_logits(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Logits after the last token, FP32 `[B, vocab_size]`."""
+        """Return logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
     def init_cache(self, batch: int, length: int | None = None) -> KVCache:
-        """An empty cache of `length` positions, by default of `context`,
-        `[L, B, S, H, K]`.
-        """
+        """Return an empty cache `[L, B, S, H, K]`; S = `length` or `context`."""
         spec, S = self.spec, length or self.spec.context
         return empty_cache(
             spec.n_layer, batch, S, spec.n_head, spec.head_dim, self.compute_dtype
@@ -191,8 +194,7 @@ class GPT2(nnx.Module):
     def decode(
         self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache
-        with them in it.
+        """Return hidden states `[B, T, D]` from `position` on, and the new cache.
 
         `position + T` must not exceed `context`.
         """
@@ -203,14 +205,14 @@ class GPT2(nnx.Module):
             return block.decode(x_NxD, cache, position)
 
         x_NxD = self.embed(tokens_BxT, position)
-        x_NxD, cache = decode_through(
+        x_NxD, cache = decode_blocks(
             self.h, call, x_NxD, cache, scan=self.spec.scan_layers
         )
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
 def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
-    """The model as pure functions; `settings` are the keyword arguments of GPT2.
+    """Return the model as pure functions; `settings` are keyword arguments of GPT2.
 
     >>> spec = GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8)
     >>> model = functional(spec)

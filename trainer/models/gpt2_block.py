@@ -14,7 +14,14 @@ from flax import nnx
 from scalify_core import attention, dynamic_rescale_rms_grad, gelu, materialised, swiglu
 from trainer.models.cache import KVCache, cached_attention
 from trainer.models.gated import smooth_swiglu
-from trainer.models.layers import Factory, Norm, again, dropout, enter, split_keys
+from trainer.models.layers import (
+    Factory,
+    Norm,
+    copy_to_axis,
+    dropout,
+    recomputed,
+    split_keys,
+)
 from trainer.models.spec import GPT2Spec
 
 
@@ -22,8 +29,8 @@ class Attention(nnx.Module):
     """Causal multi-head self-attention.
 
     `rescale_grad`: under `scalify`, the gradient of queries, keys and values is
-    rescaled by its RMS, measured at run time: it is a sum over positions that are
-    anything but independent, and grows by more than shapes tell.
+    rescaled by its RMS, measured at run time. It is a sum over dependent positions,
+    which grows by more than shapes tell.
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
@@ -44,31 +51,30 @@ class Attention(nnx.Module):
         )
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
-        """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device
-        has.
-        """
-        split = again(
-            lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute
+        """Return this device's heads of queries, keys, values, `[B, T, H, K]` each."""
+        products = recomputed(
+            lambda x_NxD: self.products(copy_to_axis(norm(x_NxD), self.split)),
+            self.recompute,
         )(x_NxD)
-        heads = split[0].shape[1] // self.head_dim
-        return [part.reshape(batch, -1, heads, self.head_dim) for part in split]
+        heads = products[0].shape[1] // self.head_dim
+        return [part.reshape(batch, -1, heads, self.head_dim) for part in products]
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
-        """Queries, keys, values, each `[N, E]`."""
+        """Return queries, keys and values, `[N, E]` each."""
         return jnp.split(self.rescaled(self.c_attn(x_NxD)), 3, axis=1)
 
     def rescaled(self, x: jax.Array) -> jax.Array:
-        """`x`, its gradient rescaled where that is asked for."""
+        """Return `x`, with its gradient rescaled if `rescale_grad`."""
         return dynamic_rescale_rms_grad(x, columns=True) if self.rescale_grad else x
 
     def project(self, out_NxD: jax.Array) -> jax.Array:
-        """The output projection."""
+        """Apply the output projection."""
         return self.c_proj(out_NxD)
 
     def __call__(
         self, x_NxD: jax.Array, norm: Norm, batch: int, segments_BxT: jax.Array | None
     ) -> jax.Array:
-        """Of `norm(x)`."""
+        """Return the attention of `norm(x)`."""
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, batch)
         out_BxTxHxK = attention(
             q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT
@@ -78,9 +84,7 @@ class Attention(nnx.Module):
     def decode(
         self, x_NxD: jax.Array, norm: Norm, cache: KVCache, position: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's
-        cache too.
-        """
+        """Return attention for tokens from `position` on, and the layer's new cache."""
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, cache.k.shape[0])
         k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(
             cache.k, k_BxTxHxK, position, axis=1
@@ -95,7 +99,7 @@ class Attention(nnx.Module):
 
 
 class GeluMLP(nnx.Module):
-    """D -> F, GELU (tanh form), F -> D, of what `norm` makes of the input."""
+    """D -> F, GELU (tanh form), F -> D, of the normalized input."""
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
@@ -108,19 +112,23 @@ class GeluMLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        first = lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False)
-        hidden_NxF = again(first, self.recompute)(x_NxD)
-        return again(self.activated, self.recompute)(hidden_NxF)
+        def expand(x_NxD: jax.Array) -> jax.Array:
+            x_NxD = copy_to_axis(norm(x_NxD), self.split)
+            return self.c_fc(x_NxD, add_bias=False)
 
-    def activated(self, hidden_NxF: jax.Array) -> jax.Array:
-        """What follows the first product."""
+        hidden_NxF = recomputed(expand, self.recompute)(x_NxD)
+        return recomputed(self.contract, self.recompute)(hidden_NxF)
+
+    def contract(self, hidden_NxF: jax.Array) -> jax.Array:
+        """Apply bias, GELU and the second matmul."""
         assert self.c_fc.bias is not None
         return self.c_proj(gelu(hidden_NxF, self.c_fc.bias[...]))
 
 
 class SwigluMLP(nnx.Module):
-    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants
-    improve transformer".
+    """D -> F twice, silu(gate) * linear, F -> D.
+
+    Reference: Shazeer 2020, "GLU variants improve transformer".
     """
 
     scaled_rows: ClassVar[bool] = False  # of the last kernel, see `Role`
@@ -145,35 +153,34 @@ class SwigluMLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = again(
-            lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute
+        branches = recomputed(
+            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.split)),
+            self.recompute,
         )(x_NxD)
-        return again(self.activated, self.recompute)(branches)
+        return recomputed(self.contract, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gate and linear branch, each `[N, F]`."""
+        """Return gate and linear branch, `[N, F]` each."""
         return self.c_gate(x_NxD), self.c_fc(x_NxD)
 
-    def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """What follows the two products."""
+    def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Apply SwiGLU and the last matmul."""
         return self.c_proj(swiglu(*branches))
 
 
 class SmoothSwigluMLP(SwigluMLP):
-    """The function and the parameters of `SwigluMLP`, by `gated.smooth_swiglu`."""
+    """`SwigluMLP` with `gated.smooth_swiglu`: the same function and parameters."""
 
     scaled_rows: ClassVar[bool] = True
 
-    def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """What follows the two products."""
+    def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Apply smooth SwiGLU and the last matmul."""
         hidden_NxF, size_F = smooth_swiglu(*branches)
         return self.c_proj(hidden_NxF, factor=size_F[:, None])
 
 
 class Block(nnx.Module):
-    """Two residual branches: attention, of the given class, and MLP, each behind its
-    LayerNorm.
-    """
+    """Two residual branches: attention of the given class, and MLP, each normalized."""
 
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
@@ -209,9 +216,7 @@ class Block(nnx.Module):
     def decode(
         self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's
-        cache too.
-        """
+        """Return the output for tokens from `position` on, and the new cache."""
         out_NxD, cache = self.attn.decode(x_NxD, self.ln_1, cache, position)
         x_NxD += out_NxD
         return x_NxD + self.mlp(x_NxD, self.ln_2), cache

@@ -1,4 +1,4 @@
-"""What GPT-2 is to the other rooms; see `family`."""
+"""GPT-2 as a `Family`."""
 
 from pathlib import Path
 
@@ -11,9 +11,7 @@ from trainer.models.spec import GPT2Spec, forward_flops_per_token, linear_sizes
 
 
 def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
-    """Raise UserError where heads do not split over so many devices, or channels not
-    into multiples.
-    """
+    """Raise UserError where heads or channels cannot be split over the devices."""
     widths = spec.d_model, spec.mlp_width
     if spec.n_head % devices or any(width % (devices * multiple) for width in widths):
         raise UserError(
@@ -30,8 +28,9 @@ def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
 
 
 def load(source: Path, spec: GPT2Spec | None) -> tuple[GPT2Spec, Params]:
-    """Sizes and parameters of a directory or file; the number of heads, which no tensor
-    tells, from `spec` if given.
+    """Return sizes and parameters of a directory or file.
+
+    No tensor's shape tells the number of heads; it is that of `spec` if given.
     """
     return load_gpt2(source, n_head=None if spec is None else spec.n_head)
 

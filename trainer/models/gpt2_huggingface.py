@@ -1,5 +1,4 @@
-"""Hugging Face GPT-2 weights: in from safetensors, in one file or several, out to one,
-beside a `config.json`.
+"""Hugging Face GPT-2 weights: import from safetensors, export to one file.
 
 Both naming styles are read (`h.0.ln_1.weight`, as in the published files, and
 `transformer.h.0.ln_1.weight`, as GPT2LMHeadModel saves); the second is written. Kernels
@@ -28,8 +27,8 @@ from trainer.models.weight_files import (
     write_object,
 )
 
-# What a configuration must say, where it says it, for this model to compute the same
-# function.
+# The values that a config.json may have, where it has the key, for this model to
+# compute the same function.
 REQUIRED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -39,24 +38,26 @@ REQUIRED = {
     "tie_word_embeddings": (True,),
     "add_cross_attention": (False,),
 }
-# Causal masks that old files carry along: no weights.
+# causal masks in old files, which are no weights
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
 
 
 def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Params]:
-    """Sizes and parameters (NumPy, the file's dtype, unrolled layers, vocabulary padded
-    with zero rows).
+    """Return sizes and parameters of a GPT-2.
+
+    Parameters are NumPy arrays in the file's dtype, with unrolled layers and a
+    vocabulary padded with zero rows.
 
     Args:
       path: a directory with *.safetensors and config.json, or one safetensors file
           (with config.json beside it or not).
-      n_head: needed without a config.json, because no tensor's shape tells it; checked
-          against it otherwise.
+      n_head: needed without a config.json, because no tensor's shape tells it; compared
+          with it otherwise.
 
     Raises:
-      UserError: not such files, damaged, a variant that this model does not compute, or
-        tensors missing, unknown or of another shape.
+      UserError: missing or damaged files, a variant that this model does not compute,
+        or tensors that are missing, unknown or of another shape.
     """
     path = Path(path)
     tensors = named_tensors(path)
@@ -79,7 +80,7 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """A config.json, whose `n_head` is a number if it is there."""
+    """Return a config.json; UserError where its `n_head` is no number."""
     config = read_object(file)
     if not isinstance(config.get("n_head", 1), int):
         raise UserError(
@@ -89,13 +90,13 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All weights under `path` by their name without prefix."""
-    named = {
-        name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(path).items()
-    }
-    return {
-        name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
-    }
+    """Return all weights under `path` by their name without prefix."""
+    tensors = {}
+    for name, tensor in read_tensors(path).items():
+        name = name.removeprefix(PREFIX)
+        if not BUFFERS.fullmatch(name):
+            tensors[name] = tensor
+    return tensors
 
 
 def spec_of(
@@ -104,9 +105,7 @@ def spec_of(
     n_head: int | None,
     path: Path,
 ) -> GPT2Spec:
-    """Sizes from the tensors' shapes; the number of heads from the configuration or the
-    caller.
-    """
+    """Return the sizes by the tensors' shapes, with the heads of config or caller."""
     for name in ("wte.weight", "wpe.weight", "h.0.mlp.c_fc.weight"):
         if name not in tensors or tensors[name].ndim != 2:
             raise UserError(f"{path}: no matrix {name}; this is not a GPT-2")
@@ -142,8 +141,9 @@ def spec_of(
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
-    """Every leaf of unrolled parameters under its Hugging Face name: `h.0.ln_1.scale`
-    is `h.0.ln_1.weight`.
+    """Yield every leaf of unrolled parameters with its Hugging Face name.
+
+    `h.0.ln_1.scale` is `h.0.ln_1.weight`.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *module, last = (entry.key for entry in path)
@@ -154,7 +154,7 @@ def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
 
 
 def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Params:
-    """Nested dictionaries from named tensors, checked leaf by leaf against `spec`."""
+    """Return named tensors as nested dictionaries, each checked against `spec`."""
     init = functional(spec).init
     expected = jax.eval_shape(init, jax.random.key(0))
     left = dict(tensors)
@@ -184,19 +184,19 @@ def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Par
 def save_gpt2(
     directory: str | Path, spec: GPT2Spec, params: Params, eot: int | None = None
 ) -> list[Path]:
-    """Write model.safetensors and config.json, as GPT2LMHeadModel does; the path of the
-    first. Inverse of `load_gpt2`.
+    """Write model.safetensors and config.json, as GPT2LMHeadModel does.
 
     Args:
       directory: made if absent.
       spec: the model's.
       params: its parameters, of unrolled layers; written in their own dtype.
-      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not
-          told.
+      eot: the tokenizer's end-of-text id, which starts and ends documents, or None.
+
+    Returns:
+      the path of the weights, which `load_gpt2` reads.
 
     Raises:
-      UserError: an MLP that Hugging Face's GPT-2 does not have, or weights already
-          there.
+      UserError: an MLP that Hugging Face's GPT-2 lacks, or existing weights.
     """
     if spec.mlp != "gelu":
         raise UserError(

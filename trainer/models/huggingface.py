@@ -1,6 +1,4 @@
-"""Weights in Hugging Face's directories, of any family: which one, a config.json's
-`model_type` says.
-"""
+"""Weights in Hugging Face's directories, of the family that `model_type` names."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,15 @@ from trainer.models.weight_files import config_beside, read_object
 
 
 def directory_of(source: Path) -> Path:
-    """The directory of weights, which may be given as a file."""
+    """Return the directory of weights, which may be given as a file."""
     return source if source.is_dir() else source.parent
 
 
 def family_at(source: Path) -> Family | None:
-    """The family of the weights in a directory, or of a file in it; None where no
-    config.json tells.
+    """Return the family of weights by the config.json beside them, or None.
 
     Raises:
-      UserError: a config.json that is damaged, or of no family that is here.
+      UserError: a damaged config.json, or an unknown family.
     """
     file = config_beside(source)
     if not file.is_file():
@@ -37,16 +34,16 @@ def family_at(source: Path) -> Family | None:
 
 
 def load(source: Path, spec: Spec) -> tuple[Any, Params]:
-    """Spec and parameters (NumPy, the file's dtype, unrolled layers) of a directory or
-    a safetensors file.
+    """Return spec and parameters of a directory or a safetensors file.
+
+    Parameters are NumPy arrays in the file's dtype, with unrolled layers.
 
     Args:
-      source: where they are.
-      spec: of the model that is to take them, which tells what a file without a
-          config.json does not.
+      source: the directory or file.
+      spec: of the model that takes the weights; it completes a lone file.
 
     Raises:
-      UserError: not such files, damaged, or of no family that is here.
+      UserError: missing or damaged files, or an unknown family.
     """
     with well_formed(f"the model in {source}", "download or copy it again"):
         family = family_at(source)
@@ -58,18 +55,20 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
 def save(
     directory: str | Path, spec: Spec, params: Params, eot: int | None = None
 ) -> list[Path]:
-    """Write parameters, unrolled or stacked, and a config.json; the paths of the
-    weights.
+    """Write parameters, unrolled or stacked, and a config.json.
 
     Args:
       directory: made if absent.
       spec: the model's.
       params: its parameters; written in their own dtype.
-      eot: the tokenizer's end-of-text id; None: not told.
+      eot: the tokenizer's end-of-text id, or None.
+
+    Returns:
+      the paths of the weights.
 
     Raises:
-      UserError: a choice that Hugging Face's models of the family do not have, or
-          weights already there.
+      UserError: a choice that Hugging Face's models of the family lack, or existing
+          weights.
     """
     family = spec.family()
     unrolled = family.unstack_layers(params) if spec.scan_layers else params

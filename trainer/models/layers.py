@@ -1,11 +1,10 @@
-"""The layers that all families are made of, in Flax NNX, and the roles of their
-parameters.
+"""The layers of all families in Flax NNX, and the roles of their parameters.
 
 Dense layers act on activations flattened to (B*T, D): on CPU, XLA runs them up to four
 times faster than on (B, T, D), whose weight gradients need transposed copies. Master
-parameters stay in `param_dtype`; a layer casts its own to `compute_dtype` where it uses
-them, except LayerNorm's gain and bias, which are applied in FP32, and kernels, which go
-to their `dot_general` as they are.
+parameters stay in `param_dtype`, and a layer casts its own to `compute_dtype`. The
+exceptions are LayerNorm's gain and bias, which are applied in FP32, and kernels, which
+are passed to their `dot_general` uncast.
 
 Legend: B batch, T time, N = B*T, D model, F width of a linear layer's output.
 """
@@ -28,47 +27,46 @@ DotGeneralFor = Callable[[str], DotGeneral]
 Norm = Callable[[jax.Array], jax.Array]
 
 
-def enter(x_NxD: jax.Array, axis: str | None) -> jax.Array:
-    """What every device of a mesh axis has, where each goes on with its part of a
-    layer: the gradient adds up.
+def copy_to_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
+    """Return `x`, equal on all devices of a mesh axis; its gradient is summed there.
 
-    None: nothing is split. Reference: Shoeybi et al. 2019, "Megatron-LM", section 3, f;
-    `leave` is g.
+    None: nothing is split. It is f of Shoeybi et al. 2019, "Megatron-LM", section 3;
+    `sum_over_axis` is g.
     """
-    return x_NxD if axis is None else _enter(x_NxD, axis)
+    return x_NxD if axis is None else _copy_to_axis(x_NxD, axis)
 
 
-def leave(x_NxD: jax.Array, axis: str | None) -> jax.Array:
-    """The sum of what the devices of a mesh axis have; each has the gradient of it.
+def sum_over_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
+    """Return the sum over the devices of a mesh axis; each gets the sum's gradient.
+
     None: nothing is split.
     """
-    return x_NxD if axis is None else _leave(x_NxD, axis)
+    return x_NxD if axis is None else _sum_over_axis(x_NxD, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter(x: jax.Array, axis: str) -> jax.Array:
+def _copy_to_axis(x: jax.Array, axis: str) -> jax.Array:
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _leave(x: jax.Array, axis: str) -> jax.Array:
+def _sum_over_axis(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.psum(x, axis)
 
 
-_enter.defvjp(
+_copy_to_axis.defvjp(
     lambda x, axis: (x, None), lambda axis, _, gradient: (jax.lax.psum(gradient, axis),)
 )
-_leave.defvjp(
+_sum_over_axis.defvjp(
     lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,)
 )
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters'
-    dtype.
+    """`nnx.Linear` whose kernel is passed to `dot_general` in the parameters' dtype.
 
-    `partial`: over this mesh axis every device has some of the rows, and the outputs
-    are added up; None: all rows.
+    `partial`: the mesh axis over which the rows are split, so that outputs are summed;
+    None: this device has all rows.
     """
 
     partial: str | None = None
@@ -81,23 +79,21 @@ class Linear(nnx.Linear):
         columns: int | None = None,
         add_bias: bool = True,
     ) -> jax.Array:
-        """`factor`: of the kernel, of each row (`[D, 1]`) or of all; `columns`: only so
-        many, the first ones.
+        """Apply the layer.
 
-        `add_bias`: false where who takes the product adds the bias himself; not of a
-        `partial` one.
+        Args:
+          x_NxD: the input.
+          factor: multiplies the kernel, each row (`[D, 1]`) or all of it.
+          columns: use only the first columns.
+          add_bias: False leaves the bias to the caller; not for a `partial` layer.
         """
-        kernel_DxF, bias_F = (
-            self.kernel[...],
-            None if self.bias is None else self.bias[...],
-        )
+        kernel_DxF = self.kernel[...]
+        bias_F = None if self.bias is None else self.bias[...]
         if factor is not None:
             kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
         if columns is not None:
-            kernel_DxF, bias_F = (
-                kernel_DxF[:, :columns],
-                None if bias_F is None else bias_F[:columns],
-            )
+            kernel_DxF = kernel_DxF[:, :columns]
+            bias_F = None if bias_F is None else bias_F[:columns]
         if not add_bias:
             assert self.partial is None
             return product(x_NxD, kernel_DxF, self.dot_general, self.dtype)
@@ -114,12 +110,12 @@ def dense(
     dtype: DTypeLike | None,
     partial: str | None = None,
 ) -> jax.Array:
-    """`x @ kernel + bias`, `[N, F]` in `dtype`; `partial` as of `Linear`."""
-    y_NxF = leave(product(x_NxD, kernel_DxF, dot_general, dtype), partial)
+    """Return `x @ kernel + bias`, `[N, F]` in `dtype`; `partial` as in `Linear`."""
+    y_NxF = sum_over_axis(product(x_NxD, kernel_DxF, dot_general, dtype), partial)
     if bias_F is None:
         return y_NxF.astype(dtype)
-    # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the
-    # kernel has.
+    # Summed in FP32, so that it is rounded once, and the bias has an FP32 gradient, as
+    # the kernel has.
     return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
 
 
@@ -129,19 +125,23 @@ def product(
     dot_general: DotGeneral,
     dtype: DTypeLike | None,
 ) -> jax.Array:
-    """`x @ kernel`, `[N, F]` in `dtype`."""
+    """Return `x @ kernel`, `[N, F]` in `dtype`."""
     return dot_general(
         x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype
     )
 
 
 class Factory:
-    """Makes the layers of one block: dtypes, keys, the dot_general chosen for each
-    path, and the parameters' roles.
+    """A factory of the layers of one block, with dtypes, keys, dot_generals and roles.
 
-    `path`: of the block, `h.3`, or `h.*` of all blocks, whose parameters are then
-    stacked. `split`: the mesh axis over which heads and hidden channels are split;
-    None: none is.
+    Args:
+      path: of the block, `h.3`, or `h.*` for all blocks, whose parameters are stacked.
+      rngs: key stream `params`.
+      compute_dtype: of activations.
+      param_dtype: of parameters.
+      dot_general: from a path to the dot_general of the layer; None: the default.
+      rescale_grads: members of `precision.PLACES`.
+      split: the mesh axis over which heads and hidden channels are split, or None.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Factory:
         self.split = split
 
     def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
-        """A LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
+        """Return a LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
         rescale_grad = "layer_norm" in self.rescale_grads
         return LayerNorm(
             d,
@@ -177,7 +177,7 @@ class Factory:
     def rms_norm(
         self, d: int, eps: float, probes: tuple[str, ...] = ("out",)
     ) -> "RMSNorm":
-        """An RMSNorm over `d` elements; for `probes` see `LayerNorm`."""
+        """Return an RMSNorm over `d` elements; for `probes` see `LayerNorm`."""
         rescale_grad = "layer_norm" in self.rescale_grads
         return RMSNorm(
             d,
@@ -189,12 +189,10 @@ class Factory:
         )
 
     def product(self, name: str) -> DotGeneral:
-        """The dot_general chosen for `{path}.{name}`."""
-        return (
-            wide_gradient_dot
-            if self.dot_general is None
-            else self.dot_general(f"{self.path}.{name}")
-        )
+        """Return the dot_general chosen for `{path}.{name}`."""
+        if self.dot_general is None:
+            return wide_gradient_dot
+        return self.dot_general(f"{self.path}.{name}")
 
     def linear(
         self,
@@ -209,11 +207,12 @@ class Factory:
         scaled_rows: bool = False,
         bias: bool = True,
     ) -> Linear:
-        """Normal weights; zero bias, or none. `kind`, `groups`, `gated` and
-        `scaled_rows` as of `Role`.
+        """Return a layer with normal weights and zero bias, or none.
+
+        `kind`, `groups`, `gated` and `scaled_rows` are those of `Role`.
         """
         by_rows = kind == "row" or groups > 1
-        kernel = Role(
+        kernel_role = Role(
             kind,
             f"{self.path}.{name}",
             stacked=self.stacked,
@@ -222,7 +221,7 @@ class Factory:
             gated=gated,
             scaled_rows=scaled_rows,
         )
-        role_of_bias = Role(
+        bias_role = Role(
             "bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups
         )
         linear = Linear(
@@ -234,17 +233,15 @@ class Factory:
             use_bias=bias,
             dot_general=self.product(name),
             rngs=self.rngs,
-            kernel_metadata={"role": kernel},
-            bias_metadata={"role": role_of_bias},
+            kernel_metadata={"role": kernel_role},
+            bias_metadata={"role": bias_role},
         )
         linear.partial = self.split if kind == "row" else None
         return linear
 
 
-def again(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
-    """`fun`; with `recompute`, of what it computes only its argument is kept for the
-    backward pass.
-    """
+def recomputed(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
+    """Return `fun`, with `recompute` under remat: only its argument is saved."""
     return jax.checkpoint(fun) if recompute else fun
 
 
@@ -252,8 +249,8 @@ class LayerNorm(nnx.Module):
     """Normalization over the last axis, in FP32; the result has the input's dtype.
 
     `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS,
-    measured at run time. `stacked`: as of `Role`.
-    `probes`: which of its sides, "in" and "out", `observe.numerics` looks at.
+    measured at run time. `stacked`: as in `Role`. `probes`: the sides, "in" and "out",
+    that `observe.numerics` measures.
     """
 
     def __init__(
@@ -281,10 +278,10 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Division by the root of the mean square over the last axis, in FP32; the result
-    has the input's dtype.
+    """Division by the root mean square over the last axis, in FP32.
 
-    `rescale_grad`, `stacked` and `probes` as of LayerNorm.
+    The result has the input's dtype. `rescale_grad`, `stacked` and `probes` are those
+    of LayerNorm.
     """
 
     def __init__(
@@ -311,10 +308,9 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay
-    so: nothing reads them.
+    """A table of normal vectors, padded with zero rows that nothing reads.
 
-    `kind`: as of `Role`; what is both, as a tied head is, is a table.
+    `kind`: as in `Role`; a tied head is a table.
     """
 
     def __init__(
@@ -335,8 +331,9 @@ class Embedding(nnx.Module):
 
 
 def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Zero a share of the elements, scale up the rest; a key for each sequence.
-    Without: evaluation, the identity.
+    """Zero a share of the elements, and scale up the rest; a key for each sequence.
+
+    Without keys it is the identity, for evaluation.
     """
     if keys_B is None or rate == 0.0:
         return x_NxD
@@ -344,13 +341,12 @@ def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Arra
     keep_BxTxD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(
         keys_B
     )
-    return jnp.where(keep_BxTxD.reshape(x_NxD.shape), x_NxD / (1.0 - rate), 0.0).astype(
-        x_NxD.dtype
-    )
+    keep_NxD = keep_BxTxD.reshape(x_NxD.shape)
+    return jnp.where(keep_NxD, x_NxD / (1.0 - rate), 0.0).astype(x_NxD.dtype)
 
 
 def split_keys(keys_B: jax.Array | None, count: int) -> Any:
-    """`count` keys for each sequence, [count, B]; Nones where there are none."""
+    """Return `count` keys for each sequence, [count, B]; Nones where there are none."""
     if keys_B is None:
         return [None] * count
     return jnp.swapaxes(

@@ -1,5 +1,6 @@
-"""Llama in Flax NNX: rotary positions, RMS norms, grouped-query attention, SwiGLU, no
-biases, tied head or its own.
+"""Llama in Flax NNX: rotary positions, RMS norms, grouped-query attention, SwiGLU.
+
+It has no biases, and a tied or a separate head.
 
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads of queries, G
 heads of keys and values, K head dim, V padded vocabulary, L layers.
@@ -29,20 +30,27 @@ from scalify_core import (
     rope,
     swiglu,
 )
-from trainer.models.blocks import decode_through, make_blocks, through
+from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
 from trainer.models.cache import KVCache, cached_attention, empty_cache
 from trainer.models.functional import Functional, as_functions
 from trainer.models.gated import smooth_swiglu
-from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again, enter
+from trainer.models.layers import (
+    DotGeneralFor,
+    Embedding,
+    Factory,
+    Norm,
+    copy_to_axis,
+    recomputed,
+)
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
 from trainer.models.stress import align
 
 # Under `scalify`, expected sizes are those of independent numbers, as at
-# initialization. Training aligns vectors, and what is computed of them is then larger:
-# after 200 steps of llama_nano 14 times (queries, keys), 12 (what attention mixes), 40
-# (hidden channels), 55 (gradients of the branches). These powers of two go from the
-# data into the scale: free, and as many as leave initial data above 1/4. docs/lab.md
-# has what remains.
+# initialization. Training aligns vectors, so results grow: after 200 steps of
+# llama_nano 14 times (queries, keys), 12 (attention's output), 40 (hidden channels), 55
+# (gradients of the branches). These powers of two move from the data into the scale,
+# at no cost. They are as large as leaves initial data above 1/4; docs/lab.md has the
+# remaining growth.
 QUERIES_AND_KEYS, MIXED, HIDDEN, GRADIENTS = 2.0, 4.0, 4.0, 2.0
 
 
@@ -54,26 +62,28 @@ class Rotation(NamedTuple):
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angles per position of the pairs of channels, FP32 `[head_dim / 2]`, the fastest
-    first.
+    """Return the angles per position of the channel pairs, FP32 `[head_dim / 2]`.
+
+    The fastest pair comes first.
     """
     frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
-        # in the context before
+        # rotations within the original context
         turns_P = scaling.original_context * frequency_P / (2 * math.pi)
         between = scaling.high_freq_factor - scaling.low_freq_factor
-        kept_P = np.clip((turns_P - scaling.low_freq_factor) / between, 0, 1)
-        frequency_P = kept_P * frequency_P + (1 - kept_P) * frequency_P / scaling.factor
+        share_P = np.clip((turns_P - scaling.low_freq_factor) / between, 0, 1)
+        frequency_P = (
+            share_P * frequency_P + (1 - share_P) * frequency_P / scaling.factor
+        )
     return frequency_P.astype(np.float32)
 
 
 class Attention(nnx.Module):
-    """Causal self-attention whose heads of keys and values each serve a group of
-    queries'.
+    """Causal self-attention with grouped queries.
 
     `rescale_grad`: under `scalify`, the gradients of queries, keys and values are
-    rescaled by their RMS, measured at run time: they are sums over positions that are
-    anything but independent, and grow by more than shapes tell.
+    rescaled by their RMS, measured at run time. They are sums over dependent positions,
+    which grow by more than shapes tell.
     """
 
     def __init__(self, spec: LlamaSpec, make: Factory, residual_stddev: float) -> None:
@@ -98,11 +108,13 @@ class Attention(nnx.Module):
     def heads(
         self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, batch: int
     ) -> list[jax.Array]:
-        """Queries `[B, T, H, K]`, keys and values `[B, T, G, K]`, rotated, of the heads
-        that this device has.
+        """Return this device's heads of queries, keys and values, rotated.
+
+        Queries are `[B, T, H, K]`, keys and values `[B, T, G, K]`.
         """
-        products = again(
-            lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute
+        products = recomputed(
+            lambda x_NxD: self.products(copy_to_axis(norm(x_NxD), self.split)),
+            self.recompute,
         )(x_NxD)
         q, k, v = (
             y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim)
@@ -111,13 +123,11 @@ class Attention(nnx.Module):
         return [*(rope(rebalance(x, QUERIES_AND_KEYS), *rotation) for x in (q, k)), v]
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
-        """Queries, keys, values, each `[N, E]`."""
+        """Return queries, keys and values, `[N, E]` each."""
         products = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
-        return (
-            [dynamic_rescale_rms_grad(y) for y in products]
-            if self.rescale_grad
-            else products
-        )
+        if self.rescale_grad:
+            products = [dynamic_rescale_rms_grad(y) for y in products]
+        return products
 
     def __call__(
         self,
@@ -127,7 +137,7 @@ class Attention(nnx.Module):
         segments_BxT: jax.Array | None,
         batch: int,
     ) -> jax.Array:
-        """Of `norm(x)`."""
+        """Return the attention of `norm(x)`."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, batch)
         out_BxTxHxK = attention(
             q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, causal=True, segments=segments_BxT
@@ -143,9 +153,7 @@ class Attention(nnx.Module):
         cache: KVCache,
         position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's
-        cache too.
-        """
+        """Return attention for tokens from `position` on, and the layer's new cache."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(
             x_NxD, norm, rotation, cache.k.shape[0]
         )
@@ -162,8 +170,9 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """D -> F twice, silu(gate) * up, F -> D, of what `norm` makes of the input. With
-    `smooth`, see `smooth_swiglu`.
+    """D -> F twice, silu(gate) * up, F -> D, of the normalized input.
+
+    `smooth`: see `smooth_swiglu`.
     """
 
     def __init__(self, spec: LlamaSpec, make: Factory, residual_stddev: float) -> None:
@@ -187,18 +196,19 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = again(
-            lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute
+        branches = recomputed(
+            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.split)),
+            self.recompute,
         )(x_NxD)
-        return again(self.activated, self.recompute)(branches)
+        return recomputed(self.contract, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gate and linear branch, each `[N, F]`."""
+        """Return gate and linear branch, `[N, F]` each."""
         gate_NxF, up_NxF = self.gate_proj(x_NxD), self.up_proj(x_NxD)
         return rebalance_grad(gate_NxF, GRADIENTS), rebalance_grad(up_NxF, GRADIENTS)
 
-    def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """What follows the two products."""
+    def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Apply SwiGLU and the last matmul."""
         if not self.smooth:
             return self.down_proj(rebalance(swiglu(*branches), HIDDEN))
         hidden_NxF, size_F = smooth_swiglu(*branches, peak=HIDDEN)
@@ -206,7 +216,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Two residual branches: attention and MLP, each behind its norm."""
+    """Two residual branches: attention and MLP, each after a norm."""
 
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
@@ -237,9 +247,7 @@ class Block(nnx.Module):
         cache: KVCache,
         position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's
-        cache too.
-        """
+        """Return the output for tokens from `position` on, and the new cache."""
         out_NxD, cache = self.attn.decode(
             x_NxD, self.attn_norm, rotation, cache, position
         )
@@ -253,11 +261,11 @@ class Llama(nnx.Module):
     Args:
       spec: sizes and choices.
       compute_dtype: of activations and matmuls.
-      param_dtype: of the master parameters.
-      dot_general: from a linear layer's path to the dot_general it uses, of activations
-        in `compute_dtype` and a kernel in `param_dtype`; None: the product in
+      param_dtype: of the parameters.
+      dot_general: from a linear layer's path to its dot_general, of activations in
+        `compute_dtype` and a kernel in `param_dtype`; None: a matmul in
         `compute_dtype`. See `linear_sizes`.
-      rescale_grads: of `precision.PLACES`, where gradients are rescaled under
+      rescale_grads: members of `precision.PLACES`, where gradients are rescaled under
           `scalify`.
       split: inside `shard_map`, the mesh axis over which the heads and hidden channels
           of the parameters are split.
@@ -320,11 +328,11 @@ class Llama(nnx.Module):
 
     @property
     def head_VxD(self) -> jax.Array:
-        """What hidden states are multiplied by to give logits."""
+        """The head's weights: the token table if tied."""
         return (self.wte if self.spec.tied else self.lm_head).embedding[...]
 
     def rotation(self, position: jax.Array | int, length: int) -> Rotation:
-        """Of `length` positions, the first being `position`."""
+        """Return the rotation of `length` positions from `position` on."""
         spec = self.spec
         frequency_P = frequencies(spec.head_width, spec.rope_theta, spec.rope_scaling)
         position_T = (position + jnp.arange(length)).astype(jnp.float32)
@@ -332,19 +340,19 @@ class Llama(nnx.Module):
         return Rotation(jnp.cos(angle_TxP), jnp.sin(angle_TxP))
 
     def embed(self, tokens_BxT: jax.Array) -> jax.Array:
-        """Token vectors, `[B*T, D]` in the compute dtype."""
+        """Return token vectors, `[B*T, D]` in the compute dtype."""
         x_BxTxD = embedding(self.wte.embedding[...], tokens_BxT)
         return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
 
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """The final norm's output, `[B, T, D]` in the compute dtype.
+        """Return the final norm's output, `[B, T, D]` in the compute dtype.
 
         Args:
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
-          segments_BxT: int32 document ids; a token attends to its own document only.
-              None: to all before it.
+          segments_BxT: int32 document ids; a token only attends to its own document.
+              None: to all earlier tokens.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
 
@@ -353,7 +361,7 @@ class Llama(nnx.Module):
             return block(x_NxD, rotation, segments_BxT, B)
 
         shared = self.rotation(0, T), segments_BxT
-        x_NxD = through(
+        x_NxD = apply_blocks(
             self.h,
             call,
             self.embed(tokens_BxT),
@@ -364,7 +372,7 @@ class Llama(nnx.Module):
         return self.norm(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
-        """FP32 `[N, vocab_size]`, the padding cut off."""
+        """Return logits, FP32 `[N, vocab_size]`, without padding."""
         head_VxD = self.head_VxD[: self.spec.vocab_size].astype(self.compute_dtype)
         return jnp.einsum(
             "nd,vd->nv", h_NxD, head_VxD, preferred_element_type=jnp.float32
@@ -373,7 +381,7 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Next-token logits, FP32 `[B, T, vocab_size]`. Arguments as for `hidden`."""
+        """Return next-token logits, FP32 `[B, T, vocab_size]`; see `hidden`."""
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         return self.logits(h_NxD).reshape(*tokens_BxT.shape, self.spec.vocab_size)
 
@@ -385,28 +393,29 @@ class Llama(nnx.Module):
         *,
         masked: bool = False,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative
-        ones have none.
+        """Return the mean cross-entropy of the targets in nats, an FP32 scalar.
 
-        FP32 logits of a whole batch are never held.
+        With `masked`, negative targets count as zero nats. FP32 logits of a full batch
+        are never in memory.
         """
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
-        targets_N, size = targets_BxT.reshape(-1), self.spec.vocab_size
-        how = {"masked": masked, "narrow_logits": self.spec.loss_logits == "compute"}
         return linear_cross_entropy(
-            h_NxD, self.head_VxD, targets_N, vocab_size=size, **how
+            h_NxD,
+            self.head_VxD,
+            targets_BxT.reshape(-1),
+            vocab_size=self.spec.vocab_size,
+            masked=masked,
+            narrow_logits=self.spec.loss_logits == "compute",
         )
 
     def last_logits(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Logits after the last token, FP32 `[B, vocab_size]`."""
+        """Return logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
     def init_cache(self, batch: int, length: int | None = None) -> KVCache:
-        """An empty cache of `length` positions, by default of `context`,
-        `[L, B, S, G, K]`.
-        """
+        """Return an empty cache `[L, B, S, G, K]`; S = `length` or `context`."""
         spec, S = self.spec, length or self.spec.context
         return empty_cache(
             spec.n_layer, batch, S, spec.n_kv_head, spec.head_width, self.compute_dtype
@@ -415,8 +424,7 @@ class Llama(nnx.Module):
     def decode(
         self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache
-        with them in it.
+        """Return hidden states `[B, T, D]` from `position` on, and the new cache.
 
         `position + T` must not exceed `context`.
         """
@@ -427,12 +435,12 @@ class Llama(nnx.Module):
         ) -> tuple[jax.Array, KVCache]:
             return block.decode(x_NxD, rotation, cache, position)
 
-        x_NxD, cache = decode_through(
+        x_NxD, cache = decode_blocks(
             self.h, call, self.embed(tokens_BxT), cache, scan=self.spec.scan_layers
         )
         return self.norm(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
 def functional(spec: LlamaSpec, **settings: Any) -> Functional[Llama]:
-    """The model as pure functions; `settings` are the keyword arguments of Llama."""
+    """Return the model as pure functions; `settings` are keyword arguments of Llama."""
     return as_functions(lambda rngs: Llama(spec, rngs=rngs, **settings))

@@ -1,4 +1,4 @@
-"""What Llama is to the other rooms; see `family`."""
+"""Llama as a `Family`."""
 
 from pathlib import Path
 
@@ -11,9 +11,7 @@ from trainer.models.llama_spec import LlamaSpec, forward_flops_per_token, linear
 
 
 def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
-    """Raise UserError where heads do not split over so many devices, or channels not
-    into multiples.
-    """
+    """Raise UserError where heads or channels cannot be split over the devices."""
     queries, keys = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
     if spec.n_kv_head % devices or any(
         width % (devices * multiple) for width in (queries, keys, spec.mlp_width)
@@ -28,9 +26,7 @@ def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
 
 
 def load(source: Path, spec: LlamaSpec | None) -> tuple[LlamaSpec, Params]:
-    """Sizes and parameters of a directory or file, which has a config.json beside it
-    that tells all sizes.
-    """
+    """Return sizes and parameters of a directory or file with its config.json."""
     return load_llama(source)
 
 

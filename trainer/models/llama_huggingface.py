@@ -1,5 +1,4 @@
-"""Hugging Face's LlamaForCausalLM, in and out: a directory of safetensors with its
-config.json.
+"""Hugging Face Llama weights: import and export of safetensors with config.json.
 
 Kernels are `[in, out]` here and `[out, in]` there; the table and the head are padded
 here.
@@ -39,32 +38,28 @@ MODULES = {
     "mlp_norm": "post_attention_layernorm",
 }
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-# Rotary frequencies that old files carry along: no weights.
+# rotary frequencies in old files, which are no weights
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
-    """Sizes and parameters (NumPy, the files' dtypes, unrolled layers, vocabulary
-    padded with zero rows).
+    """Return sizes and parameters of a Llama.
+
+    Parameters are NumPy arrays in the files' dtypes, with unrolled layers and a
+    vocabulary padded with zero rows.
 
     Args:
       path: a directory with *.safetensors (and their index) and config.json, or one
           file with config.json beside it.
 
     Raises:
-      UserError: no such files, damaged, a variant that this model does not compute, or
-        tensors missing, unknown or of another shape.
+      UserError: missing or damaged files, a variant that this model does not compute,
+        or tensors that are missing, unknown or of another shape.
     """
     path = Path(path)
     spec = read_spec(config_beside(path))
-    check_sizes(
-        path,
-        {
-            "n_layer": spec.n_layer,
-            "d_model": spec.d_model,
-            "vocab_size": spec.vocab_size,
-        },
-    )
+    sizes = ("n_layer", "d_model", "vocab_size")
+    check_sizes(path, {name: getattr(spec, name) for name in sizes})
     tensors = {
         name: tensor
         for name, tensor in read_tensors(path).items()
@@ -80,9 +75,7 @@ def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
 
 
 def read_spec(file: Path) -> LlamaSpec:
-    """Sizes and choices that a config.json says. UserError for what this model does not
-    compute.
-    """
+    """Return the spec of a config.json; UserError for an unsupported variant."""
     if not file.is_file():
         raise UserError(
             f"{file} does not exist, and no tensor tells the number of heads; put it"
@@ -96,9 +89,7 @@ def read_spec(file: Path) -> LlamaSpec:
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
-    """Every leaf of unrolled parameters: its Hugging Face name, what it is called here,
-    and the leaf.
-    """
+    """Yield Hugging Face's name, our last name, and the leaf of unrolled parameters."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *modules, last = (entry.key for entry in path)
         yield (
@@ -109,7 +100,8 @@ def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
 
 
 def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) -> Params:
-    """Nested dictionaries from named tensors, checked leaf by leaf against `spec`.
+    """Return named tensors as nested dictionaries, each checked against `spec`.
+
     Kernels are views.
     """
     expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
@@ -145,20 +137,21 @@ def save_llama(
     eot: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write weights and config.json as LlamaForCausalLM does; the paths of the former.
-    The inverse of `load_llama`.
+    """Write weights and config.json, as LlamaForCausalLM does.
 
     Args:
       directory: made if absent.
-      spec: the model's; what `smooth_swiglu` divides by is no part of the function, and
-          not written.
+      spec: the model's; the channel sizes of `smooth_swiglu` are no part of the
+          function, and not written.
       params: its parameters, of unrolled layers; written in their own dtype.
-      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not
-          told.
-      shard_bytes: of the largest file, where one tensor is not larger.
+      eot: the tokenizer's end-of-text id, which starts and ends documents, or None.
+      shard_bytes: of the largest file, unless one tensor is larger.
+
+    Returns:
+      the paths of the weights, which `load_llama` reads.
 
     Raises:
-      UserError: weights already there.
+      UserError: existing weights.
     """
     tensors = {}
     for name, last, leaf in named_leaves(params):
@@ -174,8 +167,12 @@ def save_llama(
 
 
 def config_of(spec: LlamaSpec, dtype: str, eot: int | None) -> dict[str, Any]:
-    """The content of config.json."""
-    scaling = spec.rope_scaling
+    """Return the content of config.json."""
+    scaling: dict[str, Any] | None = None
+    if spec.rope_scaling is not None:
+        scaling = {"rope_type": "llama3"}
+        for key, ours in ROPE_SCALING.items():
+            scaling[key] = getattr(spec.rope_scaling, ours)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -191,11 +188,7 @@ def config_of(spec: LlamaSpec, dtype: str, eot: int | None) -> dict[str, Any]:
         "initializer_range": spec.init_std,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
-        "rope_scaling": (
-            scaling
-            and {"rope_type": "llama3"}
-            | {key: getattr(scaling, ours) for key, ours in ROPE_SCALING.items()}
-        ),
+        "rope_scaling": scaling,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": spec.tied,

@@ -1,4 +1,4 @@
-"""Llama's sizes and choices, checked."""
+"""Llama's sizes and choices, validated."""
 
 import dataclasses
 import math
@@ -22,16 +22,17 @@ ARCHITECTURE = (
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3 lengthens the context of rotary positions: slow rotations become
-    slower, fast ones stay.
+    """Llama 3's scaling of rotary positions for a longer context.
+
+    Slow rotations become slower, fast ones stay.
 
     Attributes:
-      factor: by which the frequencies are divided whose wavelength is longer than
+      factor: divides the frequencies whose wavelength is longer than
           `original_context / low_freq_factor`.
       low_freq_factor: see `factor`.
       high_freq_factor: wavelengths shorter than `original_context / high_freq_factor`
         stay; between the two, the frequency is interpolated.
-      original_context: tokens that the model was trained with before.
+      original_context: tokens of the model's earlier context.
     """
 
     factor: float
@@ -40,7 +41,7 @@ class RopeScaling:
     original_context: int
 
     def __post_init__(self) -> None:
-        """Raise UserError for what is no scaling."""
+        """Raise UserError for invalid factors."""
         if (
             self.factor <= 0
             or self.original_context < 1
@@ -62,24 +63,30 @@ class LlamaSpec:
     The defaults are for programs; `configs/base/llama.yaml` has the same for users.
 
     Attributes:
-      vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
+      vocab_size: of the tokenizer; tables and logits have `padded_vocab` rows.
       context: the longest sequence, in tokens. No parameter depends on it.
-      n_head: of queries.
-      n_kv_head: of keys and values, each of which serves `n_head / n_kv_head` heads of
-          queries.
+      n_layer: blocks.
+      n_head: heads of queries.
+      n_kv_head: heads of keys and values, each of which serves `n_head / n_kv_head`
+          heads of queries.
+      d_model: D.
       head_dim: K; None: `d_model / n_head`.
       mlp: swiglu (two projections D -> F, their gated product -> D), or smooth_swiglu
         (the same function with the hidden channels brought to one size before they are
         rounded).
       d_mlp: F; None: 8/3 D rounded up to a multiple of 64.
       rope_theta: the base of the rotary frequencies.
-      rope_scaling: what lengthens their context; None: nothing does.
+      rope_scaling: for a longer context; None: no scaling.
       norm_eps: added to the mean square that a norm divides by.
-      tied: whether the head is the token table; if not, it is a parameter of its own.
-      scan_layers, remat, keep_fp8_weights, loss_logits: as of GPT2Spec.
-      init_std: of the initial normal weights; those of the projections into the
-          residual stream, over sqrt(2 L).
-      align_channels, align_gain: as of GPT2Spec.
+      tied: whether the head is the token table, or a separate parameter.
+      scan_layers: as in GPT2Spec.
+      remat: as in GPT2Spec.
+      keep_fp8_weights: as in GPT2Spec.
+      loss_logits: as in GPT2Spec.
+      init_std: of the initial normal weights; divided by sqrt(2 L) for projections into
+          the residual stream.
+      align_channels: as in GPT2Spec.
+      align_gain: as in GPT2Spec.
     """
 
     vocab_size: Positive
@@ -104,7 +111,7 @@ class LlamaSpec:
     align_gain: Annotated[float, more_than(0, ", such as 64")] = 1.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for what cannot be built."""
+        """Raise UserError for sizes that cannot be built."""
         check_fields(self, "model.")
         if self.head_dim is None and self.d_model % self.n_head:
             raise UserError(
@@ -130,86 +137,69 @@ class LlamaSpec:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table and of the head: `vocab_size` rounded up to a
-        multiple of 64.
-        """
+        """Rows of token table and head: `vocab_size` rounded up to a multiple of 64."""
         return -(-self.vocab_size // 64) * 64
 
     @property
     def mlp_width(self) -> int:
-        """F."""
-        return (
-            math.ceil(8 * self.d_model / 3 / 64) * 64
-            if self.d_mlp is None
-            else self.d_mlp
-        )
+        """Number of hidden channels, F."""
+        if self.d_mlp is not None:
+            return self.d_mlp
+        return math.ceil(8 * self.d_model / 3 / 64) * 64
 
     @property
     def dropout(self) -> float:
-        """The rate: there is none."""
+        """The dropout rate: 0."""
         return 0.0
 
     @property
     def head_width(self) -> int:
-        """K."""
+        """Width of a head, K."""
         return self.d_model // self.n_head if self.head_dim is None else self.head_dim
 
     @classmethod
     def family(cls) -> "Family":
-        """Llama; its layers are imported here, so that a configuration can be read
-        without JAX.
-        """
+        """Return Llama; imported here, so that configurations are read without JAX."""
         from trainer.models.llama_family import LLAMA_FAMILY
 
         return LLAMA_FAMILY
 
     @classmethod
-    def deciding(cls) -> tuple[str, ...]:
-        """The fields that decide which function parameters stand for."""
+    def checkpoint_fields(cls) -> tuple[str, ...]:
+        """See `family.Spec`."""
         return ARCHITECTURE
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a Hugging Face config.json says of the `deciding` fields. UserError for
-        another function.
-        """
+        """See `family.Spec`."""
         from trainer.models.llama_config import spec_of
 
         fields = dataclasses.asdict(spec_of(config))
         return {name: fields[name] for name in ARCHITECTURE}
 
     def architecture(self) -> dict[str, Any]:
-        """The `deciding` fields as JSON values, all filled in; not all of it shows in
-        the parameters' shapes.
-        """
+        """See `family.Spec`. Not all fields show in the parameters' shapes."""
         fields = dataclasses.asdict(self)
         filled = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
         return {name: fields[name] for name in ARCHITECTURE} | filled
 
-    def agrees(self, name: str, value: Any) -> bool:
+    def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
         ours = self.architecture()[name]
         return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
 
-    def folded(self) -> Self:
-        """The same function of the same parameters, without what only serves to round
-        it well.
-        """
+    def for_sampling(self) -> Self:
+        """See `family.Spec`."""
         return dataclasses.replace(self, mlp="swiglu")
 
 
 def linear_sizes(spec: LlamaSpec) -> dict[str, tuple[int, int]]:
-    """The linear layers inside the blocks: input and output width of each, by path,
-    such as `h.3.mlp.up_proj`.
+    """Return input and output width of each linear layer inside the blocks, by path.
 
-    Scanned layers, which share one program, are `h.*.mlp.up_proj`.
+    A path is `h.3.mlp.up_proj`, or `h.*.mlp.up_proj` for scanned layers.
     """
-    d, f, q, kv = (
-        spec.d_model,
-        spec.mlp_width,
-        spec.n_head * spec.head_width,
-        spec.n_kv_head * spec.head_width,
-    )
+    d, f = spec.d_model, spec.mlp_width
+    q, kv = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
     sizes = {
         "attn.q_proj": (d, q),
         "attn.k_proj": (d, kv),
@@ -222,9 +212,7 @@ def linear_sizes(spec: LlamaSpec) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops_per_token(spec: LlamaSpec) -> int:
-    """FLOPs of one token's forward pass at the full context, counted as `flops`
-    says.
-    """
+    """Return the FLOPs of one token's forward pass at the full context; see `flops`."""
     sizes = linear_sizes(dataclasses.replace(spec, scan_layers=True))
     weights = spec.n_layer * sum(inputs * outputs for inputs, outputs in sizes.values())
     scores = 4 * spec.n_layer * spec.context * spec.n_head * spec.head_width

@@ -1,11 +1,9 @@
-"""New rows of the tables that a vocabulary has, for other tokens than those that they
-were trained with.
+"""New embedding rows for a model whose tokenizer is replaced.
 
-Tokens that both vocabularies have keep their rows. The others are made of those
-(`METHODS`); the best known way is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a
-weighted mean of the rows of similar shared tokens, the weights being the sparsemax
-(Martins and Astudillo 2016, arXiv 1602.02068) of their cosines in vectors that know
-both.
+Tokens in both vocabularies keep their rows. The others are made of those by `Method`.
+The best known one is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a weighted mean
+of the rows of similar shared tokens. The weights are the sparsemax (Martins and
+Astudillo 2016, arXiv 1602.02068) of cosines between token vectors of the new text.
 """
 
 from collections.abc import Mapping
@@ -23,22 +21,21 @@ ROWS_AT_ONCE = 512
 
 
 class Shared(NamedTuple):
-    """The tokens of two vocabularies that are the same bytes: their ids in the new one
-    and in the old one, [n] each.
-    """
+    """Tokens with equal bytes in two vocabularies: their new and old ids, [n] each."""
 
     new: Ids
     old: Ids
 
     @classmethod
-    def of(
+    def match(
         cls,
         new: Mapping[bytes, int],
         old: Mapping[bytes, int],
         ends: tuple[int, int | None],
     ) -> Self:
-        """Of ordinary tokens, and the ids that end a document in each, which are the
-        same whatever they are called.
+        """Match ordinary tokens, and the ids that end a document.
+
+        The `ends` (new, old) match whatever their bytes are.
         """
         pairs = [
             (i, old[token])
@@ -52,42 +49,36 @@ class Shared(NamedTuple):
         return cls(both[:, 0], both[:, 1])
 
 
-class Mixture(NamedTuple):
-    """What the rows of tokens that are not shared are made of.
+class RowMixture(NamedTuple):
+    """The mixtures of shared rows for tokens that are not shared.
 
     Attributes:
-      ids: of the tokens that have similar ones, [m].
-      weights: of the shared tokens' rows, FP32 [m, shared]; non-negative, the sum of
-          each row is 1.
+      ids: of the tokens with similar shared ones, [m].
+      weights: of the shared tokens' rows, FP32 [m, shared]; non-negative, each row sums
+          to 1.
     """
 
     ids: Ids
     weights: Array
 
     @classmethod
-    def of(cls, vectors_VxW: Array, shared: Shared) -> Self:
-        """By the likeness of the new vocabulary's vectors; tokens whose vector is zero
-        are in no mixture.
-        """
+    def from_vectors(cls, vectors_VxW: Array, shared: Shared) -> Self:
+        """Mix by similarity of the new token vectors; zero vectors are left out."""
         length = np.linalg.norm(vectors_VxW, axis=1)
         unit = vectors_VxW / np.where(length > 0, length, 1).astype(np.float32)[:, None]
         known = length[shared.new] > 0
         ids = np.setdiff1d(np.flatnonzero(length > 0), shared.new)
-        weights = np.zeros(
-            (len(ids) if known.any() else 0, len(shared.new)), np.float32
-        )
-        for start in range(0, len(weights), ROWS_AT_ONCE):
+        count = len(ids) if known.any() else 0
+        weights = np.zeros((count, len(shared.new)), np.float32)
+        for start in range(0, count, ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            weights[part, known] = sparsemax(
-                unit[ids[part]] @ unit[shared.new[known]].T
-            )
-        return cls(ids[: len(weights)], weights)
+            cosines = unit[ids[part]] @ unit[shared.new[known]].T
+            weights[part, known] = sparsemax(cosines)
+        return cls(ids[:count], weights)
 
 
 def sparsemax(z_NxM: Array) -> Array:
-    """The point of the simplex that is next to each row: as softmax, but most of it is
-    zero.
-    """
+    """Return the closest point of the simplex to each row: a sparse softmax."""
     ordered = -np.sort(-z_NxM, axis=1)
     total = np.cumsum(ordered, axis=1) - 1
     rank = np.arange(1, z_NxM.shape[1] + 1)
@@ -101,19 +92,21 @@ def new_rows(
     old_VxD: Array,
     fresh_NxD: Array,
     shared: Shared,
-    mixture: Mixture | None,
+    mixture: RowMixture | None,
     seed: int,
 ) -> Array:
-    """The rows of a table for another vocabulary.
+    """Return the rows of a table for another vocabulary.
 
     Args:
-      method: `random`: all are fresh; else shared tokens keep theirs, and the others
-        are: `copy`: fresh; `mean`: the mean of all old rows; `gaussian`: normal with
-        the mean and deviation of the old rows in each dimension; `focus`: as `mixture`
-        says, and where it says nothing as `gaussian`.
+      method: `random`: all rows are fresh. Otherwise shared tokens keep their rows, and
+        the others are: `copy`: fresh; `mean`: the mean of all old rows; `gaussian`:
+        normal with the old rows' mean and deviation in each dimension; `focus`: from
+        `mixture`, and where that has none, as `gaussian`.
       old_VxD: rows of the old vocabulary, without padding.
-      fresh_NxD: what an untrained model has.
-      seed: of what is drawn.
+      fresh_NxD: initial rows of an untrained model.
+      shared: tokens in both vocabularies.
+      mixture: for `focus`.
+      seed: of the random rows.
 
     Returns:
       FP32 [N, D].
@@ -122,13 +115,15 @@ def new_rows(
         return fresh_NxD.astype(np.float32)
     drawn = np.random.default_rng(seed).standard_normal(fresh_NxD.shape, np.float32)
     gaussian = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * drawn
-    rows = {
-        "copy": fresh_NxD,
-        "mean": np.broadcast_to(old_VxD.mean(axis=0), fresh_NxD.shape),
-    }.get(method, gaussian)
+    if method == "copy":
+        rows = fresh_NxD
+    elif method == "mean":
+        rows = np.broadcast_to(old_VxD.mean(axis=0), fresh_NxD.shape)
+    else:
+        rows = gaussian
     rows = np.array(rows, np.float32)
-    kept = old_VxD[shared.old]
+    shared_rows = old_VxD[shared.old]
     if mixture is not None:
-        rows[mixture.ids] = mixture.weights @ kept
-    rows[shared.new] = kept
+        rows[mixture.ids] = mixture.weights @ shared_rows
+    rows[shared.new] = shared_rows
     return rows

@@ -1,9 +1,8 @@
-"""What each parameter is, said where it is made: other rooms act on roles, and know no
-layer and no leaf by name.
+"""Roles of parameters, by which other rooms act without knowing a parameter by name.
 
 A role is metadata of the parameter, `nnx.Param(value, role=Role(...))`. `roles_of`
-collects them in a tree of the structure of the parameters; `role_of` finds that of a
-parameter, or of what an optimizer keeps of one.
+collects them in a tree like that of the parameters. `role_of` finds the role of a
+parameter, or of an optimizer's moment of it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from flax import nnx
 
 from trainer.errors import UserError
 
-# What several kinds of parameters are called together, where some are to be chosen.
+# names for several kinds of parameters, to choose them by
 GROUPS = {
     "embeddings": ("table", "head"),
     "kernels": ("column", "row"),
@@ -28,26 +27,24 @@ Kind = Literal["column", "row", "table", "head", "gain", "bias"]
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is.
+    """The role of a parameter.
 
     Attributes:
-      kind: column (the kernel of a linear layer, [inputs, outputs], of which a device
-        of the mesh's axis `tensor` computes some outputs), row (one of which it takes
-        some inputs), table (vectors to look up), head (vectors that are multiplied by
-        what leaves the model), gain or bias (a vector of factors or summands).
-      layer: the path by which patterns of the precision choose the layer's product,
-        such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` of stacked layers; None: its product
-        is never narrow.
+      kind: column (a linear layer's kernel [inputs, outputs], split by outputs over the
+        mesh's axis `tensor`), row (a kernel split by inputs), table (vectors to look
+        up), head (vectors that give logits), gain or bias (a vector of factors or
+        summands).
+      layer: the path by which the precision's patterns choose the layer, such as
+        `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers; None: it is never narrow.
       stacked: whether the first axis counts layers.
-      split: the axis, counted from the end, that `tensor` splits; None: every device
-          has the whole.
-      groups: of columns, such as 3 of queries, keys and values side by side. A device's
-        share of more than one is not contiguous: such a kernel is stored split by rows,
-        and brought to columns where it is used; a bias is whole.
-      gated: whether it is of a gated layer: what the column kernels of its parent give
-        is multiplied with each other, and the row kernel there takes the product.
-      scaled_rows: whether the rows of a kernel are multiplied by what depends on the
-          batch before they are rounded.
+      split: the axis, counted from the end, that `tensor` splits; None: not split.
+      groups: of columns, such as 3 for queries, keys and values side by side. A
+        device's share of several groups is not contiguous: such a kernel is stored
+        split by rows, and resharded to columns where it is used; a bias is not split.
+      gated: whether it belongs to a gated layer, where the outputs of the column
+        kernels are multiplied and the row kernel takes the product.
+      scaled_rows: whether the rows of a kernel are multiplied by factors of the batch
+          before they are rounded.
       padding: rows at the end of a table or head that nothing reads.
     """
 
@@ -62,20 +59,17 @@ class Role:
 
     @property
     def is_kernel(self) -> bool:
-        """Return whether it is the kernel of a linear layer inside the model."""
+        """Whether it is the kernel of a linear layer inside the model."""
         return self.kind in ("column", "row")
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is a kernel, a table or a head: what weight decay applies
-        to.
-        """
+        """Whether it is a kernel, a table or a head, to which weight decay applies."""
         return self.kind not in ("gain", "bias")
 
 
 def roles_of(model: nnx.Module) -> dict[str, Any]:
-    """The roles of a model's parameters: nested dictionaries as `nnx.to_pure_dict`
-    makes them of the parameters.
+    """Return the roles of a model's parameters, in nested dictionaries.
 
     Raises:
       ValueError: a parameter has no role.
@@ -98,67 +92,67 @@ def roles_of(model: nnx.Module) -> dict[str, Any]:
 
 
 def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
-    """The role of the array at a path of a state: of a parameter, or of the parameter
-    that it is a moment of.
+    """Return the role of the array at a path of a state, or None.
+
+    It is the role of a parameter, or of the parameter that the array is a moment of.
 
     Args:
-      roles: as of `roles_of`.
-      path: as `jax.tree_util` gives it; it may lead through a state before it comes to
-          the dictionaries of parameters.
+      roles: the result of `roles_of`.
+      path: of `jax.tree_util`; it may lead through a state before it comes to the
+          dictionaries of parameters.
 
     Returns:
-      None for what is no parameter's, such as a count of steps.
+      None for an array without a parameter, such as a count of steps.
     """
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     for start in range(len(keys)):
-        found = roles
+        node = roles
         for key in keys[start:]:
-            found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, Role):
-            return found
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, Role):
+            return node
     return None
 
 
-def chosen(roles: Any, wanted: Sequence[str]) -> dict[str, Any]:
-    """The part of a model's roles that some names stand for: nested dictionaries with
-    those parameters alone.
+def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the roles of the parameters with some names, in nested dictionaries.
 
     Args:
-      roles: as of `roles_of`.
-      wanted: groups of `GROUPS`, or patterns of the parameters' paths, such as `h.0.*`;
+      roles: the result of `roles_of`.
+      names: groups of `GROUPS`, or patterns of the parameters' paths, such as `h.0.*`;
         at least one. Stacked layers are `h.*`: a pattern with the number of one of them
         has no match.
 
     Raises:
-      UserError: a name stands for no parameter.
+      UserError: a name matches no parameter.
     """
 
-    def name_of(path: Any, role: Role) -> str:
+    def path_of(path: Any, role: Role) -> str:
         first, *rest = [str(entry.key) for entry in path]
         return ".".join([first, *["*"] * role.stacked, *rest])
 
     leaves = {
-        name_of(path, role): (path, role)
+        path_of(path, role): (path, role)
         for path, role in jax.tree_util.tree_leaves_with_path(roles)
     }
-    found: dict[Any, Any] = {}
-    for name in wanted:
+    selected: dict[Any, Any] = {}
+    for name in names:
         kinds = GROUPS.get(name, ())
         matches = [
-            leaves[at]
-            for at in leaves
-            if leaves[at][1].kind in kinds or fnmatchcase(at, name)
+            (path, role)
+            for full_name, (path, role) in leaves.items()
+            if role.kind in kinds or fnmatchcase(full_name, name)
         ]
         if not matches:
             some = ", ".join(sorted(leaves)[:3])
             raise UserError(
-                f"{name!r} is no parameter's; valid: {', '.join(GROUPS)}, and patterns"
-                f" of {some}, ..."
+                f"{name!r} matches no parameter; valid: {', '.join(GROUPS)}, and"
+                f" patterns of {some}, ..."
             )
         for path, role in matches:
             *modules, last = [key.key for key in path]
-            place = found
+            node = selected
             for key in modules:
-                place = place.setdefault(key, {})
-            place[last] = role
-    return found
+                node = node.setdefault(key, {})
+            node[last] = role
+    return selected

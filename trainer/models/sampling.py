@@ -22,39 +22,40 @@ def sample(
     top_k: jax.Array,
     top_p: jax.Array,
 ) -> jax.Array:
-    """One token id, int32 scalar.
+    """Sample one token id, an int32 scalar.
 
     Args:
       logits_V: FP32.
       key: PRNG key.
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: int32; only the k likeliest tokens remain; 0 keeps all.
-      top_p: of those, the fewest likeliest ones whose probabilities reach this sum
-          remain; 1 keeps all.
+      top_k: int32; only the k likeliest tokens remain; 0: all.
+      top_p: of those, the fewest likeliest tokens whose probabilities reach this sum
+          remain; 1: all.
 
     Reference for top-p: Holtzman et al. 2020, "The curious case of neural text
     degeneration".
     """
     logits_V, ids_V = jax.lax.top_k(logits_V, logits_V.shape[0])  # likeliest first
     rank_V = jnp.arange(logits_V.shape[0])
-    kept_V = jnp.where(
+    masked_V = jnp.where(
         (top_k == 0) | (rank_V < top_k),
         logits_V / jnp.where(temperature > 0, temperature, 1),
         -jnp.inf,
     )
-    p_V = jax.nn.softmax(kept_V)
-    # 0 for the likeliest, which therefore always stays
-    before_V = jnp.cumsum(p_V) - p_V
-    kept_V = jnp.where((top_p >= 1) | (before_V < top_p), kept_V, -jnp.inf)
-    return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, kept_V), 0)]
+    p_V = jax.nn.softmax(masked_V)
+    # 0 for the likeliest token, so that it always remains
+    likelier_V = jnp.cumsum(p_V) - p_V
+    masked_V = jnp.where((top_p >= 1) | (likelier_V < top_p), masked_V, -jnp.inf)
+    return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, masked_V), 0)]
 
 
 class Generator:
-    """`generator(params, prompt, ...)` samples a continuation; compiles twice in its
-    life, whatever the arguments.
+    """`generator(params, prompt, ...)` samples a continuation.
+
+    It compiles two programs, whatever the arguments.
 
     Args:
-      bind: parameters to the model, as of `functional.Functional`.
+      bind: parameters to the model, see `functional.Functional`.
       spec: the model's.
     """
 
@@ -65,8 +66,9 @@ class Generator:
         def prefill(
             params: Params, window_S: jax.Array, length: jax.Array
         ) -> tuple[jax.Array, Any]:
-            """Logits after the first `length` tokens, and the cache; the rest of the
-            window is never attended to.
+            """Return logits after the first `length` tokens, and the cache.
+
+            The rest of the window is never attended to.
             """
             model = bind(params)
             hidden_1xSxD, cache = model.decode(window_S[None], model.init_cache(1), 0)
@@ -84,16 +86,17 @@ class Generator:
             first: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array],
         ) -> jax.Array:
-            """`count` new ids `[S]` (the rest 0) after `length` cached tokens; `first`
-            were sampled before these.
+            """Return `count` new ids `[S]`, then zeros, after `length` cached tokens.
+
+            `first` ids were sampled before.
             """
             model = bind(params)
 
             def step(carry: tuple) -> tuple:
                 i, ids_S, logits_V, cache = carry
                 new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
-                # The token that fills the window is sampled from a full cache; what is
-                # computed after it is not used.
+                # The token that fills the window is sampled from a full cache; the step
+                # after it is unused.
                 position = jnp.minimum(length + i, spec.context - 1)
                 hidden_1x1xD, cache = model.decode(new[None, None], cache, position)
                 return (
@@ -121,10 +124,9 @@ class Generator:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[int]:
-        """`max_new_tokens` token ids that continue the prompt; the same arguments give
-        the same ids.
+        """Return `max_new_tokens` ids that continue the prompt, deterministically.
 
-        When the context is full, its later half is read again as the new beginning:
+        When the context is full, its later half is prefilled as the new beginning:
         positions are absolute, so that a cache cannot slide.
 
         Raises:
@@ -141,7 +143,7 @@ class Generator:
             logits_V, cache = self._prefill(params, padded_S, jnp.int32(len(window)))
             count = min(max_new_tokens - new, S - len(window) + 1)
             key = jax.random.key(seed)
-            got = self._extend(
+            new_ids = self._extend(
                 params,
                 logits_V,
                 cache,
@@ -151,7 +153,7 @@ class Generator:
                 jnp.int32(new),
                 controls,
             )
-            ids += np.asarray(got)[:count].tolist()
+            ids += np.asarray(new_ids)[:count].tolist()
             new += count
         return ids[len(ids) - max_new_tokens :]
 
@@ -164,10 +166,10 @@ def check(
     top_p: float,
     seed: int,
 ) -> None:
-    """Raise UserError for arguments that mean nothing."""
+    """Raise UserError for arguments that are out of range."""
     if not prompt:
         raise UserError("the prompt has no token; give it some text")
-    for ok, found, valid in (
+    for ok, given, valid in (
         (max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more tokens"),
         (
             temperature >= 0,
@@ -179,4 +181,4 @@ def check(
         (0 <= seed < 2**32, f"seed={seed}", f"0 to {2**32 - 1}"),
     ):
         if not ok:
-            raise UserError(f"{found}: expected {valid}")
+            raise UserError(f"{given}: expected {valid}")

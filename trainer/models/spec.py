@@ -1,4 +1,4 @@
-"""GPT-2's sizes and choices, checked."""
+"""GPT-2's sizes and choices, validated."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from trainer.models.family import Family
 
-# The members of jax.checkpoint_policies that are policies themselves; the others are
-# functions that make one.
+# Members of jax.checkpoint_policies that are policies; the others are functions that
+# make one.
 REMAT_POLICIES = (
     "everything_saveable",
     "nothing_saveable",
@@ -33,7 +33,7 @@ REMAT_POLICIES = (
 )
 REMATS = ("none", "elementwise", "block", *REMAT_POLICIES)
 ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
-# Fields, and Hugging Face's names of them.
+# fields, and Hugging Face's names for them
 HUGGING_FACE = {
     "n_layer": "n_layer",
     "n_head": "n_head",
@@ -42,50 +42,51 @@ HUGGING_FACE = {
     "vocab_size": "vocab_size",
 }
 
-SAME_MLP = {"swiglu", "smooth_swiglu"}  # the second is rounded otherwise
+SAME_MLP = {"swiglu", "smooth_swiglu"}  # one function, rounded differently
 
 
 @dataclass(frozen=True)
 class GPT2Spec:
-    """A GPT-2's sizes and choices: the keys of the configuration's group `model` for
-    this family.
+    """A GPT-2's sizes and choices: the configuration's group `model` for this family.
 
     The defaults are for programs; `configs/base/gpt2.yaml` has the same for users.
 
     Attributes:
-      vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
+      vocab_size: of the tokenizer; tables and logits have `padded_vocab` rows.
       context: the longest sequence, in tokens.
+      n_layer: blocks.
+      n_head: heads.
+      d_model: D.
       mlp: gelu (D -> F -> D), swiglu (two projections D -> F, their gated product ->
         D), or smooth_swiglu (the same function with the hidden channels brought to one
         size before they are rounded).
       d_mlp: F; None: 4 D (gelu) or 8/3 D rounded up to a multiple of 64 (the others,
-          the same number of parameters).
+          with the same number of parameters).
       dropout: rate on the embeddings and on each branch's output; fused attention has
           none inside.
-      scan_layers: loop over stacked parameters instead of unrolling: compiles faster,
+      scan_layers: scan over stacked parameters instead of unrolling: compiles faster,
           moves more memory.
-      remat: recompute in the backward pass: none, elementwise (norms and activations:
-        what the linear layers take), block (whole blocks), or one of REMAT_POLICIES
-        inside blocks. Under `scalify` what enters and leaves what is recomputed is then
-        rounded there: the same numbers up to roundings.
-      keep_fp8_weights: under `scalify`, 16-bit weights are cast to FP8 once for both
-        passes, not once for each: fewer kernels and less memory traffic, and a byte
-        more a weight, but in blocks that are recomputed. No number changes. Others are
-        kept in any case: FP32 weights, those that are gathered in FP8 (`fsdp`), and
-        without `scalify`.
-      loss_logits: in which the logits of the loss are written and read. None: FP32.
-        compute: the dtype of the matmuls, half the memory traffic; all that is computed
-            of them is FP32.
-      init_std: of the initial normal weights; those of the projections into the
-          residual stream, over sqrt(2 L).
-      value_gain: a power of two that the values are multiplied by, kernel and bias, and
-        the attention's output kernel divided, where they are used: the function of the
-        parameters is the same. The values are then a product of their own,
-        `attn.c_value`. None: queries, keys and values are one product.
-      align_channels: of the hidden channels of (smooth_)swiglu, the first so many start
-        with one column for both branches: their product is nearly a square, and
-        outlies.
-      align_gain: how much larger than the others these columns start.
+      remat: recompute in the backward pass: none, elementwise (norms and activations,
+        the inputs of linear layers), block (full blocks), or one of REMAT_POLICIES
+        inside blocks. Under `scalify` the inputs and outputs of a recomputed part are
+        rounded, so numbers are the same up to roundings.
+      keep_fp8_weights: under `scalify`, cast 16-bit weights to FP8 once for both passes
+        instead of once for each: fewer kernels and less memory traffic, but a byte more
+        per weight, except in recomputed blocks. No number changes. Other weights are
+        always kept: FP32 weights, those gathered in FP8 (`fsdp`), and without
+        `scalify`.
+      loss_logits: the dtype of the loss's logits in memory. None: FP32. compute: the
+        dtype of the matmuls, with half the memory traffic; computations on them are
+        FP32.
+      init_std: of the initial normal weights; divided by sqrt(2 L) for projections into
+          the residual stream.
+      value_gain: a power of two that multiplies the values, kernel and bias, and
+        divides the attention's output kernel, where they are used. The function of the
+        parameters is the same. The values are then a matmul of their own,
+        `attn.c_value`. None: queries, keys and values are one matmul.
+      align_channels: number of hidden channels of (smooth_)swiglu that start with the
+        same column for both branches: their product is nearly a square, an outlier.
+      align_gain: ratio of these columns' initial size to the others'.
     """
 
     vocab_size: Positive
@@ -106,7 +107,7 @@ class GPT2Spec:
     align_gain: Annotated[float, more_than(0, ", such as 64")] = 1.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for what cannot be built."""
+        """Raise UserError for sizes that cannot be built."""
         check_fields(self, "model.")
         if self.d_model % self.n_head:
             raise UserError(
@@ -126,89 +127,79 @@ class GPT2Spec:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table: `vocab_size` rounded up to a multiple of 64, so
-        50304 for 50257.
+        """Rows of the token table: `vocab_size` rounded up to a multiple of 64.
+
+        For example 50304 for 50257.
         """
         return -(-self.vocab_size // 64) * 64
 
     @property
     def mlp_width(self) -> int:
-        """The number of hidden channels, F."""
+        """Number of hidden channels, F."""
         if self.d_mlp is not None:
             return self.d_mlp
-        return (
-            4 * self.d_model
-            if self.mlp == "gelu"
-            else math.ceil(8 * self.d_model / 3 / 64) * 64
-        )
+        if self.mlp == "gelu":
+            return 4 * self.d_model
+        return math.ceil(8 * self.d_model / 3 / 64) * 64
 
     @property
     def head_dim(self) -> int:
-        """The width of a head, K."""
+        """Width of a head, K."""
         return self.d_model // self.n_head
 
     @classmethod
     def family(cls) -> "Family":
-        """GPT-2; its layers are imported here, so that a configuration can be read
-        without JAX.
-        """
+        """Return GPT-2; imported here, so that configurations are read without JAX."""
         from trainer.models.gpt2_family import GPT2_FAMILY
 
         return GPT2_FAMILY
 
     @classmethod
-    def deciding(cls) -> tuple[str, ...]:
-        """The fields that decide which function parameters stand for."""
+    def checkpoint_fields(cls) -> tuple[str, ...]:
+        """See `family.Spec`."""
         return ARCHITECTURE
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a Hugging Face config.json says of the `deciding` fields. KeyError where
-        it does not.
-        """
+        """See `family.Spec`; KeyError for a missing field."""
         theirs = {key: config[name] for key, name in HUGGING_FACE.items()}
         return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
 
     def architecture(self) -> dict[str, Any]:
-        """The `deciding` fields as JSON values, all filled in; not all of it shows in
-        the parameters' shapes.
-        """
-        return {name: getattr(self, name) for name in ARCHITECTURE} | {
-            "d_mlp": self.mlp_width
-        }
+        """See `family.Spec`. Not all fields show in the parameters' shapes."""
+        fields = {name: getattr(self, name) for name in ARCHITECTURE}
+        return fields | {"d_mlp": self.mlp_width}
 
-    def agrees(self, name: str, value: Any) -> bool:
+    def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
         ours = self.architecture()[name]
         return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
 
-    def folded(self) -> Self:
-        """The same function of the same parameters, without what only serves to round
-        it well.
-        """
-        return dataclasses.replace(
-            self, mlp="swiglu" if self.mlp == "smooth_swiglu" else self.mlp
-        )
+    def for_sampling(self) -> Self:
+        """See `family.Spec`."""
+        if self.mlp != "smooth_swiglu":
+            return self
+        return dataclasses.replace(self, mlp="swiglu")
 
 
 def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:
-    """The linear layers inside the blocks: input and output width of each, by path,
-    such as `h.3.mlp.c_fc`.
+    """Return input and output width of each linear layer inside the blocks, by path.
 
-    Scanned layers, which share one program, are `h.*.mlp.c_fc`.
+    A path is `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for scanned layers.
     """
     d, f = spec.d_model, spec.mlp_width
     layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
     sizes = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
     if spec.value_gain is not None:
         sizes |= {"attn.c_attn": (d, 2 * d), "attn.c_value": (d, d)}
-    sizes |= {} if spec.mlp == "gelu" else {"mlp.c_gate": (d, f)}
+    if spec.mlp != "gelu":
+        sizes |= {"mlp.c_gate": (d, f)}
     sizes |= {"mlp.c_fc": (d, f), "mlp.c_proj": (f, d)}
     return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}
 
 
 def forward_flops_per_token(spec: GPT2Spec) -> int:
-    """FLOPs of one token's forward pass at the full context T, counted as `flops` says.
+    """Return the FLOPs of one token's forward pass at the full context T; see `flops`.
 
     Matmuls with weights: 2 L (4 D^2 + m D F) with m = 2 (gelu) or 3 (swiglu);
     attention's scores and weighted sum: 4 L T D; tied head: 2 D V without padding.

@@ -1,6 +1,4 @@
-"""The families that a configuration can name, by the class of their specs. Importing it
-does not import JAX.
-"""
+"""The families that a configuration can name, without importing JAX."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +8,6 @@ from trainer.models.spec import GPT2Spec
 if TYPE_CHECKING:
     from trainer.models.family import Spec
 
-# the family of what was saved before there were others, and does not say its own
+# the family of saved runs and config.json files that name none
 FIRST = "gpt2"
 SPECS: dict[str, "type[Spec]"] = {"gpt2": GPT2Spec, "llama": LlamaSpec}

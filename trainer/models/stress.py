@@ -1,5 +1,4 @@
-"""What a spec can ask for to stress a narrow format: outlying channels, values of
-another size. Off by default.
+"""Stress for narrow formats, off by default: outlier channels, and larger values.
 
 Legend: N tokens, D model, E = D, F MLP.
 """
@@ -16,11 +15,10 @@ from trainer.models.spec import GPT2Spec
 
 
 def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
-    """Let the first `channels` of two layers start as training aligns them late: as one
-    column, `gain` times its size.
+    """Start the first `channels` of two layers as training aligns them late.
 
-    Without channels, nothing is changed. Reference: Fishman et al. 2024, arXiv
-    2409.12517, section 4.
+    Both get the same column, `gain` times as large. Without channels nothing changes.
+    Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
     """
     if channels:
         aligned_DxF = linear.kernel[:, :channels] * gain
@@ -29,38 +27,33 @@ def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
 
 
 class LastColumns(nnx.Module):
-    """The last columns of a `Linear` as a layer of their own on the same parameters,
-    kernel and bias times `gain`.
-    """
+    """The last columns of a `Linear` as a layer on its parameters, times `gain`."""
 
     probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
     def __init__(
-        self, whole: Linear, columns: int, gain: float, dot_general: DotGeneral
+        self, linear: Linear, columns: int, gain: float, dot_general: DotGeneral
     ) -> None:
-        self.kernel, self.bias = whole.kernel, whole.bias
-        self.dtype = whole.dtype
+        self.kernel, self.bias = linear.kernel, linear.bias
+        self.dtype = linear.dtype
         self.columns = columns
         self.gain = gain
         self.dot_general = dot_general
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        """`[N, columns]`."""
+        """Return `[N, columns]`."""
         assert self.bias is not None
-        kernel_DxF, bias_F = (
-            self.kernel[:, -self.columns :] * self.gain,
-            self.bias[-self.columns :] * self.gain,
-        )
+        kernel_DxF = self.kernel[:, -self.columns :] * self.gain
+        bias_F = self.bias[-self.columns :] * self.gain
         return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
 
 
 class GainedAttention(Attention):
-    """`Attention` whose values are `value_gain` times as large, and its output kernel
-    smaller by as much.
+    """`Attention` with larger values and a smaller output kernel, by `value_gain`.
 
-    The values are a product of their own, `c_value`, on the last third of the
-    parameters of `c_attn`. Of one product with queries and keys, they would share the
-    scale of its gradient and of its FP8 kernel.
+    The values are a matmul of their own, `c_value`, on the last third of the parameters
+    of `c_attn`. In one matmul with queries and keys they would share the scale of its
+    gradient and of its FP8 kernel.
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
@@ -72,17 +65,17 @@ class GainedAttention(Attention):
         )
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
-        """Queries, keys, values, each `[N, E]`."""
+        """Return queries, keys and values, `[N, E]` each."""
         q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * x_NxD.shape[1]))
         return [*jnp.split(q_and_k_NxE, 2, axis=1), self.rescaled(self.c_value(x_NxD))]
 
     def project(self, out_NxD: jax.Array) -> jax.Array:
-        """The output projection."""
+        """Apply the output projection."""
         return self.c_proj(out_NxD, factor=1 / self.value_gain)
 
 
 def gpt2_block(spec: GPT2Spec, make: Factory) -> Block:
-    """A block of GPT-2 with what its spec asks for."""
+    """Return a block of GPT-2, with the stress that its spec asks for."""
     block = Block(spec, make, Attention if spec.value_gain is None else GainedAttention)
     if isinstance(block.mlp, SwigluMLP):
         align(block.mlp.c_gate, block.mlp.c_fc, spec.align_channels, spec.align_gain)

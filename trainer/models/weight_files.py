@@ -1,7 +1,6 @@
-"""Directories of weights as Hugging Face keeps them: safetensors in one file or in
-several with an index, config.json.
+"""Hugging Face's directories of weights: safetensors, with an index, and config.json.
 
-What tensors are called and what a configuration must say is each family's own affair.
+Names of tensors and required settings are up to each family.
 """
 
 import json
@@ -17,13 +16,13 @@ from safetensors.numpy import load_file, save_file
 from trainer.errors import UserError
 from trainer.files import write_atomically
 
-CONFIG, INDEX, WHOLE = (
+CONFIG, INDEX, SINGLE = (
     "config.json",
     "model.safetensors.index.json",
     "model.safetensors",
 )
 SHARD_BYTES = 5 * 10**9
-# What a tokenizer may consist of; a copy of these is the same tokenizer.
+# files of a tokenizer, whose copies are the same tokenizer
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "tokenizer.model", "vocab.json", "merges.txt",
@@ -36,7 +35,7 @@ CONVERT = (
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. UserError for anything else."""
+    """Return the JSON object in a file, or raise UserError."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -51,28 +50,25 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def config_beside(path: Path) -> Path:
-    """Where the configuration of a directory of weights, or of a file of them, is if
-    there is one.
-    """
+    """Return the path of the config.json of a directory or file of weights."""
     return (path if path.is_dir() else path.parent) / CONFIG
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a directory or of one safetensors file, by name, in the files'
-    dtypes.
+    """Return all tensors of a directory or of one safetensors file, by name.
 
     Raises:
-      UserError: no such files, an index that names files or tensors that are not there,
-          a damaged file.
+      UserError: missing or damaged files, or an index that names missing files or
+          tensors.
     """
     if not path.exists():
         raise UserError(
             f"{path} does not exist; give a Hugging Face directory or a safetensors"
             " file"
         )
-    files, named = (
-        (weight_files(path), listed(path)) if path.is_dir() else ([path], None)
-    )
+    files, indexed = [path], None
+    if path.is_dir():
+        files, indexed = weight_files(path), indexed_names(path)
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         try:
@@ -82,7 +78,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 f"{file} is not a whole safetensors file ({error}); download or copy it"
                 " again"
             ) from error
-    lost = sorted(named - tensors.keys()) if named is not None else []
+    lost = sorted(indexed - tensors.keys()) if indexed is not None else []
     if lost:
         raise UserError(
             f"{path / INDEX} names tensors that its files do not hold: {lost[0]}"
@@ -92,21 +88,19 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
-    """Refuse sizes of a model that the files of its weights cannot hold, before
-    anything is built of them.
+    """Refuse model sizes that the weight files cannot hold, before building the model.
 
     Args:
-      source: a directory of weights, or a file of them; without any nothing is checked.
-      sizes: `n_layer`, `d_model` and `vocab_size`. A byte is the least that a weight
-          takes.
+      source: a directory or file of weights; without files nothing is checked.
+      sizes: `n_layer`, `d_model` and `vocab_size`. A weight takes a byte at least.
 
     Raises:
-      UserError: so many weights do not fit.
+      UserError: the weights do not fit into the files.
     """
     files = [*source.glob("*.safetensors")] if source.is_dir() else [source]
     present = sum(file.stat().st_size for file in files)
-    layers, width, ids = (
-        int(sizes[name]) for name in ("n_layer", "d_model", "vocab_size")
+    layers, width, ids = map(
+        int, (sizes["n_layer"], sizes["d_model"], sizes["vocab_size"])
     )
     least = layers * width**2 + ids * width
     if files and least > present:
@@ -117,35 +111,30 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
         )
 
 
-def listed(directory: Path) -> set[str] | None:
-    """The names of all tensors, if an index says them."""
+def indexed_names(directory: Path) -> set[str] | None:
+    """Return the names of all tensors, if there is an index."""
     return set(weight_map(directory)) if (directory / INDEX).is_file() else None
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """From each tensor's name to its file's, as the index has it."""
-    found = read_object(directory / INDEX).get("weight_map")
-    if not isinstance(found, dict):
+    """Return the index's map from tensor names to file names."""
+    names = read_object(directory / INDEX).get("weight_map")
+    if not isinstance(names, dict):
         raise UserError(
             f"{directory / INDEX} has no weight_map; download or copy it again"
         )
-    for name in found.values():
-        if (
-            not isinstance(name, str)
-            or name != os.path.basename(name)
-            or not name.endswith(".safetensors")
-        ):
+    for name in names.values():
+        is_local = isinstance(name, str) and name == os.path.basename(name)
+        if not is_local or not name.endswith(".safetensors"):
             raise UserError(
                 f"{directory / INDEX}: weight_map names {name!r}; expected safetensors"
                 " files of the same directory"
             )
-    return found
+    return names
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory: those that the index names if it has one,
-    else all.
-    """
+    """Return a directory's safetensors files: those of the index, or else all."""
     if (directory / INDEX).is_file():
         files = [
             directory / name for name in sorted(set(weight_map(directory).values()))
@@ -169,8 +158,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """One safetensors file, which may be read by whom other files of this process may:
-    the library makes it private.
+    """Write one safetensors file with the permissions of the process's umask.
+
+    The library itself makes the file private.
     """
     save_file(tensors, path, metadata={"format": "pt"})
     mask = os.umask(0)
@@ -181,44 +171,40 @@ def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
 def write_tensors(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write tensors, in one file or, where they are more than `shard_bytes`, in several
-    with an index; their paths.
+    """Write tensors to one file, or to several with an index above `shard_bytes`.
 
-    UserError where there are weights already.
+    Returns:
+      the paths.
+
+    Raises:
+      UserError: existing weights.
     """
-    there = [name for name in (WHOLE, INDEX) if (directory / name).exists()]
-    if there:
-        raise UserError(f"{directory / there[0]} exists; choose another directory")
+    existing = [name for name in (SINGLE, INDEX) if (directory / name).exists()]
+    if existing:
+        raise UserError(f"{directory / existing[0]} exists; choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
-    shards = list(parts(tensors, shard_bytes))
-    several = len(shards) > 1
-    names = [
-        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" if several else WHOLE
-        for i in range(len(shards))
-    ]
+    shards = list(split_shards(tensors, shard_bytes))
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [
+            f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+            for i in range(len(shards))
+        ]
+    weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
-        # Contiguous copies, one file's at a time.
+        # contiguous copies of one file at a time, for the memory
         data = {key: np.ascontiguousarray(tensors[key]) for key in shard}
         write_file(data, directory / name)
-    if several:
-        index = {
-            "metadata": {
-                "total_size": sum(tensor.nbytes for tensor in tensors.values())
-            },
-            "weight_map": {
-                key: name
-                for name, shard in zip(names, shards, strict=True)
-                for key in shard
-            },
-        }
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_object(directory / INDEX, index)
     return [directory / name for name in names]
 
 
-def parts(tensors: Mapping[str, np.ndarray], size: int) -> Iterator[list[str]]:
-    """The names of successive tensors of at most `size` bytes together, but of one at
-    least.
-    """
+def split_shards(tensors: Mapping[str, np.ndarray], size: int) -> Iterator[list[str]]:
+    """Yield names of successive tensors of at most `size` bytes, or of one tensor."""
     names: list[str] = []
     filled = 0
     for name, tensor in tensors.items():
@@ -231,35 +217,33 @@ def parts(tensors: Mapping[str, np.ndarray], size: int) -> Iterator[list[str]]:
 
 
 def write_object(file: Path, tree: Mapping[str, Any]) -> None:
-    """Write a JSON object, to be read."""
+    """Write a JSON object, indented."""
     write_atomically(file, json.dumps(tree, indent=2) + "\n")
 
 
 def carry_tokenizer(source: Path, target: Path) -> list[Path]:
-    """Copy what tokenizer stands beside weights into another directory, as it is; the
-    paths of the copies.
+    """Copy the tokenizer's files beside weights into another directory.
+
+    Returns:
+      the paths of the copies.
 
     Raises:
-      UserError: a file is a link to somewhere else, whose content would be published
+      UserError: a file is a link to a place outside, whose content would be published
           with the copy.
     """
-    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
     # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of
     # links to files of blobs beside it.
-    whole = source.resolve()
-    blobs = whole.parent.parent / "blobs"
-    for file in found:
-        target_of, is_hub = (
-            file.resolve(),
-            whole.parent.name == "snapshots" and not blobs.is_symlink(),
-        )
-        if not (
-            target_of.is_relative_to(whole) or (is_hub and target_of.parent == blobs)
-        ):
+    root = source.resolve()
+    blobs = root.parent.parent / "blobs"
+    is_hub = root.parent.name == "snapshots" and not blobs.is_symlink()
+    for file in files:
+        real = file.resolve()
+        if not real.is_relative_to(root) and not (is_hub and real.parent == blobs):
             raise UserError(
-                f"{file} is a link to {file.resolve()}; replace it by the file itself,"
+                f"{file} is a link to {real}; replace it by the file itself,"
                 " then export again"
             )
-    for file in found:
+    for file in files:
         write_atomically(target / file.name, file.read_bytes())
-    return [target / file.name for file in found]
+    return [target / file.name for file in files]

@@ -52,7 +52,7 @@ def check_same_model(
         )
     if tokenizer:
         del wanted["vocab_size"]  # follows from the tokenizer
-    different = [name for name in wanted if not spec.agrees(name, saved[name])]
+    different = [name for name in wanted if not spec.is_compatible(name, saved[name])]
     if not different and not tokenizer:
         return
     problems = [

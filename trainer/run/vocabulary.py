@@ -23,7 +23,7 @@ from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
-from trainer.models.new_tokens import Method, Mixture, Shared, new_rows
+from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
 from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
@@ -104,7 +104,7 @@ def shared_with(theirs: Vocabulary, ours: Tokenizer, source: Path) -> Shared:
     """The tokens that both have. UserError where there are none but the end of a
     document.
     """
-    shared = Shared.of(ours.tokens, theirs.tokens, (ours.eot, theirs.end))
+    shared = Shared.match(ours.tokens, theirs.tokens, (ours.eot, theirs.end))
     if len(shared.new) <= (theirs.end is not None):
         raise UserError(
             f"init_from={source} and data.tokenizer={ours.name} have no token in"
@@ -139,9 +139,11 @@ def weights_for_tokenizer(
     shared = (
         shared_with(theirs, tokenizer, source)
         if method != "random"
-        else Shared.of({}, {}, (0, None))
+        else Shared.match({}, {}, (0, None))
     )
-    mixture = Mixture.of(vectors_of(data), shared) if method == "focus" else None
+    mixture = (
+        RowMixture.from_vectors(vectors_of(data), shared) if method == "focus" else None
+    )
     tables = of_vocabulary(spec)
     old = old_weights(source, spec, theirs.size, tables, like)
 

@@ -21,7 +21,7 @@ ARGS += ["checkpoint.keep=9", "schedule=wsd"]
 
 def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
     phases = "train.phases=[{until:6,trainable:[embedings]},{}]"
-    assert "train.trainable: 'embedings' is no parameter's" in here(
+    assert "train.trainable: 'embedings' matches no parameter" in here(
         tmp_path, "A", *ARGS, phases, code=2
     )
     assert not (tmp_path / "A").exists()

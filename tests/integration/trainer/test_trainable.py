@@ -14,7 +14,7 @@ from trainer.compiled.hlo import Program
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
 from trainer.models.llama_spec import LlamaSpec
-from trainer.models.roles import chosen
+from trainer.models.roles import select_roles
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import Reduce
 from trainer.run.compatibility import check_same_trainable
@@ -58,27 +58,31 @@ def test_names_stand_for_groups_and_patterns_in_the_order_of_the_model():
         workload("fp32").model.roles,
         workload("fp32", 1, SCANNED).model.roles,
     )
-    assert leaves_of(chosen(stacked, ["h.*.ln_1.*"])) == ["h.ln_1.bias", "h.ln_1.scale"]
+    assert leaves_of(select_roles(stacked, ["h.*.ln_1.*"])) == [
+        "h.ln_1.bias",
+        "h.ln_1.scale",
+    ]
     with pytest.raises(UserError):
-        chosen(stacked, ["h.0.ln_1.*"])
-    assert leaves_of(chosen(roles, ["embeddings"])) == [
+        select_roles(stacked, ["h.0.ln_1.*"])
+    assert leaves_of(select_roles(roles, ["embeddings"])) == [
         "wpe.embedding",
         "wte.embedding",
     ]
-    every = chosen(roles, ["biases", "kernels", "gains", "embeddings"])
+    every = select_roles(roles, ["biases", "kernels", "gains", "embeddings"])
     assert leaves_of(every) == leaves_of(roles)
     assert leaves_of(part_of(roles, every)) == leaves_of(roles)
     assert all(
-        name.startswith("h.0.mlp.") for name in leaves_of(chosen(roles, ["h.0.mlp.*"]))
+        name.startswith("h.0.mlp.")
+        for name in leaves_of(select_roles(roles, ["h.0.mlp.*"]))
     )
     with pytest.raises(
         UserError,
         match=(
-            r"'h.7.\*' is no parameter's; valid: embeddings, kernels, gains,"
+            r"'h.7.\*' matches no parameter; valid: embeddings, kernels, gains,"
             r" biases, and"
         ),
     ):
-        chosen(roles, ["gains", "h.7.*"])
+        select_roles(roles, ["gains", "h.7.*"])
 
 
 def leaves_of(roles):

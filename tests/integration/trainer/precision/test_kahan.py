@@ -13,7 +13,7 @@ from scalify_core.array import is_scaled_array
 from scalify_core.weights import wide
 from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError
-from trainer.models.roles import chosen
+from trainer.models.roles import select_roles
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.converting import convert_state, exact_weights
 from trainer.run.phases import enter_phase
@@ -157,7 +157,7 @@ def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_anothe
     part = w._replace(trainable=("embeddings",))
     state = first_state(part, seed=0)
     assert jax.tree.structure(state.kahan_compensation) == jax.tree.structure(
-        chosen(w.model.roles, ["embeddings"])
+        select_roles(w.model.roles, ["embeddings"])
     )
     state = to_stored(take(part, 2, state=state)[0])
     exact = exact_weights(state)

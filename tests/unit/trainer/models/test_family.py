@@ -17,7 +17,7 @@ from trainer.models.llama_spec import LlamaSpec
 from trainer.models.sampling import Generator
 from trainer.models.spec import GPT2Spec
 from trainer.models.specs import SPECS
-from trainer.run.start import architecture, check_same_model
+from trainer.run.compatibility import architecture, check_same_model
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
 FAMILIES = {
@@ -39,7 +39,7 @@ def test_a_family_is_found_by_its_name(spec):
     family = spec.family()
     assert SPECS[family.name] is type(spec)
     assert architecture(spec)["family"] == family.name
-    assert set(spec.architecture()) == set(spec.deciding())
+    assert set(spec.architecture()) == set(spec.checkpoint_fields())
     assert json.loads(json.dumps(spec.architecture())) == spec.architecture()
 
 
@@ -102,7 +102,7 @@ def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(
 def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
     huggingface.save(tmp_path, spec, spec.family().build(spec).init(jax.random.key(0)))
     model = {"name": "from_init", "family": spec.family().name} | dict.fromkeys(
-        spec.deciding()
+        spec.checkpoint_fields()
     )
     assert is_open(model)
     filled = inherit(model, str(tmp_path))

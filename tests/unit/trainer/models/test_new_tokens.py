@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainer.models.new_tokens import Mixture, Shared, new_rows, sparsemax
+from trainer.models.new_tokens import RowMixture, Shared, new_rows, sparsemax
 
 NUMBERS = st.floats(-50, 50, width=32)
 
@@ -35,12 +35,12 @@ def test_tokens_of_the_same_bytes_are_shared_and_so_are_the_ends_of_documents():
         {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4},
         {b"the": 0, b"a": 7, b"<|end|>": 2},
     )
-    shared = Shared.of(new, old, (5, 1))
+    shared = Shared.match(new, old, (5, 1))
     assert shared.new.tolist() == [0, 3, 4, 5]
     assert shared.old.tolist() == [7, 0, 2, 1]
     # whose end nothing tells
-    assert Shared.of(new, old, (4, None)).new.tolist() == [0, 3]
-    assert Shared.of({b"x": 0}, old, (1, None)).new.size == 0
+    assert Shared.match(new, old, (4, None)).new.tolist() == [0, 3]
+    assert Shared.match({b"x": 0}, old, (1, None)).new.size == 0
 
 
 def tables(n_old=40, n_new=30, width=16):
@@ -57,7 +57,7 @@ def test_shared_tokens_keep_their_rows_and_the_others_are_made_as_named(method):
     old, fresh = tables()
     weights = np.zeros((1, 10), np.float32)
     weights[0, [2, 4]] = 0.25, 0.75
-    mixture = Mixture(np.array([15]), weights) if method == "focus" else None
+    mixture = RowMixture(np.array([15]), weights) if method == "focus" else None
     rows = new_rows(method, old, fresh, SHARED, mixture, 0)
     np.testing.assert_array_equal(rows[:10], old[20:30])
     others = rows[16:]
@@ -88,12 +88,16 @@ def test_a_mixture_is_of_the_shared_tokens_that_are_alike():
     vectors = np.eye(6, dtype=np.float32)[[0, 1, 2, 0, 1, 5]]
     vectors[5] = 0  # never seen
     vectors[3] = 4 * vectors[3]  # lengths do not count
-    mixture = Mixture.of(vectors, Shared(np.array([0, 1]), np.array([8, 9])))
+    mixture = RowMixture.from_vectors(
+        vectors, Shared(np.array([0, 1]), np.array([8, 9]))
+    )
     assert mixture.ids.tolist() == [2, 3, 4]
     np.testing.assert_allclose(mixture.weights, [[0.5, 0.5], [1, 0], [0, 1]], atol=1e-6)
-    nothing = Mixture.of(np.zeros_like(vectors), Shared(np.array([0]), np.array([0])))
+    nothing = RowMixture.from_vectors(
+        np.zeros_like(vectors), Shared(np.array([0]), np.array([0]))
+    )
     assert nothing.ids.size == 0
     assert nothing.weights.shape == (0, 1)
     # the only shared one was never seen
-    unseen = Mixture.of(vectors, Shared(np.array([5]), np.array([0])))
+    unseen = RowMixture.from_vectors(vectors, Shared(np.array([5]), np.array([0])))
     assert unseen.ids.size == 0
