@@ -26,7 +26,7 @@ from jax.tree_util import GetAttrKey
 from scalify_core.tree import Packed, map_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import REPLICA
-from trainer.step.state import OF_REPLICAS
+from trainer.step.state import REPLICA_FIELDS
 
 
 def partition(
@@ -100,7 +100,7 @@ def mapped(
 
     def of_leaf(path: Any, x: Any) -> Any:
         stacked = any(
-            isinstance(entry, GetAttrKey) and entry.name in OF_REPLICAS
+            isinstance(entry, GetAttrKey) and entry.name in REPLICA_FIELDS
             for entry in path
         )
         if not isinstance(x, Packed):

@@ -126,15 +126,16 @@ Rounding = Callable[[jax.Array, int], jax.Array]
 
 
 class Recipe(NamedTuple):
-    """How the operands of a layer's three products are rounded, for a sum over an axis;
-    FP32 matrices to FP32.
+    """The rounding of the operands of a layer's three products, FP32 matrices to FP32.
+
+    Each rounding is given the axis that the product sums over.
 
     Attributes:
       activation: rounds an input [N, D].
       weight: rounds a kernel [D, F].
       gradient: rounds the gradient of an output [N, F].
-      mixed: multiplies the operands of the weights' gradient, before they are rounded,
-        by one orthogonal matrix along N.
+      mixed: multiplies the operands of the weights' gradient by one orthogonal matrix
+        along N, before they are rounded.
     """
 
     activation: Rounding

@@ -105,5 +105,5 @@ class PrecisionFields:
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the chosen matmuls multiply in FP8, not in a simulation of it."""
+        """Return whether the chosen matmuls multiply in FP8 rather than simulate it."""
         return self.forward is not None and not self.simulate

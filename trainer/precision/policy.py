@@ -120,14 +120,15 @@ class Policy(PrecisionFields):
 
     @property
     def scaled(self) -> bool:
-        """Whether scales propagate: parameters, and what is computed from them, are
-        scaled arrays.
+        """Return whether scales propagate.
+
+        Parameters, and what is computed from them, are then scaled arrays.
         """
         return self.method.scaled
 
     @property
     def propagated_update(self) -> bool:
-        """Whether the optimizer computes in scaled arrays."""
+        """Return whether the optimizer computes in scaled arrays."""
         return self.update == "propagate"
 
     @property
@@ -137,13 +138,13 @@ class Policy(PrecisionFields):
 
     @property
     def keeps_lost(self) -> bool:
-        """Whether the rounding error of the weights' update is kept (Kahan)."""
+        """Return whether the rounding error of the weights' update is kept (Kahan)."""
         return self.weights_rounding == "kahan" and self.weights != "fp32"
 
     @property
     def casts_operands_as_they_are(self) -> bool:
-        """Whether operands of the chosen matmuls are neither clipped nor transformed
-        before the cast.
+        """Return whether operands of the chosen matmuls are cast without clipping or
+        mixing.
         """
         return self.clip_outliers is None and self.hadamard is None
 

@@ -15,7 +15,7 @@ from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
-from trainer.step.weight_rescale import powers_to_place
+from trainer.step.weight_rescale import rescale_powers
 from trainer.workload import TrainTask, compile_step
 
 # the entry by which a rollback knows which checkpoints are regular ones
@@ -137,14 +137,14 @@ def make_rescale(
     takes.
 
     Matrices, cast to FP8 as they are, are moved once one is two octaves from its place
-    (`powers_to_place`): sizes multiply in gated layers. Gains and biases have eight.
+    (`rescale_powers`): sizes multiply in gated layers. Gains and biases have eight.
     Then all are moved, the step being compiled anew.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        found = powers_to_place(weights.rms_of_params(state.params), task.model.roles)
+        found = rescale_powers(weights.rms_of_params(state.params), task.model.roles)
         if all(
             abs(math.log2(power)) < (2 if path in matrices else 9)
             for path, power in found.items()

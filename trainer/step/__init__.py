@@ -1,6 +1,5 @@
-"""One optimiser step as pure functions of arrays, and what it carries on: `step` has it
-on one screen.
+"""One optimizer step as pure functions of arrays, and the state that it carries.
 
-Beside it: the state, the optimisers, validation, and where a function first leaves the
-finite numbers.
+Read `step` first. Beside it: the state, the optimizers, validation, and the search for
+the first operation that is not finite.
 """

@@ -17,8 +17,9 @@ EvalFn = Callable[[TrainState, Tokens], jax.Array]
 def make_eval_step(
     eval_loss: Callable[[TrainState, jax.Array, jax.Array | None], jax.Array],
 ) -> EvalFn:
-    """`(state, batch) -> mean loss` in nats per token, of
-    `eval_loss(state, tokens, segments)`.
+    """Return `(state, batch) -> mean loss` in nats per token.
+
+    `eval_loss` takes the state, tokens [B, T+1] and segments.
     """
 
     def eval_step(state: TrainState, batch: Tokens) -> jax.Array:
@@ -32,12 +33,12 @@ def make_eval_step(
 
 
 class Evaluation(NamedTuple):
-    """What a validation found.
+    """The result of a validation.
 
     Attributes:
-      row: the means over all batches, for the dashboard.
-      comparable: nats; the mean over the first batches, the same ones in every
-          validation of a run.
+      row: means over all batches, for the dashboard.
+      comparable: the mean loss in nats over the first batches, which every validation
+        of a run has in common.
     """
 
     row: dict[str, float]
@@ -53,17 +54,22 @@ def evaluate(
     bytes_per_token: float,
     should_stop: Callable[[], bool],
 ) -> Evaluation | None:
-    """Means over equally large batches.
+    """Return means over equally large batches; None if `should_stop()` became true.
 
-    Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares
-    runs with different tokenizers.
+    Perplexity is e^loss. Bits per byte are loss / ln 2 / bytes_per_token, which
+    compares runs with different tokenizers.
 
     Args:
-      first: how many batches are those of every validation.
-      should_stop: asked before each batch; once it says so, the result is None.
+      eval_step: returns the mean loss of a batch.
+      state: of the training.
+      batches: placed on the devices.
+      first: number of batches that every validation has.
+      bytes_per_token: of the validation text.
+      should_stop: called before each batch.
     """
     losses: list[float] = []
-    ahead: list[jax.Array] = []  # what the device is at while the host asks
+    # The device computes the next batch while the host reads the loss of one.
+    ahead: list[jax.Array] = []
     for batch in batches:
         if should_stop():
             return None
@@ -81,10 +87,10 @@ def evaluate(
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """What the compressor xz makes of a text, as a figure to hold a model's own
-    against; NaN of an empty one.
+    """Return the bits per byte of xz on a text, to compare a model with; NaN for an
+    empty text.
 
-    It has seen nothing before; a short text it has little to learn from.
+    xz starts without knowledge, so a short text compresses badly.
     """
     raw = text.encode()
     return 8 * len(lzma.compress(raw)) / len(raw) if raw else math.nan

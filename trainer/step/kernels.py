@@ -15,7 +15,7 @@ Deterministic = Literal["auto", "true", "false"]  # the key of that name
 
 
 class Kernels(StrEnum):
-    """How XLA chooses GPU kernels.
+    """The choice of GPU kernels by XLA.
 
     Attributes:
       FASTEST: the fastest ones, also those that sum in another order each time;

@@ -1,5 +1,5 @@
-"""How an optimiser's moments are stored: what its entry in `optimizers` says of them,
-as the policy asks for it.
+"""Storage of an optimizer's moments, as its entry in `optimizers` and the policy
+say.
 """
 
 from typing import Any
@@ -21,18 +21,18 @@ from trainer.step.optimizers import ENTRIES, KEYS, Moment, Optimizer, check_mome
 def store_moments(
     tx: optax.GradientTransformation, name: str, policy: Policy, seed: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimiser `tx`, called `name`, with its moments stored and its update
-    computed as the policy says.
+    """Return an optimizer whose moments are stored, and its update computed, as the
+    policy says.
 
     Args:
-      tx: the optimiser; its first state is checked against its entry.
-      name: its entry.
+      tx: the optimizer.
+      name: of its entry.
       policy: the precision.
-      seed: of the stochastic rounding, an integer or an integer scalar.
+      seed: of stochastic rounding, an integer or an integer scalar.
 
     Raises:
-      UserError: the policy asks for what the optimiser does not have; from `init`: the
-        entry does not say of a part of the state how it is stored.
+      UserError: the policy asks for what the optimizer does not have; from `init`: the
+        state is not what the entry says.
     """
     settings = moment_settings(name, policy)
 
@@ -51,50 +51,48 @@ def store_moments(
 
 
 def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
-    """The small parameters, of all or of their shapes, that the optimiser `name` may
-    update together.
+    """Return the small parameters that the optimizer `name` updates together.
 
-    None where it looks at whole arrays, and where nothing is rounded: what is then done
-    to one is little, and the same program for all of a shape.
+    None where it looks at whole arrays, or where nothing is rounded: then a lone update
+    is cheap, and all arrays of a shape share a program. `params` may be shapes.
     """
     is_narrow = policy.weights != "fp32" or any(
         getattr(policy, key) != "fp32" for key in KEYS
     )
     if not (ENTRIES[name].elementwise and is_narrow) or policy.propagated_update:
         return NO_STACKS
-    # on which the decay depends
+    # Weight decay applies to matrices only, so these have stacks of their own.
     return Stacks.of(params, jax.tree.map(lambda role: role.is_matrix, roles))
 
 
 def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
-    """Raise UserError where floating-point fields of an optimiser's state are not those
-    that its entry says it has.
+    """Raise UserError where the floating-point fields of an optimizer's state differ
+    from its entry.
     """
-    found = set()
+    float_fields = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(x.dtype, jnp.floating):
             fields = [
                 key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)
             ]
-            found.add(fields[-1] if fields else jax.tree_util.keystr(path))
+            float_fields.add(fields[-1] if fields else jax.tree_util.keystr(path))
     moments = {moment.field for moment in entry.moments}
-    for field in sorted(found - moments - set(entry.unstored)):
+    for field in sorted(float_fields - moments - set(entry.unstored)):
         raise UserError(
             f"optimizer={name} keeps {field!r} in its state, of which its entry"
             f" {entry.__name__} in trainer.step.optimizers says nothing; add it to"
             " `moments`, or to `unstored`"
         )
-    for field in sorted(moments - found):
+    for field in sorted(moments - float_fields):
         raise UserError(
             f"optimizer={name} has no {field!r} in its state, which its entry"
             f" {entry.__name__} in trainer.step.optimizers names among its `moments`;"
-            f" there are {', '.join(sorted(found)) or 'none'}"
+            f" there are {', '.join(sorted(float_fields)) or 'none'}"
         )
 
 
 def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
-    """How `scalify_core.optim` stores the moments of the optimiser `name`: its argument
-    `fields`.
+    """Return the argument `fields` of `scalify_core.optim` for the optimizer `name`.
 
     Raises UserError as `check_moments` does.
     """
@@ -105,7 +103,7 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
         for moment in ENTRIES[name].moments
         if formats[moment.key] is not FP32
     }
-    # whose moments are scaled arrays anyway, and rounded to nearest
+    # Its moments are scaled arrays anyway, rounded to nearest.
     if policy.propagated_update:
         return {
             "fields": {
@@ -117,16 +115,11 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
     def stored(moment: Moment, fmt: FloatFormat) -> optim.Stored:
         rounding: Any = policy.moments_rounding
         if rounding == "auto":
-            rounding = (
-                "nearest"
-                if fmt.mantissa_bits >= 10 and not moment.root
-                else "stochastic"
-            )
-        relative = (
-            moment.relative_to
-            if moment.relative_to in narrow and fmt.mantissa_bits <= 3
-            else None
-        )
+            to_nearest = fmt.mantissa_bits >= 10 and not moment.root
+            rounding = "nearest" if to_nearest else "stochastic"
+        relative = None
+        if moment.relative_to in narrow and fmt.mantissa_bits <= 3:
+            relative = moment.relative_to
         return optim.Stored(
             fmt, sqrt=moment.root, rounding=rounding, relative_to=relative
         )
@@ -137,6 +130,8 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
 def convert_moments(
     state: Any, name: str, source: Policy, policy: Policy, seed: int
 ) -> Any:
-    """An optimiser's state stored for one policy as it is stored for another."""
+    """Convert an optimizer's state from the storage of one policy to that of
+    another.
+    """
     wide = optim.wide_state(state, **moment_settings(name, source))
     return optim.narrow_state(wide, seed=seed, **moment_settings(name, policy))

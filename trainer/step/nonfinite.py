@@ -1,7 +1,7 @@
-"""Where a function first leaves the finite numbers.
+"""Find the first operation that makes a number that is not finite.
 
-It is evaluated operation by operation, on the arrays that went wrong; named is the
-first operation whose result is not finite although its operands are.
+The function is evaluated operation by operation on the arrays that went wrong. The
+result is the first operation whose output is not finite although its operands are.
 """
 
 import functools
@@ -25,7 +25,7 @@ class NonFinite:
       what: the primitive, or `argument`.
       where: name scopes, with the iteration of every loop on the way.
       source: file, line and function; empty if unknown.
-      result: shape, dtype, and how many values are what.
+      result: shape, dtype, and the number of values of each kind.
       operands: likewise, with their largest magnitude.
     """
 
@@ -47,16 +47,20 @@ def first_nonfinite(
     *args: Any,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> NonFinite | None:
-    """Where `fn(*args)` first leaves the finite numbers; None: nowhere.
+    """Return the operation where `fn(*args)` first leaves the finite numbers; None:
+    nowhere.
 
-    Goes into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other
-    primitive is looked at from outside. A result that is not finite because an operand
-    is not (a mask of -inf) is no finding; a NaN from infinite operands is one when
-    there is no other. Takes seconds to minutes, and the memory of every intermediate
-    still needed.
+    Descends into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other
+    primitive is one operation. A result that is not finite because an operand is not (a
+    mask of -inf) does not count. A NaN from infinite operands counts if there is
+    nothing else. Takes seconds to minutes, and the memory of every intermediate still
+    needed.
 
-    `compiler_options`: those that the function is compiled with elsewhere, for its
-    operations one by one.
+    Args:
+      fn: the function.
+      args: its arguments.
+      compiler_options: of the program whose operations these are; each is compiled with
+        them.
     """
     for name, leaf in zip(leaf_names(args), jax.tree.leaves(args), strict=True):
         if not _is_finite(leaf):
@@ -65,12 +69,12 @@ def first_nonfinite(
     search = _Search(compiler_options)
     try:
         search.run(closed, jax.tree.leaves(args), "")
-    except _Found as found:
-        return found.finding
+    except _Stop as error:
+        return error.finding
     return search.nan_from_infinite
 
 
-class _Found(Exception):
+class _Stop(Exception):
     def __init__(self, finding: NonFinite) -> None:
         self.finding = finding
 
@@ -82,7 +86,7 @@ class _Search:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
-        """Evaluate a (closed) jaxpr. Raises _Found."""
+        """Evaluate a (closed) jaxpr. Raises _Stop."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         last_use = {
             v: n
@@ -135,7 +139,7 @@ class _Search:
             tuple(map(_describe, inputs)),
         )
         if all(map(_is_finite, inputs)):
-            raise _Found(finding)
+            raise _Stop(finding)
         if any(map(_has_nan, bad)) and not any(map(_has_nan, inputs)):
             self.nan_from_infinite = self.nan_from_infinite or finding
         return outputs
@@ -143,8 +147,8 @@ class _Search:
     def operation(
         self, primitive: Any, params: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """One operation as a function, compiled with the options where there are any;
-        once where it occurs again.
+        """Return one operation as a function, compiled once if there are compiler
+        options.
         """
         bound = functools.partial(primitive.bind, **params)
         if self._options is None:
@@ -152,7 +156,7 @@ class _Search:
         key = (primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
         try:
             known = self._compiled.get(key)
-        # a parameter that cannot be looked up: nothing else has the same one
+        # Parameters without a hash cannot be looked up.
         except TypeError:
             return jax.jit(bound, compiler_options=dict(self._options))
         return known or self._compiled.setdefault(

@@ -1,9 +1,9 @@
-"""What all optimisers have around the descent of their entry: clipping, weight decay,
-and a learning rate of one.
+"""Optimizers: clipping and weight decay around the transformation of an entry, at a
+learning rate of 1.
 
-The step multiplies their update by the learning rate (see `schedule`), which it
-receives as an argument: the compiled program does not depend on it. This is exact for
-every optimiser here, because each is linear in its learning rate.
+The step multiplies the update by the learning rate, which it receives as an argument:
+the compiled program does not depend on it. This is exact because each optimizer here is
+linear in its learning rate.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ OptimizerFor = Callable[[Any], optax.GradientTransformation]
 
 
 def matrix_mask(roles: Any) -> Params:
-    """A tree of booleans like the parameters: where weight decay applies. Not to biases
-    or gains.
+    """Return a tree of booleans like the parameters: weight decay applies to matrices,
+    not to biases or gains.
     """
     return jax.tree.map(lambda role: role.is_matrix, roles)
 
 
 def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, to which the norm may be given:
-    `update(..., grad_norm=norm)`.
+    """Return `optax.clip_by_global_norm` that takes a known norm: `update(...,
+    grad_norm=norm)`.
     """
 
     def update(
@@ -42,12 +42,11 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
         **_: Any,
     ) -> tuple:
         norm = optax.global_norm(updates) if grad_norm is None else grad_norm
-        return (
-            jax.tree.map(
-                lambda g: jnp.where(norm < clip_norm, g, g / norm * clip_norm), updates
-            ),
-            state,
-        )
+
+        def clip(g: jax.Array) -> jax.Array:
+            return jnp.where(norm < clip_norm, g, g / norm * clip_norm)
+
+        return jax.tree.map(clip, updates), state
 
     return optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(), update
@@ -57,15 +56,15 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
 def make_optimizer(
     name: str, *, weight_decay: float, clip_norm: float, **settings: float
 ) -> OptimizerFor:
-    """From the roles of parameters to the transformation whose update, times the
-    learning rate, is added to them.
+    """Return a function from the parameters' roles to an optax transformation.
+
+    Its update, times the learning rate, is added to the parameters.
 
     Args:
       name: of `optimizers.ENTRIES`.
-      weight_decay: decoupled, on matrices only, whatever the optimiser.
-      clip_norm: the gradient's global L2 norm is scaled down to this; 0 leaves it
-          alone.
-      settings: the other fields of the entry, but for `lr`.
+      weight_decay: decoupled, on matrices only.
+      clip_norm: bound on the gradient's global L2 norm; 0: no clipping.
+      settings: the other fields of the entry, except `lr`.
     """
     if name not in ENTRIES:
         raise UserError(
@@ -75,16 +74,13 @@ def make_optimizer(
         name=name, lr=1.0, weight_decay=weight_decay, clip_norm=clip_norm, **settings
     )
 
-    def of_parameters(roles: Any) -> optax.GradientTransformation:
-        return optax.chain(
-            clip_by_norm(clip_norm) if clip_norm else optax.identity(),
-            entry.descent(roles),
-            (
-                optax.add_decayed_weights(weight_decay, matrix_mask(roles))
-                if weight_decay
-                else optax.identity()
-            ),
-            optax.scale(-1.0),
-        )
+    def optimizer(roles: Any) -> optax.GradientTransformation:
+        clip: optax.GradientTransformation = optax.identity()
+        decay: optax.GradientTransformation = optax.identity()
+        if clip_norm:
+            clip = clip_by_norm(clip_norm)
+        if weight_decay:
+            decay = optax.add_decayed_weights(weight_decay, matrix_mask(roles))
+        return optax.chain(clip, entry.descent(roles), decay, optax.scale(-1.0))
 
-    return of_parameters
+    return optimizer

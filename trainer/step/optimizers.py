@@ -1,9 +1,9 @@
-"""The optimisers that a configuration can name: an entry each, of what a user sets and
-of what its state is.
+"""The optimizers of a configuration: one entry each, with its settings and the fields
+of its state.
 
-An entry is a subclass of `Optimizer`, which is also the schema of its configuration, so
-nothing here imports JAX before a transformation is made. `trainer.step.optimizer` adds
-what all have: clipping and weight decay.
+An entry is a subclass of `Optimizer`, which is also the schema of its configuration.
+Nothing here imports JAX until a transformation is made. `trainer.step.optimizer` adds
+clipping and weight decay.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from trainer.precision.policy import Policy
 if TYPE_CHECKING:
     import optax
 
-# of `precision`: what first and second moments are stored in
+# Keys of `precision`: the storage of first and second moments.
 KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")
 
 # Without it a weight whose gradients were all zero becomes 0/0. Smaller ones are zero
@@ -28,16 +28,16 @@ Epsilon = Annotated[
 
 
 class Moment(NamedTuple):
-    """An average that an optimiser keeps of every parameter it updates.
+    """An average that an optimizer keeps for every parameter it updates.
 
     Attributes:
-      field: its name in the optimiser's state.
-      key: the key of `precision` that says what it is stored in: mu, of a first moment,
-          or nu, of a second one.
-      root: whether its square root is stored where it is narrow. Only of what is never
-          negative.
-      relative_to: the field of the second moment by whose root it is divided where both
-        are stored in eight bits; None: it is stored as it is.
+      field: its name in the optimizer's state.
+      key: the key of `precision` for its storage: mu for a first moment, nu for a
+        second one.
+      root: whether its square root is stored in a narrow format. Only for moments that
+        are never negative.
+      relative_to: the field of the second moment. In eight bits the moment is stored
+        divided by its root. None: it is stored as it is.
     """
 
     field: str
@@ -48,17 +48,17 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What every optimiser has.
+    """The settings that every optimizer has; base class of the entries.
 
     Attributes:
-      lr: the peak of the learning rate.
+      lr: peak of the learning rate.
       weight_decay: decoupled, on matrices only.
-      clip_norm: the global norm that gradients are scaled down to; 0: any.
+      clip_norm: bound on the global norm of the gradients; 0: no bound.
       moments: the averages in its state.
-      unstored: other fields of its state with floating-point arrays, which stay as the
-          optimiser makes them.
-      elementwise: whether what becomes of an element depends on no other one, but for
-        the norm of all: then small parameters may be updated together.
+      unstored: other floating-point fields of its state, which are stored as the
+        optimizer makes them.
+      elementwise: whether the update of an element depends on no other element, except
+        for the norm of all. Then small parameters may be updated together.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Optimizer:
     elementwise: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for an entry that does not say its moments, be it that it has
-        none, or what it computes.
+        """Raise TypeError for an entry without `moments` (may be empty) or
+        `descent`.
         """
         if "moments" not in vars(cls):
             raise TypeError(
@@ -85,11 +85,11 @@ class Optimizer:
             )
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """What is subtracted from the parameters at a learning rate of 1, in which it
-        must be linear.
+        """Return the transformation whose result is subtracted from the parameters at a
+        learning rate of 1.
 
-        Without clipping and weight decay, which are the same for all. `roles`: a tree
-        like that of the parameters.
+        It must be linear in the learning rate, and leaves out clipping and weight
+        decay. `roles`: a tree like the parameters.
         """
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class AdamW(Optimizer):
     elementwise = True
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """`optax.adamw` but for the decay."""
+        """Return `optax.adamw` without the decay."""
         import optax
 
         return optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -116,7 +116,7 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """The sign of an interpolated momentum."""
+    """Lion: the sign of an interpolated momentum."""
 
     b1: ShareBelow1
     b2: ShareBelow1
@@ -124,7 +124,7 @@ class Lion(Optimizer):
     elementwise = True
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """`optax.lion` but for the decay."""
+        """Return `optax.lion` without the decay."""
         import optax
 
         return optax.scale_by_lion(self.b1, self.b2)
@@ -132,23 +132,27 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """Second moments of rows and columns, which are small as they are."""
+    """Adafactor: factored second moments, which are small as they are."""
 
     moments = ()
     unstored = ("v_row", "v_col", "v")
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """Clipped and scaled per tensor: per layer too where layers are stacked."""
+        """Return Adafactor, clipped and scaled per tensor, and per layer where layers
+        are stacked.
+        """
         import jax
         import optax
 
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
         def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
-            # Without stacked layers there is nothing to map over.
-            return lambda tree, *rest: (jax.vmap(fn) if jax.tree.leaves(tree) else fn)(
-                tree, *rest
-            )
+            def call(tree: Any, *rest: Any) -> Any:
+                # vmap refuses a tree without arrays.
+                mapped = jax.vmap(fn) if jax.tree.leaves(tree) else fn
+                return mapped(tree, *rest)
+
+            return call
 
         stacked = optax.GradientTransformation(
             over_layers(core.init), over_layers(core.update)
@@ -167,7 +171,7 @@ class SGD(Optimizer):
     elementwise = True
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """Heavy-ball momentum."""
+        """Return heavy-ball momentum."""
         import optax
 
         return optax.trace(self.momentum)
@@ -175,8 +179,8 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Orthogonalised momentum for kernels, Adam for the rest; both call their first
-    moment `mu`.
+    """Orthogonalized momentum for kernels, Adam for the rest; the first moment of both
+    is `mu`.
     """
 
     momentum: ShareBelow1
@@ -187,8 +191,8 @@ class Muon(Optimizer):
     unstored = ("ns_coeffs",)  # of the Newton-Schulz iteration
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """Muon over the last two axes of kernels, any leading ones being layers; Adam
-        (b1, b2) elsewhere.
+        """Return Muon over the last two axes of kernels (others are layers), Adam (b1,
+        b2) elsewhere.
         """
         import jax
         import optax
@@ -199,11 +203,9 @@ class Muon(Optimizer):
             path: tuple[Any, ...], leaf: Any
         ) -> optax.contrib.MuonDimensionNumbers | None:
             role = role_of(roles, path)
-            return (
-                optax.contrib.MuonDimensionNumbers(-2, -1)
-                if role and role.is_kernel
-                else None
-            )
+            if role is None or not role.is_kernel:
+                return None
+            return optax.contrib.MuonDimensionNumbers(-2, -1)
 
         # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv
         # 2502.16982, section 2.2).
@@ -231,23 +233,21 @@ ENTRIES: dict[str, type[Optimizer]] = {
 
 
 def check_moments(name: str, policy: Policy) -> None:
-    """Raise UserError where the policy asks of the moments of the optimiser `name` what
-    they cannot be.
+    """Refuse a policy that the moments of the optimizer `name` cannot follow.
 
-    That is a format for a moment which it does not have, and moments wider than an
-    update that is propagated.
+    Raises:
+      UserError: a format for a moment that it does not have, or moments that are wider
+        than a propagated update.
     """
     for key in KEYS:
-        kept_in, has = (
-            getattr(policy, key),
-            any(moment.key == key for moment in ENTRIES[name].moments),
-        )
-        if kept_in != "fp32" and not has:
+        stored_in = getattr(policy, key)
+        has = any(moment.key == key for moment in ENTRIES[name].moments)
+        if stored_in != "fp32" and not has:
             raise UserError(
-                f"precision.{key}={kept_in}, but optimizer={name} has no such moment; "
-                f"set precision.{key}=fp32, or choose another optimizer"
+                f"precision.{key}={stored_in}, but optimizer={name} has no such moment;"
+                f" set precision.{key}=fp32, or choose another optimizer"
             )
-        if kept_in == "fp32" and has and policy.propagated_update:
+        if stored_in == "fp32" and has and policy.propagated_update:
             raise UserError(
                 f"precision.{key}=fp32, but precision.update=propagate computes in"
                 f" {policy.compute}; set precision.{key}={policy.compute} or narrower"

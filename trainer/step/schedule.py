@@ -1,6 +1,4 @@
-"""The learning rate of every step: a linear warm-up, and the schedules that a
-configuration can name.
-"""
+"""Learning-rate schedules: a linear warm-up, then the named decay."""
 
 from collections.abc import Callable
 
@@ -21,11 +19,11 @@ def learning_rates(
     min_ratio: float,
     decay_fraction: float,
 ) -> np.ndarray:
-    """The learning rate of every step, FP32 `[steps]`: linear warm-up, then the named
-    schedule to `min_ratio * peak`.
+    """Return the learning rate of every step, FP32 `[steps]`.
 
-    wsd (warm-up, stable, decay) stays at the peak until the last `decay_fraction` of
-    the steps, then falls linearly.
+    After a linear warm-up the named schedule decays to `min_ratio * peak`. wsd
+    (warm-up, stable, decay) stays at the peak until the last `decay_fraction` of the
+    steps, then falls linearly.
     """
     warmup = round(warmup_fraction * steps)
     rest = max(1, steps - warmup)

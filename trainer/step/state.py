@@ -1,5 +1,5 @@
-"""What a training run carries from step to step, and nothing else: data positions are
-computed, not stored.
+"""The training state, carried from step to step. Data positions are computed, not
+stored.
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ from scalify_core import ScaledArray, tree
 from scalify_core.array import is_scaled_array
 from trainer.step.state_tree import first_nonfinite_leaf
 
-# fields whose arrays have an axis of replicas in front
-OF_REPLICAS = ("states", "residuals")
+# Fields of `Replicas` whose arrays have a leading axis of replicas.
+REPLICA_FIELDS = ("states", "residuals")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Replicas:
-    """What K replicas that train apart have beside the outer weights; see
+    """The state of K DiLoCo replicas beside the outer weights; see
     `trainer.parallel.diloco`.
 
     Attributes:
-      states: their TrainState, every array [K, ...], the optimiser's packed; the scales
+      states: their TrainState, every array [K, ...], the optimizer's packed. The scales
         of parameters are scalars, those of the outer weights.
-      residuals: what rounding has lost so far, of the trained parameters, [K, ...] as
-          weights are stored, or ().
-      momentum: of the outer optimiser, stored alike, or ().
+      residuals: the rounding error so far of the trained parameters, [K, ...] in the
+        storage of the weights, or ().
+      momentum: of the outer optimizer, stored alike, or ().
     """
 
     states: Any
@@ -41,20 +41,19 @@ class Replicas:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The whole of it. A skipped step leaves every bit of it as it was, except the loss
-    scale of `scaling`.
+    """The training state. A skipped step changes nothing in it except the loss scale in
+    `scaling`.
 
-    With DiLoCo `params` are the outer weights, so that who reads a state or a
-    checkpoint needs to know nothing of replicas; `opt_state` is then (), and `scaling`
-    the largest of the replicas'.
+    With DiLoCo `params` are the outer weights, so that readers need not know of
+    replicas; `opt_state` is then (), and `scaling` the largest of the replicas'.
 
     Attributes:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static:
-          constants of compiled steps.
-      opt_state: of the optax transformation; its count is the number of updates
-        applied. In training it is packed (`scalify_core.tree.Packed`).
+        constants of compiled steps.
+      opt_state: of the optax transformation; its count is the number of applied
+        updates. In training it is packed (`scalify_core.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
-      scaling: what the precision carries along: amax histories, a loss scale, or ().
+      scaling: state of the scaling method: amax histories, a loss scale, or ().
       diloco: `Replicas` of a run with DiLoCo, else ().
       kahan_compensation: the rounding error of the trained parameters, plain BF16
         arrays, with `precision.weights_rounding=kahan`; else ().
@@ -70,9 +69,9 @@ class TrainState:
 
 def first_nonfinite(state: TrainState) -> str | None:
     """Return the name of the first array of weights or moments that is not finite, or
-    None. Waits for the state.
+    None.
 
-    Where the state is split over processes, all of them must ask.
+    Waits for the state. If it is split over processes, all of them must call this.
     """
     fields = ("params", "opt_state", "diloco", "kahan_compensation")
     return first_nonfinite_leaf({name: getattr(state, name) for name in fields})
@@ -84,12 +83,12 @@ def init_state(
     key: jax.Array,
     scaling: Any = (),
 ) -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     return TrainState(params, optimizer.init(params), key, scaling)
 
 
 def to_stored(state: TrainState) -> TrainState:
-    """The form for checkpoints: every scale an array of its own, on all devices of its
+    """Return the form for checkpoints: every scale is an array, on all devices of its
     data.
     """
 
@@ -112,7 +111,7 @@ def to_stored(state: TrainState) -> TrainState:
         return tree.map_arrays(place, tree.with_dynamic_scales(part))
 
     diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
-    # whose moments stay packed: their scales are a row for each replica
+    # The replicas' moments stay packed: their scales are a row for each replica.
     if isinstance(diloco, Replicas):
         diloco = dataclasses.replace(
             diloco,
@@ -127,8 +126,8 @@ def to_stored(state: TrainState) -> TrainState:
 
 
 def from_stored(state: TrainState) -> TrainState:
-    """The form for training: the scales of parameters static, those of moments one
-    array.
+    """Return the form for training: scales of parameters are static, those of moments
+    one array.
     """
     diloco = state.diloco
     if isinstance(diloco, Replicas):
@@ -136,8 +135,9 @@ def from_stored(state: TrainState) -> TrainState:
         diloco = dataclasses.replace(
             diloco, states=dataclasses.replace(diloco.states, params=static)
         )
-    params, opt_state = (
-        tree.with_static_scales(state.params),
-        tree.pack(state.opt_state),
+    return dataclasses.replace(
+        state,
+        params=tree.with_static_scales(state.params),
+        opt_state=tree.pack(state.opt_state),
+        diloco=diloco,
     )
-    return dataclasses.replace(state, params=params, opt_state=opt_state, diloco=diloco)

@@ -1,4 +1,4 @@
-"""The leaves of a state: their names, what they look like, and a checksum of their
+"""The leaves of a state: their names, shapes and dtypes, and a checksum of their
 bits.
 """
 
@@ -17,7 +17,7 @@ from scalify_core.array import ScaledArray, is_scaled_array
 
 
 def leaf_names(tree: Any) -> list[str]:
-    """The path of every leaf, such as `params/h_0/attn/kernel`, in the order of
+    """Return the path of every leaf, such as `params/h_0/attn/kernel`, in the order of
     `jax.tree.leaves`.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -25,7 +25,9 @@ def leaf_names(tree: Any) -> list[str]:
 
 
 def parameter_names(tree: Any) -> list[str]:
-    """The paths of the parameters: as `leaf_names`, a ScaledArray being one."""
+    """Return the paths of the parameters as `leaf_names` does; a ScaledArray is one
+    parameter.
+    """
     paths = [
         path
         for path, _ in jax.tree_util.tree_leaves_with_path(
@@ -36,18 +38,16 @@ def parameter_names(tree: Any) -> list[str]:
 
 
 def part_of(tree: Any, like: Any) -> Any:
-    """What nested dictionaries hold at the places that the nested dictionaries `like`
-    have, in the order of `tree`.
+    """Return the part of nested dictionaries whose keys `like` has, in the order of
+    `tree`.
     """
-    return (
-        {key: part_of(x, like[key]) for key, x in tree.items() if key in like}
-        if isinstance(like, dict)
-        else tree
-    )
+    if not isinstance(like, dict):
+        return tree
+    return {key: part_of(x, like[key]) for key, x in tree.items() if key in like}
 
 
 def with_part(tree: Any, part: Any) -> Any:
-    """Nested dictionaries, with the leaves of a `part_of` them in place of theirs."""
+    """Return nested dictionaries with the leaves of a `part_of` them replaced."""
     if not isinstance(part, dict):
         return part
     return {
@@ -61,7 +61,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def describe(tree: Any) -> dict[str, dict[str, Any]]:
-    """`shape` and `dtype` of every leaf by name, as JSON values."""
+    """Return `shape` and `dtype` of every leaf by name, as JSON values."""
     names = leaf_names(tree)
     if len(set(names)) < len(names):
         raise ValueError(
@@ -77,30 +77,29 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 Description = Mapping[str, Mapping[str, Any]]
 
 
-def mismatch(wanted: Description, found: Description, *, partial: bool) -> str | None:
-    """The first difference between two `describe`d trees in words; None: none.
-    `partial`: `found` may have more.
+def mismatch(wanted: Description, saved: Description, *, partial: bool) -> str | None:
+    """Return the first difference between two `describe`d trees; None if there is none.
+
+    `partial`: `saved` may have more leaves.
     """
 
     def text(leaf: Mapping[str, Any]) -> str:
         return f"{leaf['dtype']}{leaf['shape']}"
 
     for name, leaf in wanted.items():
-        if name not in found:
+        if name not in saved:
             return f"it has no leaf {name}, expected {text(leaf)}"
-        if text(found[name]) != text(leaf):
-            return f"leaf {name} is {text(found[name])}, expected {text(leaf)}"
-    extra = [name for name in found if name not in wanted]
-    return (
-        f"it has a leaf {extra[0]}, {text(found[extra[0]])}, that is not expected"
-        if extra and not partial
-        else None
-    )
+        if text(saved[name]) != text(leaf):
+            return f"leaf {name} is {text(saved[name])}, expected {text(leaf)}"
+    for name, leaf in saved.items():
+        if name not in wanted and not partial:
+            return f"it has a leaf {name}, {text(leaf)}, that is not expected"
+    return None
 
 
 def as_saved(like: Any, saved: Description) -> Any:
-    """A tree like `like`, its leaves in the form in which they were saved: other
-    dtypes, or ScaledArrays.
+    """Return a tree like `like` with leaves in their saved form: other dtypes, or
+    ScaledArrays.
 
     Leaves that were not saved stay as they are, for `mismatch` to name.
     """
@@ -114,14 +113,11 @@ def as_saved(like: Any, saved: Description) -> Any:
             data = jax.ShapeDtypeStruct(
                 leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding
             )
-            named = isinstance(leaf.sharding, NamedSharding)
-            whole = (
-                NamedSharding(leaf.sharding.mesh, PartitionSpec())
-                if named
-                else leaf.sharding
-            )
+            replicated = leaf.sharding
+            if isinstance(replicated, NamedSharding):
+                replicated = NamedSharding(replicated.mesh, PartitionSpec())
             return ScaledArray(
-                data, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+                data, jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
             )
         if name in saved:
             return jax.ShapeDtypeStruct(leaf.shape, dtype(name), sharding=leaf.sharding)
@@ -131,17 +127,18 @@ def as_saved(like: Any, saved: Description) -> Any:
 
 
 def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
-    """Two sums (uint32 [2]) of the leaf's bits, scrambled and times odd numbers of
-    their place on every axis.
+    """Return two sums (uint32 [2]) of the leaf's scrambled bits times odd numbers of
+    their position.
 
-    Scrambling, by another function in each sum, is one-to-one and odd factors are
-    invertible modulo 2^32: a change of one element changes the sums for certain, and
-    that others cancel in both is as likely as 2^-50. Integer sums do not depend on
-    their order, and those of an array are the sums of its parts'.
+    Scrambling, by another function in each sum, is one-to-one, and odd factors are
+    invertible modulo 2^32: one changed element always changes the sums. Several changes
+    cancel in both sums with a probability of 2^-50. Integer sums do not depend on their
+    order, and those of an array are the sums of its parts'.
 
     Args:
-      leaf: an array, or a part of one,
-      start: whose first element has this index in the whole; empty: it is the whole.
+      leaf: an array, or a part of one.
+      start: index of the part's first element in the whole array; empty: it is the
+        whole.
     """
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
@@ -169,8 +166,8 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
 
 
 def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
-    """Pseudorandom odd factors for `size` places along an axis from `first` on, uint32
-    [size], computed once.
+    """Return pseudorandom odd factors for `size` positions along an axis from `first`
+    on, uint32 [size].
     """
     x = (
         jnp.arange(size, dtype=jnp.uint32)
@@ -186,8 +183,9 @@ def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
 
 
 def _scrambled(bits: jax.Array, which: int) -> jax.Array:
-    """One-to-one; without it two changed signs, 2^31 times the sum of two odd numbers,
-    would go unnoticed.
+    """Return the bits scrambled one-to-one.
+
+    Without it two changed signs, 2^31 times the sum of two odd numbers, would cancel.
     """
     x = bits.astype(jnp.uint32)
     x = (x ^ (x >> (16, 15)[which])) * np.uint32((0x7FEB352D, 0x846CA68B)[which])
@@ -195,18 +193,19 @@ def _scrambled(bits: jax.Array, which: int) -> jax.Array:
 
 
 def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
-    """Four, three or two equal parts along an axis, or the whole where it cannot be cut
-    so.
+    """Split into four, three or two equal parts along an axis, or return the array if
+    none divides it.
     """
     size = x.shape[axis]
     return jnp.split(x, next((n for n in (4, 3, 2) if size and size % n == 0), 1), axis)
 
 
 def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
-    """The sum of equal parts of an array along an axis, which stays with length 1.
+    """Return the sum of equal parts of an array along an axis, which stays with length
+    1.
 
-    By elementwise additions, as fast as memory, as far as that goes: XLA's reductions
-    of integers are slow on CPUs.
+    By elementwise additions as far as possible: XLA's reductions of integers are slow
+    on CPUs.
     """
     total = functools.reduce(jnp.add, parts)
     if len(parts) > 1:
@@ -216,12 +215,12 @@ def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """The checksum of every device's part of a leaf that is split over a mesh,
-    [devices, 2], on that device.
+    """Return the checksum of each device's part of a leaf that is split over a mesh,
+    [devices, 2].
     """
     entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
 
-    def of_part(part: jax.Array) -> jax.Array:
+    def part_checksum(part: jax.Array) -> jax.Array:
         start = [
             0 if e is None else jax.lax.axis_index(e) * n
             for e, n in zip(entries, part.shape, strict=True)
@@ -230,16 +229,16 @@ def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.
 
     devices = PartitionSpec(mesh.axis_names)
     return jax.shard_map(
-        of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False
+        part_checksum, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False
     )(leaf)
 
 
 def checksums(leaves: list[jax.Array]) -> list[str]:
-    """Sixteen hexadecimal digits a leaf; waits until the leaves are computed. Of split
-    arrays all processes must ask.
+    """Return sixteen hexadecimal digits for each leaf; waits until the leaves are
+    computed.
 
-    Devices do not talk to each other for it: many small programs that do, at once, can
-    wait for each other forever.
+    For split arrays all processes must call this. It uses no communication between
+    devices: many small collective programs at once can deadlock.
     """
     parts, owners = [], []
     for i, leaf in enumerate(leaves):
@@ -249,10 +248,10 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
                 for shard in leaf.addressable_shards
                 if shard.replica_id == 0
             }
-            found = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
+            part_sums = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
             mine = [
                 shard.data
-                for shard in found.addressable_shards
+                for shard in part_sums.addressable_shards
                 if shard.device in first
             ]
         else:
@@ -264,7 +263,7 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
         sums[i] += pair.reshape(2)
     if any(not leaf.is_fully_addressable for leaf in leaves):
         local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
-        # every process has those whole
+        # Every process has these: only the first one counts them.
         sums[local] *= np.uint32(jax.process_index() == 0)
         sums = np.sum(multihost_utils.process_allgather(sums), axis=0, dtype=np.uint32)
     return [f"{int(high):08x}{int(low):08x}" for high, low in sums]
@@ -274,25 +273,21 @@ _checksum = jax.jit(checksum)
 
 
 def first_nonfinite_leaf(tree: Any) -> str | None:
-    """Return the name of the first leaf of floats that is not finite, or None.
+    """Return the name of the first floating-point leaf that is not finite, or None.
 
-    Waits until the leaves are computed. Where a leaf is split over processes, all of
-    them must ask. As for `checksums`, devices do not talk to each other.
+    Waits until the leaves are computed. If a leaf is split over processes, all of them
+    must call this. Devices do not communicate, as in `checksums`.
     """
     leaves = jax.tree.leaves(tree)
-    flags = [
-        (
-            [
-                _all_finite(shard.data)
-                for shard in leaf.addressable_shards
-                if shard.replica_id == 0
-            ]
-            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-            else []
-        )
-        for leaf in leaves
-    ]
-    good = np.array([all(of_leaf) for of_leaf in jax.device_get(flags)], bool)
+    flags = []
+    for leaf in leaves:
+        shards = []
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            shards = [s for s in leaf.addressable_shards if s.replica_id == 0]
+        flags.append([_all_finite(shard.data) for shard in shards])
+    good = np.array(
+        [all(flags_of_leaf) for flags_of_leaf in jax.device_get(flags)], bool
+    )
     if any(
         isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves
     ):

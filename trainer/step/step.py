@@ -128,7 +128,7 @@ def _unchanged(tree: Any) -> Any:
 
 
 class Update(NamedTuple):
-    """How the parameters are updated.
+    """The optimizer, and what it updates.
 
     Attributes:
       optimizer: seed of its rounding to an optimizer at a learning rate of 1, such as

@@ -1,10 +1,10 @@
-"""Where the data of weights has its place: near RMS 1, and in gated layers what meets
-in a product together.
+"""Choose power-of-two scales for the weights: data near RMS 1, for gated layers
+jointly.
 
-The rules of scales take every weight's data to have an RMS of 1, so that of a product
-of two is off by both. Each being rounded to an octave by itself, a hidden channel of
-SwiGLU, which is a product of two products, would be off by up to one octave by that
-alone; and training aligns the branches, which adds another two.
+The rules of scale propagation assume an RMS of 1 for every weight's data, so a product
+of two weights is off by both. If each were rounded to an octave alone, a hidden channel
+of SwiGLU, a product of two products, would be off by up to one octave. Training aligns
+the branches, which adds another two.
 """
 
 import math
@@ -14,48 +14,42 @@ from typing import Any
 import jax
 
 from scalify_core.formats import pow2_floor, pow2_round
-from trainer.models.roles import Role
 
 
-def powers_to_place(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
-    """The powers of two that weights' data has to be divided by to be in its place, by
-    path.
+def rescale_powers(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
+    """Return the powers of two to divide the data of each weight by, by path.
 
-    That is the one nearest to its RMS but for the kernels of a gated layer, but for the
-    first: a second column's takes what the first one's left over, so that the product
-    of both is near 1; the row kernel's is as large as its RMS times that of the larger
-    column, so that the gradients, which both go through, are at most what is expected.
+    It is the power nearest to the RMS, except for the kernels of a gated layer after
+    the first one. A second column takes what the first one left over, so that the
+    product of both is near 1. The row kernel becomes as large as its RMS times that of
+    the larger column: the gradients, which pass through both, are then at most as large
+    as expected.
 
     Args:
-      rms: of the data, by path as `jax.tree_util.keystr` gives it; zero or not finite:
-          it stays where it is.
+      rms: of the data, by path as `jax.tree_util.keystr` gives it. Weights whose RMS
+        is zero or not finite are left out.
       roles: of the parameters.
     """
-    found = {
+    parameters = {
         jax.tree_util.keystr(path): (path, role)
         for path, role in jax.tree_util.tree_leaves_with_path(roles)
     }
-    in_order = sorted(rms, key=lambda path: found[path][1].kind == "row")
+    # Rows last: they depend on the columns of their layer.
+    in_order = sorted(rms, key=lambda path: parameters[path][1].kind == "row")
     powers: dict[str, float] = {}
-    # over of the columns of a gated layer, by its path
-    left: dict[str, list[float]] = {}
+    # The RMS that rescaled columns keep, by the path of their gated layer.
+    column_rms: dict[str, list[float]] = {}
     for path in in_order:
         if not 0 < rms[path] < math.inf:
             continue
-        keys, role = found[path]
-        columns = (
-            left.setdefault(jax.tree_util.keystr(keys[:-2]), []) if role.gated else []
-        )
-        powers[path] = power_of(rms[path], role, columns)
+        keys, role = parameters[path]
+        columns = []
+        if role.gated:
+            columns = column_rms.setdefault(jax.tree_util.keystr(keys[:-2]), [])
+        if columns and role.kind == "row":
+            powers[path] = 2 * pow2_floor(rms[path] * max(columns))
+        else:
+            powers[path] = pow2_round(rms[path] * math.prod(columns))
         if role.gated and role.kind == "column":
             columns.append(rms[path] / powers[path])
     return powers
-
-
-def power_of(rms: float, role: Role, columns: list[float]) -> float:
-    """One of `powers_to_place`; `columns`: what is left over of the columns of a gated
-    layer before it.
-    """
-    if columns and role.kind == "row":
-        return 2 * pow2_floor(rms * max(columns))
-    return pow2_round(rms * math.prod(columns))
