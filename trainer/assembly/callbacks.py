@@ -16,7 +16,7 @@ from trainer.observe.numerics import make_numerics
 from trainer.observe.progress import log_first_duration
 from trainer.observe.sampling import make_sample, on_one_device
 from trainer.parallel.mesh import place_batch
-from trainer.parallel.replicas import with_moments_of_first
+from trainer.parallel.replicas import first_replica
 from trainer.run import builtin_callbacks as builtin
 from trainer.run.callbacks import Callback
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
@@ -97,8 +97,8 @@ def build_numerics(
     if w.task.diloco is None:
         return measure
     # Of DiLoCo's replicas, the first one's optimizer state is measured.
-    first_replica = jax.jit(with_moments_of_first)
-    return lambda state, tokens, step: measure(first_replica(state), tokens, step)
+    select = jax.jit(first_replica)
+    return lambda state, tokens, step: measure(select(state), tokens, step)
 
 
 class Validation:

@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding
 from scalify_core import asarray, tree, weights
 from trainer.parallel.distribute import largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
-from trainer.parallel.sharding import of_parameters
+from trainer.parallel.sharding import parameter_partitions
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_part
 from trainer.step.step import Tokens
@@ -216,7 +216,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
             largest_of=largest_of,
         )
         updates = jax.tree.map(lambda u: u.astype(jnp.bfloat16), weights.wide(updates))
-        specs = of_parameters(params, mesh, task.trained_roles)
+        specs = parameter_partitions(params, mesh, task.trained_roles)
         updates = jax.lax.with_sharding_constraint(
             updates, jax.tree.map(functools.partial(NamedSharding, mesh), specs)
         )

@@ -1,6 +1,5 @@
-"""Several devices and processes: the mesh, where each array lives, and how gradients
-become their mean.
+"""Several devices and processes: the mesh, who holds what, and what is sent between
+them.
 
-Read `mesh` and `sharding` first; `distribute` has what the devices of a step send each
-other.
+Read `mesh` and `distribute` first; `diloco` and `replicas` are for `parallel=diloco`.
 """

@@ -1,17 +1,17 @@
-"""DiLoCo: replicas train apart for a round, then send each other a narrow outer
+"""DiLoCo: replicas train independently for a round, then exchange a narrow outer
 gradient.
 
-Of every tensor a replica sends
-`outer weights - its weights + what its rounding lost before`, divided by a power of two
-that all replicas share and rounded stochastically to a narrow format: one byte of a
-tensor's largest exponent, and one byte an element in FP8. The all-to-all brings each
-owner its piece of every replica's, it adds them up in FP32 in the order of the
-replicas, and hands the mean on, narrow again. What this second rounding loses the owner
-sends with its next outer gradient, as every replica does with what the first one lost:
-so nothing is lost in the end.
+For every tensor a replica sends `outer weights - its weights + its earlier rounding
+error`. It is divided by a power of two that all replicas share, and rounded
+stochastically to a narrow format: one byte for a tensor's largest exponent, and in FP8
+one byte an element. An all-to-all brings each owner its piece of every replica's
+tensor. The owner adds the pieces in FP32 in the order of the replicas, and hands on the
+mean, narrow again. Rounding errors are fed back: each replica adds those of its first
+rounding to its next outer gradient, and each owner those of the mean. So nothing is
+lost in the end.
 
-Which bits come out does not depend on which device has which replica: random bits count
-replicas and pieces.
+The bits do not depend on which device has which replica: random bits count replicas and
+pieces.
 
 Legend: K replicas, R of them on a device, N elements of all tensors, m of a piece of
 them.
@@ -42,7 +42,7 @@ from scalify_core.formats import (
     pow2_floor,
 )
 from trainer.parallel.mesh import REPLICA, Sizes
-from trainer.parallel.reduction import as_bits, of_bits
+from trainer.parallel.reduction import as_bits, from_bits
 
 # 0, 0.5, 1, 1.5, 2, 3, 4 and NaN: four bits with the sign
 E2M1 = FloatFormat(2, 1, infinities=False)
@@ -54,30 +54,31 @@ FORMATS = {
     "fp8_e5m2": E5M2,
     "fp4": E2M1,
 }
-# of the mean: what four bits lose of it would be more than a replica sends
-BACK = FORMATS | {"fp4": E4M3}
+# Formats of the mean. In four bits its rounding error would exceed a replica's part.
+MEAN_FORMATS = FORMATS | {"fp4": E4M3}
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # of E2M1, by its code
-# These keep streams of random bits apart. Replica k trains with the seed ^ k *
-# OF_REPLICA: no other may be a multiple.
-OF_REPLICA, OF_SENT, OF_PIECE, OF_DRAW = 0x9E3779B1, 0xB5297A4D, 0x85EBCA77, 0x27D4EB2F
-# more than a model has arrays: an array's number and the replica's make one of both
-OF_NUMBER = 2**16
+# Constants that keep streams of random bits apart. Replica k trains with the seed ^ k *
+# REPLICA_STREAM: no other may be a multiple of it.
+REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
+PIECE_STREAM, DRAW_STREAM = 0x85EBCA77, 0x27D4EB2F
+# Replica number * MAX_ARRAYS + array number is one counter for both.
+MAX_ARRAYS = 2**16
 
 
 class DiLoCoSettings(NamedTuple):
-    """How replicas train apart and agree.
+    """Settings of the replicas and of the outer optimizer.
 
     Attributes:
       replicas: K.
       steps: between two exchanges of a fragment.
       format: of what is sent, a key of FORMATS.
-      lr, momentum: of the outer optimiser, SGD with Nesterov's momentum; 1 and 0 are
-          plain averaging.
-      feedback: whether what rounding loses is sent later.
+      lr, momentum: of the outer optimizer, SGD with Nesterov momentum; 1 and 0 average
+        the weights.
+      feedback: whether rounding errors are sent later.
       fragments: parts of the parameters that are exchanged one after another in a
-          round.
-      participants: replicas that train in a round, drawn anew for each.
-      last: the step after which all is exchanged.
+        round.
+      participants: replicas that train in a round, drawn for each round.
+      last: the step after which all fragments are exchanged.
     """
 
     replicas: int
@@ -91,8 +92,8 @@ class DiLoCoSettings(NamedTuple):
     last: int
 
     def due(self, step: int) -> list[int]:
-        """The fragments that are exchanged after `step` steps; after the last step all
-        are.
+        """Return the fragments that are exchanged after `step` steps; all after the
+        last step.
         """
         if step == self.last:
             return list(range(self.fragments))
@@ -106,21 +107,22 @@ class DiLoCoSettings(NamedTuple):
             if step % self.steps == place
         ]
 
-    def drawn(self, seed: Any, step: Any) -> jax.Array:
-        """Which replicas train in the step after `step` steps: booleans [K], the same
-        for all steps of a round.
+    def participating(self, seed: Any, step: Any) -> jax.Array:
+        """Return which replicas train in the step after `step` steps, booleans [K].
+
+        They are the same for all steps of a round.
         """
         if self.participants == self.replicas:
             return jnp.ones(self.replicas, bool)
         words = counter_words(
-            seed, step // self.steps + OF_DRAW, jnp.arange(self.replicas)
+            seed, step // self.steps + DRAW_STREAM, jnp.arange(self.replicas)
         )[:, 0]
         return jnp.argsort(jnp.argsort(words)) < self.participants
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The numbers of arrays of these sizes, each once, in `count` groups of about equal
-    sums: the largest first.
+    """Partition arrays of these sizes into `count` groups of about equal sums, the
+    largest first.
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
@@ -131,15 +133,15 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def shared_scales(peaks: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax.Array:
-    """The power of two that puts each tensor's largest magnitude into the upper octave
-    of a format, FP32 [tensors].
+def shared_scales(amax: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax.Array:
+    """Return the power of two that puts each tensor's amax into the upper octave of a
+    format, FP32 [tensors].
 
-    A byte each is sent: the exponent. 2^-126 where all is zero, 1 where something is
-    not finite, which stays so.
+    A byte each is sent: the exponent. The scale is 2^-126 for zeros, and 1 for values
+    that are not finite, which stay so.
     """
     top = min(fmt.max, FP16.max)  # BF16 data gets the place of FP16 data, not 2^127
-    power = jnp.where(jnp.isfinite(peaks), pow2_floor(peaks * (2 / top)), jnp.inf)
+    power = jnp.where(jnp.isfinite(amax), pow2_floor(amax * (2 / top)), jnp.inf)
     exponents = lax.pmax(
         (lax.bitcast_convert_type(power, jnp.uint32) >> 23).astype(jnp.uint8),
         tuple(axes),
@@ -151,8 +153,10 @@ def shared_scales(peaks: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> ja
 
 
 def encoded(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
-    """FP32 [..., m] rounded stochastically, as it is sent: bytes, words, or two numbers
-    of four bits a byte; m even.
+    """Round FP32 [..., m] stochastically and return it as it is sent; m is even.
+
+    Bytes, words, or two numbers of four bits a byte. `bits`: random bits; None: FP32 is
+    sent.
     """
     if bits is None:
         return x
@@ -168,22 +172,22 @@ def encoded(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array
 
 
 def decoded(sent: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """The numbers that were sent, FP32 [..., m]."""
+    """Return the numbers that were sent, FP32 [..., m]."""
     if fmt is FP32:
         return sent
     if fmt.dtype is not None:
-        return of_bits(sent, fmt.dtype).astype(jnp.float32)
+        return from_bits(sent, fmt.dtype).astype(jnp.float32)
     code = jnp.stack([sent & 15, sent >> 4], axis=-1).reshape(*sent.shape[:-1], -1)
     magnitude = jnp.asarray(GRID)[code & 7]
     return jnp.where(code >= 8, -magnitude, magnitude)
 
 
-class Sent(NamedTuple):
-    """What came of an exchange on a device, by tensor.
+class ExchangeResult(NamedTuple):
+    """The result of an exchange on a device, by tensor.
 
     Attributes:
-      means: FP32, as every device has them.
-      residuals: FP32 [R, ...]: what rounding lost, and all of what was not sent.
+      means: FP32, the same on every device.
+      residuals: FP32 [R, ...]: the rounding error, or all of what was not sent.
       scales: FP32 [tensors], what the tensors were divided by.
     """
 
@@ -194,120 +198,148 @@ class Sent(NamedTuple):
 
 def exchange(
     tensors: Sequence[jax.Array],
-    how: DiLoCoSettings,
+    diloco: DiLoCoSettings,
     seed: jax.Array,
     step: jax.Array,
-    of_model: Sequence[int],
+    numbers_in_model: Sequence[int],
     axes: Sequence[str] = (REPLICA, *Sizes._fields),
-) -> Sent:
-    """The mean over the replicas of the step's round, inside `shard_map` over `axes`,
-    of which REPLICA is one.
+) -> ExchangeResult:
+    """Return the mean over the participating replicas; inside `shard_map` over `axes`.
 
     Args:
       tensors: FP32 [R, ...] of this device's replicas.
-      how: who takes part, and the format.
-      seed, step: of the random bits, which also tell replicas, pieces and tensors.
-      of_model: the number of each tensor among all that are trained, so that fragments
-          have bits of their own.
-      axes: of the mesh: all that hold parts of a tensor.
+      diloco: who takes part, and the format.
+      seed: of the random bits.
+      step: of the random bits, which also differ by replica, piece and tensor.
+      numbers_in_model: the number of each tensor among all trained ones, so that
+        fragments have different bits.
+      axes: of the mesh: all that hold parts of a tensor, REPLICA among them.
     """
-    fmt, replicas = FORMATS[how.format], how.replicas
+    fmt, replicas = FORMATS[diloco.format], diloco.replicas
     here = replicas // lax.axis_size(REPLICA)
     numbers = lax.axis_index(REPLICA) * here + jnp.arange(here, dtype=jnp.uint32)
-    every = how.drawn(seed, step - 1)
-    drawn = lax.dynamic_slice_in_dim(every, lax.axis_index(REPLICA) * here, here)
+    all_participating = diloco.participating(seed, step - 1)
+    participating = lax.dynamic_slice_in_dim(
+        all_participating, lax.axis_index(REPLICA) * here, here
+    )
 
-    def of_drawn(x: jax.Array) -> jax.Array:
-        return jnp.where(drawn.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+    def only_participating(x: jax.Array) -> jax.Array:
+        return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
     if fmt is FP32:
         scales = jnp.ones(len(tensors), jnp.float32)
     else:
-        peaks = jnp.stack([jnp.max(jnp.abs(of_drawn(x)), initial=0.0) for x in tensors])
-        scales = shared_scales(peaks, fmt, axes)
+        amax = jnp.stack(
+            [jnp.max(jnp.abs(only_participating(x)), initial=0.0) for x in tensors]
+        )
+        scales = shared_scales(amax, fmt, axes)
 
     def narrow(tensor: int, x: jax.Array) -> jax.Array:
-        flat = of_drawn(x).reshape(here, -1) * (1 / scales[tensor])
+        flat = only_participating(x).reshape(here, -1) * (1 / scales[tensor])
         flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2 if fmt is E2M1 else 0)))
         if fmt is FP32:
             return flat
         words = counter_words(
-            seed ^ jnp.uint32(OF_SENT), step, numbers * OF_NUMBER + of_model[tensor]
+            seed ^ jnp.uint32(SENT_STREAM),
+            step,
+            numbers * MAX_ARRAYS + numbers_in_model[tensor],
         )
         return encoded(flat, fmt, bits_of_words(flat.shape, words))
 
     sent = [narrow(i, x) for i, x in enumerate(tensors)]
-    everything, lost = mean_of_pieces(
-        jnp.concatenate(sent, axis=1), how, every, seed, step, of_model[0]
+    mean_flat, lost = mean_of_pieces(
+        jnp.concatenate(sent, axis=1),
+        diloco,
+        all_participating,
+        seed,
+        step,
+        numbers_in_model[0],
     )
     means, residuals, start = list[jax.Array](), list[jax.Array](), 0
     for i, (x, codes) in enumerate(zip(tensors, sent, strict=True)):
         numbers_sent = decoded(codes, fmt)
         part = slice(start, start + math.prod(x.shape[1:]))
         start += numbers_sent.shape[1]
-        means.append(everything[part].reshape(x.shape[1:]) * scales[i])
-        if how.feedback:
-            off = (lost[:, part] - numbers_sent[:, : part.stop - part.start]).reshape(
+        means.append(mean_flat[part].reshape(x.shape[1:]) * scales[i])
+        if diloco.feedback:
+            error = (lost[:, part] - numbers_sent[:, : part.stop - part.start]).reshape(
                 x.shape
             )
-            residuals.append(x + off * scales[i])
-    return Sent(means, residuals, scales)
+            residuals.append(x + error * scales[i])
+    return ExchangeResult(means, residuals, scales)
 
 
 def mean_of_pieces(
     sent: jax.Array,
-    how: DiLoCoSettings,
-    drawn: jax.Array,
+    diloco: DiLoCoSettings,
+    participating: jax.Array,
     seed: jax.Array,
     step: jax.Array,
     first: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean of what the drawn replicas sent, FP32 [N], and what of it is lost on the
-    way back, FP32 [R, N].
+    """Return the mean of what was sent, FP32 [N], and its rounding error, FP32 [R, N].
 
-    Piece j of K is added up by whoever has replica j, and handed on. What is lost of it
-    is that replica's, times as many as take part: in the next mean it is there once.
-    All is in the units of the data that was sent, [R, N]. The number of the fragment's
-    first tensor, `first`, tells its random bits from those of other fragments.
+    The owner of replica j adds up piece j of K, and hands it on. The rounding error of
+    the piece is given to that replica, times the number of participants: so the next
+    mean contains it once. All is in the units of the sent data, [R, N].
+
+    Args:
+      sent: data of this device's replicas [R, N].
+      diloco: who takes part, and the format.
+      participating: which replicas take part [K].
+      seed: of the random bits.
+      step: of the random bits.
+      first: number of the fragment's first tensor, for the random bits.
     """
-    fmt, back = FORMATS[how.format], BACK[how.format]
+    fmt, mean_fmt = FORMATS[diloco.format], MEAN_FORMATS[diloco.format]
     here = sent.shape[0]
-    sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % how.replicas))).reshape(
-        here, how.replicas, -1
+    sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % diloco.replicas))).reshape(
+        here, diloco.replicas, -1
     )
     # [K, R, m]
     received = lax.all_to_all(sent, REPLICA, split_axis=1, concat_axis=0, tiled=True)
-    of_replica = [
-        jnp.where(drawn[k], decoded(received[k], fmt), 0) for k in range(how.replicas)
+    summands = [
+        jnp.where(participating[k], decoded(received[k], fmt), 0)
+        for k in range(diloco.replicas)
     ]
-    mean = functools.reduce(jnp.add, of_replica) * jnp.float32(1 / how.participants)
+    mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / diloco.participants)
     numbers = lax.axis_index(REPLICA) * here + jnp.arange(here)
     words = counter_words(
-        seed ^ jnp.uint32(OF_PIECE),
+        seed ^ jnp.uint32(PIECE_STREAM),
         step,
-        numbers.astype(jnp.uint32) * OF_NUMBER + first,
+        numbers.astype(jnp.uint32) * MAX_ARRAYS + first,
     )
-    factor = pow2_floor(back.max / fmt.max)
-    own = encoded(
-        mean * factor, back, None if back is FP32 else bits_of_words(mean.shape, words)
+    factor = pow2_floor(mean_fmt.max / fmt.max)
+    piece = encoded(
+        mean * factor,
+        mean_fmt,
+        None if mean_fmt is FP32 else bits_of_words(mean.shape, words),
     )
-    pieces = lax.all_gather(own, REPLICA, axis=0, tiled=True)
-    lost = (mean - decoded(own, back) * (1 / factor)) * how.participants
+    pieces = lax.all_gather(piece, REPLICA, axis=0, tiled=True)
+    lost = (mean - decoded(piece, mean_fmt) * (1 / factor)) * diloco.participants
     width = lost.shape[1]
-    whole = jnp.zeros((here, how.replicas, width), jnp.float32)
-    whole = whole.at[jnp.arange(here), numbers].set(lost).reshape(here, -1)
-    return (decoded(pieces, back) * (1 / factor)).reshape(-1), whole
+    lost_by_replica = jnp.zeros((here, diloco.replicas, width), jnp.float32)
+    lost_by_replica = (
+        lost_by_replica.at[jnp.arange(here), numbers].set(lost).reshape(here, -1)
+    )
+    return (decoded(pieces, mean_fmt) * (1 / factor)).reshape(-1), lost_by_replica
 
 
-def bits_of(fmt: FloatFormat) -> int:
-    """Bits of a number on its way."""
+def bits_per_number(fmt: FloatFormat) -> int:
+    """Return the bits of a number in a format."""
     return 1 + fmt.exponent_bits + fmt.mantissa_bits
 
 
-def bytes_of_exchange(elements: int, tensors: int, how: DiLoCoSettings) -> float:
-    """What each of K replicas sends in an exchange of so many elements in so many
-    tensors, each on its own machine.
+def bytes_of_exchange(elements: int, tensors: int, diloco: DiLoCoSettings) -> float:
+    """Return the bytes that each of K replicas sends in an exchange.
+
+    Args:
+      elements: of all tensors.
+      tensors: number of tensors.
+      diloco: the format.
     """
-    bits = bits_of(FORMATS[how.format]) + bits_of(BACK[how.format])
-    scales = 0 if FORMATS[how.format] is FP32 else 2 * tensors
-    return (how.replicas - 1) / how.replicas * (elements * bits / 8 + scales)
+    bits = bits_per_number(FORMATS[diloco.format]) + bits_per_number(
+        MEAN_FORMATS[diloco.format]
+    )
+    scales = 0 if FORMATS[diloco.format] is FP32 else 2 * tensors
+    return (diloco.replicas - 1) / diloco.replicas * (elements * bits / 8 + scales)

@@ -1,11 +1,10 @@
-"""The loss and its gradient over several devices: each differentiates its own
-sequences, then they agree on the mean.
+"""The loss and its gradient over several devices, by `shard_map`.
 
-Every device runs the program of one device (`shard_map`): it gathers the parameters
-that it holds a part of, computes the loss of its rows of the batch and their gradient,
-and the gradients are reduced to the parts that the devices hold. What is moved, in
-which format, is what stands here and in `reduction`; of activations only what attention
-and MLP add up over `tensor` leaves a device (`layers.leave`).
+Every device runs the program of one device. It gathers the parameters of which it holds
+a part, and differentiates the loss of its rows of the batch. The gradients are then
+reduced to the parts that the devices hold. All communication and its formats are here
+and in `reduction`; of activations only the sums of attention and MLP over `tensor`
+leave a device (`layers.leave`).
 
 Legend: D model, F width of a group of columns, n devices of a row of `tensor`.
 """
@@ -34,11 +33,11 @@ from trainer.parallel.mesh import (
     devices_of_replica,
     over_devices,
 )
-from trainer.parallel.reduction import Reduction, exchanged, gathered, mean
+from trainer.parallel.reduction import Reduction, all_gather, all_to_all, mean
 from trainer.parallel.sharding import (
     fsdp_axis,
     mesh_axes,
-    of_parameters,
+    parameter_partitions,
     partition,
     partitions,
 )
@@ -58,7 +57,7 @@ EVERYWHERE = PartitionSpec()
 
 
 class Reduce(NamedTuple):
-    """How gradients are reduced over devices; see `CommConfig`."""
+    """The reduction of gradients over devices; see `CommConfig`."""
 
     format: str = "fp32"
     deterministic: bool = False
@@ -69,9 +68,9 @@ class CommConfig(NamedTuple):
 
     Attributes:
       reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks'
-          linear layers, FP16 for the rest.
-      deterministic: in FP32, summed in fixed order.
-      narrow: (role, parameter) to the parameter in the format in which it is gathered.
+        linear layers, FP16 for the rest.
+      deterministic: FP32, summed in fixed order.
+      narrow: (role, parameter) to the parameter in the format of its all-gather.
       roles: of the parameters, in their nested dictionaries.
     """
 
@@ -81,24 +80,24 @@ class CommConfig(NamedTuple):
     roles: Any
 
     def reduction(self, role: Role) -> Reduction:
-        """How the gradient of a parameter with this role is reduced."""
+        """Return how the gradient of a parameter with this role is reduced."""
         if self.reduce == "fp8":
             return Reduction(E4M3 if role.is_kernel else FP16, False)
         return Reduction(FloatFormat.parse(self.reduce), self.deterministic)
 
 
 def to_heads(x: jax.Array, role: Role) -> jax.Array:
-    """The columns of this device's heads, of g groups: of a kernel, rows of all [..,
-    D/n, gF] to [.., D, gF/n].
+    """Return the columns of this device's heads, of g groups.
 
-    A bias [.., gF] is whole on every device of a row of `tensor`.
+    A kernel in rows [.., D/n, gF] becomes [.., D, gF/n]. A bias [.., gF] is whole on
+    every device of a row of `tensor`.
     """
     n = lax.axis_size("tensor")
     if n == 1:
         return x
     parts = x.reshape(*x.shape[:-1], role.groups, n, -1)
     if role.is_kernel:
-        parts = exchanged(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
+        parts = all_to_all(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
     else:
         parts = lax.dynamic_index_in_dim(
             parts, lax.axis_index("tensor"), parts.ndim - 2
@@ -107,28 +106,28 @@ def to_heads(x: jax.Array, role: Role) -> jax.Array:
 
 
 def from_heads(x: jax.Array, role: Role) -> jax.Array:
-    """The inverse of `to_heads`."""
+    """Invert `to_heads`."""
     n = lax.axis_size("tensor")
     if n == 1:
         return x
     parts = x.reshape(*x.shape[:-1], role.groups, 1, -1)
     if role.is_kernel:
-        parts = exchanged(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
+        parts = all_to_all(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
     else:
-        parts = gathered(parts, parts.ndim - 2, "tensor")
+        parts = all_gather(parts, parts.ndim - 2, "tensor")
     return parts.reshape(*parts.shape[:-3], -1)
 
 
 def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
-    """What a device computes with, of the parts of parameters that the devices hold;
-    inside `shard_map`.
+    """Gather the parameters that a device computes with, from the parts that the
+    devices hold; inside `shard_map`.
     """
 
-    def of_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
+    def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
         axis, by_heads = fsdp_axis(spec), role.groups > 1
 
         def move(x: jax.Array) -> jax.Array:
-            x = x if axis is None else gathered(x, axis, "fsdp")
+            x = x if axis is None else all_gather(x, axis, "fsdp")
             return to_heads(x, role) if by_heads else x
 
         if axis is None and not by_heads:
@@ -138,12 +137,14 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
             return with_scale(move(form.data), form.scale)
         return move(form).astype(p.dtype)
 
-    return map_arrays(of_leaf, params, specs, comm.roles)
+    return map_arrays(gather_leaf, params, specs, comm.roles)
 
 
 def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
-    """The mean of the devices' gradients, of each parameter the part that a device
-    holds; of scaled ones plain FP32.
+    """Return the mean of the devices' gradients: of each parameter the part that a
+    device holds.
+
+    Scaled gradients become plain FP32.
     """
     paths = [
         path
@@ -153,7 +154,7 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
     ]
     numbers = {path: i for i, path in enumerate(paths)}
 
-    def of_leaf(path: Any, grad: Any, spec: PartitionSpec, role: Role) -> Any:
+    def reduce_leaf(path: Any, grad: Any, spec: PartitionSpec, role: Role) -> Any:
         def arrange(x: jax.Array) -> jax.Array:
             return from_heads(x, role) if role.groups > 1 else x
 
@@ -169,25 +170,25 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
         return out if is_scaled_array(grad) else out.astype(grad.dtype)
 
     return jax.tree_util.tree_map_with_path(
-        of_leaf, grads, specs, comm.roles, is_leaf=is_scaled_array
+        reduce_leaf, grads, specs, comm.roles, is_leaf=is_scaled_array
     )
 
 
 def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
-    """A scalar, or each of several figures: the mean over the devices that the batch is
-    split over, in their order.
+    """Return the mean of a scalar, or of each of several, over the devices of the batch
+    in their order.
     """
     return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
 def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
-    """`step.mean_gradient` over the devices of a mesh: for parameters split as
+    """Return `step.mean_gradient` over the devices of a mesh, for parameters split as
     `sharding` says.
 
-    With `fsdp` every micro-batch is reduced, so that only parts of gradients are kept;
-    else their sum, once.
+    With `fsdp` the gradient of every micro-batch is reduced, so that only parts are
+    kept; else their sum, once.
     """
-    every = mesh.shape["fsdp"] > 1
+    every_micro_batch = mesh.shape["fsdp"] > 1
 
     def gradient(
         value_and_grad: ValueAndGrad,
@@ -196,34 +197,34 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
         batch: Tokens,
         keys_AxB: jax.Array,
     ) -> tuple[jax.Array, Any, Any]:
-        specs = of_parameters(params, mesh, comm.roles)
+        specs = parameter_partitions(params, mesh, comm.roles)
 
-        def of_rows(
+        def micro_gradient(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
         ) -> tuple[Any, Any, Any]:
-            loss, grads, seen = value_and_grad(
+            loss, grads, observed = value_and_grad(
                 gather(params, specs, comm), scaling, tokens, segments, keys_B
             )
-            return (
-                loss,
-                reduced(grads, specs, comm, random_word(keys_B)) if every else grads,
-                seen,
-            )
+            if every_micro_batch:
+                grads = reduced(grads, specs, comm, random_word(keys_B))
+            return loss, grads, observed
 
-        def of_device(
+        def on_device(
             params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
         ) -> tuple[Any, Any, Any]:
-            loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
-            if not every:
+            loss, grads, observed = mean_gradient(
+                micro_gradient, params, scaling, batch, keys_AxB
+            )
+            if not every_micro_batch:
                 grads = reduced(grads, specs, comm, random_word(keys_AxB[0]))
             return (
                 mean_of_figures(loss),
                 grads,
-                jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen),
+                jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), observed),
             )
 
         return over_devices(
-            of_device,
+            on_device,
             mesh,
             in_specs=(
                 partitions(params, mesh, comm.roles),
@@ -247,33 +248,36 @@ def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> Reducti
 
 
 def random_word(keys_B: jax.Array) -> jax.Array:
-    """Of the first sequence: what the stochastic rounding of a device's gradients
-    begins with.
+    """Return the seed of a device's stochastic rounding, from its first sequence's
+    key.
     """
     return jax.random.bits(keys_B[0], (), jnp.uint32)
 
 
 def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
-    """The mean of `loss(state, tokens, segments)`, one or several, over the devices of
-    a mesh, each on its rows.
+    """Return the mean of `loss(state, tokens, segments)` over the devices of a mesh,
+    each on its rows.
     """
 
     def mean_loss(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        specs, axes = of_parameters(state.params, mesh, comm.roles), batch_axes(mesh)
+        specs, axes = (
+            parameter_partitions(state.params, mesh, comm.roles),
+            batch_axes(mesh),
+        )
         rows = PartitionSpec(axes)
 
-        def of_device(
+        def on_device(
             params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None
         ) -> jax.Array:
-            whole = dataclasses.replace(
+            gathered_state = dataclasses.replace(
                 state, params=gather(params, specs, comm), scaling=scaling
             )
-            return mean_of_figures(loss(whole, tokens, segments), axes)
+            return mean_of_figures(loss(gathered_state, tokens, segments), axes)
 
         return over_devices(
-            of_device,
+            on_device,
             mesh,
             in_specs=(
                 partitions(state.params, mesh, comm.roles),
@@ -288,8 +292,10 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
 
 
 def largest_over(mesh: Mesh, roles: Any) -> Largest:
-    """`reductions.largest_magnitudes` of arrays of a state that is split as `sharding`
-    says: only maxima are moved.
+    """Return `reductions.largest_magnitudes` for a state that is split as `sharding`
+    says.
+
+    Only maxima are moved.
     """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return largest_of_arrays
@@ -298,16 +304,16 @@ def largest_over(mesh: Mesh, roles: Any) -> Largest:
     def largest(
         groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]
     ) -> jax.Array:
-        found = [role_of(roles, path) for path in paths]
+        roles_of_groups = [role_of(roles, path) for path in paths]
         specs = [
             [partition(role, x.shape, sizes) for x in group]
-            for group, role in zip(groups, found, strict=True)
+            for group, role in zip(groups, roles_of_groups, strict=True)
         ]
 
-        def of_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
+        def on_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
             return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
 
-        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
+        return over_devices(on_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
             groups
         )
 
@@ -315,32 +321,29 @@ def largest_over(mesh: Mesh, roles: Any) -> Largest:
 
 
 def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
-    """`step.squares_of_arrays` of a tree that is split as `sharding` says, parts added
-    in the order of the mesh.
+    """Return `step.squares_of_arrays` for a tree that is split as `sharding` says;
+    parts are added in mesh order.
     """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return squares_of_arrays
 
     def squares(tree: Any) -> jax.Array:
-        specs = of_parameters(tree, mesh, roles)
+        specs = parameter_partitions(tree, mesh, roles)
 
-        def of_device(tree: Any) -> jax.Array:
+        def on_device(tree: Any) -> jax.Array:
             sums, groups = squares_of_arrays(tree), dict[tuple[str, ...], list[int]]()
             for i, spec in enumerate(jax.tree.leaves(specs)):
                 groups.setdefault(mesh_axes(spec), []).append(i)
-            parts = [
-                (
-                    jnp.sum(lax.all_gather(sums[np.array(group)], axes), axis=0)
-                    if axes
-                    else sums[np.array(group)]
-                )
-                for axes, group in groups.items()
-            ]
-            return jnp.concatenate(parts)[
-                np.argsort([i for group in groups.values() for i in group])
-            ]
+            parts = []
+            for axes, group in groups.items():
+                part = sums[np.array(group)]
+                if axes:
+                    part = jnp.sum(lax.all_gather(part, axes), axis=0)
+                parts.append(part)
+            order = [i for group in groups.values() for i in group]
+            return jnp.concatenate(parts)[np.argsort(order)]
 
-        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
+        return over_devices(on_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
             tree
         )
 

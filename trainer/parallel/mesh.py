@@ -1,6 +1,4 @@
-"""Devices: the mesh, the shardings, arrays from host batches, and the start of a
-multi-process run.
-"""
+"""The device mesh, the shardings of batches, and their arrays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,16 +11,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from trainer.errors import UserError
 from trainer.step.step import Tokens
 
-if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
+if TYPE_CHECKING:  # its tokenizers take long to import
     from trainer.data import Batch
 
-BATCH_AXES = ("data", "fsdp")  # of the mesh: those that a replica's batch is split over
-# of the mesh of a run with DiLoCo, outermost: the axis of the replicas; see `diloco`
+# Mesh axes over which a replica's batch is split.
+BATCH_AXES = ("data", "fsdp")
+# The outermost mesh axis of a run with DiLoCo.
 REPLICA = "replica"
 
 
 class Sizes(NamedTuple):
-    """Of the mesh's axes; -1 in one of them: whatever the others leave.
+    """Sizes of the mesh's axes; -1 in one of them: whatever the others leave.
 
     Attributes:
       data: the batch is split, the state is not.
@@ -40,8 +39,8 @@ class Sizes(NamedTuple):
         )
 
     def filled(self, devices: int) -> "Sizes":
-        """With numbers that `devices` devices are enough for. Raises UserError where
-        there are none.
+        """Return sizes without -1 for so many devices. Raises UserError if they do not
+        fit.
         """
         given = math.prod(size for size in self if size != -1)
         sizes = Sizes(*(devices // given if size == -1 else size for size in self))
@@ -64,26 +63,33 @@ def make_mesh(
     replicas: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh with the axes of `Sizes`, the last one the innermost, over the first of
-    the devices (None: of all).
+    """Return a mesh with the axes of `Sizes`, the last one innermost.
 
-    `replicas`: of DiLoCo, which get an axis of their own, the outermost, over as many
-    devices as divide them; None: there is no such axis.
+    Args:
+      data: see `Sizes`, as the next two.
+      fsdp: see `Sizes`.
+      tensor: see `Sizes`.
+      replicas: of DiLoCo, with an outermost axis of their own over as many devices as
+        divide them; None: no such axis.
+      devices: of which the first are used; None: all.
 
-    Raises UserError for sizes that the devices do not have, and for processes that
-    would be left without a device.
+    Raises:
+      UserError: the sizes do not fit the devices, or a process would have no device.
     """
     devices = jax.devices() if devices is None else devices
     sizes = Sizes(data, fsdp, tensor)
-    apart = places_of(replicas, sizes, len(devices)) if replicas else 1
-    filled = sizes.filled(len(devices) // apart)
-    used = devices[: apart * math.prod(filled)]
-    found = {device.process_index for device in devices}
-    idle = len(found) - len({device.process_index for device in used})
+    groups = 1
+    if replicas:
+        groups = replica_groups(replicas, sizes, len(devices))
+    filled = sizes.filled(len(devices) // groups)
+    used = devices[: groups * math.prod(filled)]
+    processes = {device.process_index for device in devices}
+    # A process without a device would wait for the others forever.
+    idle = len(processes) - len({device.process_index for device in used})
     if idle:
         raise UserError(
-            f"{sizes} leaves {idle} of {len(found)} processes without a device; use -1"
-            " for one of them"
+            f"{sizes} leaves {idle} of {len(processes)} processes without a device; use"
+            " -1 for one of them"
         )
     if replicas is None:
         return Mesh(
@@ -92,15 +98,15 @@ def make_mesh(
             axis_types=(AxisType.Auto,) * 3,
         )
     return Mesh(
-        np.array(used).reshape(apart, *filled),
+        np.array(used).reshape(groups, *filled),
         (REPLICA, *Sizes._fields),
         axis_types=(AxisType.Auto,) * 4,
     )
 
 
-def places_of(replicas: int, sizes: Sizes, devices: int) -> int:
-    """Over how many places replicas are spread, each of the mesh `sizes`: the most that
-    divide them and fit.
+def replica_groups(replicas: int, sizes: Sizes, devices: int) -> int:
+    """Return over how many groups of devices the replicas are spread, each a mesh of
+    `sizes`.
     """
     each = math.prod(size for size in sizes if size != -1)
     fitting = [
@@ -110,69 +116,74 @@ def places_of(replicas: int, sizes: Sizes, devices: int) -> int:
 
 
 def is_inside_replica() -> bool:
-    """Return whether what is traced is the program of a replica."""
+    """Return whether the program of a DiLoCo replica is being traced."""
     return REPLICA in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def over_devices(
     fun: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.shard_map` over a mesh; inside a replica over the axes of `Sizes` alone."""
+    """Return `jax.shard_map` over a mesh; inside a replica over the axes of
+    `Sizes` alone.
+    """
     if not is_inside_replica():
         return jax.shard_map(
             fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
     inner: Any = jax.sharding.get_abstract_mesh()
-    names = set(Sizes._fields)
     return jax.shard_map(
         fun,
         mesh=inner,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=names,
+        axis_names=set(Sizes._fields),
         check_vma=False,
     )
 
 
 def devices_of_replica(mesh: Mesh) -> int:
-    """How many devices compute one step: those of one replica, or all."""
+    """Return the number of devices that compute one step: those of one replica, or
+    all.
+    """
     return math.prod(mesh.shape[axis] for axis in Sizes._fields)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a mesh that a whole batch is split over."""
+    """Return the mesh axes over which a whole batch is split."""
     return tuple(axis for axis in (REPLICA, *BATCH_AXES) if axis in mesh.shape)
 
 
 def batch_devices(mesh: Mesh, replicas: int = 1) -> int:
-    """In how many parts a batch is split: over the devices of a replica, times how many
-    of these there are.
+    """Return the number of parts of a batch: the devices of a replica that split it,
+    times the replicas.
     """
     return replicas * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Return the sharding in which every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For [A, B, T+1]: each device holds its share of B."""
+    """Return the sharding of [A, B, T+1] in which each device holds its share of B."""
     return NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
 
 
 def abstract_batch(
     accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh
 ) -> Tokens:
-    """Shapes, dtypes and shardings of a step's batch of `batch_size` sequences."""
+    """Return shapes, dtypes and shardings of a step's batch of `batch_size`
+    sequences.
+    """
     shape = (accum, batch_size // accum, context + 1)
     tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return Tokens(tokens, tokens if document_mask else None)
 
 
 def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
-    """The global arrays [accum, B / accum, T+1] of a step; each process copies only the
-    rows of its own devices.
+    """Return the global arrays [accum, B / accum, T+1] of a step; each process copies
+    the rows of its devices.
     """
     sharding = batch_sharding(mesh)
 
@@ -182,6 +193,5 @@ def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
             micro.shape, sharding, lambda index: micro[index]
         )
 
-    return Tokens(
-        place(batch.tokens), None if batch.segments is None else place(batch.segments)
-    )
+    segments = None if batch.segments is None else place(batch.segments)
+    return Tokens(place(batch.tokens), segments)

@@ -1,6 +1,4 @@
-"""Several processes of one run: how they start, refuse together and agree on a
-number.
-"""
+"""Several processes of one run: how they start, fail together and agree on a number."""
 
 import contextlib
 import os
@@ -21,17 +19,18 @@ PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCES
 
 
 def start_processes(config: Mapping[str, Any]) -> None:
-    """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by
-    JAX (Slurm, Kubernetes, MPI).
+    """Join the other processes of this run.
+
+    They are named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI).
 
     Args:
-      config: all settings, section by section, which must be the same in all of them.
+      config: all settings, group by group, which must be the same in all processes.
 
     Raises:
       UserError: they could not be joined; or, in all of them, one has other settings.
     """
-    # JAX's own service catches SIGTERM, for all of the process's life; the loop has its
-    # own handler, and agreement.
+    # JAX's own service would catch SIGTERM for the whole life of the process; the loop
+    # has its own handler, and agreement.
     jax.config.update("jax_enable_preemption_service", False)
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
     try:
@@ -48,8 +47,8 @@ def start_processes(config: Mapping[str, Any]) -> None:
     check_same(config)
 
 
-# Where things are, which may be elsewhere on each machine.
-PLACES = {
+# Paths, which may differ between machines.
+PATH_KEYS = {
     "run_dir",
     "compile_cache",
     "init_from",
@@ -61,27 +60,27 @@ PLACES = {
 
 
 def check_same(config: Mapping[str, Any]) -> None:
-    """Raise UserError in all processes where one has another setting: else they would
-    wait for each other for ever.
+    """Raise UserError in all processes if one has another setting.
+
+    Otherwise they would wait for each other forever.
     """
-    settings = {
-        f"{name}.{key}" if key else name: value
-        for name, section in config.items()
-        for key, value in (
-            section.items() if isinstance(section, Mapping) else [("", section)]
-        )
-    }
-    names = sorted(settings.keys() - PLACES)
-    own = np.array(
+    settings: dict[str, Any] = {}
+    for name, section in config.items():
+        if isinstance(section, Mapping):
+            settings |= {f"{name}.{key}": value for key, value in section.items()}
+        else:
+            settings[name] = section
+    names = sorted(settings.keys() - PATH_KEYS)
+    checksums = np.array(
         [zlib.crc32(repr(settings[name]).encode()) for name in names], np.uint32
     )
-    of_all = multihost_utils.process_allgather(own)
-    others = np.flatnonzero((of_all != of_all[:1]).any(axis=1))
+    all_checksums = multihost_utils.process_allgather(checksums)
+    others = np.flatnonzero((all_checksums != all_checksums[:1]).any(axis=1))
     if others.size:
         differ = [
             name
             for name, same in zip(
-                names, (of_all == of_all[:1]).all(axis=0), strict=True
+                names, (all_checksums == all_checksums[:1]).all(axis=0), strict=True
             )
             if not same
         ]
@@ -91,16 +90,15 @@ def check_same(config: Mapping[str, Any]) -> None:
         )
 
 
-WORDS = 1000  # bytes of a refusal
+MESSAGE_BYTES = 1000  # of an error that all processes raise
 
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Around what the first process does for all: its UserError is raised in all of
-    them, with its exit code.
+    """Raise the UserError of the first process in all of them, with its exit code.
 
-    Else the others would go on, and end otherwise, which a cluster takes for a crash
-    and starts again.
+    For what the first process does for all. The others would go on and end otherwise,
+    which a cluster takes for a crash and restarts.
     """
     refusal: UserError | None = None
     try:
@@ -108,40 +106,38 @@ def refused_together() -> Iterator[None]:
     except UserError as error:
         refusal = error
     if jax.process_count() > 1:
-        said = np.frombuffer(
-            str(refusal or "").encode()[:WORDS].ljust(WORDS, b"\0"), np.uint8
+        message = np.frombuffer(
+            str(refusal or "").encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"),
+            np.uint8,
         )
-        first = (
-            multihost_utils.broadcast_one_to_all(said)
+        first_message = (
+            multihost_utils.broadcast_one_to_all(message)
             .tobytes()
             .rstrip(b"\0")
             .decode(errors="replace")
         )
-        refusal = refusal or (UserError(first) if first else None)
+        refusal = refusal or (UserError(first_message) if first_message else None)
     if refusal is not None:
         raise refusal
 
 
 class Agreement:
-    """The largest number that any process gave, the same in all of them; each must ask
+    """The largest number that any process gave, the same in all; each must call it
     equally often.
 
-    Nobody waits for an answer: with several processes it is the one to the question
-    before.
+    Nobody waits: with several processes the answer is that to the previous call.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._largest = jax.jit(jnp.max, out_shardings=replicated(mesh))
-        self._asked = self._ask(0)
+        self._pending = self._ask(0)
 
     def __call__(self, number: int) -> int:
-        """Give `number` (at least 0). 0 is the answer to the first question of several
-        processes.
-        """
+        """Give `number` (at least 0); several processes get 0 from the first call."""
         if jax.process_count() == 1:
             return number
-        answer, self._asked = self._asked, self._ask(number)
+        answer, self._pending = self._pending, self._ask(number)
         return int(answer)
 
     def _ask(self, number: int) -> jax.Array:

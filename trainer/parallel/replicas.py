@@ -1,10 +1,10 @@
-"""Replicas that train apart: their states, the inner step of all of them, the exchange,
-and when each of both happens.
+"""DiLoCo replicas: their states, the inner step of all of them, the exchange, and when
+each happens.
 
-The inner step is the run's own, of each replica on its rows of the batch and its part
-of the devices, with random bits of its own; nothing that it computes is sent to another
-replica but the figures of the row. The exchange is a program of its own
-(`diloco.exchange`), after which all replicas have the outer weights.
+The inner step is the run's own. Each replica takes it on its rows of the batch and its
+part of the devices, with random bits of its own; only the figures of the row are sent
+between replicas. The exchange is a program of its own (`diloco.exchange`), after which
+all replicas have the outer weights.
 
 Legend: K replicas, R of them on a device, A micro-batches, B sequences of one, b those
 of a replica, T tokens.
@@ -23,67 +23,71 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray, as_scaled_array, tree, weights
 from scalify_core.array import is_scaled_array
-from trainer.parallel.diloco import OF_REPLICA, DiLoCoSettings, exchange, fragments_of
+from trainer.parallel.diloco import (
+    REPLICA_STREAM,
+    DiLoCoSettings,
+    exchange,
+    fragments_of,
+)
 from trainer.parallel.mesh import BATCH_AXES, REPLICA, over_devices
-from trainer.parallel.sharding import of_parameters
+from trainer.parallel.sharding import parameter_partitions
 from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import with_part
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
-OF_OUTER = 0x165667B1  # of the rounding of outer weights
+OUTER_STREAM = 0x165667B1  # random bits of the rounding of outer weights
 
 
 class Storage(NamedTuple):
-    """How residuals and the outer momentum are kept: in a dtype, as scaled arrays or
-    not.
+    """The storage of residuals and outer momentum: a dtype, and whether they are scaled
+    arrays.
     """
 
     dtype: np.dtype
     scaled: bool
 
     def store(self, x: jax.Array, scale: Any = None) -> Any:
-        """FP32 `x` as it is kept, at a scale; None: at that of its RMS."""
-        return (
-            as_scaled_array(x, scale, self.dtype)
-            if self.scaled
-            else x.astype(self.dtype)
-        )
+        """Store FP32 `x` at a scale; None: that of its RMS."""
+        if self.scaled:
+            return as_scaled_array(x, scale, self.dtype)
+        return x.astype(self.dtype)
 
 
-def one_of(accept: jax.Array, new: Any, old: Any) -> Any:
-    """An array as it is kept, `new` where `accept` is true, with its scale, else `old`,
-    in every bit.
+def select(accept: jax.Array, new: Any, old: Any) -> Any:
+    """Return the stored array `new` where `accept` is true, with its scale, else `old`,
+    bit-exactly.
     """
     return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 
-def finite_part(kept: Any) -> Any:
-    """An array as it is kept, zero where it is not finite: that could never be sent."""
+def zero_nonfinite(stored: Any) -> Any:
+    """Return a stored array with zeros for what is not finite: it could never be
+    sent.
+    """
 
-    def of_data(x: jax.Array) -> jax.Array:
+    def finite(x: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
-    return (
-        ScaledArray(of_data(kept.data), kept.scale)
-        if is_scaled_array(kept)
-        else of_data(kept)
-    )
+    if is_scaled_array(stored):
+        return ScaledArray(finite(stored.data), stored.scale)
+    return finite(stored)
 
 
-def stacked(part: Any, replicas: int) -> Any:
-    """A tree, K times: every array [K, ...], scales of ScaledArrays as they are."""
+def stacked(params: Any, replicas: int) -> Any:
+    """Return a tree with every array repeated, [K, ...]; scales stay as they are."""
 
-    def of_array(x: jax.Array) -> jax.Array:
+    def repeat(x: Any) -> Any:
+        if is_scaled_array(x):
+            return ScaledArray(repeat(x.data), x.scale)
         return jnp.broadcast_to(x, (replicas, *x.shape))
 
-    return tree.map_arrays(
-        lambda x: (
-            ScaledArray(of_array(x.data), x.scale)
-            if is_scaled_array(x)
-            else of_array(x)
-        ),
-        part,
-    )
+    return tree.map_arrays(repeat, params)
+
+
+def replica_keys(key: jax.Array, count: int) -> jax.Array:
+    """Return a key for each replica, [K]; the first one has the run's."""
+    keys = [key, *(jax.random.fold_in(key, k) for k in range(1, count))]
+    return jnp.stack(keys)
 
 
 def with_replicas(
@@ -92,35 +96,32 @@ def with_replicas(
     diloco: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
-    """The first state of replicas, from that of a run without: all begin with its
-    weights, and random keys differ.
+    """Return the first state of replicas, from that of a run without.
+
+    All replicas have its weights; their random keys differ.
     """
-    packed = jax.tree.map(
+    opt_state, scaling = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (diloco.replicas, *x.shape)),
         (tree.pack(state.opt_state), state.scaling),
     )
-    others = [
-        state.key,
-        *(jax.random.fold_in(state.key, k) for k in range(1, diloco.replicas)),
-    ]
     states = TrainState(
-        stacked(state.params, diloco.replicas), packed[0], jnp.stack(others), packed[1]
+        stacked(state.params, diloco.replicas),
+        opt_state,
+        replica_keys(state.key, diloco.replicas),
+        scaling,
     )
-    residuals_and_momentum = first_residuals(trained(state.params), diloco, storage)
-    return TrainState(
-        state.params,
-        (),
-        state.key,
-        state.scaling,
-        Replicas(states, *residuals_and_momentum),
+    replicas = Replicas(
+        states, *first_residuals(trained(state.params), diloco, storage)
     )
+    return TrainState(state.params, (), state.key, state.scaling, replicas)
 
 
 def first_residuals(
     params: Any, diloco: DiLoCoSettings, storage: Storage
 ) -> tuple[Any, Any]:
-    """Residuals and outer momentum of these parameters before the first exchange, ()
-    for what is not kept.
+    """Return the residuals and the outer momentum before the first exchange.
+
+    () for what the run does not have.
     """
 
     def zeros(p: Any, *axes: int) -> Any:
@@ -128,12 +129,12 @@ def first_residuals(
             jnp.zeros((*axes, *p.shape), jnp.float32), jnp.float32(2.0**-126)
         )
 
-    residuals = (
-        tree.map_arrays(lambda p: zeros(p, diloco.replicas), params)
-        if diloco.feedback
-        else ()
-    )
-    return residuals, tree.map_arrays(zeros, params) if diloco.momentum else ()
+    residuals, momentum = (), ()
+    if diloco.feedback:
+        residuals = tree.map_arrays(lambda p: zeros(p, diloco.replicas), params)
+    if diloco.momentum:
+        momentum = tree.map_arrays(zeros, params)
+    return residuals, momentum
 
 
 def with_residuals(
@@ -142,64 +143,63 @@ def with_residuals(
     diloco: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
-    """A state of as many replicas, perhaps without feedback or momentum, as that of a
-    run that has what `diloco` has.
+    """Return a state of as many replicas with the residuals and momentum of `diloco`.
 
-    What it has not kept so far begins with zeros; what is not kept from now on is gone.
+    Those that the state does not have start at zero; others are dropped.
     """
-    old: Replicas = state.diloco
-    own = zip(
-        (old.residuals, old.momentum),
-        first_residuals(trained(state.params), diloco, storage),
-        strict=True,
+    saved: Replicas = state.diloco
+
+    def continued(saved: Any, first: Any) -> Any:
+        return saved if jax.tree.leaves(saved) and jax.tree.leaves(first) else first
+
+    residuals, momentum = first_residuals(trained(state.params), diloco, storage)
+    replicas = Replicas(
+        saved.states,
+        continued(saved.residuals, residuals),
+        continued(saved.momentum, momentum),
     )
-    parts = [
-        was if jax.tree.leaves(was) and jax.tree.leaves(new) else new
-        for was, new in own
-    ]
-    return dataclasses.replace(state, diloco=Replicas(old.states, *parts))
+    return dataclasses.replace(state, diloco=replicas)
 
 
 def resized(state: TrainState, count: int) -> TrainState:
-    """A state as checkpoints have it, of another number of replicas: the first ones
-    stay as they are.
+    """Return a stored state with another number of replicas; the first ones stay.
 
-    One that is new has the outer weights, the optimiser's state of one of the others in
-    turn, random keys of its own and nothing that rounding has lost; what that was of
-    one that is gone is gone, too.
+    A new replica has the outer weights, the optimizer state of one of the others in
+    turn, random keys of its own and no residual. The residual of a removed one is lost.
     """
-    old: Replicas = state.diloco
-    before = old.states.key.shape[0]
-    index, is_new = np.arange(count) % before, np.arange(count) >= before
+    saved: Replicas = state.diloco
+    saved_count = saved.states.key.shape[0]
+    numbers = np.arange(count)
+    index, is_new = numbers % saved_count, numbers >= saved_count
 
-    def of_replicas(x: jax.Array) -> jax.Array:
+    def select_replicas(x: jax.Array) -> jax.Array:
         return x[index] if x.ndim else x
 
-    def but_new(x: jax.Array, other: Any) -> jax.Array:
-        return (
-            jnp.where(is_new.reshape(-1, *(1,) * (x.ndim - 1)), other, x)
-            if x.ndim
-            else x
-        )
+    def replace_new(x: jax.Array, value: Any) -> jax.Array:
+        if not x.ndim:
+            return x
+        return jnp.where(is_new.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
 
-    states = jax.tree.map(of_replicas, old.states)
-    params = jax.tree.map(
-        lambda x, outer: but_new(x, outer[None]) if x.ndim else x,
-        states.params,
-        state.params,
+    def new_params(x: jax.Array, outer: jax.Array) -> jax.Array:
+        return replace_new(x, outer[None]) if x.ndim else x
+
+    states = jax.tree.map(select_replicas, saved.states)
+    states = dataclasses.replace(
+        states,
+        params=jax.tree.map(new_params, states.params, state.params),
+        key=replica_keys(state.key, count),
     )
-    keys = [state.key, *(jax.random.fold_in(state.key, k) for k in range(1, count))]
-    states = dataclasses.replace(states, params=params, key=jnp.stack(keys))
     residuals = jax.tree.map(
-        lambda x: but_new(of_replicas(x), jnp.zeros((), x.dtype)), old.residuals
+        lambda x: replace_new(select_replicas(x), jnp.zeros((), x.dtype)),
+        saved.residuals,
     )
-    return dataclasses.replace(state, diloco=Replicas(states, residuals, old.momentum))
+    return dataclasses.replace(
+        state, diloco=Replicas(states, residuals, saved.momentum)
+    )
 
 
 def with_params(state: TrainState, params: Any) -> TrainState:
-    """A state with the same weights at other scales; those of its replicas get these
-    too.
-    """
+    """Return a state with the same weights at other scales, also in its replicas."""
     if not isinstance(state.diloco, Replicas):
         return dataclasses.replace(state, params=params)
     states = state.diloco.states
@@ -211,9 +211,9 @@ def with_params(state: TrainState, params: Any) -> TrainState:
     )
 
 
-def with_moments_of_first(state: TrainState) -> TrainState:
-    """A state as that of a run without replicas: the outer weights, and the first
-    replica's optimiser.
+def first_replica(state: TrainState) -> TrainState:
+    """Return a state without replicas: the outer weights, and the first replica's
+    optimizer state.
     """
     if not isinstance(state.diloco, Replicas):
         return state
@@ -224,11 +224,11 @@ def with_moments_of_first(state: TrainState) -> TrainState:
 def make_inner(
     step: StepFn, mesh: Mesh, diloco: DiLoCoSettings
 ) -> Callable[[Any, Tokens, Hyper], tuple[Any, Metrics]]:
-    """The step of all replicas: `(states, batch, hyper) -> (states, metrics)`.
+    """Return the step of all replicas: `(states, batch, hyper) -> (states, metrics)`.
 
     The batch is that of a run without replicas, [A, B, T+1]: replica k has the rows
-    that device k of K would have. Metrics are means over the replicas that take part;
-    `finite` says of all of them.
+    that device k of K would have. Metrics are means over the participating replicas;
+    `finite` is true if all of them are.
     """
     replicas = diloco.replicas
     # Traced into `shard_map` itself, constants that nothing reads become its arguments,
@@ -244,74 +244,82 @@ def make_inner(
             x, NamedSharding(mesh, PartitionSpec(REPLICA, None, BATCH_AXES))
         )
 
-    def of_replica(
+    def replica_step(
         state: Any,
         batch: Tokens,
         number: jax.Array,
         takes_part: jax.Array,
         hyper: Hyper,
     ) -> Any:
-        own = hyper._replace(seed=hyper.seed ^ (number * jnp.uint32(OF_REPLICA)))
+        replica_hyper = hyper._replace(
+            seed=hyper.seed ^ (number * jnp.uint32(REPLICA_STREAM))
+        )
         if diloco.participants == replicas:
-            return step(state, batch, own)
-        _, shapes = jax.eval_shape(step, state, batch, own)
+            return step(state, batch, replica_hyper)
+        _, shapes = jax.eval_shape(step, state, batch, replica_hyper)
         idle = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
         return lax.cond(
-            takes_part, lambda: step(state, batch, own), lambda: (state, idle)
+            takes_part, lambda: step(state, batch, replica_hyper), lambda: (state, idle)
         )
 
     def inner(states: Any, batch: Tokens, hyper: Hyper) -> tuple[Any, Metrics]:
-        def of_device(
+        def on_device(
             states: Any,
             batch: Tokens,
             numbers: jax.Array,
-            drawn: jax.Array,
+            participating: jax.Array,
             hyper: Hyper,
         ) -> Any:
-            def turn(_: None, one: tuple[Any, ...]) -> tuple[None, Any]:
-                state, rows, number, takes_part = one
-                return None, of_replica(state, rows, number, takes_part, hyper)
+            def next_replica(_: None, replica: tuple[Any, ...]) -> tuple[None, Any]:
+                state, rows, number, takes_part = replica
+                return None, replica_step(state, rows, number, takes_part, hyper)
 
-            each = (states, batch, numbers, drawn)
+            inputs = (states, batch, numbers, participating)
             if len(numbers) > 1:
-                return lax.scan(turn, None, each)[1]
+                return lax.scan(next_replica, None, inputs)[1]
             return jax.tree.map(
-                lambda x: x[None], turn(None, jax.tree.map(lambda x: x[0], each))[1]
+                lambda x: x[None],
+                next_replica(None, jax.tree.map(lambda x: x[0], inputs))[1],
             )
 
-        places = PartitionSpec(REPLICA)
-        numbers, drawn = (
+        by_replica = PartitionSpec(REPLICA)
+        numbers, participating = (
             jnp.arange(replicas, dtype=jnp.uint32),
-            diloco.drawn(hyper.seed, hyper.step),
+            diloco.participating(hyper.seed, hyper.step),
         )
         states, metrics = jax.shard_map(
-            of_device,
+            on_device,
             mesh=mesh,
-            in_specs=(places, places, places, places, PartitionSpec()),
-            out_specs=places,
+            in_specs=(by_replica, by_replica, by_replica, by_replica, PartitionSpec()),
+            out_specs=by_replica,
             axis_names={REPLICA},
             check_vma=False,
-        )(states, jax.tree.map(rows_of_replicas, batch), numbers, drawn, hyper)
+        )(states, jax.tree.map(rows_of_replicas, batch), numbers, participating, hyper)
         # added up in the same order wherever replicas lie
         everywhere = NamedSharding(mesh, PartitionSpec())
-        return states, of_all(lax.with_sharding_constraint(metrics, everywhere), drawn)
+        return states, combine_metrics(
+            lax.with_sharding_constraint(metrics, everywhere), participating
+        )
 
     return inner
 
 
-def of_all(metrics: Metrics, drawn: jax.Array) -> Metrics:
-    """The figures of a row from those of the replicas, [K] each, of which some have
-    taken part.
-    """
+def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
+    """Return the metrics of a step from those of the replicas, [K] each."""
     taking_part = {
-        name: jnp.where(drawn, metrics[name], 0) for name in ("loss", "grad_norm")
+        name: jnp.where(participating, metrics[name], 0)
+        for name in ("loss", "grad_norm")
     }
     figures = {
-        name: functools.reduce(jnp.add, list(x)) / jnp.sum(drawn)
+        name: functools.reduce(jnp.add, list(x)) / jnp.sum(participating)
         for name, x in taking_part.items()
     }
-    bad = jnp.max(jnp.where(drawn, metrics["bad_leaf"], -1))
-    return {**figures, "finite": jnp.all(metrics["finite"] | ~drawn), "bad_leaf": bad}
+    bad = jnp.max(jnp.where(participating, metrics["bad_leaf"], -1))
+    return {
+        **figures,
+        "finite": jnp.all(metrics["finite"] | ~participating),
+        "bad_leaf": bad,
+    }
 
 
 def make_exchange(
@@ -323,42 +331,56 @@ def make_exchange(
     trained: Callable[[Any], Any],
     rounding: weights.Rounding,
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
-    """The exchange of a fragment and what the outer optimiser makes of it:
-    `(state, steps taken, seed) -> state`.
+    """Return the exchange of a fragment and the outer update: `(state, steps taken,
+    seed) -> state`.
 
     Args:
       fragment: its number.
-      mesh, roles: of the parameters that are trained, which say what of each a device
-          has.
-      diloco: how replicas agree.
+      mesh: of the devices.
+      roles: of the trained parameters, which say what a device holds.
+      diloco: the settings.
       storage: of residuals and momentum.
-      trained: the part of the parameters that is.
+      trained: selects the trained parameters.
       rounding: of narrow outer weights.
     """
 
-    def run(state: TrainState, step: jax.Array, seed: jax.Array) -> TrainState:
-        old: Replicas = state.diloco
-        outer, states = trained(state.params), old.states
-        before, own = tree.leaves(outer), tree.leaves(trained(states.params))
-        residuals, momenta = tree.leaves(old.residuals), tree.leaves(old.momentum)
-        mine = fragments_of([p.size for p in before], diloco.fragments)[fragment]
-        deltas = [weights.wide(before[i])[None] - weights.wide(own[i]) for i in mine]
+    def exchange_fragment(
+        state: TrainState, step: jax.Array, seed: jax.Array
+    ) -> TrainState:
+        saved: Replicas = state.diloco
+        outer, states = trained(state.params), saved.states
+        outer_leaves, replica_leaves = (
+            tree.leaves(outer),
+            tree.leaves(trained(states.params)),
+        )
+        residuals, momenta = tree.leaves(saved.residuals), tree.leaves(saved.momentum)
+        numbers = fragments_of([p.size for p in outer_leaves], diloco.fragments)[
+            fragment
+        ]
+        deltas = [
+            weights.wide(outer_leaves[i])[None] - weights.wide(replica_leaves[i])
+            for i in numbers
+        ]
         if diloco.feedback:
             deltas = [
                 delta + weights.wide(residuals[i])
-                for delta, i in zip(deltas, mine, strict=True)
+                for delta, i in zip(deltas, numbers, strict=True)
             ]
-        specs = jax.tree.leaves(of_parameters(outer, mesh, roles))
-        parts = [specs[i] for i in mine]
-        of_replicas = [PartitionSpec(REPLICA, *spec) for spec in parts]
+        specs = jax.tree.leaves(parameter_partitions(outer, mesh, roles))
+        specs_of_fragment = [specs[i] for i in numbers]
+        replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs_of_fragment]
         everywhere = PartitionSpec()
         means, lost, scales = over_devices(
             lambda deltas, seed, step: tuple(
-                exchange(deltas, diloco, seed, step, mine)
+                exchange(deltas, diloco, seed, step, numbers)
             ),
             mesh,
-            in_specs=(of_replicas, everywhere, everywhere),
-            out_specs=(parts, of_replicas if diloco.feedback else [], everywhere),
+            in_specs=(replica_specs, everywhere, everywhere),
+            out_specs=(
+                specs_of_fragment,
+                replica_specs if diloco.feedback else [],
+                everywhere,
+            ),
         )(deltas, seed, step)
         # What is not finite changes nothing: the replicas go on from the outer weights,
         # and still have to send what earlier roundings lost.
@@ -367,52 +389,54 @@ def make_exchange(
         if diloco.momentum:
             speeds = [
                 diloco.momentum * weights.wide(momenta[i]) + d
-                for d, i in zip(means, mine, strict=True)
+                for d, i in zip(means, numbers, strict=True)
             ]
             updates = [
                 d + diloco.momentum * speed
                 for d, speed in zip(means, speeds, strict=True)
             ]
-            for i, speed in zip(mine, speeds, strict=True):
-                momenta[i] = one_of(accept, storage.store(speed), momenta[i])
-        for j, i in enumerate(mine if diloco.feedback else []):
-            residuals[i] = one_of(
-                accept, storage.store(lost[j], scales[j]), finite_part(residuals[i])
+            for i, speed in zip(numbers, speeds, strict=True):
+                momenta[i] = select(accept, storage.store(speed), momenta[i])
+        for j, i in enumerate(numbers if diloco.feedback else []):
+            residuals[i] = select(
+                accept, storage.store(lost[j], scales[j]), zero_nonfinite(residuals[i])
             )
         new = weights.apply_updates(
-            [before[i] for i in mine],
+            [outer_leaves[i] for i in numbers],
             [-diloco.lr * update for update in updates],
             rounding=rounding,
-            seed=seed ^ jnp.uint32(OF_OUTER),
+            seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
             accept=accept,
-            numbers=mine,
+            numbers=numbers,
         )
-        for p, i in zip(new, mine, strict=True):
-            before[i], own[i] = p, stacked(p, diloco.replicas)
-        shape = jax.tree.structure(outer, is_leaf=is_scaled_array)
-        build = lambda found: jax.tree.unflatten(shape, found) if found else ()
+        for p, i in zip(new, numbers, strict=True):
+            outer_leaves[i], replica_leaves[i] = p, stacked(p, diloco.replicas)
+        structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
+
+        def build(leaves: list[Any]) -> Any:
+            return jax.tree.unflatten(structure, leaves) if leaves else ()
+
         states = dataclasses.replace(
-            states, params=with_part(states.params, build(own))
+            states, params=with_part(states.params, build(replica_leaves))
         )
         return dataclasses.replace(
             state,
-            params=with_part(state.params, build(before)),
+            params=with_part(state.params, build(outer_leaves)),
             scaling=jax.tree.map(lambda x: jnp.max(x, axis=0), states.scaling),
             diloco=Replicas(states, build(residuals), build(momenta)),
         )
 
-    return run
+    return exchange_fragment
 
 
 class DiLoCoStep:
-    """A step of all replicas and the exchanges that are due after it; itself a
-    `StepFn`.
+    """A step of all replicas and the exchanges that are due after it; a `StepFn`.
 
     Attributes:
       inner: the compiled step of all replicas; see `make_inner`.
-      exchanges: those of the fragments, compiled; see `make_exchange`.
-      diloco: when which of them is due.
+      exchanges: of the fragments, compiled; see `make_exchange`.
+      diloco: says when a fragment is due.
     """
 
     def __init__(
@@ -426,7 +450,7 @@ class DiLoCoStep:
     def __call__(
         self, state: TrainState, batch: Tokens, hyper: Hyper
     ) -> tuple[TrainState, Metrics]:
-        """The state after the step, exchanged where that is due, and its metrics.
+        """Return the state after the step and its exchanges, and the metrics.
         `hyper.step` is on the host.
         """
         replicas, metrics = self.inner(state.diloco.states, batch, hyper)
@@ -439,11 +463,11 @@ class DiLoCoStep:
         return state, metrics
 
     def as_text(self) -> str | None:
-        """The program of the inner step."""
+        """Return the program of the inner step."""
         return self.inner.as_text()
 
     def memory_analysis(self) -> Any:
-        """Of the inner step, beside which the exchange is small: it holds a fragment in
+        """Return the memory of the inner step; the exchange needs little, a fragment in
         FP32.
         """
         return self.inner.memory_analysis()

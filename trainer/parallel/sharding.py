@@ -1,13 +1,11 @@
-"""Where each array of the state lives: which of its axes is split over which axis of
-the mesh.
+"""Sharding of the state: which axis of each array is split over which axis of the mesh.
 
 `fsdp` splits every parameter, its gradient and its moments along the first axis that it
-divides; scales and whatever is too small stay whole, and so does what is no parameter
-and no moment of one. `tensor` splits attention and MLP as Megatron does: by heads and
-hidden channels, the columns of the first layer and the rows of the second. Which axis
-that is, the parameter's role says. Columns that are queries, keys and values of all
-heads, one after the other, have no contiguous part that is a device's share: such a
-kernel is stored in rows.
+divides. Scales, small arrays, and all that is no parameter or moment stay whole.
+`tensor` splits attention and MLP as Megatron does: by heads and hidden channels, the
+columns of the first layer and the rows of the second. The parameter's role says which
+axis that is. Columns that hold queries, keys and values of all heads one after another
+have no contiguous part for a device: such a kernel is split in rows.
 
 Legend: D model, F width of a layer's output, L layers.
 
@@ -32,14 +30,14 @@ from trainer.step.state import REPLICA_FIELDS
 def partition(
     role: Role | None, shape: Sequence[int], sizes: dict[str, int]
 ) -> PartitionSpec:
-    """How an array of the state is split over a mesh whose axes have these sizes.
+    """Return how an array of the state is split over a mesh.
 
-    Of a kernel [D, F] that both axes split, `fsdp` has the rows; where `tensor` has
-    those too, each of its shares.
+    Of a kernel [D, F] that both axes split, `fsdp` splits the rows; where `tensor`
+    splits those too, each of its shares.
 
     Args:
       role: of the parameter that it is, or is a moment of; None: it is neither.
-      shape: its own; that of a factored moment is not the parameter's.
+      shape: of the array; a factored moment's is not the parameter's.
       sizes: of the mesh's axes.
     """
     axes: list[Any] = [None] * len(shape)
@@ -61,89 +59,86 @@ def partition(
 
 
 def fsdp_axis(spec: PartitionSpec) -> int | None:
-    """The axis that `fsdp` splits; None: none."""
+    """Return the axis that `fsdp` splits; None if there is none."""
     return next((i for i, entry in enumerate(spec) if entry and "fsdp" in entry), None)
 
 
 def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """All axes of the mesh that an array is split over."""
-    return tuple(
-        name
-        for entry in spec
-        if entry
-        for name in ((entry,) if isinstance(entry, str) else entry)
-    )
+    """Return all mesh axes that an array is split over."""
+    axes: list[str] = []
+    for entry in spec:
+        if isinstance(entry, str):
+            axes.append(entry)
+        elif entry:
+            axes += entry
+    return tuple(axes)
 
 
-def mapped(
+def map_partitions(
     make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, roles: Any
 ) -> Any:
-    """`make` of every array of a tree and its `partition`; the arrays of a packed tree
-    are where they were.
+    """Apply `make` to every array of a tree and its `partition`.
 
-    Arrays of replicas have an axis of these in front, which is split over the axis
-    REPLICA of the mesh.
-
-    `roles`: of the parameters, see `roles.role_of`.
+    The arrays of a packed tree stay in their places. Arrays of DiLoCo replicas have a
+    leading axis, which is split over the mesh axis REPLICA. `roles`: of the parameters,
+    see `roles.role_of`.
     """
     sizes = dict(mesh.shape)
 
-    def of_array(path: Any, x: Any, stacked: bool) -> Any:
+    def make_array(path: Any, x: Any, stacked: bool) -> Any:
+        role = role_of(roles, path)
         if stacked and x.shape:
-            return make(
-                x,
-                PartitionSpec(
-                    REPLICA, *partition(role_of(roles, path), x.shape[1:], sizes)
-                ),
-            )
-        return make(x, partition(role_of(roles, path), x.shape, sizes))
+            spec = PartitionSpec(REPLICA, *partition(role, x.shape[1:], sizes))
+        else:
+            spec = partition(role, x.shape, sizes)
+        return make(x, spec)
 
-    def of_leaf(path: Any, x: Any) -> Any:
+    def make_leaf(path: Any, x: Any) -> Any:
         stacked = any(
             isinstance(entry, GetAttrKey) and entry.name in REPLICA_FIELDS
             for entry in path
         )
         if not isinstance(x, Packed):
-            return of_array(path, x, stacked)
+            return make_array(path, x, stacked)
         paths = jax.tree_util.tree_leaves_with_path(
             jax.tree.unflatten(x.structure, x.names)
         )
         arrays = {
             name: jax.tree.map(
-                functools.partial(of_array, path, stacked=stacked), x.arrays[name]
+                functools.partial(make_array, path, stacked=stacked), x.arrays[name]
             )
             for path, name in paths
         }
         return dataclasses.replace(
-            x, arrays=arrays, scales=of_array((), x.scales, stacked)
+            x, arrays=arrays, scales=make_array((), x.scales, stacked)
         )
 
     return jax.tree_util.tree_map_with_path(
-        of_leaf, tree, is_leaf=lambda x: isinstance(x, Packed)
+        make_leaf, tree, is_leaf=lambda x: isinstance(x, Packed)
     )
 
 
 def partitions(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """`partition` of every array of a tree, a ScaledArray's data and scale among
-    them.
+    """Return the `partition` of every array of a tree, among them a ScaledArray's data
+    and scale.
     """
-    return mapped(lambda x, spec: spec, tree, mesh, roles)
+    return map_partitions(lambda x, spec: spec, tree, mesh, roles)
 
 
 def shardings(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """The same as shardings, for `jax.jit` and `jax.device_put`."""
-    return mapped(lambda x, spec: NamedSharding(mesh, spec), tree, mesh, roles)
+    """Return `partitions` as shardings, for `jax.jit` and `jax.device_put`."""
+    return map_partitions(lambda x, spec: NamedSharding(mesh, spec), tree, mesh, roles)
 
 
-def of_parameters(params: Any, mesh: Mesh, roles: Any) -> Any:
-    """`partition` of every parameter, as one: of a ScaledArray that of its data."""
+def parameter_partitions(params: Any, mesh: Mesh, roles: Any) -> Any:
+    """Return the `partition` of every parameter; for a ScaledArray that of its data."""
     sizes = dict(mesh.shape)
     return map_arrays(lambda p, role: partition(role, p.shape, sizes), params, roles)
 
 
 def abstract(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """Shapes, dtypes and shardings of a tree of arrays or of their shapes."""
-    return mapped(
+    """Return shapes, dtypes and shardings of a tree of arrays, or of their shapes."""
+    return map_partitions(
         lambda x, spec: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),
@@ -154,14 +149,11 @@ def abstract(tree: Any, mesh: Mesh, roles: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Of the arrays of a tree, of the device that holds most of them."""
+    """Return the bytes of a tree's arrays on the device that holds most of them."""
     held: dict[Any, int] = {}
     for leaf in jax.tree.leaves(tree):
-        leaf = (
-            jax.random.key_data(leaf)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        )
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
         for shard in leaf.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     return max(held.values())

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from trainer.compiled.hlo import Program
 from trainer.parallel.diloco import (
     FORMATS,
-    OF_NUMBER,
-    OF_PIECE,
-    OF_REPLICA,
-    OF_SENT,
+    MAX_ARRAYS,
+    PIECE_STREAM,
+    REPLICA_STREAM,
+    SENT_STREAM,
     DiLoCoSettings,
     bytes_of_exchange,
     decoded,
@@ -24,7 +24,7 @@ from trainer.parallel.diloco import (
     fragments_of,
 )
 from trainer.parallel.mesh import REPLICA, make_mesh
-from trainer.parallel.replicas import OF_OUTER
+from trainer.parallel.replicas import OUTER_STREAM
 
 SHAPES = ((5, 3), (4,), (16, 24))  # 15 elements are split over no number of replicas
 PLAIN = DiLoCoSettings(
@@ -134,9 +134,9 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
 
 
 def test_random_bits_of_an_exchange_are_those_of_no_step_and_of_no_other_exchange():
-    own = [OF_SENT, OF_PIECE, OF_OUTER]
+    own = [SENT_STREAM, PIECE_STREAM, OUTER_STREAM]
     assert len(set(own)) == 3
-    assert not {k * OF_REPLICA % 2**32 for k in range(OF_NUMBER)} & set(own)
+    assert not {k * REPLICA_STREAM % 2**32 for k in range(MAX_ARRAYS)} & set(own)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])
@@ -157,12 +157,12 @@ def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_not
     assert diloco.feedback
     seen = set()
     for step in (8, 16, 24, 32, 40):
-        drawn = np.asarray(diloco.drawn(np.uint32(7), np.int32(step - 1)))
+        drawn = np.asarray(diloco.participating(np.uint32(7), np.int32(step - 1)))
         assert drawn.sum() == 3
         seen |= set(np.flatnonzero(drawn))
         # All steps of a round draw the same, and the exchange at its end.
         np.testing.assert_array_equal(
-            drawn, diloco.drawn(np.uint32(7), np.int32(step - 8))
+            drawn, diloco.participating(np.uint32(7), np.int32(step - 8))
         )
         values = tensors(8)
         means, lost, _ = exchanged(diloco, values, 4, step)

@@ -28,7 +28,7 @@ from trainer.parallel.distribute import (
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import (
     bytes_per_device,
-    of_parameters,
+    parameter_partitions,
     partitions,
     shardings,
 )
@@ -107,7 +107,7 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sum(map(len, bits(state))) / DEVICES, rel=0.05
     )
 
-    specs, comm = of_parameters(state.params, w.mesh, w.model.roles), w.comm
+    specs, comm = parameter_partitions(state.params, w.mesh, w.model.roles), w.comm
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""

@@ -18,7 +18,7 @@ from trainer.compiled.exchange import exchanges_of
 from trainer.errors import UserError
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import abstract_batch, make_mesh
-from trainer.parallel.replicas import DiLoCoStep, with_moments_of_first, with_params
+from trainer.parallel.replicas import DiLoCoStep, first_replica, with_params
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.start import restore_own
 from trainer.step.state import from_stored, to_stored
@@ -326,7 +326,7 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
     diloco = AVERAGE._replace(replicas=4, participants=1, steps=2)
     state, losses = trained(1, diloco, "fp32", 1)
-    (drawn,) = np.flatnonzero(diloco.drawn(np.uint32(0), np.int32(0)))
+    (drawn,) = np.flatnonzero(diloco.participating(np.uint32(0), np.int32(0)))
     for k in range(4):
         same = [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
         assert same == (k != drawn)
@@ -404,7 +404,7 @@ def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
 
 def test_a_state_of_replicas_is_looked_at_as_that_of_a_run_without():
     state, _ = trained(1, NARROW)
-    seen = with_moments_of_first(state)
+    seen = first_replica(state)
     alone = from_stored(first_state(workload("fp32"), 0))
     assert jax.tree.structure(seen) == jax.tree.structure(alone)
     assert [x.shape for x in jax.tree.leaves(seen)] == [
