@@ -31,14 +31,14 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config.composition import (
     CONFIGS,
     Sweep,
-    checked,
-    expanded,
+    build_config,
+    expand_arguments,
     explain,
-    key_of,
     long_forms,
-    resolved,
+    override_key,
+    resolved_yaml,
 )
-from trainer.config.continuing import CommandLine, lay_over
+from trainer.config.continuing import CommandLine, with_saved
 from trainer.config.schema import Config
 from trainer.errors import UserError, broken_pipe_code, complain, leave
 from trainer.run.allocator import keep_freed_memory
@@ -81,7 +81,7 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     changes = {}
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
-    config = checked(tree, line.saved, **changes)
+    config = build_config(tree, line.saved, **changes)
     if config.parallel.distributed and not overrides_of(["run_dir"]):
         raise UserError(
             "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"
@@ -111,7 +111,7 @@ def overrides_of(keys: Collection[str]) -> list[str]:
     run.
     """
     overrides = HydraConfig.get().overrides.task
-    return [override for override in overrides if key_of(override) in keys]
+    return [override for override in overrides if override_key(override) in keys]
 
 
 def remove_empty_output_dir() -> None:
@@ -187,31 +187,33 @@ def main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     EARLY.begun = False
     try:
-        line = expanded(argv)
-        sweep = Sweep.of(line.overrides)
-        complaints = sweep.complaints(line.saved)
+        line = expand_arguments(argv)
+        sweep = Sweep.parse(line.overrides)
+        problems = sweep.problems(line.saved)
     except UserError as error:
         complain(error)
         return error.exit_code
     except OSError as error:
         complain(f"{describe_os_error(error)}; choose another path")
         return 2
-    for complaint in complaints:
-        complain(complaint)
-    if complaints:
+    for problem in problems:
+        complain(problem)
+    if problems:
         return 2
     if line.saved and prints_configuration(argv):
-        print(resolved(line), end="")  # Hydra would print it without the saved settings
+        print(
+            resolved_yaml(line), end=""
+        )  # Hydra would print it without the saved settings
         return 0
     jobs: list[Job] = []
-    given_keys = {key_of(argument) for argument in long_forms(argv)}
+    given_keys = {override_key(argument) for argument in long_forms(argv)}
 
     def job(tree: DictConfig) -> None:
         if jobs and jobs[-1].exit_code in STOPPED:
             remove_empty_output_dir()
             return  # the signal was for the whole sweep
         if not jobs and in_sweep():
-            tracker = lay_over(tree, line.saved)["tracker"]
+            tracker = with_saved(tree, line.saved)["tracker"]
             if tracker["kind"] == "none":
                 print(NO_BEST, flush=True)
         this = Job(Path(HydraConfig.get().runtime.output_dir), overrides_of(sweep.keys))

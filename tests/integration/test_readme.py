@@ -21,7 +21,12 @@ from scripts import evaluate, train_tokenizer
 from scripts import export as export_run
 from scripts.arguments import read
 from trainer.__main__ import STOPPED, main
-from trainer.config.composition import Sweep, compose_or_explain, expanded, is_sweep
+from trainer.config.composition import (
+    Sweep,
+    compose_or_explain,
+    expand_arguments,
+    is_sweep,
+)
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
@@ -55,7 +60,7 @@ def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
         if "model=from_init" in arguments:  # whose directory is not here
             arguments = [a for a in arguments if a != "model=from_init"]
         if is_sweep(arguments):
-            assert Sweep.of(expanded(arguments).overrides).complaints({}) == []
+            assert Sweep.parse(expand_arguments(arguments).overrides).problems({}) == []
         else:
             compose_or_explain([a for a in arguments if a not in ("--cfg", "job")])
         checked += 1

@@ -1,6 +1,5 @@
-"""What a user can set: the schema, its composition from `configs/` and the command
-line, and what is refused.
+"""The configuration: its schema, its composition from `configs/` and the command line,
+and its checks.
 
-Frozen dataclasses; nothing here imports JAX. Only `assembly` and the commands read what
-it gives.
+Read `schema` first.
 """

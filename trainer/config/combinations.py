@@ -1,4 +1,6 @@
-"""Which settings cannot run together, as far as a configuration alone can tell."""
+"""Checks of a configuration that need nothing else: settings that cannot run
+together.
+"""
 
 from dataclasses import fields
 
@@ -13,11 +15,11 @@ def _require(ok: bool, message: str) -> None:
 
 
 def validate(c: Config) -> None:
-    """Refuse what cannot run, as far as the configuration alone can tell; `build`
+    """Refuse a configuration that cannot run, as far as it alone can tell; `build`
     checks devices and tokenizer.
     """
     _check_data(c.data)
-    # which refuses what cannot be built; the tokenizer is not known yet
+    # The spec checks itself. The tokenizer is not known yet.
     c.model.spec(vocab_size=1)
     check_moments(c.optimizer.name, c.precision)
     tokens = c.model.context * c.train.grad_accum_steps
@@ -64,17 +66,16 @@ def validate(c: Config) -> None:
         )
 
 
-MAY_BE_NULL = ("participants", "quorum", "bandwidth_gbps")  # also with replicas
+# Keys that may be null also with replicas.
+MAY_BE_NULL = ("participants", "quorum", "bandwidth_gbps")
 
 
 def _check_diloco(c: Config) -> None:
-    """Refuse DiLoCo keys without replicas, which would change nothing, and replicas
-    without these keys.
+    """Refuse DiLoCo keys without replicas, replicas without these keys, and keys that
+    contradict each other.
     """
-    d, keys = (
-        c.diloco,
-        [field.name for field in fields(DiLoCo) if field.name != "replicas"],
-    )
+    d = c.diloco
+    keys = [field.name for field in fields(DiLoCo) if field.name != "replicas"]
     if d.replicas is None:
         given = [
             f"diloco.{key}={getattr(d, key)}"
@@ -97,90 +98,95 @@ def _check_diloco(c: Config) -> None:
         f"{', '.join(missing)} is null; choose parallel=diloco, which has values, or"
         " give it one",
     )
-    phased = (
-        "train.phases"
-        if c.train.phases is not None
-        else "resume.convert=true"
-        if c.resume.convert
-        else ""
-    )
+    _check_replicas(c, d.replicas)
+    _check_rounds(d, d.replicas)
+    _check_replica_data(c, d.replicas)
+
+
+def _check_replicas(c: Config, replicas: int) -> None:
+    """Refuse settings that change the form of the state, and too few replicas."""
+    converting = ""
+    if c.train.phases is not None:
+        converting = "train.phases"
+    elif c.resume.convert:
+        converting = "resume.convert=true"
     _require(
-        not phased,
-        f"{phased} changes the form of a state, but not that of"
-        f" diloco.replicas={d.replicas} replicas; leave one of them out, or start from"
+        not converting,
+        f"{converting} changes the form of a state, but not that of"
+        f" diloco.replicas={replicas} replicas; leave one of them out, or start from"
         " weights by init_from",
     )
     _require(
         c.precision.weights_rounding != "kahan",
-        "precision.weights_rounding=kahan keeps what rounding loses of one set of"
-        f" weights, not of diloco.replicas={d.replicas} replicas; choose stochastic",
+        "precision.weights_rounding=kahan keeps the rounding error of one set of"
+        f" weights, not of diloco.replicas={replicas} replicas; choose stochastic",
     )
-    steps, fragments, some = (
-        d.sync_every or 1,
-        d.fragments or 1,
-        d.participants or d.replicas,
+    quorum = c.diloco.quorum or 1
+    _require(
+        quorum <= replicas,
+        f"diloco.replicas={replicas} is less than diloco.quorum={quorum}; valid: at"
+        " least as many, or a smaller quorum",
     )
+    _require(
+        c.diloco.bandwidth_gbps != 0,
+        "diloco.bandwidth_gbps=0: expected gigabits a second of the network, or null",
+    )
+
+
+def _check_rounds(d: DiLoCo, replicas: int) -> None:
+    """Refuse fragments and participants that do not fit a round."""
+    steps, fragments = d.sync_every or 1, d.fragments or 1
+    participants = d.participants or replicas
     _require(
         fragments <= steps,
         f"diloco.fragments={fragments} is more than diloco.sync_every={steps}: a step"
         f" exchanges one; valid: 1..{steps}",
     )
     _require(
-        some <= d.replicas,
-        f"diloco.participants={some}: there are diloco.replicas={d.replicas}; choose"
-        " fewer",
+        participants <= replicas,
+        f"diloco.participants={participants}: there are diloco.replicas={replicas};"
+        " choose fewer",
     )
     _require(
-        some == d.replicas or fragments == 1,
-        f"diloco.participants={some} is drawn for a round, in which"
+        participants == replicas or fragments == 1,
+        f"diloco.participants={participants} is drawn for a round, in which"
         f" diloco.fragments={fragments} are exchanged at different steps; choose one of"
         " them",
     )
-    quorum = d.quorum or 1
-    _require(
-        quorum <= d.replicas,
-        f"diloco.replicas={d.replicas} is less than diloco.quorum={quorum}; valid: at"
-        " least as many, or a smaller quorum",
-    )
-    _require(
-        d.bandwidth_gbps != 0,
-        "diloco.bandwidth_gbps=0: expected gigabits a second of the network, or null",
-    )
-    _require(
-        d.data != "sources"
-        or (c.data.source == "mix" and len(c.data.sources or ()) == d.replicas),
-        f"diloco.data=sources gives each of diloco.replicas={d.replicas} replicas a"
-        " source of its own; choose data=mix with as many data.sources, or"
-        " diloco.data=split",
-    )
-    _require(
-        d.data != "sources"
-        or (len(set(c.data.weights or ())) <= 1 and not c.data.stages),
-        "diloco.data=sources takes as much of every source, and"
-        f" data.weights={list(c.data.weights or ())},"
-        f" data.stages={[list(stage) for stage in c.data.stages or ()]} ask for other"
-        " shares; leave them out, or choose diloco.data=split",
-    )
+
+
+def _check_replica_data(c: Config, replicas: int) -> None:
+    """Refuse batches that cannot be split, and sources that replicas cannot share."""
+    data = c.data
+    if c.diloco.data == "sources":
+        _require(
+            data.source == "mix" and len(data.sources or ()) == replicas,
+            f"diloco.data=sources gives each of diloco.replicas={replicas} replicas a"
+            " source of its own; choose data=mix with as many data.sources, or"
+            " diloco.data=split",
+        )
+        _require(
+            len(set(data.weights or ())) <= 1 and not data.stages,
+            "diloco.data=sources takes as much of every source, and"
+            f" data.weights={list(data.weights or ())},"
+            f" data.stages={[list(stage) for stage in data.stages or ()]} ask for other"
+            " shares; leave them out, or choose diloco.data=split",
+        )
     rows = c.batch_size // c.train.grad_accum_steps
     _require(
-        rows % d.replicas == 0,
+        rows % replicas == 0,
         f"a micro-batch of {rows} sequences cannot be split over"
-        f" diloco.replicas={d.replicas} replicas; choose train.batch_tokens, a multiple"
-        f" of {d.replicas * c.train.grad_accum_steps * c.model.context}",
+        f" diloco.replicas={replicas} replicas; choose train.batch_tokens, a multiple"
+        f" of {replicas * c.train.grad_accum_steps * c.model.context}",
     )
 
 
 def _check_data(c: Data) -> None:
-    """Refuse keys of other sources than the chosen one, which would change nothing, and
-    what it lacks itself.
-    """
-    given = {
-        key: value
-        for key in DATA_KEYS
-        if (value := getattr(c, key)) not in (None, (), False)
-    }
-    for key, value in given.items():
-        users = DATA_KEYS[key]
+    """Refuse keys that the chosen source does not use, and keys that it lacks."""
+    for key, users in DATA_KEYS.items():
+        value = getattr(c, key)
+        if value in (None, (), False):
+            continue
         shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
         choices = " or ".join(f"data={name}" for name in users)
         _require(

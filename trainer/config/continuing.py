@@ -1,9 +1,8 @@
-"""`resume=RUN`: continue or fork a run by its directory alone; settings that are not
-given anew are those of the run.
+"""`resume=RUN`: continue or fork a run by its directory alone, with its settings.
 
-A run directory is data that somebody else may have written. Its settings are laid over
-the composed configuration as values: no text of theirs is parsed as an override,
-interpolated, or seen by Hydra.
+A run directory may come from somebody else. Its settings are laid over the composed
+configuration as values: none of its text is parsed as an override, interpolated, or
+seen by Hydra.
 """
 
 import copy
@@ -24,27 +23,27 @@ from trainer.files import read_mapping
 from trainer.models.specs import FIRST
 from trainer.text import nearest
 
-# Where the run was, how it started, and what it did besides training.
+# Not settings of the training.
 NOT_TAKEN = ("run_dir", "resume", "dry_run")
-# Whoever starts a run says where it writes beside its directory, and where compiled
-# programs, which are code, are.
+# Caches: who starts a run decides where it writes outside its directory, and from where
+# compiled programs, which are code, are loaded.
 COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
 TASKS = "eval.tasks"
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 NEW_NAME = "tracker.name"
-# groups of keys that a choice of another group gives values
+# Groups whose values come from the choice of another group.
 SET_BY = {"diloco": "parallel"}
 
 
 class CommandLine(NamedTuple):
-    """What a configuration is composed of.
+    """The parts of which a configuration is composed.
 
     Attributes:
       overrides: flags, choices of groups and `key=value`, for Hydra; all from the
-          command line or from our own lists.
-      saved: settings of the run that is continued, by dotted key; without keys that
-          `overrides` set.
-      not_taken: its caches, by key, which the command line does not set either.
+        command line or from our own lists.
+      saved: settings of the continued run by dotted key, without those that `overrides`
+        set.
+      not_taken: caches of that run by key, which are not used.
     """
 
     overrides: list[str]
@@ -52,23 +51,23 @@ class CommandLine(NamedTuple):
     not_taken: dict[str, str] = {}  # noqa: RUF012 never changed
 
 
-def continued(
+def continue_run(
     arguments: Sequence[str],
     groups: Mapping[str, Sequence[str]],
     families: Mapping[str, str],
     *,
-    several: bool,
+    is_sweep: bool,
 ) -> CommandLine:
     """Add the settings of the run that `resume.source` names, if it names one.
 
-    Without `run_dir`, or with the run's own, the run itself goes on; else another one
-    starts from it. A group that is chosen anew takes nothing from the run.
+    Without `run_dir`, or with the run's own, the run itself is continued; else it is
+    forked. A group that is chosen again takes nothing from the run.
 
     Args:
       arguments: overrides in their long forms.
       groups: the choices of each group of the configuration.
-      families: a choice of `model` of each family.
-      several: whether it is a sweep, of which each job has a directory of its own.
+      families: a choice of `model` for each family.
+      is_sweep: whether each job has a directory of its own.
 
     Raises:
       UserError: a damaged run directory, or arguments that contradict each other.
@@ -94,23 +93,23 @@ def continued(
                 f" {key}.{value[1:9]}..."
             )
     tree = read_saved(file)
-    itself = not several and os.path.realpath(
+    is_same_run = not is_sweep and os.path.realpath(
         given.get("run_dir", source)
     ) == os.path.realpath(source)
-    if itself and given.get("resume.step", "null") != "null":
+    if is_same_run and given.get("resume.step", "null") != "null":
         raise UserError(
             f"resume.step={given['resume.step']} starts another run from that step of"
             f" resume={source}; add run_dir=DIRECTORY for it"
         )
-    anew = [group for group in groups if group in given]
-    anew += [keys for keys, group in SET_BY.items() if group in anew]
-    not_taken = {*NOT_TAKEN, *anew}
+    chosen_groups = [group for group in groups if group in given]
+    chosen_groups += [keys for keys, group in SET_BY.items() if group in chosen_groups]
+    not_taken = {*NOT_TAKEN, *chosen_groups}
     saved = {
         key: value
         for key, value in flatten(
             {group: value for group, value in tree.items() if group not in not_taken}
         )
-        if (itself or key != NEW_NAME)
+        if (is_same_run or key != NEW_NAME)
         and not any(overlaps(key, other) for other in given)
     }
     caches = {
@@ -124,22 +123,21 @@ def continued(
                 f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
                 f" {TASKS}= yourself"
             )
-    # The keys of these two groups depend on their choice; those of all other groups are
-    # the same.
+    # Only these two groups have keys that depend on their choice.
     family, optimizer = tree["model"]["family"], tree["optimizer"]["name"]
     choices = []
-    if "model" not in anew:
+    if "model" not in chosen_groups:
         if family not in families:
             raise UserError(
                 f"resume={source} is a {family}, which is not known;"
                 f" {nearest(family, list(families))}"
             )
         choices.append(f"model={families[family]}")
-    if "optimizer" not in anew:
+    if "optimizer" not in chosen_groups:
         choices += [
             f"optimizer={name}" for name in groups["optimizer"] if name == optimizer
         ]
-    place = [f"run_dir={written}", "resume.source=auto"] if itself else []
+    place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
     return CommandLine([*choices, *arguments, *place], saved, caches)
 
 
@@ -148,26 +146,26 @@ def overlaps(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def lay_over(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve the composed configuration, with the saved settings in it as they are.
+def with_saved(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the composed configuration, with the saved settings laid over it.
 
-    Interpolations of the composed configuration are resolved, and may read saved
-    values; text like one in a saved value stays text.
+    Interpolations of the composed configuration may read saved values; text like one in
+    a saved value stays text.
     """
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     # OmegaConf refuses to interpolate a missing value, which these are to it.
-    put(
+    set_keys(
         plain,
         {key: "???" if "${" in str(value) else value for key, value in saved.items()},
     )
     resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     assert isinstance(resolved, dict)
-    put(resolved, saved)
+    set_keys(resolved, saved)
     return {str(key): value for key, value in resolved.items()}
 
 
-def put(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
+def set_keys(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
     """Set dotted keys of nested mappings; a part that is no mapping becomes one."""
     for key, value in values.items():
         *groups, name = key.split(".")
@@ -180,7 +178,7 @@ def put(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
 
 
 def read_saved(file: Path) -> dict[str, Any]:
-    """Read a run's config.yaml, whose groups are those of the schema. Raises
+    """Read a run's config.yaml, and check that its groups are the schema's. Raises
     UserError.
     """
     if file.is_symlink():
@@ -210,14 +208,14 @@ def read_saved(file: Path) -> dict[str, Any]:
 
 
 def default_cache(key: str) -> str | None:
-    """Return the place that a cache, COMPILED or DATA_CACHE, has by default."""
+    """Return the default directory of a cache, COMPILED or DATA_CACHE."""
     file = "config.yaml" if key == COMPILED else "base/data.yaml"
     place: str | None = read_mapping(Path(CONFIGS, file))[key.rpartition(".")[2]]
     return place
 
 
 def is_used(key: str, source: str) -> bool:
-    """Return whether a source uses a key of `data`; an older config.yaml has the keys
-    of all sources, with values.
+    """Return whether a source uses a key of `data`; an older config.yaml has those of
+    all sources.
     """
     return source in DATA_KEYS.get(key, (source,))

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from nested mappings, each wrong key or value answered with one
+"""Frozen dataclasses from nested mappings. A wrong key or value is answered with one
 line of what is valid.
 """
 
@@ -15,52 +15,39 @@ from trainer.text import nearest
 
 
 def from_saved(cls: type, tree: Any) -> Any:
-    """`from_tree` of what a run saved, perhaps under old names of keys, or before a key
-    existed.
+    """Return `from_tree` of what a run saved, perhaps with old names or without new
+    keys.
 
-    One that may be null is null, a group of such keys has nulls, and one that tells
-    which of several groups is meant has the value that it had then.
+    A new key that may be null is null, and so are all keys of a new group of such keys.
+    A new key that tells variants apart has the value that it had implicitly.
     """
-    return from_tree(
-        cls, _completed(cls, renamed_keys(tree) if isinstance(tree, Mapping) else tree)
-    )
+    if isinstance(tree, Mapping):
+        tree = renamed_keys(tree)
+    return from_tree(cls, _completed(cls, tree))
 
 
 def _completed(hint: Any, tree: Any) -> Any:
-    """What was saved for an annotation, with the keys that it lacks and that are
-    known.
-    """
+    """Return saved values with the keys that they lack, as far as these are known."""
+    if not isinstance(tree, Mapping):
+        return tree
     variants = _variants(hint)
-    if variants is not None and isinstance(tree, Mapping):
-        tree = (
-            {variants.key: variants.first, **tree}
-            if variants.first is not None
-            else tree
-        )
+    if variants is not None:
+        if variants.first is not None:
+            tree = {variants.key: variants.first, **tree}
         hint = variants.classes.get(tree.get(variants.key))
-    if (
-        not isinstance(hint, type)
-        or not dataclasses.is_dataclass(hint)
-        or not isinstance(tree, Mapping)
-    ):
+    if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
         return tree
     hints = annotations(hint)
-    absent = {key: hint for key, hint in hints.items() if key not in tree}
-    later: dict[str, Any] = {
-        key: None for key, hint in absent.items() if _may_be_null(hint)
+    completed = {
+        key: _completed(hints[key], value) if key in hints else value
+        for key, value in tree.items()
     }
-    later |= {
-        key: dict.fromkeys(annotations(hint))
-        for key, hint in absent.items()
-        if _is_group_of_nulls(hint)
-    }
-    return {
-        **{
-            key: _completed(hints[key], value) if key in hints else value
-            for key, value in tree.items()
-        },
-        **later,
-    }
+    for key, key_hint in hints.items():
+        if key not in tree and _may_be_null(key_hint):
+            completed[key] = None
+        elif key not in tree and _is_group_of_nulls(key_hint):
+            completed[key] = dict.fromkeys(annotations(key_hint))
+    return completed
 
 
 def _may_be_null(hint: Any) -> bool:
@@ -76,11 +63,17 @@ def _is_group_of_nulls(hint: Any) -> bool:
     )
 
 
-def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
-    """The dataclass `cls` from nested mappings. UserError names the key, what was found
-    and what is valid.
+def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
+    """Return the dataclass `cls` from nested mappings.
 
-    `path` and `of` say in a message where `cls` stands and which of several it is.
+    Args:
+      cls: the dataclass.
+      tree: the mappings.
+      path: of `cls` in the configuration, for messages.
+      variant: which of several classes it is, for messages.
+
+    Raises:
+      UserError: with the key, the value, and what is valid.
     """
     if not isinstance(tree, Mapping):
         raise UserError(f"{path}: expected a group of keys, found {tree!r}")
@@ -89,12 +82,10 @@ def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
     for key in tree:
         if key not in hints:
             new = new_name(f"{prefix}{key}")
-            advice = (
-                nearest(str(key), list(hints))
-                if new is None
-                else f"it was renamed; use {new}"
-            )
-            raise UserError(f"unknown key {prefix}{key}{of}; {advice}")
+            advice = f"it was renamed; use {new}"
+            if new is None:
+                advice = nearest(str(key), list(hints))
+            raise UserError(f"unknown key {prefix}{key}{variant}; {advice}")
     optional = {
         field.name
         for field in dataclasses.fields(cls)
@@ -105,29 +96,25 @@ def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
     ]
     if missing:
         raise UserError(
-            f"missing key {', '.join(missing)}{of}; choose the group again or give it a"
-            " value"
+            f"missing key {', '.join(missing)}{variant}; choose the group again or give"
+            " it a value"
         )
-    return cls(
-        **{
-            key: _convert(hint, tree[key], f"{prefix}{key}")
-            for key, hint in hints.items()
-            if key in tree
-        }
-    )
+    values = {}
+    for key, hint in hints.items():
+        if key in tree:
+            values[key] = _convert(hint, tree[key], f"{prefix}{key}")
+    return cls(**values)
 
 
 def to_tree(config: Any) -> dict[str, Any]:
-    """Nested plain dictionaries (JSON and YAML types only), the inverse of
+    """Return nested plain dictionaries (JSON and YAML types), the inverse of
     `from_tree`.
     """
     return _plain(dataclasses.asdict(config))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of nested mappings and their values; a list is a value, an
-    empty mapping has no keys.
-    """
+    """Yield dotted keys of nested mappings and their values; a list is a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -142,8 +129,8 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """The value of a key, of the type and within the bounds of its annotation.
-    UserError names its path.
+    """Return a value in the type and within the bounds of its annotation. UserError
+    names its path.
     """
     variants = _variants(hint)
     if variants is not None:
@@ -154,7 +141,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _typed(hint: Any, value: Any, path: str) -> Any:
-    """The value of a key, of the type of its annotation."""
+    """Return a value in the type of its annotation."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_tree(typing.cast(type, hint), value, path)
@@ -163,7 +150,7 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # X | None
         return None if value is None else _typed(args[0], value, path)
     if origin is Literal:
-        # a choice may be called true, which YAML takes for more than a word
+        # YAML reads the choice `true` as a boolean.
         word = str(value).lower()
         return word if isinstance(value, bool) and word in args else value
     if origin is tuple:
@@ -187,19 +174,15 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
 
 
 def _variants(hint: Any) -> Variants | None:
-    """The classes that an annotation chooses from; None: it is of one type."""
-    return next(
-        (
-            extra
-            for extra in getattr(hint, "__metadata__", ())
-            if isinstance(extra, Variants)
-        ),
-        None,
-    )
+    """Return the classes that an annotation chooses from; None: it has one type."""
+    for extra in getattr(hint, "__metadata__", ()):
+        if isinstance(extra, Variants):
+            return extra
+    return None
 
 
 def _variant(variants: Variants, value: Any, path: str) -> Any:
-    """That one of several dataclasses which the mapping's key names."""
+    """Return the dataclass that the mapping's key names."""
     name: Any = value.get(variants.key) if isinstance(value, Mapping) else value
     if name not in variants.classes:
         key = path if variants.key == "name" else f"{path}.{variants.key}"

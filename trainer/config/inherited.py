@@ -1,5 +1,5 @@
-"""The architecture of what `init_from` names, for `model=from_init`: read before
-anything is built, so without JAX.
+"""The architecture of `init_from`, for `model=from_init`; read without JAX, before
+anything is built.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from trainer.text import nearest
 NAME = "from_init"
 
 
-def is_open(model: Any) -> bool:
-    """Return whether a `model` of the composed configuration is this one, with sizes
-    that are not filled in yet.
+def needs_architecture(model: Any) -> bool:
+    """Return whether a composed `model` is `from_init`, with sizes that are not filled
+    in yet.
     """
     if not isinstance(model, dict) or model.get("name") != NAME:
         return False
@@ -38,16 +38,15 @@ def is_open(model: Any) -> bool:
 def inherit(
     model: Mapping[str, Any], init_from: str | None, *, other_tokenizer: bool = False
 ) -> dict[str, Any]:
-    """The keys of `model`, those of the architecture from where the weights come.
+    """Return the keys of `model`, with the architecture of the weights.
 
     Args:
-      model: of the composed configuration; what is not null in it must agree.
+      model: of the composed configuration; keys that are not null must agree.
       init_from: the key of that name.
-      other_tokenizer: whether the vocabulary is that of the data, not of the weights.
+      other_tokenizer: whether the vocabulary is the data's, not the weights'.
 
     Raises:
-      UserError: no `init_from`, nothing there that tells an architecture, or another
-          one than was asked for.
+      UserError: no `init_from`, no architecture there, or another one than asked for.
     """
     if init_from is None:
         raise UserError(
@@ -55,11 +54,10 @@ def inherit(
             " init_from=RUN"
         )
     source = Path(init_from)
-    theirs = (
-        architecture_of_run(source)
-        if (source / "config.yaml").is_file()
-        else architecture_of_weights(source)
-    )
+    if (source / "config.yaml").is_file():
+        theirs = architecture_of_run(source)
+    else:
+        theirs = architecture_of_weights(source)
     if other_tokenizer:
         theirs.pop("vocab_size", None)
     other = [
@@ -72,33 +70,28 @@ def inherit(
             f"model=from_init, but init_from={init_from} is another model:"
             f" {', '.join(other)}; leave these out"
         )
-    return of_family(theirs["family"], {**model, **theirs})
+    return with_family_defaults(theirs["family"], {**model, **theirs})
 
 
-def of_family(family: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `model` that are not null; for the family's own that are, the
-    defaults of its spec.
+def with_family_defaults(family: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `model`, with the family's defaults for those that are null.
 
-    Raises UserError for a family that there is not.
+    Raises UserError for an unknown family.
     """
     if family not in SPECS:
         raise UserError(
             f"model=from_init: init_from is a {family}, which is not known;"
             f" {nearest(family, list(SPECS))}"
         )
-    given = {key: value for key, value in model.items() if value is not None}
-    own = dataclasses.fields(SPECS[family])
-    later = {
-        field.name: None if field.default is dataclasses.MISSING else field.default
-        for field in own
-    }
-    return {**later, **given}
+    keys: dict[str, Any] = {}
+    for field in dataclasses.fields(SPECS[family]):
+        has_default = field.default is not dataclasses.MISSING
+        keys[field.name] = field.default if has_default else None
+    return keys | {key: value for key, value in model.items() if value is not None}
 
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
-    """The family and the keys of the architecture that a run directory's configuration
-    has.
-    """
+    """Return the family and the keys of the architecture in a run's configuration."""
     file = run_dir / "config.yaml"
     try:
         model = read_mapping(file)["model"]
@@ -112,7 +105,9 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def architecture_of_weights(source: Path) -> dict[str, Any]:
-    """The same of a Hugging Face directory, or of what is beside a safetensors file."""
+    """Return the same of a Hugging Face directory, or of the directory of a safetensors
+    file.
+    """
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.is_file():
         raise UserError(

@@ -1,11 +1,9 @@
-"""The phases of a training: which steps each has, and the configuration that holds in
-them.
-"""
+"""The phases of a training: the steps of each, and its configuration."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trainer.config.schema import Config
+from trainer.config.schema import Config, TrainPhase
 from trainer.errors import UserError
 
 
@@ -15,8 +13,8 @@ class PhaseConfig(NamedTuple):
     Attributes:
       start: steps taken before its first one.
       until: steps taken after its last one.
-      config: the configuration with the phase's settings, without phases; schedules are
-          over its steps alone.
+      config: the configuration of the phase, without phases; its schedule is over its
+        own steps.
     """
 
     start: int
@@ -25,8 +23,10 @@ class PhaseConfig(NamedTuple):
 
 
 def phases_of(c: Config) -> list[PhaseConfig]:
-    """The phases in their order; one without `train.phases`. UserError where their
-    borders are no order of steps.
+    """Return the phases in their order; one without `train.phases`.
+
+    Raises:
+      UserError: their borders are not ascending steps.
     """
     if c.train.phases is None:
         return [PhaseConfig(0, c.train.steps, c)]
@@ -40,14 +40,14 @@ def phases_of(c: Config) -> list[PhaseConfig]:
             "train.trainable and train.phases: say in each phase what is trained,"
             " trainable:[...]"
         )
-    found: list[PhaseConfig] = []
+    phases: list[PhaseConfig] = []
     for i, phase in enumerate(c.train.phases):
-        key, start, last = (
-            f"train.phases[{i}].until",
-            found[-1].until if found else 0,
-            i + 1 == len(c.train.phases),
-        )
-        until = c.train.steps if last and phase.until is None else phase.until
+        key = f"train.phases[{i}].until"
+        start = phases[-1].until if phases else 0
+        last = i + 1 == len(c.train.phases)
+        until = phase.until
+        if until is None and last:
+            until = c.train.steps
         if until is None:
             raise UserError(
                 f"{key} is missing: only the last phase goes on to train.steps; give"
@@ -65,31 +65,33 @@ def phases_of(c: Config) -> list[PhaseConfig]:
                 f"{key}={until}, but train.steps={c.train.steps}; leave it out, or add"
                 " a phase behind it"
             )
-        ratios = {
-            name: getattr(phase, name)
-            for name in ("warmup_fraction", "min_ratio", "decay_fraction")
-        }
-        schedule = {"name": phase.schedule, **ratios}
-        config = dataclasses.replace(
-            c,
-            train=dataclasses.replace(c.train, trainable=phase.trainable, phases=None),
-            schedule=dataclasses.replace(
-                c.schedule, **{k: v for k, v in schedule.items() if v is not None}
-            ),
-            optimizer=(
-                c.optimizer
-                if phase.lr is None
-                else dataclasses.replace(c.optimizer, lr=phase.lr)
-            ),
-            precision=phase.precision or c.precision,
-        )
-        found.append(PhaseConfig(start, until, config))
-    return found
+        phases.append(PhaseConfig(start, until, _phase_config(c, phase)))
+    return phases
+
+
+def _phase_config(c: Config, phase: TrainPhase) -> Config:
+    settings: dict[str, Any] = {
+        "name": phase.schedule,
+        "warmup_fraction": phase.warmup_fraction,
+        "min_ratio": phase.min_ratio,
+        "decay_fraction": phase.decay_fraction,
+    }
+    changes = {key: value for key, value in settings.items() if value is not None}
+    optimizer = c.optimizer
+    if phase.lr is not None:
+        optimizer = dataclasses.replace(optimizer, lr=phase.lr)
+    return dataclasses.replace(
+        c,
+        train=dataclasses.replace(c.train, trainable=phase.trainable, phases=None),
+        schedule=dataclasses.replace(c.schedule, **changes),
+        optimizer=optimizer,
+        precision=phase.precision or c.precision,
+    )
 
 
 def phase_at(c: Config, step: int) -> Config:
-    """The configuration of the phase that step `step` is of, counted from 1; of the
-    last one for what is beyond it.
+    """Return the configuration of the phase of step `step`, counted from 1; beyond the
+    end the last one's.
     """
     phases = phases_of(c)
     return next(

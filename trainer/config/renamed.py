@@ -1,6 +1,4 @@
-"""Configuration keys that were renamed: one table, for the command line, sweeps, and
-runs that were saved before.
-"""
+"""Renamed configuration keys: one table for the command line, sweeps and saved runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -31,9 +29,7 @@ RENAMED_CHOICES = {"parallel=local": "parallel=diloco"}
 
 
 def refuse_old_names(overrides: Sequence[str]) -> None:
-    """Raise a UserError that gives the new name of the first override that has an old
-    one.
-    """
+    """Raise UserError with the new name of the first override that has an old one."""
     for override in overrides:
         key, equals, value = override.partition("=")
         prefix = key[: len(key) - len(key.lstrip("+~"))]
@@ -49,8 +45,8 @@ def refuse_old_names(overrides: Sequence[str]) -> None:
 
 
 def new_name(key: str) -> str | None:
-    """Return the new name of a dotted key, also of one inside `train.phases`; None if
-    it was not renamed.
+    """Return the new name of a dotted key, also inside `train.phases`; None if it was
+    not renamed.
     """
     phase = re.match(r"train\.phases\[\d+\]\.", key)
     prefix = phase[0] if phase else ""
@@ -59,8 +55,8 @@ def new_name(key: str) -> str | None:
 
 
 def renamed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration, nested plain values, with the current name of every
-    key.
+    """Return a saved configuration, nested plain values, with the current names of all
+    keys.
     """
     tree = _with_new_names(saved)
     train = tree.get("train")

@@ -1,11 +1,10 @@
 """The schema of the configuration: frozen dataclasses without defaults (the YAML files
-of `configs/` hold those).
+of `configs/` have those).
 
-What a model, a precision or an optimiser has is declared where it is used: in the specs
-of `trainer.models`, the `Policy` of `trainer.precision` and the entries of
+Keys of a model, a precision or an optimizer are declared where they are used: in the
+specs of `trainer.models`, the `Policy` of `trainer.precision` and the entries of
 `trainer.step.optimizers`. `trainer.config.fields` makes a `Config` of a composed
-dictionary, within the bounds of its annotations; `trainer.config.combinations` refuses
-what cannot run together.
+dictionary; `trainer.config.combinations` refuses what cannot run together.
 """
 
 import dataclasses
@@ -33,13 +32,14 @@ from trainer.step.optimizers import ENTRIES, Optimizer
 
 @dataclass(frozen=True)
 class Model:
-    """What every model has. The schema of a family, of MODELS, adds the fields of its
-    spec, where they are declared.
+    """The keys of every model; the schema of a family, in MODELS, adds those of its
+    spec.
 
     Attributes:
+      name: of the preset.
       family: of `trainer.models.specs`.
-      lr: the peak of the learning rate that suits the size; `optimizer.lr` takes it.
-      vocab_size: ids; None: those of the tokenizer.
+      lr: the peak learning rate that suits the size; `optimizer.lr` takes it.
+      vocab_size: number of ids; None: that of the tokenizer.
       context: of the spec.
     """
 
@@ -50,8 +50,8 @@ class Model:
     context: int
 
     def spec(self, vocab_size: int) -> Any:
-        """The spec of the family, for a tokenizer of so many ids. Raises UserError for
-        what cannot be built.
+        """Return the spec of the family for a tokenizer of so many ids. Raises
+        UserError.
         """
         spec = SPECS[self.family]
         settings = {
@@ -61,8 +61,8 @@ class Model:
 
 
 def schema_of(spec: type) -> type:
-    """The schema of `model` for the family of a spec: `Model` with its fields, of which
-    `vocab_size` may be null.
+    """Return the schema of `model` for a spec: `Model` with its fields; `vocab_size`
+    may be null.
     """
     keys = [
         (name, hint | None if name == "vocab_size" else hint)
@@ -115,13 +115,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Precision(Policy):
-    """A policy, and what is done about it.
+    """A policy, and what a run does about it.
 
     Attributes:
       name: of the preset.
-      rescale_every: steps between two looks at the scales of the weights; 0: never.
-      require_fp8: whether to stop where a chosen matmul was not compiled in FP8; None:
-          on Hopper or newer.
+      rescale_every: steps between two checks of the weights' scales; 0: never.
+      require_fp8: whether to stop if a chosen matmul was not compiled in FP8; None: on
+        Hopper or newer.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Precision(Policy):
 
     @property
     def policy(self) -> Policy:
-        """What the preset, or what became of it, means."""
+        """The resolved precision policy."""
         return Policy(
             **{field.name: getattr(self, field.name) for field in fields(Policy)}
         )
@@ -147,7 +147,7 @@ Devices = Annotated[
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the devices share the work."""
+    """The mesh, and the reduction of gradients."""
 
     data: Devices
     fsdp: Devices
@@ -167,16 +167,16 @@ class DiLoCo:
       sync_every: steps between two exchanges of outer gradients.
       outer_grad: the format in which outer gradients are sent.
       outer_lr: learning rate of the outer optimizer, SGD with Nesterov momentum
-          `outer_momentum`.
+        `outer_momentum`.
       error_feedback: whether the rounding error of an exchange is added to the next
-          one.
+        one.
       fragments: number of parts of the parameters, exchanged at different steps.
       participants: replicas that train in a round, drawn for each round; None: all.
       data: `split`: replicas share every batch; `sources`: replica k reads source k of
-          `data=mix`.
+        `data=mix`.
       quorum: replicas that must be left when machines are lost; None: all.
-      bandwidth_gbps: gigabits a second between replicas, for an estimate of the time of
-          an exchange.
+      bandwidth_gbps: gigabits a second between replicas, to estimate the time of an
+        exchange.
     """
 
     replicas: Positive | None
@@ -211,11 +211,11 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class Init:
-    """How `init_from`'s weights are taken.
+    """The use of `init_from`'s weights.
 
     Attributes:
-      embeddings: how the rows of another tokenizer's tokens are made; None: another
-          tokenizer is refused.
+      embeddings: method for table rows of another tokenizer's tokens; None: another
+        tokenizer is refused.
     """
 
     embeddings: Method | None
@@ -230,15 +230,15 @@ class Resume:
 
 @dataclass(frozen=True)
 class TrainPhase:
-    """A part of the training with settings of its own, an entry of `train.phases`; what
-    is None is as elsewhere.
+    """A part of the training with settings of its own, an entry of `train.phases`;
+    None: as elsewhere.
 
     Attributes:
       until: steps taken in all when it ends; None, in the last one: the end.
       trainable: as `train.trainable`.
       lr: the peak of its learning rate.
       schedule: over its own steps, warm-up included, as the next three are.
-      precision: of the phase; where a configuration is composed, the name of a preset.
+      precision: of the phase; in a configuration file, the name of a preset.
     """
 
     until: Positive | None = None
@@ -266,12 +266,12 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """What is asked of the model beside the validation loss.
+    """Tasks that evaluate the model, beside the validation loss.
 
     Attributes:
       tasks: of `scripts.evaluate`; None: none.
       tasks_every: steps; None: after the last one only.
-      limit: items of each task at most; None: see there.
+      limit: largest number of items of a task; None: see there.
       batch_size: sequences at once; None: 16.
     """
 
@@ -339,16 +339,16 @@ class Config:
     init: Init
     dry_run: bool
     compile_cache: str | None
-    # null: auto, as of a run that was saved before there was the key
+    # null: auto, in runs that were saved before the key existed
     deterministic: Deterministic | None
 
     @property
     def batch_size(self) -> int:
-        """Sequences per optimiser step, over all devices and micro-batches."""
+        """Sequences per optimizer step, over all devices and micro-batches."""
         return self.train.batch_tokens // self.model.context
 
 
-# The sources that use a key of `data`; every source uses those that are not here.
+# The sources that use a key of `data`; every source uses the other keys.
 DATA_KEYS = {
     "cache_dir": ("embedded", "python", "text", "hf", "mix"),
     "workers": ("embedded", "python", "text", "hf", "mix"),
@@ -368,4 +368,5 @@ DATA_KEYS = {
     "weights": ("mix",),
     "stages": ("mix",),
 }
-NEEDED = ("cache_dir", "val_fraction", "column", "split")  # of those that use them
+# Keys that may not be null for the sources that use them.
+NEEDED = ("cache_dir", "val_fraction", "column", "split")

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from trainer.bounds import Positive, at_least
 from trainer.config.combinations import validate
-from trainer.config.composition import CONFIGS, compose_config, wrong_key
+from trainer.config.composition import CONFIGS, compose_config, describe_wrong_key
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import MODELS, Config, schema_of
 from trainer.errors import UserError
@@ -248,7 +248,7 @@ def test_bad_values_are_refused_with_what_is_valid(override, names):
 )
 def test_a_wrong_key_names_the_nearest_valid_one(key, names):
     for name in names:
-        assert name in wrong_key(key, to_tree(load()))
+        assert name in describe_wrong_key(key, to_tree(load()))
 
 
 @pytest.mark.parametrize(

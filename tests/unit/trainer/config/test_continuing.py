@@ -16,11 +16,11 @@ from trainer import __main__ as command
 from trainer.assembly.saved_model import restore_run
 from trainer.config.composition import (
     Sweep,
-    choices_of_families,
+    choice_of_each_family,
     compose_config,
-    expanded,
+    expand_arguments,
 )
-from trainer.config.continuing import COMPILED, DATA_CACHE, continued, default_cache
+from trainer.config.continuing import COMPILED, DATA_CACHE, continue_run, default_cache
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -119,8 +119,8 @@ def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir, tmp_path):
     tree["seed"] = "1 hydra.job.chdir=true"
     tree["data"]["tokenizer"] = "${oc.env:HOME}"
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
-    choices = choices_of_families()
-    assert expanded(["resume=old"]).overrides == [
+    choices = choice_of_each_family()
+    assert expand_arguments(["resume=old"]).overrides == [
         f"model={choices['gpt2']}",
         "resume.source=old",
         "run_dir=old",
@@ -138,7 +138,7 @@ def test_caches_are_not_taken_from_a_run(run_dir, tmp_path):
         default_cache(COMPILED),
         default_cache(DATA_CACHE),
     )
-    assert expanded(["resume=old"]).not_taken == {
+    assert expand_arguments(["resume=old"]).not_taken == {
         "compile_cache": "evil",
         "data.cache_dir": "old/data",
     }
@@ -267,22 +267,22 @@ def test_a_run_goes_on_with_the_keys_of_its_family(run_dir, tmp_path):
     tree["model"] = {"name": "mine", "family": "tiny", "depth": 3}
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
     groups = {"model": ["tiny_1m", "gpt2_nano"], "optimizer": ["sgd"]}
-    taken = continued(
+    taken = continue_run(
         ["resume.source=old"],
         groups,
         {"tiny": "tiny_1m", "gpt2": "gpt2_nano"},
-        several=False,
+        is_sweep=False,
     )
     assert taken.overrides[:2] == ["model=tiny_1m", "optimizer=sgd"]
     of_model = {
         key: value for key, value in taken.saved.items() if key.startswith("model")
     }
     assert of_model == {"model.depth": 3, "model.family": "tiny", "model.name": "mine"}
-    anew = continued(
+    anew = continue_run(
         ["resume.source=old", "run_dir=b", "model=gpt2_nano"],
         groups,
         {"tiny": "x"},
-        several=False,
+        is_sweep=False,
     )
     assert [
         argument for argument in anew.overrides if argument.startswith("model")
@@ -295,12 +295,12 @@ def test_a_run_goes_on_with_the_keys_of_its_family(run_dir, tmp_path):
 
 
 def test_every_family_has_a_choice_whose_keys_are_its_own():
-    for family, choice in choices_of_families().items():
+    for family, choice in choice_of_each_family().items():
         assert (
             compose_config([f"model={choice}", "train.batch_tokens=8192"]).model.family
             == family
         )
-    assert set(choices_of_families()) == set(SPECS)
+    assert set(choice_of_each_family()) == set(SPECS)
 
 
 def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(
@@ -345,7 +345,7 @@ def test_what_cannot_be_meant_is_refused(run_dir, tmp_path):
 
 def test_what_is_no_run_is_left_to_who_restores_it():
     for source in ("auto", "none", "nowhere"):
-        assert expanded([f"resume={source}", "seed=1"]) == (
+        assert expand_arguments([f"resume={source}", "seed=1"]) == (
             [f"resume.source={source}", "seed=1"],
             {},
             {},
@@ -360,7 +360,7 @@ def test_the_home_directory_is_written_out(monkeypatch):
         "sample.prompt=~/a",
         "data.paths=[~/a, ~/b/*.txt,c~,d~/e,'~/f']",
     ]
-    assert expanded(given).overrides == [
+    assert expand_arguments(given).overrides == [
         "run_dir=/home/me/a",
         "init_from=/home/me",
         "sample.prompt=~/a",
@@ -396,12 +396,16 @@ def test_what_was_saved_before_a_key_existed_is_read_with_null_where_that_is_val
 
 def test_flags_may_stand_anywhere():
     given = ["seed=0,1", "--multirun", "train.steps=3"]
-    assert expanded(given).overrides == [
+    assert expand_arguments(given).overrides == [
         "--multirun",
         "seed=0,1",
         "train.steps=3",
     ]
-    assert expanded(["seed=1", "--cfg", "job"]).overrides == ["--cfg", "job", "seed=1"]
+    assert expand_arguments(["seed=1", "--cfg", "job"]).overrides == [
+        "--cfg",
+        "job",
+        "seed=1",
+    ]
 
 
 def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
@@ -412,28 +416,28 @@ def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
         "optimizer.lr=1e-3,-1",
         "data.paths=[]",
     ]
-    sweep = Sweep.of(expanded(words).overrides)
+    sweep = Sweep.parse(expand_arguments(words).overrides)
     assert sweep.keys == ["seed", "optimizer.lr"]
     assert [job[-2:] for job in sweep.jobs] == [
         [f"seed={seed}", f"optimizer.lr={lr}"]
         for seed in (0, 1)
         for lr in ("0.001", "-1")
     ]
-    (complaint,) = sweep.complaints({})
+    (complaint,) = sweep.problems({})
     assert re.match(
         r"job 1: optimizer\.lr=-1\.0: expected at least 0; no job was started",
         complaint,
     )
-    (unknown,) = Sweep.of(
-        expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"]).overrides
-    ).complaints({})
+    (unknown,) = Sweep.parse(
+        expand_arguments(["-m", "seed=0,1", "optimizer=adamw,adamm"]).overrides
+    ).problems({})
     assert unknown.startswith("job 1: ")
     assert "adamm" in unknown
-    # which need not be here to be checked
+    # which need not be here to be build_config
     slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"]
-    assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints({}) == []
-    assert Sweep.of(["seed=0"]) == ([], [])
-    assert Sweep.of(["-m", "seed=0"]) == ([], [])
+    assert Sweep.parse(["-m", *slurm, "seed=0,1"]).problems({}) == []
+    assert Sweep.parse(["seed=0"]) == ([], [])
+    assert Sweep.parse(["-m", "seed=0"]) == ([], [])
 
 
 def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):

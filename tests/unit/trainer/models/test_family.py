@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainer.config.inherited import inherit, is_open
+from trainer.config.inherited import inherit, needs_architecture
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import param_count
@@ -104,9 +104,9 @@ def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
     model = {"name": "from_init", "family": spec.family().name} | dict.fromkeys(
         spec.checkpoint_fields()
     )
-    assert is_open(model)
+    assert needs_architecture(model)
     filled = inherit(model, str(tmp_path))
-    assert not is_open(filled)
+    assert not needs_architecture(filled)
     assert (filled["n_layer"], filled["d_model"], filled["n_head"]) == (2, 16, 2)
 
 
