@@ -1,7 +1,7 @@
-"""`key=value` arguments for the scripts, in the manner of the main command.
+"""`key=value` arguments of the scripts, like those of the main command.
 
-A script describes its arguments as a frozen dataclass whose fields `argument` makes;
-without a default one is required.
+A script describes its arguments as a frozen dataclass with fields made by `argument`. A
+field without a default is required.
 """
 
 import dataclasses
@@ -15,14 +15,12 @@ from trainer.text import nearest, refuse_twice
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:
-    """A field of a script's arguments."""
+    """Return a field of a script's arguments."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def read[T](cls: type[T], argv: Sequence[str]) -> T:
-    """The arguments `cls` from `key=value` strings. UserError names what is unknown,
-    missing or wrong.
-    """
+    """Parse `key=value` strings as `cls`; UserError for an unknown or missing key."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values = {}
     refuse_twice(argv)
@@ -48,7 +46,7 @@ def read[T](cls: type[T], argv: Sequence[str]) -> T:
 
 
 def split(text: str) -> list[str]:
-    """What commas separate that are not inside brackets: `[a,b]` is one value."""
+    """Split at commas outside of brackets: `[a,b]` is one value."""
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
@@ -63,31 +61,28 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
 
 
 def note(text: str) -> None:
-    """Say what is going on, beside the output: on standard error."""
+    """Print a message about the progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def usage(cls: type, name: str, about: str) -> str:
-    """The text of `--help`."""
+    """Return the text of `--help`."""
     lines = [f"usage: python -m scripts.{name} key=value ...", "", about.strip(), ""]
     for field in dataclasses.fields(cls):
-        default = (
-            "required"
-            if field.default is dataclasses.MISSING
-            else f"default {field.default!r}"
-        )
+        default = f"default {field.default!r}"
+        if field.default is dataclasses.MISSING:
+            default = "required"
         lines.append(f"  {field.name}=  {field.metadata['help']} ({default})")
     return "\n".join(lines)
 
 
 def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> int:
-    """Read the command line and call `main`. The exit code: 0, or that of a UserError
-    after its one line on stderr.
+    """Parse the command line, call `main`, and return the exit code.
 
-    141 where nobody reads what it prints, see `run_and_flush`.
+    It is 0, that of a UserError after a line on stderr, or 141 for a broken pipe.
     """
 
-    def of_arguments() -> int:
+    def parse_and_call() -> int:
         argv = sys.argv[1:]
         if "--help" in argv or "-h" in argv:
             print(usage(cls, name, about))
@@ -99,4 +94,4 @@ def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> in
             return error.exit_code
         return 0
 
-    return run_and_flush(of_arguments)
+    return run_and_flush(parse_and_call)

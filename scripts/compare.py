@@ -1,9 +1,7 @@
-"""Several runs beside each other, the best first: a table, the keys in which they
-differ, and their curves in one file.
+"""Compare runs: a table with the best first, the keys that differ, and their curves.
 
 python -m scripts.compare runs=runs/a,runs/b
-python -m scripts.compare runs=runs/sweep                   # all jobs of a sweep, and
-the loss by each swept key
+python -m scripts.compare runs=runs/sweep     # all jobs of a sweep
 """
 
 import glob
@@ -35,13 +33,16 @@ class Arguments:
 
 
 def directories(text: str) -> list[Path]:
-    """The runs of the list; of a pattern, and of a directory of runs, those in it that
-    have a log. Raises UserError.
+    """Return the runs of the list; of patterns and directories those with a log.
+
+    Raises:
+      UserError: a directory that does not exist, or fewer than two runs.
     """
-    found: list[Path] = []
-    mute = 0
+    runs: list[Path] = []
+    without_log = 0
     for item in filter(None, text.split(",")):
         path = Path(os.path.expanduser(item))
+        pattern = str(path)
         if not glob.has_magic(item):
             if not path.is_dir():
                 raise UserError(
@@ -49,50 +50,43 @@ def directories(text: str) -> list[Path]:
                     f" {Path.cwd()})"
                 )
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
-                found.append(path)  # what is wrong with it is said when it is read
+                runs.append(path)  # its reader reports a missing log
                 continue
-        pattern = (
-            str(path)
-            if glob.has_magic(item)
-            else os.path.join(glob.escape(str(path)), "*")
-        )
-        matches = list(map(Path, sorted(glob.glob(pattern), key=natural)))
-        found += [match for match in matches if (match / "metrics.jsonl").exists()]
-        mute += sum(
-            (m / "config.yaml").exists() and not (m / "metrics.jsonl").exists()
-            for m in matches
-        )
-    if len(found) < 2:
-        without = (
-            f", and {mute} without one, which had tracker=none or took no step"
-            if mute
-            else ""
-        )
+            pattern = os.path.join(glob.escape(pattern), "*")
+        for match in map(Path, sorted(glob.glob(pattern), key=natural)):
+            if (match / "metrics.jsonl").exists():
+                runs.append(match)
+            else:
+                without_log += (match / "config.yaml").exists()
+    if len(runs) < 2:
+        without = ""
+        if without_log:
+            without = (
+                f", and {without_log} without one, which had tracker=none or took no"
+                " step"
+            )
         raise UserError(
-            f"runs={text}: found {len(found)} runs with a metrics.jsonl{without};"
+            f"runs={text}: found {len(runs)} runs with a metrics.jsonl{without};"
             " valid: 2 or more, of tracker=jsonl, tensorboard or wandb"
         )
-    return found
+    return runs
 
 
 def natural(path: str) -> tuple[int, str]:
-    """Numbered directories in the order of their numbers."""
+    """Return the sort key of a path, which orders numbered directories by number."""
     name = os.path.basename(path)
     return (int(name) if name.isdecimal() else -1, path)
 
 
 def main(args: Arguments) -> None:
-    """Print the table, write the file."""
+    """Print the table, and write the page."""
     paths = directories(args.runs)
-    where = Path(os.path.commonpath([path.resolve().parent for path in paths]))
-    free = free_page(where / "compare.html", paths)
-    out = (
-        None
-        if args.out == "no"
-        else Path(os.path.expanduser(args.out))
-        if args.out
-        else free
-    )
+    out: Path | None = None
+    if args.out and args.out != "no":
+        out = Path(os.path.expanduser(args.out))
+    elif not args.out:
+        parent = Path(os.path.commonpath([path.resolve().parent for path in paths]))
+        out = free_page(parent / "compare.html", paths)
     print("\n".join(write_comparison(paths, out)))
 
 

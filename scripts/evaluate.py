@@ -1,15 +1,14 @@
-"""Validation of a run's newest checkpoint, in the precision that it was trained in and
-in others; or tasks.
+"""Evaluate a run's newest checkpoint in its own and other precisions, or on tasks.
 
-The same weights on the same batches, so what differs is the arithmetic of the forward
-pass: what FP8 costs where a model is used, which is not what it costs in training.
-Weights are rounded to the other precision's format.
+    python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
+    python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl
+    python -m scripts.evaluate run_dir=runs/mine tasks=last_word,word_order
+    python -m scripts.evaluate run_dir=runs/mine tasks=hellaswag,my.yaml limit=500
 
-python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
-python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl     # on other
-text python -m scripts.evaluate run_dir=runs/mine tasks=last_word,word_order    # made
-of the validation text python -m scripts.evaluate run_dir=runs/mine
-tasks=hellaswag,my.yaml limit=500     # lm-evaluation-harness's
+All precisions get the same weights and batches, so they differ in the arithmetic of the
+forward pass alone: the cost of FP8 in use, not in training. Weights are rounded to the
+other precision's format. last_word and word_order are made of the validation text;
+other tasks are lm-evaluation-harness's.
 """
 
 import functools
@@ -54,7 +53,7 @@ class Arguments:
 
     run_dir: str = argument("a run directory with a checkpoint")
     precisions: str = argument(
-        "precisions besides its own, with +key=value; empty: fp32, for tasks none", ""
+        "other precisions, with +key=value; empty: fp32, or none for tasks", ""
     )
     batches: int = argument("batches at most; 0: as many as at the end of the run", 0)
     text: str = argument(
@@ -63,7 +62,7 @@ class Arguments:
         "",
     )
     column: str = argument(
-        "of their jsonl and parquet rows, the one that holds the text",
+        "the key or column of their jsonl and parquet rows that holds the text",
         TextSource.column,
     )
     tasks: str = argument(
@@ -82,10 +81,11 @@ class Arguments:
 
 
 class Text(NamedTuple):
-    """What is evaluated on.
+    """The text of an evaluation.
 
     Attributes:
-      batch: of a number below `count`.
+      batch: returns the batch of a number below `count`.
+      count: number of batches.
       bytes_per_token: of the text.
     """
 
@@ -95,15 +95,15 @@ class Text(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a precision came to.
+    """The result of a precision.
 
     Attributes:
       precision: its name, or AS_TRAINED.
       loss: nats per token, the mean over the batches.
       bits_per_byte: of the text.
       difference: to AS_TRAINED, nats; negative is better.
-      half_width: of the 95% interval of the difference, from batch to batch; infinite
-          for a single one.
+      half_width: of the 95% interval of the difference over batches; infinite for one
+          batch.
     """
 
     precision: str
@@ -114,9 +114,7 @@ class Result(NamedTuple):
 
 
 def main(args: Arguments) -> None:
-    """Print a line for each precision as it is known, and write evaluation.json into
-    the run directory.
-    """
+    """Print a line for each precision, and write evaluation.json into the run."""
     if args.batches < 0:
         raise UserError(f"batches={args.batches}: expected 0 or more")
     run_dir = Path(args.run_dir)
@@ -131,8 +129,8 @@ def main(args: Arguments) -> None:
             "tasks=: expected at least one, such as tasks=last_word,word_order"
         )
     if args.tasks:
-        return take_tasks(args, policies)
-    c, w, found = restore_training(run_dir)
+        return evaluate_tasks(args, policies)
+    c, w, restored = restore_training(run_dir)
     others = {name: w.task.in_precision(policy) for name, policy in policies.items()}
     most = args.batches or c.train.final_eval_batches
     if args.text:
@@ -145,9 +143,9 @@ def main(args: Arguments) -> None:
             w.data.bytes_per_token,
         )
     size = text.count * w.data.val.batch_size * w.model.spec.context
-    where = f"; {args.text}" * bool(args.text)
+    where = f"; {args.text}" if args.text else ""
     print(
-        f"{run_dir}: {c.precision.name}, step {found.step:,}{where}; {text.count}"
+        f"{run_dir}: {c.precision.name}, step {restored.step:,}{where}; {text.count}"
         f" batches, {size:,} tokens",
         flush=True,
     )
@@ -156,32 +154,29 @@ def main(args: Arguments) -> None:
         f" {'in %':>8}"
     )
     results = []
-    for result in evaluated(
-        w.task, found.state, others, text, c.train.grad_accum_steps
-    ):
+    accum = c.train.grad_accum_steps
+    for result in evaluate(w.task, restored.state, others, text, accum):
         results.append(result)
-        print(line(result, results[0].loss), flush=True)
+        print(table_row(result, results[0].loss), flush=True)
     for name, other in others.items():
         if other.model.policy.forward and not other.model.narrow:
             why = next(iter(other.model.skipped.values()))
             print(
-                f"none of the model's matmuls is in {other.model.policy.forward} in"
-                f" {name}: {why}"
+                f"{name}: none of the model's matmuls is in"
+                f" {other.model.policy.forward}: {why}"
             )
-    # the report takes the second
+    # The report only reads evaluation.json.
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")
     rows = [finite(result._asdict()) for result in results]
-    document = {"step": found.step, "tokens": size, "results": rows} | (
-        {"text": args.text} if args.text else {}
-    )
+    document: dict[str, Any] = {"step": restored.step, "tokens": size, "results": rows}
+    if args.text:
+        document["text"] = args.text
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
 
 
-def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
-    """Print a line for each metric of each task, and write tasks.json into the run
-    directory.
-    """
+def evaluate_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
+    """Print a line for each metric of each task, and write tasks.json into the run."""
     for name, least in (("limit", 0), ("fewshot", -1), ("batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)}: expected {least} or more")
@@ -190,20 +185,20 @@ def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
             "tasks and text: give one of them; the tasks of this package are made of"
             " the validation text"
         )
-    c, w, found = restore_training(Path(args.run_dir))
+    c, w, restored = restore_training(Path(args.run_dir))
     fewshot = None if args.fewshot < 0 else args.fewshot
     tasks = choose(
         split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot
     )
     print(
-        f"{args.run_dir}: {c.precision.name}, step {found.step:,};"
+        f"{args.run_dir}: {c.precision.name}, step {restored.step:,};"
         f" {', '.join(split(args.tasks))}",
         flush=True,
     )
     print(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
     results = []
     for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
-        task, state = w.task, found.state
+        task, state = w.task, restored.state
         if name != AS_TRAINED:
             task = task.in_precision(policy)
             state = replace(
@@ -215,17 +210,17 @@ def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
             state.params, state.scaling
         )
         scores = tasks.scores(eval_model)
-        for of, row in scores.items():
-            for metric, score in row.items():
+        rows: dict[str, dict[str, Any]] = {}
+        for task_name, metrics in scores.items():
+            rows[task_name] = {}
+            for metric, score in metrics.items():
                 error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
                 print(
-                    f"{name:<32} {of:<24} {metric:<20} {score.value:>10.4f}{error}",
+                    f"{name:<32} {task_name:<24} {metric:<20} {score.value:>10.4f}"
+                    f"{error}",
                     flush=True,
                 )
-        rows = {
-            of: {metric: finite(score._asdict()) for metric, score in row.items()}
-            for of, row in scores.items()
-        }
+                rows[task_name][metric] = finite(score._asdict())
         results.append({"precision": name, "tasks": rows})
     folder = Path(args.run_dir) / "tasks"
     files = [
@@ -233,7 +228,7 @@ def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     ]
     path = Path(args.run_dir) / "tasks.json"
     document = {
-        "step": found.step,
+        "step": restored.step,
         "limit": args.limit,
         "fewshot": fewshot,
         "results": results,
@@ -243,21 +238,22 @@ def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     if files:
         same = f"--include_path {folder} --tasks {','.join(tasks.items)}"
         print(
-            "the same of an export: lm_eval --model hf --model_args pretrained=EXPORT"
+            "the same for an export: lm_eval --model hf --model_args pretrained=EXPORT"
             f" {same}"
         )
 
 
 def policy_of(item: str) -> Policy:
-    """The policy of a preset, with `+precision.key=value` for each further override.
+    """Return the policy of a preset with `+precision.key=value` overrides.
 
-    Raises UserError for what is no matter of the precision.
+    Raises:
+      UserError: an override of something else, or scales that only training has.
     """
     name, *changes = item.split("+")
     for change in changes:
         if not change.startswith("precision."):
             raise UserError(
-                f"{item}: {change} is no matter of the precision; expected"
+                f"{item}: {change} does not belong to the precision; expected"
                 " +precision.key=value"
             )
     if "=" in name:
@@ -272,20 +268,21 @@ def policy_of(item: str) -> Policy:
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
-    """At most `most` batches of a text that the run has nothing to do with, of windows
-    one after the other.
+    """Return at most `most` batches of consecutive windows of a text.
 
-    Raises UserError for what is wrong with it, and where it is too short for one batch.
+    Raises:
+      UserError: files that cannot be read, or too little text for one batch.
     """
     tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
     wanted = most * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
-    found: list[Any] = []
+    arrays: list[Any] = []
     tokens = size = 0
     for text in itertools.chain.from_iterable(rows.texts for rows in corpus.read(None)):
         ids = tokenizer.encode_array(text)
-        found += [ids, np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)]
-        tokens, size = tokens + len(ids) + len(found[-1]), size + len(text.encode())
+        ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
+        arrays += [ids, ends]
+        tokens, size = tokens + len(ids) + len(ends), size + len(text.encode())
         if tokens >= wanted:
             break
     count = min(most, (tokens - 1) // (loader.batch_size * context))
@@ -295,71 +292,65 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
             f" {loader.batch_size * context + 1:,} (train.batch_tokens + 1); give more"
             " text"
         )
-    stream = np.concatenate(found).astype(np.int32)
-    starts = context * np.arange(count * loader.batch_size).reshape(
-        count, loader.batch_size
-    )
-    windows = stream[starts[..., None] + np.arange(context + 1)]
+    stream = np.concatenate(arrays).astype(np.int32)
+    starts = context * np.arange(count * loader.batch_size)
+    starts = starts.reshape(count, loader.batch_size, 1)
+    windows = stream[starts + np.arange(context + 1)]
 
     def batch(i: int) -> Batch:
-        return Batch(
-            windows[i],
-            segments(windows[i], tokenizer.eot) if loader.document_mask else None,
-        )
+        if not loader.document_mask:
+            return Batch(windows[i], None)
+        return Batch(windows[i], segments(windows[i], tokenizer.eot))
 
     return Text(batch, count, size / tokens)
 
 
-def evaluated(
+def evaluate(
     task: TrainTask,
     state: TrainState,
     others: Mapping[str, TrainTask],
     text: Text,
     accum: int,
 ) -> Iterator[Result]:
-    """The run's own precision, then the others, on the batches of a text, of `accum`
-    micro-batches each.
+    """Yield the result of the run's own precision, then those of the others.
+
+    Each batch has `accum` micro-batches.
     """
-    own = losses(task, state, text, accum)
-    yield result_of(text, AS_TRAINED, own, own)
+    reference = losses(task, state, text, accum)
+    yield result_of(text, AS_TRAINED, reference, reference)
     for name, other in others.items():
         params = store_weights(weights.wide(state.params), other.model.policy)
-        yield result_of(
-            text,
-            name,
-            losses(other, replace(state, params=params, scaling=()), text, accum),
-            own,
-        )
+        stored = replace(state, params=params, scaling=())
+        yield result_of(text, name, losses(other, stored, text, accum), reference)
 
 
 def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[float]:
-    """The mean loss of each batch."""
+    """Return the mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
     step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
     return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 
 def result_of(
-    text: Text, name: str, found: Sequence[float], own: Sequence[float]
+    text: Text, name: str, losses: Sequence[float], reference: Sequence[float]
 ) -> Result:
-    """The figures of a precision from its losses and those of the run's own, batch by
-    batch.
-    """
-    loss = statistics.fmean(found)
-    apart = [ours - theirs for ours, theirs in zip(found, own, strict=True)]
+    """Return the result of a precision by its losses and those of the run's own."""
+    loss = statistics.fmean(losses)
+    differences = [ours - own for ours, own in zip(losses, reference, strict=True)]
     bits = loss / math.log(2) / text.bytes_per_token
-    return Result(name, loss, bits, statistics.fmean(apart), half_width(apart))
+    mean = statistics.fmean(differences)
+    return Result(name, loss, bits, mean, half_width(differences))
 
 
-def line(result: Result, own: float) -> str:
-    """A row of the table."""
+def table_row(result: Result, reference: float) -> str:
+    """Return a row of the table; `reference` is the loss of the run's precision."""
     text = f"{result.precision:<32} {result.loss:>8.4f} {result.bits_per_byte:>12.4f}"
     if result.precision == AS_TRAINED:
         return text
     interval = f" ± {result.half_width:.4f}" if math.isfinite(result.half_width) else ""
     return (
         f"{text} {f'{result.difference:+.4f}{interval}':>20}"
-        f" {100 * result.difference / own:>+8.2f}"
+        f" {100 * result.difference / reference:>+8.2f}"
     )
 
 

@@ -1,13 +1,13 @@
-"""Where does a scale go astray? The loss and its gradient, equation by equation, beside
-the same in plain FP32.
+"""Find where scales go wrong: loss and gradient by equation, compared with FP32.
 
-python -m scripts.explain run_dir=runs/mine                # on the newest checkpoint
-and a batch of its training data python -m scripts.explain precision=scalify_fp8
-model.n_layer=2     # on a fresh model; overrides of python -m trainer
+    python -m scripts.explain run_dir=runs/mine
+    python -m scripts.explain precision=scalify_fp8 model.n_layer=2
 
-Prints by line of the source what is flushed to zero, what saturates, how far scales are
-from the sizes of the numbers that they are for, and the first place where values are
-lost.
+The first form takes a run's newest checkpoint and a batch of its training data. The
+second takes a fresh model and overrides of python -m trainer.
+
+Prints by source line what underflows, what saturates, how far scales are from the sizes
+of their values, and the first place where values are lost.
 """
 
 import dataclasses
@@ -52,14 +52,16 @@ class Arguments:
 def explain_step(
     model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None
 ) -> Explanation:
-    """The loss and its gradient in the model's precision, as a training step computes
-    them, without dropout.
+    """Explain the loss and its gradient in the model's precision, without dropout.
 
-    `params` are as the run stores them, `tokens` [B, T+1], `segments` of the same
-    shape, or None.
+    Args:
+      model: in its precision.
+      params: as the run stores them.
+      tokens: [B, T+1].
+      segments: of the same shape, or None.
 
     Raises:
-        UserError: the precision propagates no scales.
+      UserError: the precision propagates no scales.
     """
     if not model.policy.scaled:
         raise UserError(
@@ -76,15 +78,15 @@ def explain_step(
 def load(
     arguments: Arguments, overrides: Sequence[str]
 ) -> tuple[Model, Any, jax.Array, jax.Array | None]:
-    """What `explain_step` takes, of a run or of a fresh model. Raises UserError."""
+    """Return the arguments of `explain_step`, of a run or of a fresh model."""
     if arguments.run_dir and overrides:
         raise UserError(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
             " fresh model"
         )
     if arguments.run_dir:
-        c, w, found = restore_training(Path(arguments.run_dir))
-        state = found.state
+        c, w, restored = restore_training(Path(arguments.run_dir))
+        state = restored.state
     else:
         hide_missing_gpu()
         c = compose_or_explain(overrides)
@@ -104,7 +106,7 @@ def load(
 
 
 def write(path: Path, explained: Explanation) -> None:
-    """All rows, and what they come to, as JSON."""
+    """Write all rows and their summary as JSON."""
     rows = [
         {**dataclasses.asdict(row.place), **row.figures_by_name()}
         for row in explained.rows
@@ -118,9 +120,9 @@ def write(path: Path, explained: Explanation) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Explain, print and write. Raises UserError."""
-    own = {field.name for field in dataclasses.fields(Arguments)}
-    arguments = read(Arguments, [a for a in argv if a.partition("=")[0] in own])
+    """Explain, print and write."""
+    keys = {field.name for field in dataclasses.fields(Arguments)}
+    arguments = read(Arguments, [a for a in argv if a.partition("=")[0] in keys])
     for name, least in (("batch", 0), ("sequences", 1), ("top", 1)):
         if getattr(arguments, name) < least:
             raise UserError(
@@ -129,19 +131,18 @@ def run(argv: Sequence[str]) -> None:
     out = Path(arguments.out)
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
-    explained = explain_step(
-        *load(arguments, [a for a in argv if a.partition("=")[0] not in own])
-    )
+    overrides = [a for a in argv if a.partition("=")[0] not in keys]
+    explained = explain_step(*load(arguments, overrides))
     if arguments.out:
-        # before anything is printed, which nobody may read to its end
+        # Before printing, which a broken pipe may end.
         write(out, explained)
     print(explained.text(arguments.top))
     if arguments.out:
-        print(f"\nall of it: {out}")
+        print(f"\nall rows: {out}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, or that of a UserError after its one line on stderr."""
+    """Run, and return 0 or the exit code of a UserError after its line on stderr."""
     if "--help" in argv or "-h" in argv:
         print(usage(Arguments, "explain", __doc__ or ""))
         return 0

@@ -1,5 +1,4 @@
-"""Write a run's newest checkpoint in the form of Hugging Face: weights, configuration
-and tokenizer.
+"""Export a run's newest checkpoint to Hugging Face's format, with its tokenizer.
 
 python -m scripts.export run_dir=runs/mine out=exported
 """
@@ -25,12 +24,14 @@ class Arguments:
     out: str = argument("directory to write to; made if absent")
 
 
-def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
-    """Copy the tokenizer's files of the Hugging Face directory that the run began with;
-    the paths of the copies.
+def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
+    """Copy the tokenizer of the Hugging Face directory that the run started from.
 
-    None are copied where the run began otherwise, the directory is gone, or its
-    tokenizer is another than the run's.
+    Nothing is copied where the run started otherwise, the directory is gone, or its
+    tokenizer differs from the run's.
+
+    Returns:
+      the paths of the copies.
     """
     from trainer.data.hf_tokenizer import first_difference, ids_beside
     from trainer.models.weight_files import carry_tokenizer
@@ -39,8 +40,8 @@ def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Pat
         init_from = read_mapping(run_dir / "config.yaml").get("init_from")
     except ValueError as error:
         raise UserError(
-            f"{run_dir / 'config.yaml'} is damaged ({error}); bring it back, then"
-            " export again"
+            f"{run_dir / 'config.yaml'} is damaged ({error}); restore it, then export"
+            " again"
         ) from error
     origin = Path(init_from if isinstance(init_from, str) else "")
     theirs = ids_beside(origin) if (origin / "config.json").is_file() else None
@@ -49,15 +50,16 @@ def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Pat
 
 
 def main(args: Arguments) -> None:
-    """Export, and say how to read the result."""
+    """Export, and show how to load the result."""
     from trainer.assembly.saved_model import restore_run
     from trainer.data.hf_tokenizer import save_hf
     from trainer.models.huggingface import save
 
     model = restore_run(Path(args.run_dir))
     weights = save(args.out, model.spec, model.params, model.tokenizer.eot)
-    others = tokenizer_of_origin(Path(args.run_dir), model.tokenizer, Path(args.out))
-    others = others or save_hf(Path(args.out), model.tokenizer, model.spec.context)
+    run_dir, out = Path(args.run_dir), Path(args.out)
+    others = copy_original_tokenizer(run_dir, model.tokenizer, out)
+    others = others or save_hf(out, model.tokenizer, model.spec.context)
     files = [
         *(path.name for path in weights),
         "config.json",
@@ -65,7 +67,7 @@ def main(args: Arguments) -> None:
     ]
     print(f"wrote {args.out}: {', '.join(files)}")
     print(
-        f"read it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
+        f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         " transformers.AutoTokenizer likewise"
     )
 

@@ -1,10 +1,11 @@
-"""Sample text from a run: its newest checkpoint, its tokenizer.
+"""Sample text from a run's newest checkpoint.
 
-python -m scripts.generate run_dir=runs/mine prompt='And God said' max_new_tokens=300
-temperature=0.8 top_k=40 python -m scripts.generate run_dir=runs/mine
-prompts=prompts.txt count=3     # a prompt a line, three texts of each python -m
-scripts.generate run_dir=runs/mine prompts=-                       # as you type them;
-an empty line ends
+    python -m scripts.generate run_dir=runs/mine prompt='And God said' temperature=0.8
+    python -m scripts.generate run_dir=runs/mine prompts=prompts.txt count=3
+    python -m scripts.generate run_dir=runs/mine prompts=-
+
+prompts=FILE has a prompt per line. prompts=- reads prompts as you type them, until an
+empty line.
 """
 
 import sys
@@ -38,16 +39,15 @@ class Arguments:
 
 
 def prompts_of(args: Arguments) -> Iterator[str]:
-    """The prompts, as they come."""
+    """Yield the prompts, as they come."""
     if not args.prompts:
         yield args.prompt
     elif args.prompts == "-":
-        yield from typed()
+        yield from typed_lines()
     else:
+        file = Path(args.prompts).expanduser()
         try:
-            lines = (
-                Path(args.prompts).expanduser().read_text(encoding="utf-8").splitlines()
-            )
+            lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"prompts={args.prompts} cannot be read ({error}); give a text file, a"
@@ -56,26 +56,26 @@ def prompts_of(args: Arguments) -> Iterator[str]:
         yield from lines
 
 
-def typed() -> Iterator[str]:
-    """Lines of standard input, up to an empty one from somebody who types."""
-    somebody = sys.stdin.isatty()
+def typed_lines() -> Iterator[str]:
+    """Yield lines of standard input, in a terminal up to an empty one."""
+    is_terminal = sys.stdin.isatty()
     while True:
-        if somebody:
+        if is_terminal:
             print("prompt> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-        if not line or (somebody and not line.strip()):
+        if not line or (is_terminal and not line.strip()):
             return
         yield line.rstrip("\n")
 
 
 def main(args: Arguments) -> None:
-    """Print each prompt and its continuations, an empty line between two texts."""
+    """Print each prompt and its continuations, with an empty line between two texts."""
     if args.prompt and args.prompts:
         raise UserError("prompt and prompts: give one of them")
     if args.count < 1:
         raise UserError(f"count={args.count}: expected 1 or more")
     if args.prompts not in ("", "-"):
-        # what is wrong with the file is said before anything is loaded
+        # A missing file is reported before the model is loaded.
         list(prompts_of(args))
     from trainer.assembly.saved_model import restore_run
     from trainer.data.tokenizer import continuation
@@ -101,12 +101,8 @@ def main(args: Arguments) -> None:
                 top_p=args.top_p,
                 seed=args.seed + i,
             )
-            print(
-                ("" if first else "\n")
-                + prompt
-                + continuation(model.tokenizer, ids, new),
-                flush=True,
-            )
+            text = prompt + continuation(model.tokenizer, ids, new)
+            print(text if first else f"\n{text}", flush=True)
             first = False
 
 

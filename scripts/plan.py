@@ -1,11 +1,9 @@
-"""What a configuration's train step needs and does on a GPU, without having one.
+"""Plan a configuration's train step on GPUs that this machine lacks.
 
-python -m scripts.plan model=gpt2_1558m precision=scalify_fp8_fp16 target=h200 gpus=8
-[--json]
+    python -m scripts.plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8 [--json]
 
-Takes the overrides of `python -m trainer`, and the arguments below. The step is
-compiled for the target by the same compiler that a machine with that GPU uses;
-`pip install '.[plan]'` brings it.
+Takes overrides of `python -m trainer`, and the arguments below. The compiler of a
+machine with that GPU compiles the step; `pip install '.[plan]'` installs it.
 """
 
 import json
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from scripts.arguments import argument, read, usage
+from scripts.arguments import argument, note, read, usage
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.errors import UserError, run_and_flush
@@ -58,39 +56,37 @@ class Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, or that of a UserError after its one line on stderr."""
+    """Run, and return 0 or the exit code of a UserError after its line on stderr."""
     if "--help" in argv or "-h" in argv:
         print(usage(Arguments, "plan", __doc__ or ""))
         return 0
     try:
         refuse_twice(argv)
-        own = [a for a in argv if a.startswith("predict=")]
-        predict = yes("predict", read(Arguments, own).predict)
-        plan = plan_of([a for a in argv if a not in ("--json", *own)])
+        flags = [a for a in argv if a.startswith("predict=")]
+        predict = parse_flag("predict", read(Arguments, flags).predict)
+        plan = plan_of([a for a in argv if a not in ("--json", *flags)])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    lines = lines_of(plan) + (predicted_lines(plan) if predict else [])
-    print(
-        json.dumps(plan.as_json(), indent=1) if "--json" in argv else "\n".join(lines)
-    )
+    if "--json" in argv:
+        print(json.dumps(plan.as_json(), indent=1))
+    else:
+        print("\n".join(lines_of(plan) + (predicted_lines(plan) if predict else [])))
     return 0
 
 
 def plan_of(argv: Sequence[str]) -> "Plan":
-    """The plan of a command line. Raises UserError."""
-    own = {field.name for field in fields(Arguments)}
-    args = read(Arguments, [a for a in argv if a.partition("=")[0] in own])
-    overrides = [a for a in argv if a.partition("=")[0] not in own]
-    target, flags = (
-        get_target(args.target),
-        {name: yes(name, getattr(args, name)) for name in ("search", "exact")},
-    )
+    """Return the plan of a command line."""
+    keys = {field.name for field in fields(Arguments)}
+    args = read(Arguments, [a for a in argv if a.partition("=")[0] in keys])
+    overrides = [a for a in argv if a.partition("=")[0] not in keys]
+    target = get_target(args.target)
+    search, exact = parse_flag("search", args.search), parse_flag("exact", args.exact)
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
     if not 1 <= args.gpus <= 64 or hosts < 1 or args.gpus % hosts:
         raise UserError(
-            f"gpus={args.gpus} hosts={hosts}: expected 1 to 64 GPUs, as many on every"
-            " host"
+            f"gpus={args.gpus} hosts={hosts}: expected 1 to 64 GPUs, a multiple of the"
+            " hosts"
         )
     if not 0 < args.memory_fraction <= 1:
         raise UserError(
@@ -100,14 +96,12 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     sequences = args.micro_batch or sequences_of(
         config, overrides, args.gpus // max(config.parallel.tensor, 1)
     )
-    bf16 = (
-        compose_or_explain(["precision=bf16"]).precision
-        if yes("compare", args.compare)
-        else None
-    )
-    # whatever GPU is in this machine, the one that is planned for is not
+    bf16 = None
+    if parse_flag("compare", args.compare):
+        bf16 = compose_or_explain(["precision=bf16"]).precision
+    # The planned GPU is described, so a GPU of this machine is not used.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA's warnings: that there is no GPU to measure kernels on
+    # XLA would warn that there is no GPU to measure kernels on.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
     from trainer.assembly.planning import build_plan
@@ -116,23 +110,28 @@ def plan_of(argv: Sequence[str]) -> "Plan":
 
     hide_missing_gpu()
     aim = Aim(target, args.gpus, hosts, args.memory_fraction)
-    say = lambda text: print(text, file=sys.stderr, flush=True)
     if bf16 is not None and config.precision.name == "bf16":
         bf16 = None
-    return build_plan(config, aim, sequences=sequences, bf16=bf16, say=say, **flags)
+    return build_plan(
+        config,
+        aim,
+        sequences=sequences,
+        bf16=bf16,
+        say=note,
+        search=search,
+        exact=exact,
+    )
 
 
-def yes(name: str, value: str) -> bool:
-    """A flag. UserError names it."""
+def parse_flag(name: str, value: str) -> bool:
+    """Return whether a flag is "yes"; UserError for another value than yes or no."""
     if value not in ("yes", "no"):
         raise UserError(f"{name}={value}: expected yes or no")
     return value == "yes"
 
 
 def gives_batch(overrides: Sequence[str]) -> bool:
-    """Return whether the batch is the command line's own, and not the default of a
-    configuration.
-    """
+    """Return whether the command line sets the batch, not a configuration's default."""
     return any(
         override.startswith(("train.batch_tokens=", "experiment="))
         for override in overrides
@@ -140,8 +139,9 @@ def gives_batch(overrides: Sequence[str]) -> bool:
 
 
 def composed(overrides: Sequence[str]) -> Config:
-    """The configuration. A default batch does not count in a plan, so any model's
-    context may exceed it.
+    """Return the configuration, for any context.
+
+    A default batch, which is not planned, may be smaller than the model's context.
     """
     if gives_batch(overrides) or any(
         override.startswith("train.grad_accum_steps=") for override in overrides
@@ -151,7 +151,7 @@ def composed(overrides: Sequence[str]) -> Config:
 
 
 def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
-    """Of a device's micro-batch, where the command line does not say it."""
+    """Return the sequences of a device's micro-batch by the configuration."""
     if not gives_batch(overrides):
         return 8
     micro_batch = config.batch_size // config.train.grad_accum_steps
@@ -165,8 +165,9 @@ def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
 
 
 def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:
-    """A line for each reason, which names `most` of its layers at most; `--json` has
-    them all.
+    """Return a line for each reason, with at most `most` of its layers.
+
+    `--json` has all layers.
     """
     by_reason: dict[str, list[str]] = {}
     for layer in layers:
@@ -179,7 +180,7 @@ def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:
 
 
 def lines_of(plan: "Plan") -> list[str]:
-    """The plan as text."""
+    """Return the plan as lines of text."""
     figures, aim, m = plan.as_json(), plan.aim, plan.measured
     state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimizer"
     room = (
@@ -204,7 +205,7 @@ def lines_of(plan: "Plan") -> list[str]:
             if size
         ),
         (
-            "  not counted: the CUDA context, cuDNN's workspaces, NCCL's buffers (1 to"
+            "  not counted: CUDA context, cuDNN's workspaces, NCCL's buffers (1 to"
             " 2 GiB together)"
         ),
     ]
@@ -215,15 +216,15 @@ def lines_of(plan: "Plan") -> list[str]:
             " compiles all of them",
         )
     lines.append(
-        "matrix products:"
+        "matmuls:"
         f" {', '.join(f'{n} {key}' for key, n in figures['gemm_kernels'].items())}"
     )
     attentions = ", ".join(f"{n} {dtype}" for dtype, n in figures["attentions"].items())
     lines.append(
-        f"fused attentions (cuDNN; no T x T matrix is held): {attentions or 'none'}"
+        f"fused attentions (cuDNN; no T x T matrix in memory): {attentions or 'none'}"
     )
     lines.append(
-        f"FP8: {plan.fp8_flop_share:.1%} of the FLOPs of matrix products and attentions"
+        f"FP8: {plan.fp8_flop_share:.1%} of the FLOPs of matmuls and attentions"
     )
     lines += not_fp8_lines(plan.layers)
     kinds = ", ".join(
@@ -258,43 +259,42 @@ def lines_of(plan: "Plan") -> list[str]:
 
 
 def predicted_lines(plan: "Plan") -> list[str]:
-    """The time model's table as Markdown, that of bf16 beside it where it was
-    compiled.
-    """
+    """Return the predicted times as a Markdown table, beside bf16 if compiled."""
     from trainer.compiled.classes import CLASSES, GAPS
 
     figures = plan.as_json()["predicted"]
-    ours, theirs = figures["classes"], figures["classes_bf16"] or {}
-    names = [name for name in (*CLASSES, GAPS) if name in ours or name in theirs]
+    planned, bf16 = figures["classes"], figures["classes_bf16"] or {}
+    names = [name for name in (*CLASSES, GAPS) if name in planned or name in bf16]
     text = (
         f"predicted, not measured: {1e3 * figures['seconds']:.2f} ms a step,"
         f" {figures['tokens_per_s']:,.0f} tokens/s"
     )
     text += f", MFU {figures['mfu']:.1%}"
-    if theirs:
+    if bf16:
         text += f"; {figures['times_as_fast_as_bf16']:.3f} times as fast as bf16"
     lines = [
         text,
         "",
-        "| class | ms | kernels |" + " bf16: ms | kernels |" * bool(theirs),
+        "| class | ms | kernels |" + " bf16: ms | kernels |" * bool(bf16),
     ]
-    lines.append("|---" * (5 if theirs else 3) + "|")
+    lines.append("|---" * (5 if bf16 else 3) + "|")
     for name in names:
         cells = [name]
-        for classes in (ours, theirs) if theirs else (ours,):
-            found = classes.get(name, {"seconds": 0.0, "launches": 0})
-            cells += [f"{1e3 * found['seconds']:.2f}", f"{found['launches']}"]
+        for classes in (planned, bf16) if bf16 else (planned,):
+            row = classes.get(name, {"seconds": 0.0, "launches": 0})
+            cells += [f"{1e3 * row['seconds']:.2f}", f"{row['launches']}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def describe_fitting(found: "Fitting") -> str:
-    """A number of sequences, or what is known of it."""
-    if found.bound is None:
-        return f"at least {found.fits} sequences (the search went no further)"
-    return f"{found.fits} sequences" + (
-        f", or up to {found.bound}," if found.bound > found.fits else ""
-    )
+def describe_fitting(fitting: "Fitting") -> str:
+    """Describe the number of sequences that fit."""
+    if fitting.bound is None:
+        return f"at least {fitting.fits} sequences (the search ended there)"
+    text = f"{fitting.fits} sequences"
+    if fitting.bound > fitting.fits:
+        text += f", or up to {fitting.bound},"
+    return text
 
 
 if __name__ == "__main__":

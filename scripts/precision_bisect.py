@@ -1,15 +1,15 @@
-"""Which layer hurts? Casts of a run's narrow matmuls, left out in turn: what that does
-to the loss and to the gradient.
+"""Find the layers whose FP8 casts hurt most, by leaving out casts one by one.
 
-The model of RUN's newest checkpoint, one batch of its training data, and four casts of
-every narrow matmul: of the activations, of the weights, of the gradient of the output,
-and of the weight gradient on its way to the optimizer. All of them belong to one
-compiled program, in which each has a switch. Left out are: one cast of one layer, all
-casts of one layer, one cast of all layers; and the compute format of everything else.
-What is compared with is FP32 throughout. Master weights are what the checkpoint has; no
-wider ones exist.
+    python -m scripts.precision_bisect run_dir=runs/mine
 
-Prints, best first, what is left of the gradient's error, and writes all of it as JSON.
+It takes the model of the run's newest checkpoint, one batch of its training data, and
+four casts of every FP8 matmul: of activations, weights, the output's gradient, and the
+weight gradient for the optimizer. One compiled program has a switch for each cast.
+Switched off are: one cast of one layer, all casts of one layer, one cast of all layers,
+and the compute format of everything else. Loss and gradient are compared with FP32.
+Master weights are those of the checkpoint; no wider ones exist.
+
+Prints the remaining error of the gradient, the lowest first, and writes it as JSON.
 """
 
 import dataclasses
@@ -57,11 +57,11 @@ class Arguments:
 
 
 class Finding(NamedTuple):
-    """What leaving out some casts does.
+    """The effect of leaving out some casts.
 
     Attributes:
       layer: path of the linear layer; "all".
-      tensor: of CASTS; "all" four; "none": as trained; "compute": the format of
+      tensor: one of CASTS; "all" four; "none": as trained; "compute": the format of
           everything else.
       loss: nats.
       loss_difference: to FP32's.
@@ -79,13 +79,13 @@ class Finding(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cast_forward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`x`, rounded to the format where the switch is on; the gradient passes."""
+    """Return `x`, rounded to the format where the switch is on; the gradient passes."""
     return jnp.where(on, cast_on_forward(x, fmt), x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cast_backward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`x`; its gradient is rounded to the format where the switch is on."""
+    """Return `x`; its gradient is rounded to the format where the switch is on."""
     del on, fmt
     return x
 
@@ -99,9 +99,7 @@ cast_backward.defvjp(
 
 
 class SwitchedDot:
-    """A narrow product, simulated: each of its casts has a switch, in row `layer` of
-    `on_Lx4`.
-    """
+    """A simulated FP8 matmul with switches of its casts in row `layer` of `on_Lx4`."""
 
     def __init__(
         self, on_Lx4: jax.Array, layer: int, path: str, policy: Policy
@@ -110,18 +108,15 @@ class SwitchedDot:
         assert policy.forward is not None
         assert backward is not None
         self.on_Lx4, self.layer, self.simulate = on_Lx4, layer, policy.simulate
-        self.forward, self.backward = (
-            FloatFormat.parse(policy.forward),
-            FloatFormat.parse(backward),
-        )
+        self.forward = FloatFormat.parse(policy.forward)
+        self.backward = FloatFormat.parse(backward)
 
     def __call__(
         self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **_: Any
     ) -> jax.Array:
-        if not self.simulate and any(
-            size % MULTIPLE for size in (*lhs_NxD.shape, *rhs_DxF.shape)
-        ):
-            # too odd for FP8 in the run as well
+        sizes = (*lhs_NxD.shape, *rhs_DxF.shape)
+        if not self.simulate and any(size % MULTIPLE for size in sizes):
+            # The run does not multiply such sizes in FP8 either.
             return wide_gradient_dot(lhs_NxD, rhs_DxF, dims)
         on_4 = self.on_Lx4[self.layer]
         lhs_NxD = cast_forward(lhs_NxD, on_4[0], self.forward)
@@ -132,40 +127,36 @@ class SwitchedDot:
 
 
 def computed_in_fp32(policy: Policy) -> Policy:
-    """The policy with its casts, and the rest of what it computes in FP32."""
+    """Return the policy with its casts, and all other computation in FP32."""
     changes: dict[str, Any] = {"compute": "fp32", "update": "fp32"}
     if policy.forward is None and policy.weights != "bf16":
-        # no matmul is narrower than what weight gradients are computed in
+        # No matmul is narrower than the format of weight gradients.
         changes["weight_grad"] = "fp32"
     return dataclasses.replace(policy, **changes)
 
 
 def in_fp32(policy: Policy) -> Policy:
-    """The policy with products, weights and gradients in FP32."""
+    """Return the policy with matmuls, weights and gradients in FP32."""
     wide: dict[str, Any] = {
         "scaling": "none",
         "weights": "fp32",
         "weight_grad": "fp32",
         "compute": "fp32",
     }
-    of_products = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
-    return dataclasses.replace(
-        policy, simulate=False, **wide, **dict.fromkeys(of_products)
-    )
+    casts = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
+    return dataclasses.replace(policy, simulate=False, **wide, **dict.fromkeys(casts))
 
 
-def switched(model: Model, on_Lx4: jax.Array) -> Model:
-    """The model with a switch for each of the CASTS of its narrow layers."""
+def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
+    """Return the model with a switch for each of the CASTS of its FP8 layers."""
 
     def dot_general(path: str) -> Dot:
-        if path not in model.narrow:
-            return (
-                wide_gradient_dot
-                if model.policy.weight_grad == "fp32"
-                else narrow_gradient_dot
-            )
-        dot = SwitchedDot(on_Lx4, model.narrow.index(path), path, model.policy)
-        return with_prepared_operands(dot, model.policy)
+        if path in model.narrow:
+            dot = SwitchedDot(on_Lx4, model.narrow.index(path), path, model.policy)
+            return with_prepared_operands(dot, model.policy)
+        if model.policy.weight_grad == "fp32":
+            return wide_gradient_dot
+        return narrow_gradient_dot
 
     settings = {"rescale_grads": model.policy.rescaled_places}
     build, compute_dtype = model.family.build, model.policy.logical
@@ -183,9 +174,9 @@ def gradient(
     segments: jax.Array | None,
     on_Lx4: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """The loss, and the gradient in FP32 as the optimizer gets it."""
+    """Return the loss, and the gradient in FP32 as the optimizer gets it."""
     loss, grads, _ = (
-        switched(model, on_Lx4)
+        with_switches(model, on_Lx4)
         .differentiate()
         .value_and_grad(params, scaling, tokens, segments, None)
     )
@@ -207,7 +198,7 @@ def gradient(
 
 
 def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
-    """Layer and tensor to what is on, bool `[L, 4]`."""
+    """Return the switches, bool `[L, 4]`, by layer and tensor whose casts are off."""
     everything = np.ones((len(layers), len(CASTS)), bool)
 
     def off(rows: Any, columns: Any) -> np.ndarray:
@@ -215,14 +206,13 @@ def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
         on[rows, columns] = False
         return on
 
-    found = {(ALL, "none"): everything, (ALL, ALL): ~everything}
-    found |= {(ALL, tensor): off(slice(None), j) for j, tensor in enumerate(CASTS)}
-    found |= {(layer, ALL): off(i, slice(None)) for i, layer in enumerate(layers)}
-    return found | {
-        (layer, t): off(i, j)
-        for i, layer in enumerate(layers)
-        for j, t in enumerate(CASTS)
-    }
+    by_name = {(ALL, "none"): everything, (ALL, ALL): ~everything}
+    by_name |= {(ALL, tensor): off(slice(None), j) for j, tensor in enumerate(CASTS)}
+    by_name |= {(layer, ALL): off(i, slice(None)) for i, layer in enumerate(layers)}
+    for i, layer in enumerate(layers):
+        for j, tensor in enumerate(CASTS):
+            by_name[layer, tensor] = off(i, j)
+    return by_name
 
 
 def bisect(
@@ -232,7 +222,7 @@ def bisect(
     tokens: jax.Array,
     segments: jax.Array | None,
 ) -> list[Finding]:
-    """What every cast does, the one whose absence leaves the least error first.
+    """Measure the effect of every cast; the lowest remaining error comes first.
 
     Args:
       model: of unrolled layers, without remat.
@@ -242,7 +232,7 @@ def bisect(
       segments: of the same shape, or None.
 
     Raises:
-      UserError: nothing is narrow, or its scales are not those of the tensors.
+      UserError: nothing is narrow, or casts use other scales than the tensors' own.
     """
     if model.policy.method.in_products:
         valid = [name for name, method in METHODS.items() if not method.in_products]
@@ -270,8 +260,10 @@ def bisect(
             jnp.vdot(g, r)
             for g, r in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True)
         )
-        apart = jax.tree.map(jnp.subtract, grads, right)
-        norm, right_norm, difference = map(optax.global_norm, (grads, right, apart))
+        differences = jax.tree.map(jnp.subtract, grads, right)
+        norm, right_norm, difference = map(
+            optax.global_norm, (grads, right, differences)
+        )
         return loss, dot / (norm * right_norm), difference / right_norm
 
     def finding(layer: str, tensor: str, measured: Any) -> Finding:
@@ -292,7 +284,7 @@ def bisect(
         everything = switches(model.narrow)[ALL, "none"]
         measure = log_first_duration(
             jax.jit(functools.partial(measures, wide)),
-            "compiling with FP32 between the products",
+            "compiling with FP32 between the matmuls",
             note,
         )
         findings.append(
@@ -302,7 +294,7 @@ def bisect(
 
 
 def report(findings: Sequence[Finding], top: int) -> str:
-    """Three tables: over all layers, layers, single casts."""
+    """Return three tables: casts of all layers, all casts of a layer, single casts."""
     trained = next(f for f in findings if f.tensor == "none")
     lines = [
         (
@@ -329,13 +321,11 @@ def report(findings: Sequence[Finding], top: int) -> str:
             f" {'loss - FP32':>12}"
         )
         for f in rows[:top]:
-            name = (
-                f.tensor
-                if f.layer == ALL
-                else f.layer
-                if f.tensor == ALL
-                else f"{f.layer} {f.tensor}"
-            )
+            name = f"{f.layer} {f.tensor}"
+            if f.layer == ALL:
+                name = f.tensor
+            elif f.tensor == ALL:
+                name = f.layer
             removed = 1 - f.error / trained.error if trained.error else 0.0
             lines.append(
                 f"  {name:<32} {f.error:>10.3%} {removed:>8.1%} {f.cosine:>9.6f}"
@@ -346,19 +336,16 @@ def report(findings: Sequence[Finding], top: int) -> str:
 
 
 def advice(findings: Sequence[Finding], most: int = 4) -> str:
-    """The layers to keep out of the narrow format, as the key to set; or that none
-    stands out.
+    """Return the key that excludes the worst layers from FP8, or that none stands out.
 
-    Those count whose casts, left out together, remove twice as much of the gradient's
-    error as a layer does on average.
+    A layer stands out if its casts, left out together, remove twice as much of the
+    gradient's error as the mean layer.
     """
     trained = next(f for f in findings if f.tensor == "none").error
     left = {f.layer: f.error for f in findings if f.layer != ALL and f.tensor == ALL}
-    removed = (
-        {layer: 1 - error / trained for layer, error in left.items()}
-        if trained > 0
-        else {}
-    )
+    removed = {}
+    if trained > 0:
+        removed = {layer: 1 - error / trained for layer, error in left.items()}
     mean = sum(max(share, 0.0) for share in removed.values()) / max(len(removed), 1)
     chosen = sorted(
         (layer for layer, share in removed.items() if share > 2 * mean > 0),
@@ -371,7 +358,7 @@ def advice(findings: Sequence[Finding], most: int = 4) -> str:
         )
     why = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in chosen)
     return (
-        "to keep what hurts most in the compute format:"
+        "to keep the worst layers in the compute format:"
         f" precision.exclude=[{','.join(chosen)}]   (removes: {why})"
     )
 
@@ -379,26 +366,21 @@ def advice(findings: Sequence[Finding], most: int = 4) -> str:
 def load(
     run_dir: Path, number: int
 ) -> tuple[Model, Any, Any, jax.Array, jax.Array | None]:
-    """What `bisect` takes, of a run's newest checkpoint and its training batch of this
-    number.
-    """
-    c, w, found = restore_training(run_dir)
+    """Return the arguments of `bisect`, of a run's newest checkpoint and a batch."""
+    c, w, restored = restore_training(run_dir)
     batch = place_batch(
         w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh
     )
-    spec = w.model.spec
-    params = (
-        spec.family().unstack_layers(found.state.params)
-        if spec.scan_layers
-        else found.state.params
-    )
+    spec, params = w.model.spec, restored.state.params
+    if spec.scan_layers:
+        params = spec.family().unstack_layers(params)
     unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")
     model = Model.make(unrolled, w.model.policy, w.model.rows, border=w.model.border)
     segments = batch.segments_AxBxT1
     return (
         model,
         params,
-        found.state.scaling,
+        restored.state.scaling,
         batch.tokens_AxBxT1[0],
         None if segments is None else segments[0],
     )
@@ -417,7 +399,7 @@ def main(arguments: Arguments) -> None:
     write_text(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
     print(report(findings, arguments.top))
     print(advice(findings))
-    print(f"all of it: {path}")
+    print(f"all findings: {path}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Tokenize text into a prepared directory, for
-`python -m trainer data=prepared data.prepared_dir=...`.
+"""Tokenize text into a prepared directory.
 
-    python -m scripts.prepare_data                                     the embedded
-    corpus, as bytes python -m scripts.prepare_data files books/ dump.parquet
-    each file by its name: text, jsonl, parquet python -m scripts.prepare_data text
-    'books/*.txt' --tokenizer gpt2 python -m scripts.prepare_data jsonl 'dump/*.jsonl'
-    --column body --tokenizer cl100k_base python -m scripts.prepare_data hub
-    HuggingFaceFW/fineweb --config sample-10BT --streaming --max-tokens 1000000000
-    python -m scripts.prepare_data verify runs/data/...                read every shard
-    through
+    python -m scripts.prepare_data
+    python -m scripts.prepare_data files books/ dump.parquet
+    python -m scripts.prepare_data text 'books/*.txt' --tokenizer gpt2
+    python -m scripts.prepare_data jsonl 'dump/*.jsonl' --column body
+    python -m scripts.prepare_data hub HuggingFaceFW/fineweb --config sample-10BT \\
+        --streaming --max-tokens 1000000000
+    python -m scripts.prepare_data verify runs/data/DIRECTORY
 
-Interrupted, by Ctrl-C or anything else, it goes on where it was when the same command
-is given again.
+Without a source it takes the embedded corpus; `files` reads each file by its suffix;
+`verify` reads every shard of a prepared directory. Train on the result with `python -m
+trainer data=prepared data.prepared_dir=DIRECTORY`. After an interruption the same
+command continues.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from trainer.observe.preparing import show_progress
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--tokenizer",
@@ -68,14 +68,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
-    """A subcommand for each kind of text, with the arguments of `common`; `source_of`
-    reads what was given.
+    """Add a subcommand for each kind of source, with the arguments of `common`.
+
+    `source_of` reads the result.
     """
     limit = argparse.ArgumentParser(add_help=False)
     limit.add_argument(
-        "--column", default="text", help="the one that holds the text (default: text)"
+        "--column", default="text", help="the column of the text (default: text)"
     )
-    limit.add_argument("--max-documents", type=int, help="stop after so many")
+    limit.add_argument("--max-documents", type=int, help="stop after this many")
     sources.add_parser(
         "embedded",
         parents=[common],
@@ -85,11 +86,9 @@ def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
         "python", parents=[common], help="the standard library of this Python"
     )
     for format in ("files", "text", "jsonl", "parquet"):
-        about = (
-            "text, jsonl and parquet files, told by their names"
-            if format == "files"
-            else f"{format} files"
-        )
+        about = f"{format} files"
+        if format == "files":
+            about = "text, jsonl and parquet files, by their suffix"
         files = sources.add_parser(format, parents=[common, limit], help=about)
         files.add_argument("paths", nargs="+", help="files, globs or directories")
     hub = sources.add_parser(
@@ -105,12 +104,12 @@ def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
         help="do not download everything first; needs a maximum",
     )
     hub.add_argument(
-        "--max-tokens", type=int, help="stop after the document that reaches so many"
+        "--max-tokens", type=int, help="stop after the document that reaches this many"
     )
 
 
 def source_of(args: argparse.Namespace) -> Source:
-    """What the command line names."""
+    """Return the source that the command line names."""
     if args.source == "hub":
         fields = (
             "name",
@@ -132,24 +131,23 @@ def source_of(args: argparse.Namespace) -> Source:
 
 
 def describe(manifest: Manifest) -> list[str]:
-    """Counts, and what to do next."""
+    """Return counts by split, the tokenizer and the directory, in lines."""
     lines = [
         f"{name}: {split.documents:,} documents, {split.tokens:,} tokens,"
         f" {split.bytes:,} bytes of text, {len(split.shards)} shards"
         for name, split in manifest.splits.items()
     ]
-    skipped = (
-        [f"skipped: {manifest.skipped:,} empty documents"] if manifest.skipped else []
-    )
-    tokenizer = (
+    if manifest.skipped:
+        lines.append(f"skipped: {manifest.skipped:,} empty documents")
+    lines.append(
         f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids"
         f" ({manifest.dtype})"
     )
-    return [*lines, *skipped, tokenizer, f"directory: {manifest.directory}"]
+    return [*lines, f"directory: {manifest.directory}"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 0 when the directory is complete, 2 for a UserError, 130 when stopped."""
+    """Run, and return 0, 2 after a UserError, or 130 after Ctrl-C."""
     args = parser().parse_args(argv or ["embedded"])
     try:
         if args.source == "verify":
@@ -169,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
         complain(error.in_arguments() if isinstance(error, NotText) else error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; re-run the same command to continue", file=sys.stderr)
         return 130
     print("\n".join(describe(manifest)))
     return 0

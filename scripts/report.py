@@ -1,5 +1,4 @@
-"""Write report.html of a run, also of one that is going on: one file, readable without
-network.
+"""Write report.html of a finished or running run: one file, readable without network.
 
 python -m scripts.report run_dir=runs/mine
 """
@@ -20,7 +19,7 @@ class Arguments:
 
 
 def main(args: Arguments) -> None:
-    """Write it and say where."""
+    """Write the report, and print its path."""
     print(write_report(Path(args.run_dir)))
 
 

@@ -1,14 +1,13 @@
 """Train a byte-level BPE tokenizer on text, for `data.tokenizer=DIRECTORY`.
 
-    python -m scripts.train_tokenizer files books/ dump.jsonl --vocab-size 8192 --out
-    tokenizers/mine python -m scripts.train_tokenizer embedded --vocab-size 2048 --out
-    tokenizers/small python -m scripts.train_tokenizer hub HuggingFaceFW/fineweb
-    --streaming --max-documents 10000 --vocab-size 32768 \
---out tokenizers/web
+    python -m scripts.train_tokenizer files books/ --vocab-size 8192 --out mine
+    python -m scripts.train_tokenizer embedded --vocab-size 2048 --out small
+    python -m scripts.train_tokenizer hub HuggingFaceFW/fineweb --streaming \\
+        --max-documents 10000 --vocab-size 32768 --out web
 
-The sources are those of scripts.prepare_data. The same text gives the same tokenizer.
-What is written is Hugging Face's tokenizer.json and tokenizer_config.json:
-`transformers.AutoTokenizer` reads the directory too.
+Sources are those of scripts.prepare_data. The same text gives the same tokenizer. The
+directory has Hugging Face's tokenizer.json and tokenizer_config.json, which
+`transformers.AutoTokenizer` reads too.
 """
 
 import argparse
@@ -32,11 +31,11 @@ from trainer.errors import UserError, complain, run_and_flush
 PATTERNS = ("gpt2", "cl100k_base", "o200k_base")
 END = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document
-PIECE = 1 << 20  # characters that are cut into words at a time
+PIECE = 1 << 20  # characters that are split into words at a time
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--vocab-size",
@@ -51,14 +50,14 @@ def parser() -> argparse.ArgumentParser:
         "--pattern",
         choices=PATTERNS,
         default="gpt2",
-        help="whose cut into words (default: gpt2)",
+        help="whose word pattern (default: gpt2)",
     )
-    common.add_argument("--max-chars", type=int, help="read no more of the text")
+    common.add_argument("--max-chars", type=int, help="read at most this much text")
     common.add_argument(
         "--val-fraction",
         type=float,
         default=0.0,
-        help="leave out what data.val_fraction=F validates on (default: 0)",
+        help="leave out the validation text of data.val_fraction=F (default: 0)",
     )
     common.add_argument(
         "--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data"
@@ -75,8 +74,9 @@ def parser() -> argparse.ArgumentParser:
 def texts_of(
     source: Source, cache_dir: Path, most: int | None, val_fraction: float
 ) -> Iterator[str]:
-    """The documents of the training part, or pieces of a long one, up to so many
-    characters in all.
+    """Yield the documents of the training part, or pieces of a long one.
+
+    They have at most `most` characters in all.
     """
     assert not isinstance(source, PreparedSource)
     corpus = open_corpus(source, cache_dir)
@@ -91,7 +91,7 @@ def texts_of(
 
 
 class Counted:
-    """Texts on their way through, with what went through."""
+    """An iterator of texts that counts their bytes."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self.texts, self.bytes = texts, 0
@@ -102,10 +102,8 @@ class Counted:
             yield text
 
 
-def trained(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
-    """The tokenizer.json of a byte-pair encoding with the most frequent merges of
-    texts, by package `tokenizers`.
-    """
+def train_bpe(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
+    """Return the tokenizer.json of a byte-pair encoding, by package `tokenizers`."""
     from tokenizers import AddedToken, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as HFTokenizer
 
@@ -122,16 +120,14 @@ def trained(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    found: str = tokenizer.to_str()
-    return found
+    return str(tokenizer.to_str())
 
 
 def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tokenizer:
     """Train a tokenizer and write it to a directory.
 
     Raises:
-      UserError: a vocabulary that does not hold the bytes, or a directory that has a
-          tokenizer.
+      UserError: a vocabulary smaller than the bytes, or a directory with a tokenizer.
     """
     if vocab_size < SMALLEST:
         raise UserError(
@@ -142,7 +138,7 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
         raise UserError(f"{out / FILE} exists; choose another --out, or remove it")
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / FILE
-        file.write_text(trained(texts, vocab_size, pattern), encoding="utf-8")
+        file.write_text(train_bpe(texts, vocab_size, pattern), encoding="utf-8")
         tokenizer = get_tokenizer(str(file))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -155,7 +151,7 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 0 when the tokenizer is written, 2 for a UserError, 130 when stopped."""
+    """Run, and return 0, 2 after a UserError, or 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         source = source_of(args)
@@ -179,11 +175,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         return 130
-    fewer = (
-        ""
-        if tokenizer.vocab_size == args.vocab_size
-        else ": the text has no more pairs"
-    )
+    fewer = ""
+    if tokenizer.vocab_size < args.vocab_size:
+        fewer = ": the text has no more pairs"
     print(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
     print(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
     return 0

@@ -22,7 +22,7 @@ from trainer.observe import progress
     [
         ("fp9", "fp9"),
         ("fp8_delayed", "its scales come from a history that only training writes"),
-        ("bf16+model.n_layer=7", "model.n_layer=7 is no matter of the precision"),
+        ("bf16+model.n_layer=7", "model.n_layer=7 does not belong to the precision"),
         ("seed=3", "expected the name of a precision first"),
     ],
 )

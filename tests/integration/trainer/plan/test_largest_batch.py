@@ -65,10 +65,7 @@ def test_a_need_that_once_falls_is_searched_on():
 def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
     found = largest_that_fits(lambda b: 10 * b, 8, 10**9)
     assert found == (4096, None)
-    assert (
-        describe_fitting(found)
-        == "at least 4096 sequences (the search went no further)"
-    )
+    assert describe_fitting(found) == "at least 4096 sequences (the search ended there)"
     assert (
         describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000))
         == "4000 sequences"

@@ -11,7 +11,7 @@ import tokenizers
 from families import whole
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from scripts.export import tokenizer_of_origin
+from scripts.export import copy_original_tokenizer
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
@@ -214,7 +214,7 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     (origin / "config.json").write_text("{}")
     (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
     (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
-    carried = tokenizer_of_origin(run_dir, ours, out)
+    carried = copy_original_tokenizer(run_dir, ours, out)
     assert {path.name for path in carried} >= {
         "tokenizer.json",
         "special_tokens_map.json",
@@ -232,7 +232,7 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
             r"chat_template\.jinja is a link to .*secret; replace it by the file itself"
         ),
     ):
-        tokenizer_of_origin(run_dir, ours, out)
+        copy_original_tokenizer(run_dir, ours, out)
     (origin / "chat_template.jinja").unlink()
     snapshot, blobs = (
         tmp_path / "hub" / "snapshots" / "revision",
@@ -244,21 +244,21 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
     (run_dir / "config.yaml").write_text(f"init_from: {snapshot}\n")
     assert "chat_template.jinja" in {
-        path.name for path in tokenizer_of_origin(run_dir, ours, out)
+        path.name for path in copy_original_tokenizer(run_dir, ours, out)
     }
     shutil.rmtree(blobs)
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "0123").write_text("secret")
     blobs.symlink_to(tmp_path / "keys")
     with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*keys"):
-        tokenizer_of_origin(run_dir, ours, out)
+        copy_original_tokenizer(run_dir, ours, out)
 
     (run_dir / "config.yaml").write_text("init_from: null\n")
-    assert tokenizer_of_origin(run_dir, ours, out) == []
+    assert copy_original_tokenizer(run_dir, ours, out) == []
     (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
     tree = json.loads((origin / "tokenizer.json").read_text())
     vocab = tree["model"]["vocab"]
     first, second = list(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (origin / "tokenizer.json").write_text(json.dumps(tree))
-    assert tokenizer_of_origin(run_dir, ours, out) == []  # another tokenizer
+    assert copy_original_tokenizer(run_dir, ours, out) == []  # another tokenizer
