@@ -56,8 +56,11 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     flags = (
         f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     )
+    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    threshold = {name: os.environ[name]} if name in os.environ else {}
     return (
         kept
+        | threshold
         | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags,

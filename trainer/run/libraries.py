@@ -4,6 +4,7 @@ programs are kept.
 
 import json
 import logging
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 from trainer.data.shards import read_json
 from trainer.files import write_atomically
 
+MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 WHOLE = "whole.json"  # entries found whole before, with size and time
 
 
@@ -44,7 +46,8 @@ def use_compilation_cache(directory: str | None) -> str | None:
             " everything is compiled anew"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if MIN_SECONDS not in os.environ:
+        jax.config.update(MIN_SECONDS.lower(), 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return None
 

@@ -2,15 +2,17 @@
 exit code 2, nothing left."""
 
 import dataclasses
+import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from trainer.__main__ import of_shell
 from trainer.bounds import Positive, at_least
 from trainer.config.combinations import validate
 from trainer.config.composition import CONFIGS, compose_config, describe_wrong_key
@@ -24,16 +26,26 @@ def load(*arguments: str) -> Config:
     return compose_config(arguments)
 
 
-def command_line(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    root = Path(CONFIGS).parent
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", *args],
-        cwd=cwd,
-        env={"PYTHONPATH": str(root), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def command_line(tmp_path, monkeypatch, capsys):
+    """The command, called in this process and in an empty directory: importing the
+    trainer takes longer than most answers.
+    """
+
+    def call(*args: str) -> Done:
+        monkeypatch.chdir(tmp_path)
+        # Hydra's handlers would outlive this test's output.
+        monkeypatch.setattr(logging.root, "handlers", [])
+        code = of_shell(list(args))
+        return Done(code, *capsys.readouterr())
+
+    return call
 
 
 def test_the_defaults_are_valid_and_survive_a_round_trip():
@@ -369,9 +381,9 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
     ],
 )
 def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(
-    args, names, tmp_path
+    args, names, tmp_path, command_line
 ):
-    done = command_line(*args, cwd=tmp_path)
+    done = command_line(*args)
     assert done.returncode == 2, done.stderr
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
     for name in names:
@@ -384,8 +396,14 @@ def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(
 
 
 def test_a_key_given_twice_alike_and_flags_are_let_through(tmp_path):
-    done = command_line(
-        "-cn", "config", "seed=3", "-c", "job", "seed=3", "--resolve", cwd=tmp_path
+    flags = ["-cn", "config", "seed=3", "-c", "job", "seed=3", "--resolve"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", *flags],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(CONFIGS).parent), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["seed"] == 3
@@ -393,7 +411,7 @@ def test_a_key_given_twice_alike_and_flags_are_let_through(tmp_path):
 
 @pytest.mark.parametrize(("tracker", "times"), [("none", 1), ("jsonl", 0)])
 def test_a_sweep_without_logs_says_once_and_first_that_it_names_no_best(
-    tracker, times, tmp_path
+    tracker, times, command_line
 ):
     absent = ["data=text", "data.paths=[none.txt]", "data.tokenizer=byte"]
     done = command_line(
@@ -402,16 +420,13 @@ def test_a_sweep_without_logs_says_once_and_first_that_it_names_no_best(
         f"tracker={tracker}",
         "run_dir=S",
         *absent,
-        cwd=tmp_path,
     )
     assert done.stderr.count("there is no file none.txt") == 2
     assert done.stdout.count("the sweep cannot name a best; add tracker=jsonl") == times
 
 
-def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path):
-    done = command_line(
-        "--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path
-    )
+def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(command_line):
+    done = command_line("--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a")
     tree = OmegaConf.create(done.stdout)
     assert (tree.resume.source, tree.model.d_model, tree.run_dir) == ("none", 768, "a")
 

@@ -90,6 +90,50 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
         jsonl(tmp_path, start=3)
 
 
+DAMAGE = {
+    "none": lambda lines: lines,
+    "none, rows follow": lambda lines: [*lines, encode_row(5, {})],
+    "removed": lambda lines: None,
+    "emptied": lambda lines: [],
+    "shortened": lambda lines: lines[:-1],
+    "a row missing": lambda lines: [*lines[:1], *lines[2:]],
+    "a row twice": lambda lines: [*lines[:1], *lines],
+    "the step of a row changed": lambda lines: [
+        lines[0].replace(b'"step": ', b'"step": 99'),
+        *lines[1:],
+    ],
+    "a row changed": lambda lines: [
+        line.replace(b'"tokens": ', b'"tokens": 1') for line in lines
+    ],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
+    tracker = jsonl(tmp_path, start=0)
+    for step in range(1, 5):
+        tracker.row(step, loss(step))
+    written = tracker.written()
+    tracker.finish()
+    path = tmp_path / "metrics.jsonl"
+    lines = DAMAGE[damage](path.read_bytes().splitlines(keepends=True))
+    path.unlink() if lines is None else path.write_bytes(b"".join(lines))
+    resumed = JsonlTracker()
+    resumed.start(TrackerStart(tmp_path, 4, False, {}, None, None, written))
+    resumed.finish()
+    rows = read_rows(path)
+    noticed = [row["event"] for row in rows if "event" in row]
+    if damage.startswith("none"):
+        assert not noticed
+        assert len(rows) == 4
+    else:
+        [text] = noticed
+        assert "is not what the run wrote up to step 4" in text
+        assert "4 were written" in text
+    if lines is not None and "step" in damage:
+        assert len(rows) >= len(lines)  # one row is lost, and no other
+
+
 def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
     path, event = tmp_path / "metrics.jsonl", {"event": "x"}
     lines = [
