@@ -218,7 +218,7 @@ class Model(NamedTuple):
 
 
 class TrainTask(NamedTuple):
-    """What the compiled step depends on: model, optimizer, mesh; not the data.
+    """The inputs of the compiled step: model, optimizer, mesh; not the data.
 
     Attributes:
       model: in its precision.

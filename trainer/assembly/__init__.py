@@ -1,6 +1,4 @@
-"""From a checked configuration to objects, and to the run or the plan that they are
-for.
+"""From a checked configuration to a run: the objects are built here, and only here.
 
-This is the only room that reads a configuration: `objects` builds the parts, `run` and
-`planning` put them together.
+Read `run` first.
 """

@@ -66,7 +66,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Experiment(NamedTuple):
-    """What is trained, and what a program adds to it."""
+    """The configuration, the workload and its phases, and what a program adds."""
 
     config: schema.Config
     workload: Workload
@@ -167,7 +167,7 @@ def explain_full_disk(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leave_after_error(seconds: float) -> Iterator[None]:
-    """After an error, end one process of several within so many seconds.
+    """End one process of several within so many seconds after an error.
 
     Opening and closing are collective: without an end, each would wait for the others.
     """
@@ -247,7 +247,7 @@ def open_session(
 
 @dataclasses.dataclass
 class Ending:
-    """How a run ended: 1 until it has."""
+    """The end of a run; its exit code is 1 until it is known."""
 
     exit_code: int = 1
 
@@ -304,8 +304,10 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     if checkpoint.is_fork:
         # An event of the first step: it is logged once, however often the run starts.
         tracker.event(checkpoint.step + 1, f"forked from {checkpoint.origin}")
-    before = saved_task(checkpoint.meta, task) if checkpoint.step else task
-    state = from_stored(enter_phase(task, checkpoint.state, before, workload.seed))
+    task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
+    state = from_stored(
+        enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
+    )
     batch = build_batch(config, mesh)
     with log_duration(COMPILING, display.message):
         step = compile_step(task, batch, state)
@@ -387,8 +389,10 @@ def make_restore(
         checkpoint = checkpointer.restore(
             lambda meta: abstract_state(saved_task(meta, task)), order=order
         )
-        before = saved_task(checkpoint.meta, task)
-        restored = from_stored(enter_phase(task, checkpoint.state, before, seed))
+        task_of_checkpoint = saved_task(checkpoint.meta, task)
+        restored = from_stored(
+            enter_phase(task, checkpoint.state, task_of_checkpoint, seed)
+        )
         # The scales of weights are constants of the compiled step, and part of the
         # structure.
         if jax.tree.structure(restored) == structure:

@@ -84,13 +84,16 @@ def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
     """Return how the learning rates of a resumed run change from here on."""
     if not checkpoint.step:
         return []
-    before = from_saved(schema.Config, checkpoint.meta["config"])
-    old, new = dict(flatten(to_tree(before))), dict(flatten(to_tree(c)))
+    saved_config = from_saved(schema.Config, checkpoint.meta["config"])
+    old, new = dict(flatten(to_tree(saved_config))), dict(flatten(to_tree(c)))
     changed = {
         key: (old.get(key), new[key])
         for key in new
         if old.get(key) != new[key] and affects_learning_rates(key)
     }
     return schedule_change(
-        checkpoint.step, build_learning_rates(before), build_learning_rates(c), changed
+        checkpoint.step,
+        build_learning_rates(saved_config),
+        build_learning_rates(c),
+        changed,
     )

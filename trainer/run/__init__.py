@@ -1,5 +1,5 @@
-"""A run from its start to its end: the loop, the run directory, checkpoints, the guard
-and the watchdog.
+"""A run from its start to its end: the loop, the run directory, checkpoints, callbacks,
+the watchdog.
 
-Read `loop` first.
+Read `loop` first, then `session`.
 """

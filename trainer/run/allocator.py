@@ -1,9 +1,9 @@
-"""Memory that XLA frees on CPU stays with the process.
+"""Keep the memory that XLA frees on CPU in the process.
 
 Every execution of a compiled program allocates its temporary buffer anew. glibc returns
-blocks of that size to the operating system at once, so that each training step would
-fault in (and have zeroed) all its memory again, 4 KiB at a time: a quarter of the
-step's time.
+blocks of that size to the operating system at once. Each training step would then fault
+in all its memory again, and have it zeroed, 4 KiB at a time: a quarter of the step's
+time.
 """
 
 import ctypes
@@ -14,8 +14,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next allocation. Call before jax starts;
-    no-op for other C libraries.
+    """Have glibc keep freed memory for the next allocation.
+
+    Call it before jax starts. It does nothing for other C libraries.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -1,4 +1,4 @@
-"""The callbacks of every run: numerics, evaluation, tasks, samples, rescale, pictures,
+"""The built-in callbacks: numerics, evaluation, tasks, samples, rescale, pictures,
 checkpoint.
 """
 
@@ -18,15 +18,15 @@ from trainer.step.step import StepFn, Tokens
 from trainer.step.weight_rescale import rescale_powers
 from trainer.workload import TrainTask, compile_step
 
-# the entry by which a rollback knows which checkpoints are regular ones
+# A rollback finds the callback by this name.
 CHECKPOINT = "checkpoint"
 
 
 def numerics(
     every: int, figures: Callable[[TrainState, Tokens, int], Mapping[str, float]]
 ) -> Callback:
-    """Figures of every layer; `figures` takes the state, a batch and the number of the
-    step that took it.
+    """Return the callback of every layer's figures; `figures` takes the state, a batch
+    and that batch's step.
     """
     return Callback(
         "numerics",
@@ -39,71 +39,77 @@ def evaluation(
     every: int,
     evaluate: Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None],
 ) -> Callback:
-    """The validation loss.
+    """Return the callback of the validation loss.
 
     `evaluate` takes the state, whether it is the final time, and a function that says
-    whether to break off, to what it finds; None: broken off.
+    whether to stop. It returns None if it was stopped.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
-        found = evaluate(
+        result = evaluate(
             context.state,
             context.last,
             lambda: context.ask(f"in the validation after step {context.step}"),
         )
-        if found is None:
+        if result is None:
             raise Interrupted
-        context.val_loss = found.comparable
-        return found.row
+        context.val_loss = result.comparable
+        return result.row
 
     return Callback("evaluation", every, run)
 
 
 def mixture(
-    every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]
+    every: int, trained_on: Callable[[int], Mapping[str, Mapping[str, float]]]
 ) -> Callback:
-    """What was trained on so far of each source of a mixture: `data/NAME/share` and
-    `epochs`; `seen` takes the step.
+    """Return the callback of each source's share and epochs so far.
+
+    Its figures are `data/NAME/share` and `data/NAME/epochs`; `trained_on` takes the
+    step.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
-        found = seen(context.step)
-        return {
-            f"data/{name}/{what}": value
-            for name, of in found.items()
-            for what, value in of.items()
-        }
+        row = {}
+        for name, figures in trained_on(context.step).items():
+            for figure, value in figures.items():
+                row[f"data/{name}/{figure}"] = value
+        return row
 
     return Callback("mixture", every, run)
 
 
 def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Callback:
-    """Figures of tasks, `tasks/NAME/METRIC`; `scores` takes the state."""
+    """Return the callback of the tasks' figures, `tasks/NAME/METRIC`; `scores` takes
+    the state.
+    """
     return Callback("tasks", every, lambda context: scores(context.state))
 
 
 def exchanged(
     every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float
 ) -> Callback:
-    """What replicas with local steps have sent each other so far: `wire/exchanged_mib`,
-    and `wire/times_fewer`.
+    """Return the callback of the bytes that DiLoCo's replicas have sent.
 
-    `bytes_up_to` takes the step; `bytes_of_step` are those of FP32 gradients, which
-    `times_fewer` compares with.
+    Its figures are `wire/exchanged_mib`, and `wire/times_fewer` than FP32 gradients.
+
+    Args:
+      every: steps.
+      bytes_up_to: bytes sent in so many steps.
+      bytes_of_step: bytes of a step's FP32 gradients.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
         sent = bytes_up_to(context.step)
-        found = {"wire/exchanged_mib": sent / 2**20}
-        return found | (
-            {"wire/times_fewer": bytes_of_step * context.step / sent} if sent else {}
-        )
+        row = {"wire/exchanged_mib": sent / 2**20}
+        if sent:
+            row["wire/times_fewer"] = bytes_of_step * context.step / sent
+        return row
 
     return Callback("exchanged", every, run)
 
 
 def samples(every: int, sample: Callable[[Any], str]) -> Callback:
-    """A text that the model writes; `sample` makes it of the parameters."""
+    """Return the callback of text samples; `sample` takes the parameters."""
     return Callback(
         "samples",
         every,
@@ -115,11 +121,11 @@ def rescale(
     every: int,
     new_scales: Callable[[TrainState], tuple[TrainState, StepFn, str] | None],
 ) -> Callback:
-    """Weights that have left their place get new scales: a function of step and state,
-    so that resumed runs agree.
+    """Return the callback that gives weights new scales when their data is far from RMS
+    1.
 
-    `new_scales` gives the state with them, the step compiled for them, and what was
-    done, in words; None while every weight's data is near RMS 1.
+    `new_scales` is a function of the state alone, so that resumed runs agree. It
+    returns the state with them, the step compiled for it, and a message; or None.
     """
 
     def run(context: StepContext) -> None:
@@ -133,45 +139,47 @@ def rescale(
 def make_rescale(
     task: TrainTask, batch: Tokens
 ) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
-    """State to None while the data of all weights is near RMS 1; else to what `rescale`
-    takes.
+    """Return `new_scales` of `rescale`.
 
-    Matrices, cast to FP8 as they are, are moved once one is two octaves from its place
-    (`rescale_powers`): sizes multiply in gated layers. Gains and biases have eight.
-    Then all are moved, the step being compiled anew.
+    Matrices are cast to FP8 as they are: one that is two octaves off triggers a
+    rescale. Gains and biases may be eight octaves off. Then all weights are rescaled,
+    because the step is compiled again anyway.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
-    def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        found = rescale_powers(weights.rms_of_params(state.params), task.model.roles)
-        if all(
-            abs(math.log2(power)) < (2 if path in matrices else 9)
-            for path, power in found.items()
-        ):
+    def is_off(path: str, power: float) -> bool:
+        # In gated layers two such errors multiply.
+        return abs(math.log2(power)) >= (2 if path in matrices else 9)
+
+    def new_scales(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
+        powers = rescale_powers(weights.rms_of_params(state.params), task.model.roles)
+        if not any(is_off(path, power) for path, power in powers.items()):
             return None
-        found = {path: power for path, power in found.items() if power != 1}
-        new = with_params(state, weights.rescale_params(state.params, found))
-        listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
-        listed[4:] = ["..."] if len(listed) > 4 else []
+        powers = {path: power for path, power in powers.items() if power != 1}
+        new = with_params(state, weights.rescale_params(state.params, powers))
+        listed = [f"{path} 2^{math.log2(power):g}" for path, power in powers.items()]
+        if len(listed) > 4:
+            listed = [*listed[:4], "..."]
         text = (
-            f"new scales for {len(found)} weights, larger by {', '.join(listed)};"
-            " compiled anew"
+            f"new scales for {len(powers)} weights, larger by {', '.join(listed)};"
+            " the step is compiled again"
         )
         return new, compile_step(task, batch, new), text
 
-    return rescale
+    return new_scales
 
 
 def pictures(every: int) -> Callback:
-    """Heat maps of all numerics so far, those before a resumption too, as
-    `numerics/KIND.png` and to the trackers.
+    """Return the callback that draws heat maps of all numerics so far.
+
+    They go to `numerics/KIND.png` and to the trackers, with the rows before a resume.
     """
 
     def run(context: StepContext) -> None:
         if jax.process_index() > 0:
             return
-        # a plotting library takes half a second to import
+        # Matplotlib takes half a second to import.
         from trainer.observe.heatmap import draw_all
 
         rows = read_rows(context.run_dir / "metrics.jsonl")
@@ -182,7 +190,7 @@ def pictures(every: int) -> Callback:
 
 
 def checkpoint(every: int) -> Callback:
-    """The state and what else is needed to go on. It is the last entry of the list: all
-    that it covers is out.
+    """Return the callback that saves a checkpoint; the last one, when all that it
+    covers is logged.
     """
     return Callback(CHECKPOINT, every, lambda context: context.save(), Phase.SAVE)

@@ -1,4 +1,4 @@
-"""Callbacks: what a run does every so many steps, and when each effect happens exactly
+"""Callbacks: what a run does every so many steps, and why each effect happens exactly
 once.
 
 `Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of
@@ -11,8 +11,8 @@ the order of the list, one phase after another:
    checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes
    starts again at phase 1.
 2. UPDATE callbacks replace the state. None runs after the last step.
-3. The row of step n is logged, whole and once; then the texts and pictures of the
-   callbacks.
+3. The row of step n is logged once, with all figures; then the texts and pictures of
+   the callbacks.
 4. SAVE callbacks write what a resumed run starts from; the checkpoint is the last of
    them. They also run at a stop request, and not while the watchdog suspects the state,
    except after the last step.
@@ -45,7 +45,9 @@ from trainer.step.step import StepFn, Tokens
 
 
 class Phase(enum.Enum):
-    """When a callback runs between two steps; see the module."""
+    """The part of the pause between two steps in which a callback runs; see the
+    module.
+    """
 
     EVALUATE = 1
     UPDATE = 2
@@ -58,7 +60,7 @@ class Interrupted(Exception):
 
 @dataclass
 class StepContext:
-    """What a callback sees and may do after a step.
+    """The state of a run after a step, for callbacks.
 
     Attributes:
       step: steps taken.
@@ -66,14 +68,13 @@ class StepContext:
       state: of the training, on the devices. Do not donate it to a compiled function.
       train_step: compiled for that state.
       tokens: the batch of the step, on the devices.
-      row: the figures of the step so far, with what the callbacks before this one
-          found.
+      row: the figures of the step so far, with those of earlier callbacks.
       run_dir: a directory of the run's own files.
-      ask: whether a stop was requested, the same answer in every process, given words
-          for what is done next.
+      ask: (what is done next) to whether a stop was requested, the same answer in every
+        process.
       save: writes a checkpoint of this context.
-      val_loss: nats; what the best checkpoint is chosen by. None: the validation is not
-          due.
+      say: logs an event.
+      val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
       texts: name and text of what will be recorded after the row.
       pictures: name and file, likewise.
     """
@@ -107,8 +108,8 @@ class StepContext:
             raise Interrupted
 
     def take(self, figures: Mapping[str, float] | None) -> None:
-        """Add the figures of a callback to the row. Raises ValueError for a name that
-        the row has already.
+        """Add a callback's figures to the row. Raises ValueError for a name that the
+        row has already.
         """
         numbers = {
             name: value if isinstance(value, int | float) else float(value)
@@ -122,7 +123,7 @@ class StepContext:
         self.row |= numbers
 
     def text(self, name: str, text: str) -> None:
-        """Record a text, such as one the model wrote, after the row."""
+        """Record a text, such as a sample of the model, after the row."""
         self.texts.append((name, text))
 
     def picture(self, name: str, path: Path) -> None:
@@ -130,8 +131,8 @@ class StepContext:
         self.pictures.append((name, path))
 
     def replace(self, state: TrainState, train_step: StepFn, why: str) -> None:
-        """Go on from another form of the state, with the step compiled for it; `why`
-        becomes an event. UPDATE only.
+        """Continue from another form of the state, with its compiled step; UPDATE only.
+        `why` is logged.
         """
         self.state, self.train_step = state, train_step
         self.say(why)
@@ -142,9 +143,9 @@ class Callback:
     """A function that a run calls every so many steps.
 
     Attributes:
-      name: of this entry, in messages; each name once in a run.
+      name: in messages; unique in a run.
       every: steps; 0: after the last one only.
-      run: the function. It returns figures for the row of the step, or None.
+      run: returns figures for the row of the step, or None.
       phase: when it runs.
     """
 

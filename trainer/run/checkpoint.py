@@ -1,13 +1,14 @@
-"""Checkpoints: asynchronous, atomic, checked to the last bit on the way back.
+"""Checkpoints: asynchronous, atomic, and checked to the last bit when they are
+restored.
 
 A checkpoint is the directory `<step>/` with two Orbax items, committed together by one
-  rename: state     the arrays of the train state, flat, under the names of
-  `leaf_names`; PRNG keys as their key data. manifest  JSON: format version, step, the
-  caller's meta, and for each leaf its shape, dtype and checksum.
+rename. `state` holds the arrays of the train state, flat, under the names of
+`leaf_names`; PRNG keys as their key data. `manifest` is JSON: format version, step, the
+caller's meta, and for each leaf its shape, dtype and checksum.
 
-Checksums are of the leaves' values, not of files, and are compared after a restore,
-onto however many devices: whatever happens to the files in between, a state that is
-returned is the state that was saved.
+Checksums are of the leaves' values, not of files, and are compared after a restore onto
+any number of devices. So a restored state is the saved state, whatever happened to the
+files.
 """
 
 import asyncio
@@ -35,9 +36,9 @@ from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mis
 
 DAMAGED = "damaged"
 ORBAX = str(Path(ocp.__file__).parent)
-# Orbax counts its patience with a save, 10 minutes, by the wall clock: one that was set
-# right ended the run. Seconds: twenty days, which are less than 2^31 milliseconds.
-LONG = 20 * 86400
+# Orbax measures its timeout of a save, 10 minutes, by the wall clock: setting the clock
+# ended the run. Twenty days in seconds, which is less than 2^31 milliseconds.
+SAVE_TIMEOUT = 20 * 86400
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,7 @@ class Restored(NamedTuple):
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint whose files are missing, unreadable, or not those that were
-    written.
-    """
+    """A checkpoint whose files are missing, unreadable or altered."""
 
 
 def _digest(document: Mapping[str, Any]) -> str:
@@ -78,43 +77,42 @@ def _digest(document: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _hide_late_ends() -> None:
-    """A save or a restore that failed leaves reads and writes behind that nobody
-    awaits; each would print something.
+def _hide_orbax_leftovers() -> None:
+    """Hide the errors of reads and writes that a failed save or restore leaves behind.
 
-    Tracebacks come to `sys.unraisablehook`: from TensorStore, which tells Orbax's event
-    loop of their ends when that is closed (no Python code called it there, which tells
-    it from an error of ours), and from coroutines of Orbax that are thrown away; and to
-    asyncio's log, from its futures. Who saved or restored has been told.
+    Nobody awaits these; the caller has been told of the failure. Tracebacks reach
+    `sys.unraisablehook` in two ways: from TensorStore, which reports to Orbax's closed
+    event loop without Python code in between; and from discarded coroutines of Orbax.
+    Others reach asyncio's log, from its futures.
     """
-    before = sys.unraisablehook
-    if getattr(before, "hides_late_ends", False):
+    default_hook = sys.unraisablehook
+    if getattr(default_hook, "hides_orbax_leftovers", False):
         return
 
     def hook(report: Any) -> None:
         outermost = (
             report.exc_traceback.tb_frame.f_code if report.exc_traceback else None
         )
-        tells = (
+        from_event_loop = (
             outermost is asyncio.BaseEventLoop.call_soon_threadsafe.__code__
             and report.exc_type is RuntimeError
         )
-        thrown_away = inspect.iscoroutine(
+        discarded_coroutine = inspect.iscoroutine(
             report.object
         ) and report.object.cr_code.co_filename.startswith(ORBAX)
-        if not (tells or thrown_away):
-            before(report)
+        if not (from_event_loop or discarded_coroutine):
+            default_hook(report)
 
-    hook.hides_late_ends = True  # type: ignore[attr-defined]
+    hook.hides_orbax_leftovers = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
-    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
+    logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
     warnings.filterwarnings(
         "ignore", "coroutine 'async_serialize.* was never awaited", RuntimeWarning
     )
 
 
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Return whether what a record reports was raised elsewhere."""
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    """Return whether a record's exception was raised outside of Orbax."""
     trace = record.exc_info[2] if isinstance(record.exc_info, tuple) else None
     return trace is None or not trace.tb_frame.f_code.co_filename.startswith(ORBAX)
 
@@ -123,11 +121,11 @@ class Checkpointer:
     """The checkpoints of one run.
 
     Args:
-      directory: made if missing. Raises UserError when it cannot be written.
-      keep: how many of the newest stay.
+      directory: made if missing. Raises UserError if it cannot be written.
+      keep: number of the newest checkpoints that stay.
       keep_best: whether the one with the lowest validation loss stays too.
-      read_only: touch nothing, not even what a save has left behind: another process
-          may be training here.
+      read_only: change nothing, not even the leftovers of a save: another process may
+        be training here.
     """
 
     def __init__(
@@ -142,13 +140,11 @@ class Checkpointer:
         self._read_only = read_only
         self._saving: int | None = None
         self._has_failed = False
-        _hide_late_ends()
-        # Orbax logs what it makes of these options, and the exceptions that it also
-        # raises, which are reported here.
+        _hide_orbax_leftovers()
+        # Orbax logs these options, and the exceptions that it raises as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = LatestN(keep)
-        # BestN keeps the last of its sorting; reverse puts the lowest loss there. No
-        # validation loss: no candidate.
+        # BestN keeps the last of its sorting; `reverse` puts the lowest loss there.
         best = BestN(
             get_metric_fn=_val_loss,
             reverse=True,
@@ -163,7 +159,7 @@ class Checkpointer:
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
-            async_options=ocp.AsyncOptions(timeout_secs=LONG),
+            async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
         )
         try:
             if not read_only:
@@ -181,7 +177,7 @@ class Checkpointer:
 
     @classmethod
     def reading(cls, directory: Path) -> Self:
-        """The checkpoints of a run that may be going on in another process."""
+        """Open the checkpoints of a run that may be training in another process."""
         return cls(directory, read_only=True)
 
     def __enter__(self) -> Self:
@@ -191,8 +187,8 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, ascending. The one being written is not
-        among them.
+        """Return the steps of committed checkpoints, ascending, without the one being
+        written.
         """
         return sorted(
             step for step in self._manager.all_steps() if step != self._saving
@@ -200,8 +196,8 @@ class Checkpointer:
 
     @property
     def best_step(self) -> int | None:
-        """The step with the lowest validation loss among those kept; None when none was
-        saved with one.
+        """The step of the checkpoint with the lowest validation loss; None if none has
+        one.
         """
         return self._manager.best_step()
 
@@ -213,25 +209,24 @@ class Checkpointer:
         *,
         val_loss: float | None = None,
     ) -> bool:
-        """Start saving the state after `step` steps; returns when it is copied, the
-        rest goes on in the background.
+        """Start saving the state after `step` steps; return when it is copied.
 
-        Rows of steps up to `step` belong into the log before, so that a run resumed
-        here has lost none.
+        The rest goes on in the background. Write the log up to `step` before, so that a
+        run resumed here has lost no row.
 
         Args:
           step: steps taken.
           state: a tree of arrays; PRNG key arrays are allowed.
           meta: JSON values, given back by `restore`.
-          val_loss: nats; what `keep_best` goes by.
+          val_loss: nats, for `keep_best`.
 
         Returns:
-          False when `step` is the newest checkpoint already (a state is a function of
-          its step), else True.
+          False if `step` is the newest checkpoint already (a state is a function of its
+            step), else True.
 
         Raises:
           UserError: the save before this one failed, this one cannot start, or a later
-              step is saved already.
+            step is saved already.
         """
         self.wait()
         steps = self.steps()
@@ -251,9 +246,9 @@ class Checkpointer:
         for leaf, name, value in zip(
             jax.tree.leaves(state), names, checksums(leaves), strict=True
         ):
-            described[name] |= {"checksum": value} | (
-                {"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {}
-            )
+            described[name]["checksum"] = value
+            if is_key(leaf):
+                described[name]["impl"] = str(jax.random.key_impl(leaf))
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -261,9 +256,10 @@ class Checkpointer:
             "leaves": described,
         }
         manifest["digest"] = _digest(manifest)
+        # Orbax refuses empty arrays.
         stored = {
             name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf.size
-        }  # Orbax refuses empty arrays
+        }
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest)
         )
@@ -281,14 +277,14 @@ class Checkpointer:
         return True
 
     def check(self) -> None:
-        """Raise the UserError of a background save that failed since; cheap, for every
-        step. Does not wait.
+        """Raise the UserError of a background save that has failed. Cheap; does
+        not wait.
         """
         if self._saving is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Until the save in the background is committed. Raises UserError when it
+        """Wait until the background save is committed. Raises UserError if it
         failed.
         """
         if self._saving is None:
@@ -313,20 +309,20 @@ class Checkpointer:
         )
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """The meta of a checkpoint, by default of the newest that is readable. Raises
-        UserError.
+        """Return the meta of a checkpoint, by default of the newest readable one.
+        Raises UserError.
         """
         meta: dict[str, Any] = self._readable_manifest(step)["meta"]
         return meta
 
     def newest(self) -> int:
-        """The step of the newest checkpoint that is readable. Raises UserError."""
+        """Return the step of the newest readable checkpoint. Raises UserError."""
         step: int = self._readable_manifest(None)["step"]
         return step
 
     def described(self) -> dict[str, Any]:
-        """Shape, dtype and checksum of every leaf of the newest readable checkpoint, by
-        name. Raises UserError.
+        """Return shape, dtype and checksum of every leaf of the newest readable
+        checkpoint, by name. Raises UserError.
         """
         leaves: dict[str, Any] = self._readable_manifest(None)["leaves"]
         return leaves
@@ -339,23 +335,23 @@ class Checkpointer:
         partial: bool = False,
         order: Sequence[int] | None = None,
     ) -> Restored:
-        """The state of a checkpoint, on the devices and in the tree of `target`, bit
-        for bit as it was saved.
+        """Return the state of a checkpoint, bit-exactly as it was saved, in the form of
+        `target`.
 
         A damaged checkpoint is reported in one line and moved to `damaged/`, and the
         one before it is used.
 
         Args:
           target: the tree of the state with `jax.ShapeDtypeStruct` leaves (arrays do as
-            well); their shardings say where each leaf goes, the first device when there
-            is none. Or a function that makes it of the meta.
-          step: that checkpoint and no other; by default the newest.
+            well), or a function that makes it of the meta. Shardings say where each
+            leaf goes; without one, the first device.
+          step: of the only acceptable checkpoint; None: the newest.
           partial: `target` is a part of the saved tree, as `{"params": ...}`.
-          order: steps to take in place of all, the first one that is whole.
+          order: steps to try instead; the first intact one is used.
 
         Raises:
           UserError: a leaf of `target` differs from the saved one in path, shape or
-              dtype; no such step; all damaged.
+            dtype; there is no such step; all are damaged.
         """
         self.wait()
         for candidate in self._candidates(step) if order is None else order:
@@ -375,8 +371,8 @@ class Checkpointer:
         raise self._none_left()
 
     def close(self) -> None:
-        """Wait for the save in the background and release the threads. Raises UserError
-        when that save failed.
+        """Wait for the background save and release the threads. Raises UserError if the
+        save failed.
         """
         try:
             self.wait()
@@ -384,8 +380,7 @@ class Checkpointer:
             try:
                 self._manager.close()
             except Exception:  # whatever stopped a background thread
-                # else of the save that has: Orbax reports once each thing that stopped
-                # it
+                # After a failed save, it is that failure once more.
                 if not self._has_failed:
                     raise
 
@@ -414,9 +409,9 @@ class Checkpointer:
         )
 
     def _report(
-        self, step: int, damage: DamagedCheckpointError, asked: int | None
+        self, step: int, damage: DamagedCheckpointError, requested_step: int | None
     ) -> None:
-        if asked is not None:
+        if requested_step is not None:
             raise UserError(
                 f"checkpoint {step} in {self.directory} is damaged: {damage}; use"
                 " another one"
@@ -426,18 +421,10 @@ class Checkpointer:
                 "checkpoint %d is damaged (%s): using the one before it", step, damage
             )
             return
-        # Out of the way, since the run will come to this step again and save it. One of
-        # the processes moves it for all.
+        # Moved away, since the run will save this step again. One process does it for
+        # all.
         if jax.process_index() == 0:
-            (self.directory / DAMAGED).mkdir(exist_ok=True)
-            free = next(
-                i
-                for i in range(1_000_000)
-                if not (self.directory / DAMAGED / f"{step}-{i}").exists()
-            )
-            moved = (self.directory / str(step)).rename(
-                self.directory / DAMAGED / f"{step}-{free}"
-            )
+            moved = self._move_to_damaged(self.directory / str(step), str(step))
             logger.warning(
                 "checkpoint %d is damaged (%s): moved to %s, using the one before it",
                 step,
@@ -448,27 +435,30 @@ class Checkpointer:
             multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
         self._manager.reload()
 
+    def _move_to_damaged(self, path: Path, name: str) -> Path:
+        """Move a directory to `damaged/NAME-0`, or the next free number."""
+        folder = self.directory / DAMAGED
+        folder.mkdir(exist_ok=True)
+        number = 0
+        while (folder / f"{name}-{number}").exists():
+            number += 1
+        return path.rename(folder / f"{name}-{number}")
+
     def _set_aside_metrics(self) -> None:
-        """Orbax would stop at a validation loss that it cannot read, although the state
-        beside it may be whole.
+        """Move unreadable validation losses away.
+
+        Orbax would stop at one, although the state beside it may be intact.
         """
-        for file in (
-            self.directory.glob("*/metrics/metrics") if jax.process_index() == 0 else ()
-        ):
+        is_first = jax.process_index() == 0
+        for file in self.directory.glob("*/metrics/metrics") if is_first else ():
             step = file.parent.parent.name
             if step.isdigit() and not _holds_loss(file):
                 if self._read_only:
                     raise UserError(
-                        f"{file} is damaged; remove {file.parent}, without which the"
-                        " checkpoint is whole"
+                        f"{file} is damaged; remove {file.parent}: the checkpoint is"
+                        " intact without it"
                     )
-                (self.directory / DAMAGED).mkdir(exist_ok=True)
-                free = next(
-                    i
-                    for i in range(1_000_000)
-                    if not (self.directory / DAMAGED / f"{step}-loss-{i}").exists()
-                )
-                file.parent.rename(self.directory / DAMAGED / f"{step}-loss-{free}")
+                self._move_to_damaged(file.parent, f"{step}-loss")
                 logger.warning(
                     "the validation loss of checkpoint %s is damaged: it cannot be the"
                     " best one",
@@ -482,7 +472,7 @@ class Checkpointer:
             manifest = self._manager.restore(
                 step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
             )["manifest"]
-            whole = (
+            intact = (
                 manifest.pop("digest") == _digest(manifest)
                 and manifest["step"] == step
                 and "format" in manifest
@@ -491,7 +481,7 @@ class Checkpointer:
             raise DamagedCheckpointError(
                 f"manifest unreadable: {type(error).__name__}"
             ) from error
-        if not whole:
+        if not intact:
             raise DamagedCheckpointError("manifest altered since it was written")
         if manifest["format"] not in READABLE:
             raise UserError(
@@ -504,7 +494,9 @@ class Checkpointer:
     def _check_match(
         self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool
     ) -> None:
-        """Orbax itself would cast dtypes silently."""
+        """Raise UserError if the target differs from what was saved. Orbax itself would
+        cast dtypes silently.
+        """
         difference = mismatch(describe(target), saved, partial=partial)
         if difference is not None:
             advice = "restore it with the configuration it was saved with"
@@ -529,17 +521,17 @@ class Checkpointer:
             stored = self._manager.restore(step, args=ocp.args.Composite(state=args))[
                 "state"
             ]
-            found = {
+            arrays = {
                 name: stored[stored_name(name, saved)]
                 for name, leaf in placed.items()
                 if leaf.size
             }
-            found |= {
+            arrays |= {
                 n: jnp.zeros(x.shape, x.dtype, device=x.sharding)
                 for n, x in placed.items()
                 if not x.size
             }
-            values = checksums([found[name] for name in names])
+            values = checksums([arrays[name] for name in names])
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # too large for this machine is not damage
         except Exception as error:  # a damaged file can raise anything
@@ -549,14 +541,11 @@ class Checkpointer:
         for name, value in zip(names, values, strict=True):
             if value != saved[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
-        restored = [
-            (
-                jax.random.wrap_key_data(found[name], impl=saved[name]["impl"])
-                if is_key(leaf)
-                else found[name]
-            )
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
+        for name, leaf in zip(names, leaves, strict=True):
+            if is_key(leaf):
+                impl = saved[name]["impl"]
+                arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
+        restored = [arrays[name] for name in names]
         return jax.tree.unflatten(jax.tree.structure(target), restored)
 
 

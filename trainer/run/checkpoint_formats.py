@@ -1,8 +1,7 @@
-"""Checkpoint formats: the current one, and how the manifest of an older one is read as
-if it were current.
+"""Checkpoint formats, and how the manifest of an older one is read.
 
-4  configuration keys and state fields have their current names.
-3  they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS; arrays and
+4: configuration keys and state fields have their current names.
+3: they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS. Arrays and
 their order are the same.
 """
 
@@ -21,7 +20,8 @@ STORED_AS = "stored_as"
 def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest of any readable format in the current one.
 
-    A leaf whose name changed has the key STORED_AS: its name among the stored arrays.
+    A leaf whose name has changed gets the key STORED_AS: its name among the stored
+    arrays.
     """
     if manifest["format"] == FORMAT:
         return dict(manifest)

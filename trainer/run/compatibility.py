@@ -75,11 +75,11 @@ def check_same_precision(
 
     `conversion`: how it could be converted.
     """
-    before, now = dataclasses.asdict(saved), dataclasses.asdict(policy)
+    old, new = dataclasses.asdict(saved), dataclasses.asdict(policy)
     different = [
-        f"precision.{name}={before[name]} (now {now[name]})"
-        for name in now
-        if before[name] != now[name]
+        f"precision.{name}={old[name]} (now {new[name]})"
+        for name in new
+        if old[name] != new[name]
     ]
     if different:
         conversion = (

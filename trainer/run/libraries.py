@@ -1,5 +1,5 @@
-"""Settings of the libraries for the whole process: what they may print, where compiled
-programs are kept.
+"""Settings of the libraries for the whole process: log messages, and the compilation
+cache.
 """
 
 import json
@@ -15,13 +15,11 @@ from trainer.data.shards import read_json
 from trainer.files import write_atomically
 
 MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-WHOLE = "whole.json"  # entries found whole before, with size and time
+INTACT = "whole.json"  # entries that were read and intact, with size and time
 
 
 def hide_missing_gpu() -> None:
-    """Keep JAX from logging a traceback about a CUDA plugin that is installed on a
-    machine without an NVIDIA device.
-    """
+    """Keep JAX from logging a traceback when a CUDA plugin finds no NVIDIA device."""
     if not any(
         Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
     ):
@@ -30,8 +28,10 @@ def hide_missing_gpu() -> None:
 
 
 def use_compilation_cache(directory: str | None) -> str | None:
-    """Keep compiled programs between runs. Where that cannot be, why, in a line, and
-    nothing is kept.
+    """Keep compiled programs between runs.
+
+    Returns:
+      A warning if the directory cannot be written, and nothing is kept; else None.
     """
     if directory is None:
         return None
@@ -43,7 +43,7 @@ def use_compilation_cache(directory: str | None) -> str | None:
     except OSError as error:
         return (
             f"compile_cache={directory} cannot be written ({error.strerror}):"
-            " everything is compiled anew"
+            " all programs are compiled again"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
     if MIN_SECONDS not in os.environ:
@@ -53,34 +53,33 @@ def use_compilation_cache(directory: str | None) -> str | None:
 
 
 def remove_torn(cache: Path) -> None:
-    """Remove what a kill left half written: JAX would read it, warn, compile anew and
-    keep it, at every start.
+    """Remove entries of the compilation cache that a kill left half written.
 
-    Each entry is read once. One that another process is writing is removed as well, and
-    compiled once more.
+    JAX would read them, warn and compile again at every start, without replacing them.
+    Each entry is read once. An entry that another process is writing is removed too,
+    and compiled once more.
     """
-    known, found = read_json(cache / WHOLE), {}
+    known, intact = read_json(cache / INTACT), {}
     for entry in cache.glob("*-cache"):
         try:
             stat = entry.stat()
-            found[entry.name] = [stat.st_size, stat.st_mtime_ns]
-            if known.get(entry.name) != found[entry.name] and is_torn(
+            intact[entry.name] = [stat.st_size, stat.st_mtime_ns]
+            if known.get(entry.name) != intact[entry.name] and is_torn(
                 entry.read_bytes()
             ):
                 entry.unlink()
-                del found[entry.name]
+                del intact[entry.name]
         except FileNotFoundError:  # another process cleans up too
             continue
-    if found != known:
-        write_atomically(cache / WHOLE, json.dumps(found).encode())
+    if intact != known:
+        write_atomically(cache / INTACT, json.dumps(intact).encode())
 
 
 def is_torn(entry: bytes) -> bool:
-    """Return whether a compressed program ends too early or has another checksum than
-    it had.
+    """Return whether a compressed program ends too early or has a wrong checksum.
 
-    JAX compresses with zlib, but with zstd where that is installed; of that only the
-    empty file is known as torn.
+    JAX compresses with zstd where that is installed; then only an empty file is known
+    as torn.
     """
     if entry[:1] != b"\x78":
         return not entry

@@ -83,9 +83,9 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def enter_phase(
-    task: TrainTask, state: TrainState, before: TrainTask, seed: int
+    task: TrainTask, state: TrainState, saved_task: TrainTask, seed: int
 ) -> TrainState:
-    """Convert a stored state of the task `before` to the form of `task`.
+    """Convert a stored state of `saved_task` to the form of `task`.
 
     Weights keep their values, rounded once where their storage changes. Moments do too
     if the same parameters are trained; else the optimizer starts anew at step 0. The
@@ -94,14 +94,14 @@ def enter_phase(
     Args:
       task: of the phase that begins.
       state: as it is stored.
-      before: the task that the state is of, with the same model.
+      saved_task: the task of the state, with the same model.
       seed: of the rounding of moments.
     """
-    same_policy = before.model.policy == task.model.policy
-    if before.trained_roles == task.trained_roles:
+    same_policy = saved_task.model.policy == task.model.policy
+    if saved_task.trained_roles == task.trained_roles:
         if same_policy:
             return state
-        return convert_state(task, state, before.model.policy, seed)
+        return convert_state(task, state, saved_task.model.policy, seed)
     if not same_policy or task.model.policy.keeps_lost:
         # Parameters that are frozen give up their compensation, half a unit in the last
         # place once: it would cost two bytes a parameter for the whole phase.

@@ -23,15 +23,15 @@ from trainer.step.step import Hyper, StepFn, Tokens
 
 @dataclass(frozen=True)
 class Session:
-    """What all phases of a run share: where it writes, and how its process stops.
+    """The parts that all phases of a run share: its outputs, and how its process stops.
 
     Attributes:
       run_dir: the run directory.
       checkpointer: of the run's checkpoints.
       tracker: gets every row, event, text and picture.
       display: shows progress and messages on the terminal.
-      agree: the largest number that any process gives. All processes must call it
-        equally often.
+      agree: returns the largest number that any process gives. All processes must call
+        it equally often.
       timeouts: of the `Guard`.
       own_process: whether the process may be ended for the run; see `Guard`.
     """
@@ -82,13 +82,13 @@ class TrainData(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """What a run needs to go back to an earlier state, or to explain why it cannot.
+    """The parts that take a run back to an earlier state, or explain a failure.
 
     Attributes:
       watchdog: judges the metrics of every step.
       restore: (state, steps) to the state of the first intact checkpoint among those
-        steps, its step, and the train step compiled for it (None: the one in use
-        fits). The given state is deleted.
+        steps, its step, and the train step compiled for it (None: the one in use fits).
+        The given state is deleted.
       diagnose: (state, batch, step) of a non-finite step to a description of the first
         bad tensor.
       meta: saved with every checkpoint, as JSON values.

@@ -78,9 +78,11 @@ def test_no_new_step_takes_an_injected_corruption_away(tmp_path, monkeypatch):
     state = TrainState({"w": jnp.ones(2)}, (), jax.random.key(0))
     batch = Batch(np.zeros((1, 2), np.int32), None)
     run = SimpleNamespace(
-        batches=lambda start: ((i, batch) for i in range(start, 3)),
+        data=SimpleNamespace(
+            batches=lambda start: ((i, batch) for i in range(start, 3))
+        ),
         state=state,
-        run_dir=tmp_path,
+        session=SimpleNamespace(run_dir=tmp_path),
     )
     weights = []
     for _ in faulty.with_faults(run, {"corrupt": [2], "nan": [3]}, tmp_path / "hung")(
