@@ -35,7 +35,7 @@ from scripts.arguments import argument, read, usage
 from scripts.members import Members, Round, beating, name_is_taken
 from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, run_and_flush
-from trainer.text import laid_over
+from trainer.text import merge_overrides
 
 # exit codes: done, bad configuration or data, diverged; starting again would not help
 FINAL = (0, 2, 3)
@@ -379,7 +379,7 @@ def planned(args: Arguments) -> FarPlan:
     each = replicas // args.members
     fewest = -(-quorum // each)
     for count in range(fewest, args.members):
-        compose_or_explain(laid_over(words, [f"diloco.replicas={count * each}"]))
+        compose_or_explain(merge_overrides(words, [f"diloco.replicas={count * each}"]))
     return FarPlan(words, Path(whole.run_dir), each, fewest)
 
 
@@ -440,7 +440,7 @@ def main(args: Arguments) -> int:
             "JAX_NUM_PROCESSES": str(len(this.members)),
             "JAX_PROCESS_ID": str(this.members.index(args.member)),
         }
-        command = [sys.executable, "-m", "trainer", *laid_over(plan.words, own)]
+        command = [sys.executable, "-m", "trainer", *merge_overrides(plan.words, own)]
         process = subprocess.Popen(command, env=os.environ | variables)
         pid.write_text(str(process.pid))
         return process

@@ -1,8 +1,8 @@
-"""What a field may hold, said beside its type: `n_layer: Annotated[int, at_least(1)]`.
+"""Bounds of a field, in its annotation: `n_layer: Annotated[int, at_least(1)]`.
 
 Specs, policies and the configuration are dataclasses whose annotations are their
-bounds; `check` refuses a value and `check_fields` an object outside of them. Nothing
-here imports JAX.
+bounds. `check` refuses a value out of bounds, `check_fields` an object. Nothing here
+imports JAX.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ class Bound:
     """A condition on a value.
 
     Attributes:
-      holds: tells whether a value meets it.
-      expected: says what a value has to be, behind the word "expected".
+      holds: whether a value meets it.
+      expected: a description of valid values, after the word "expected".
     """
 
     holds: Callable[[Any], bool]
@@ -32,21 +32,19 @@ class Bound:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The value is one of these names, which a table holds that may grow."""
+    """One of the names in a table that may grow."""
 
     names: Collection[str]
 
 
 @dataclass(frozen=True)
 class Variants:
-    """The group is one of several dataclasses, told apart by the value of one of its
-    keys.
+    """One of several dataclasses, told apart by the value of a key.
 
     Attributes:
       key: the key that tells.
       classes: the dataclass for each of its values.
-      first: the value that saved groups mean which do not have the key; None: all have
-          it.
+      first: its value in saved groups that lack the key; None: all have it.
     """
 
     key: str
@@ -55,17 +53,17 @@ class Variants:
 
 
 def at_least(least: float) -> Bound:
-    """The value is `least` or more."""
+    """Return the bound of `least` or more."""
     return Bound(lambda x: x >= least, f"at least {least}")
 
 
 def at_most(most: float) -> Bound:
-    """The value is `most` or less."""
+    """Return the bound of `most` or less."""
     return Bound(lambda x: x <= most, f"at most {most}")
 
 
 def more_than(least: float, hint: str) -> Bound:
-    """The value is more than `least`; the message ends with `hint`."""
+    """Return the bound of more than `least`; the message ends with `hint`."""
     return Bound(lambda x: x > least, f"more than {least}{hint}")
 
 
@@ -77,7 +75,7 @@ POWER_OF_TWO = Bound(
 )
 Natural = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
-# More than any model has; a file that says 10^6 would keep a machine busy for hours.
+# More than any model has. A file that says 10^6 would keep a machine busy for hours.
 Layers = Annotated[int, at_least(1), at_most(1000)]
 Amount = Annotated[float, at_least(0)]
 Share = Annotated[float, UP_TO_1]
@@ -85,13 +83,13 @@ ShareBelow1 = Annotated[float, BELOW_1]
 
 
 def check(hint: Any, value: Any, path: str) -> None:
-    """Raise UserError, which names `path`, where `value` is outside of what its
-    annotation `hint` allows.
+    """Raise UserError, with `path`, for a value outside of what its annotation `hint`
+    allows.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is not None:
-            check(args[0], value, path)  # of `X | None`
+            check(args[0], value, path)  # X of `X | None`
     elif origin is Literal:
         _choose(args, value, path)
     elif origin is Annotated:
@@ -106,15 +104,15 @@ def check(hint: Any, value: Any, path: str) -> None:
 
 
 def check_fields(instance: Any, prefix: str) -> None:
-    """Raise UserError where a field of a dataclass is out of its bounds; the message
-    names it behind `prefix`.
+    """Raise UserError for a field of a dataclass that is out of bounds; its name
+    follows `prefix`.
     """
     for name, hint in annotations(type(instance)).items():
         check(hint, getattr(instance, name), f"{prefix}{name}")
 
 
 def annotations(cls: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields by name, bounds included."""
+    """Return the annotations of a dataclass's fields by name, with bounds."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 

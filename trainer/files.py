@@ -1,8 +1,8 @@
 """Read and write files of directories that somebody else may have made.
 
-What is read is data: bounded, and answered with a `UserError` where it is malformed.
-What is written replaces a file whole or not at all, never follows a symbolic link, and
-uses temporary names that nobody can guess.
+Data is read with bounds, and malformed data raises `UserError`. A written file is
+replaced completely or not at all. Writing never follows a symbolic link, and uses
+temporary names that nobody can guess.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Plain values only, without aliases: nine lines of them stand for a billion
-    values.
+    """A YAML loader of plain values without aliases: nine lines of these can stand for
+    a billion values.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -36,8 +36,8 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML of a saved configuration into plain values.
 
     Raises:
-      ValueError: not YAML, more than `YAML_BYTES`, nested too deep, an alias, a date or
-          number out of range.
+      ValueError: not YAML, more than `YAML_BYTES`, nested too deep, an alias, or a date
+        or number out of range.
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"more than {YAML_BYTES} characters")
@@ -87,14 +87,15 @@ def _check_values(value: Any) -> None:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace the content of a file whole or not at all; after a return it is on disk.
-    Text is written as UTF-8.
+    """Replace the content of a file completely or not at all; when it returns, it is on
+    disk.
 
-    A symbolic link called `path` is replaced, and what it points to is left alone.
+    Text is written as UTF-8. A symbolic link called `path` is replaced, and its target
+    is left alone.
 
     Raises:
       OSError: the directory is missing or read-only, or the disk is full. The old
-          content stays.
+        content stays.
     """
     content = data.encode(errors="replace") if isinstance(data, str) else data
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
@@ -112,14 +113,15 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to disk: without this a machine that loses power
-    may forget a rename.
+    """Write the names in a directory to disk.
+
+    Otherwise a machine that loses power may forget a rename.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # a file system that cannot, such as some network ones
+        # Some network file systems cannot sync a directory.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -127,8 +129,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what a killed `write_atomically` left in a directory. Only for who holds
-    the directory's lock.
+    """Remove what a killed `write_atomically` left in a directory.
+
+    Only the holder of the directory's lock may call it.
     """
     for partial in directory.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
@@ -142,37 +145,36 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
       with open(path, "ab", opener=no_follow) as file: ...
 
     Raises:
-      OSError: it cannot be opened; `errno.ELOOP` where it is a symbolic link.
+      OSError: it cannot be opened; `errno.ELOOP` for a symbolic link.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-# that a run writes
+# Folders of a run directory that a run writes.
 FOLDERS = ("checkpoints", "numerics", "profile", "skipped", "tasks", "tensorboard")
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Refuse a run directory with symbolic links, at its top or in `FOLDERS`: what is
-    written would end up elsewhere.
+    """Refuse a run directory with symbolic links, at its top or in `FOLDERS`.
 
-    Raises:
-      UserError: naming the first link.
+    What a run writes would end up elsewhere. Raises UserError with the first link.
     """
-    for place, folders, files in os.walk(run_dir):
+    for folder, folders, files in os.walk(run_dir):
         for name in sorted([*folders, *files]):
-            if os.path.islink(os.path.join(place, name)):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
                 raise UserError(
-                    f"{os.path.join(place, name)} is a symbolic link; a run only writes"
+                    f"{path} is a symbolic link; a run only writes"
                     " inside its own directory: replace the link by what it points to,"
                     " or choose another run_dir"
                 )
-        if Path(place) == run_dir:
+        if Path(folder) == run_dir:
             folders[:] = [name for name in folders if name in FOLDERS]
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_atomically`, for files whose place the user chose. Raises UserError where
-    it cannot be written.
+    """Write a file atomically at a place that the user chose. Raises UserError if that
+    fails.
     """
     try:
         write_atomically(path, text)
@@ -185,18 +187,18 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def well_formed(what: object, advice: str) -> Iterator[None]:
-    """Answer malformed data with one line, wherever in a reader it shows.
+    """Turn the errors of malformed data into a UserError.
 
-    For the outermost function of a reader: what a file can hold is not bounded by what
-    its reader expects, so that each access of it may fail in its own way.
+    For the outermost function of a reader: a file can hold anything, so each access of
+    it may fail in its own way.
 
     Args:
       what: the file, or where the data comes from.
       advice: what to do about it.
 
     Raises:
-      UserError: for every error that malformed data can cause, the panics of libraries
-          in Rust among them.
+      UserError: for every error that malformed data can cause, also panics of libraries
+        in Rust.
     """
     try:
         yield
@@ -205,7 +207,7 @@ def well_formed(what: object, advice: str) -> Iterator[None]:
     except Exception as error:
         raise _malformed(what, error, advice) from error
     except BaseException as error:
-        # of PyO3, which derives it from BaseException
+        # PyO3 derives a Rust panic from BaseException.
         if type(error).__name__ != "PanicException":
             raise
         raise _malformed(what, error, advice) from error

@@ -1,8 +1,9 @@
-"""Small helpers for text that people read: nothing secret in it, and commands that work
-when they are pasted.
+"""Helpers for text that people read: hints, secrets removed, commands that work when
+they are pasted.
 """
 
 import difflib
+import itertools
 import os
 import re
 import shlex
@@ -23,31 +24,33 @@ LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
-    """`did you mean 'x'? ` when something close exists, then the valid names."""
+    """Return `did you mean 'x'? ` if a name is close, and the valid names."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(sorted(valid))}"
 
 
 def without_braces(patterns: str) -> str:
-    """The patterns with `*.{a,b}`, which no glob of Python reads, spelled out as
+    """Return patterns with `*.{a,b}`, which no glob of Python reads, written as
     `*.a,*.b`.
     """
-    return BRACES.sub(
-        lambda found: ",".join(
-            found[1] + part.strip() + found[3] for part in found[2].split(",")
-        ),
-        patterns,
-    )
+
+    def spelled_out(match: re.Match[str]) -> str:
+        before, choices, after = match.groups()
+        return ",".join(
+            f"{before}{choice.strip()}{after}" for choice in choices.split(",")
+        )
+
+    return BRACES.sub(spelled_out, patterns)
 
 
 def refuse_twice(arguments: Sequence[str]) -> None:
-    """Raise UserError where one key of `key=value` arguments has two values, of which
-    the last would count alone.
+    """Raise UserError if a key of `key=value` arguments has two values, of which the
+    last would count.
 
-    Nobody writes that: a shell takes `paths=[d/*.{a,b}]`, unless it is in quotes, for
-    `paths=[d/*.a] paths=[d/*.b]`. Flags, `~key`, which removes one, and what stands
-    there twice alike are let through.
+    Nobody writes that: unless it is quoted, a shell turns `paths=[d/*.{a,b}]` into
+    `paths=[d/*.a] paths=[d/*.b]`. Flags, `~key`, which removes a key, and equal
+    arguments are accepted.
     """
     given: dict[str, dict[str, None]] = {}  # the values in their order
     for argument in arguments:
@@ -59,8 +62,10 @@ def refuse_twice(arguments: Sequence[str]) -> None:
             shown = [f"{key}={value}" for value in values]
             middle = ["..."] if len(shown) > 3 else shown[1:-1]
             lists = [re.fullmatch(r"\[(.*)\]", value) for value in values]
-            whole = f"{key}=[{','.join(found[1] for found in lists if found)}]"
-            hint = f": {shlex.quote(whole)}" if all(lists) and len(whole) < 200 else ""
+            joined = f"{key}=[{','.join(match[1] for match in lists if match)}]"
+            hint = ""
+            if all(lists) and len(joined) < 200:
+                hint = f": {shlex.quote(joined)}"
             raise UserError(
                 f"{' and '.join([shown[0], *middle, shown[-1]])}: only the last would"
                 f" count; give {key} once, in quotes if the shell made two of what has"
@@ -68,22 +73,17 @@ def refuse_twice(arguments: Sequence[str]) -> None:
             )
 
 
-def laid_over(*layers: Sequence[str]) -> list[str]:
-    """The `key=value` arguments of all layers, of each key the last: for programs that
-    start a trainer with them.
-    """
-    return list(
-        {
-            argument.partition("=")[0].lstrip("+"): argument
-            for layer in layers
-            for argument in layer
-        }.values()
-    )
+def merge_overrides(*layers: Sequence[str]) -> list[str]:
+    """Return the `key=value` arguments of all layers, the last one of each key."""
+    merged = {}
+    for argument in itertools.chain(*layers):
+        merged[argument.partition("=")[0].lstrip("+")] = argument
+    return list(merged.values())
 
 
 def redact(tree: Any) -> Any:
-    """Nested dictionaries and lists without what a key's name (`hf_token`, `password`,
-    ...) or an URL gives away.
+    """Return nested dictionaries and lists without secrets: by a key's name
+    (`hf_token`), or in a URL.
     """
     if isinstance(tree, Mapping):
         return {
@@ -95,14 +95,14 @@ def redact(tree: Any) -> Any:
     return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
-def interpreter() -> str:
-    """This Python as a command: `python` where that is it, else by its path, from the
-    working directory if below.
+def python_command() -> str:
+    """Return this Python as a command: `python` if that is it, else its path, relative
+    if below the working directory.
     """
-    found = shutil.which("python")
-    if found is not None and os.path.abspath(found) == sys.executable:
+    on_path = shutil.which("python")
+    if on_path is not None and os.path.abspath(on_path) == sys.executable:
         return "python"
     path = Path(sys.executable)
-    return shlex.quote(
-        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-    )
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from scripts.arguments import argument, run
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
-from trainer.text import laid_over, nearest
+from trainer.text import merge_overrides, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGSHIP = "scalify_fp8_fp16"
@@ -316,7 +316,7 @@ class Study:
         environment = (
             {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} if name == "bench1558" else {}
         )
-        words = laid_over((listed, *where, minutes), self.size.timed, more)
+        words = merge_overrides((listed, *where, minutes), self.size.timed, more)
         return GpuCommand(
             name, ("-m", "scripts.bench", *words), environment=environment, **settings
         )

@@ -24,7 +24,7 @@ import yaml
 from scripts.arguments import argument, split
 from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically
-from trainer.text import laid_over
+from trainer.text import merge_overrides
 
 # What the study sets itself, from its own arguments or to read a run's outcome: no
 # override takes their place.
@@ -228,7 +228,7 @@ def check_items(args: Study, items: Sequence[str]) -> float:
     """
     lr = 0.0
     for item in reversed(items):  # the base last: the learning rate is its own
-        settings = laid_over(
+        settings = merge_overrides(
             [f"model={args.model}"], shlex.split(args.overrides), overrides(item)
         )
         arguments = [*settings, "--cfg", "job", "--resolve"]
@@ -272,7 +272,7 @@ def command(args: Study, job: Trial, run_dir: Path, model_lr: float) -> list[str
         f"seed={job.seed}",
         f"run_dir='{run_dir}'",
     ]
-    return [sys.executable, "-m", "trainer", *laid_over(settings)]
+    return [sys.executable, "-m", "trainer", *merge_overrides(settings)]
 
 
 def in_turn(

@@ -16,7 +16,7 @@ from command import CACHE
 
 from scripts.faults.chaos import SMALL
 from trainer import __version__
-from trainer.text import laid_over
+from trainer.text import merge_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("configs", "scripts", "trainer", "scalify_core")
@@ -118,7 +118,7 @@ def test_the_installed_command_trains_in_any_directory(command, tmp_path):
         "tracker=jsonl",
         "run_dir=A",
     ]
-    args = laid_over(SMALL, few)
+    args = merge_overrides(SMALL, few)
     args.append(CACHE)
     done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from scripts.faults.chaos import SMALL
 from trainer import Callback, compose, train
 from trainer.__main__ import main
 from trainer.observe.records import read_rows
-from trainer.text import laid_over
+from trainer.text import merge_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 # One layer: tracing and compiling it is most of what a trainer here takes, and what
@@ -43,7 +43,9 @@ def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
         patch.chdir(folder)
         patch.setattr(logging.root, "handlers", [])  # Hydra's would outlive this output
         found = main(
-            laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)
+            merge_overrides(
+                TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
+            )
         )
     assert found == code, printed.getvalue()
     return printed.getvalue()
@@ -84,7 +86,7 @@ def trainer(
         sys.executable,
         "-m",
         "trainer",
-        *laid_over(TINY, [f"run_dir={run_dir}", CACHE], args),
+        *merge_overrides(TINY, [f"run_dir={run_dir}", CACHE], args),
     ]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(
@@ -106,7 +108,9 @@ def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
         patch.chdir(folder)
         found = train(
             compose(
-                laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)
+                merge_overrides(
+                    TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
+                )
             ),
             callbacks=[stop],
         )

@@ -19,7 +19,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.session import Run
 from trainer.step.kernels import promise
-from trainer.text import interpreter
+from trainer.text import python_command
 from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
@@ -348,7 +348,7 @@ def schedule_change(
 def farewell(run: Run, code: int) -> None:
     """Show where the results are, and the commands for the next steps."""
     say, run_dir = run.session.display.message, shlex.quote(str(run.session.run_dir))
-    python = interpreter()
+    python = python_command()
     resume = f"{python} -m trainer resume={run_dir}"
     if code:
         saved = max(run.session.checkpointer.steps(), default=0)

@@ -1,7 +1,6 @@
-"""The directory of a run: taken by one trainer at a time, and by one configuration for
-good.
+"""The run directory: locked by one trainer at a time, and bound to one configuration.
 
-config.yaml      the resolved configuration        environment.txt  what it ran on
+config.yaml      the resolved configuration        environment.txt  versions, devices
 .lock            held by the trainer at work       checkpoints/, metrics.jsonl, ...
 """
 
@@ -37,8 +36,8 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.text import redact
 from trainer.version import __version__
 
-# What a resumed run may change: it decides how long, how often and where, not what is
-# computed.
+# Keys that a resumed run may change. They decide how long, how often and where, not
+# what is computed.
 MAY_CHANGE = (
     "run_dir",
     "resume.*",
@@ -60,40 +59,35 @@ MAY_CHANGE = (
     "parallel.fsdp",
     "parallel.tensor",
     "parallel.distributed",
-    # replicas join and leave: then it is another run from there on, as its rows say
+    # Replicas may join and leave. The bits then change from there on.
     "diloco.replicas",
     "diloco.quorum",
     "diloco.bandwidth_gbps",
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
-    "data.format",  # these four: of the text, whose fingerprint is compared
+    # The next four: the fingerprint of the data is compared instead.
+    "data.format",
     "data.column",
     "data.split",
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
-PATHS = (
-    "init_from",
-    "data.paths",
-    "data.sources",
-    "data.prepared_dir",
-)  # data.tokenizer may be a name: gpt2 is not gpt2/
-EARLIER = {
-    "model.family": FIRST,
-    "init.embeddings": None,
-}  # what a configuration meant that was written before there was the key
+# Without data.tokenizer, which may be a name: gpt2 is not gpt2/.
+PATHS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
+# Values of keys that an older configuration does not have.
+IMPLICIT = {"model.family": FIRST, "init.embeddings": None}
 
 logger = logging.getLogger(__name__)
 
 
 class RunDir:
-    """A run directory held by this process, until `release` or its end, however it
-    ends.
+    """A run directory that this process holds until `release`, or until it ends in any
+    way.
 
-    Of the processes of one run the first holds it for all, and alone writes into it. A
-    context manager, which releases it, and removes it again when it was made here and
-    no configuration was adopted: what does not start leaves nothing.
+    One process of a run holds it for all, and alone writes into it. As a context
+    manager it releases the directory. It removes one that it has made, if no
+    configuration was adopted: a run that does not start leaves nothing.
 
     Args:
       path: made if missing.
@@ -138,7 +132,7 @@ class RunDir:
         remove_partial(path)
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
-        # a full disk: the lock holds without its holder's name
+        # On a full disk the lock holds, only without its holder's name.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(
@@ -148,7 +142,7 @@ class RunDir:
             )
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the directory for other processes."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -156,20 +150,19 @@ class RunDir:
     def check(
         self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
     ) -> None:
-        """Where there is a config.yaml already, `config` must be the same but for the
-        keys of `may_change`.
+        """Refuse another configuration than that of config.yaml, if there is one.
 
         Args:
           config: nested plain values.
-          may_change: patterns of dotted keys.
+          may_change: patterns of dotted keys that may differ.
 
         Raises:
-          UserError: naming the keys that differ.
+          UserError: with the keys that differ.
         """
         path = self.path / "config.yaml"
-        differing = (
-            differences(self._adopted(), config, may_change) if path.exists() else []
-        )
+        if not path.exists():
+            return
+        differing = differences(self._adopted(), config, may_change)
         if differing:
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration:"
@@ -178,8 +171,9 @@ class RunDir:
             )
 
     def _adopted(self) -> dict[str, Any]:
-        """Read the configuration that the directory belongs to: a damaged file's from
-        the newest checkpoint.
+        """Return the configuration that the directory belongs to.
+
+        If its file is damaged, the newest checkpoint has it.
         """
         path, checkpoints = self.path / "config.yaml", self.path / "checkpoints"
         try:
@@ -201,8 +195,8 @@ class RunDir:
     def adopt(
         self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
     ) -> None:
-        """`check`, then write config.yaml: from now on the directory belongs to this
-        configuration.
+        """Check the configuration, and write config.yaml: the directory belongs to it
+        from now on.
         """
         self.check(config, may_change=may_change)
         if self._first:
@@ -227,34 +221,33 @@ class RunDir:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...] = ()
 ) -> list[str]:
-    """`key=new (was old)` for each dotted key that differs and matches no pattern of
-    `may_change`.
+    """Return `key=new (was old)` for each dotted key that differs and matches no
+    pattern of `may_change`.
     """
-    before, after = dict(flatten(old)), dict(flatten(new))
-    keys = [*after, *(key for key in before if key not in after)]
-    values = {
-        key: (before.get(key, EARLIER.get(key)), after.get(key, "absent"))
-        for key in keys
-    }
-    return [
-        f"{key}={now} (was {was})"
-        for key, (was, now) in values.items()
-        if compared(key, was) != compared(key, now)
-        and not any(fnmatch(key, pattern) for pattern in may_change)
-    ]
+    old_values, new_values = dict(flatten(old)), dict(flatten(new))
+    changes = []
+    for key in dict.fromkeys([*new_values, *old_values]):
+        was = old_values.get(key, IMPLICIT.get(key))
+        now = new_values.get(key, "absent")
+        is_free = any(fnmatch(key, pattern) for pattern in may_change)
+        if not is_free and normalized(key, was) != normalized(key, now):
+            changes.append(f"{key}={now} (was {was})")
+    return changes
 
 
-def compared(key: str, value: Any) -> Any:
-    """A value as it is compared: paths without the slash that may end them."""
+def normalized(key: str, value: Any) -> Any:
+    """Return a value for comparison: a path without a trailing slash."""
     if key not in PATHS:
         return value
     if isinstance(value, list):
-        return [compared(key, item) for item in value]
-    return value.rstrip("/") or value if isinstance(value, str) else value
+        return [normalized(key, item) for item in value]
+    if isinstance(value, str):
+        return value.rstrip("/") or value
+    return value
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return whether a process is training in it."""
+    """Return whether a process is training in a run directory."""
     try:
         with (run_dir / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -265,8 +258,8 @@ def is_held(run_dir: Path) -> bool:
     return False
 
 
-# Variables that environment.txt shows, beside JAX's own settings. Any other, called
-# JAX_TOKEN say, may be a secret.
+# Variables in environment.txt, beside JAX's own settings. Any other one, JAX_TOKEN for
+# example, may be a secret.
 XLA_VARIABLES = (
     "XLA_FLAGS",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
@@ -288,10 +281,10 @@ PACKAGES = (
 
 
 def environment() -> dict[str, str]:
-    """Describe what a run ran on: code, versions, devices, and the settings of JAX and
-    XLA among the variables.
+    """Return the environment of a run: code, versions, devices, and the variables of
+    JAX and XLA.
     """
-    found = {
+    facts = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "version": __version__,
@@ -299,26 +292,26 @@ def environment() -> dict[str, str]:
     }
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            facts[package] = "not installed"
     devices = jax.devices()
-    found["devices"] = (
+    facts["devices"] = (
         f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
     )
-    found["processes"] = str(jax.process_count())
-    found["host"] = f"{os.cpu_count()} CPU cores"
+    facts["processes"] = str(jax.process_count())
+    facts["host"] = f"{os.cpu_count()} CPU cores"
     settings = {name.upper() for name in jax.config.values} | {
         *PROCESS_VARIABLES,
         *XLA_VARIABLES,
     }
-    found |= {name: os.environ[name] for name in sorted(settings & os.environ.keys())}
-    return found
+    facts |= {name: os.environ[name] for name in sorted(settings & os.environ.keys())}
+    return facts
 
 
 def code_version() -> str:
-    """The git commit of this package's source, `+changes` when files differ from it;
-    else the installed version.
+    """Return the git commit of this package's source, with `+changes` if files differ
+    from it.
     """
     root = Path(__file__).resolve().parents[2]
 
@@ -337,37 +330,33 @@ def code_version() -> str:
     commit = git("rev-parse", "HEAD") if (root / ".git").exists() else None
     if commit is None:
         return "not a git checkout"
-    return commit + (
-        "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    )
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if changes else commit
 
 
 def write_environment(
     run_dir: Path, facts: dict[str, str], overrides: Sequence[str]
 ) -> None:
-    """environment.txt, `key: value` a line; a resumed run adds its own part below. The
-    first process writes it.
+    """Write environment.txt, `key: value` a line; a resumed run appends its own part.
 
-    `facts`: what else a reader would want to know of the run. `overrides`: what its
-    user set.
+    The first process writes it.
+
+    Args:
+      run_dir: of the run.
+      facts: about the run.
+      overrides: what its user set.
     """
     if jax.process_index() > 0:
         return
     given = redact(
         dict(override.split("=", 1) for override in overrides if "=" in override)
     )
-    found = (
-        environment()
-        | facts
-        | {"overrides": " ".join(f"{key}={value}" for key, value in given.items())}
-    )
+    lines = environment() | facts
+    lines["overrides"] = " ".join(f"{key}={value}" for key, value in given.items())
     part = "".join(
-        f"{key}: {' '.join(value.splitlines())}\n" for key, value in found.items()
+        f"{key}: {' '.join(value.splitlines())}\n" for key, value in lines.items()
     )
     path = run_dir / "environment.txt"
-    before = (
-        path.read_text(encoding="utf-8", errors="replace") + "\n"
-        if path.exists()
-        else ""
-    )
-    write_text(path, before + part)
+    if path.exists():
+        part = path.read_text(encoding="utf-8", errors="replace") + "\n" + part
+    write_text(path, part)

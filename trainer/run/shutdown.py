@@ -1,9 +1,9 @@
-"""How a run ends before its last step: asked to by a signal, or because it hangs.
+"""End a run before its last step: after a signal, or because it hangs.
 
-A thread watches, since the main one may be inside a call that never returns, where
-Python runs no signal handler: a collective whose other processes are gone, a file
-system that does not answer. What it then does needs nobody else: it says so in a line
-and ends the process, and the same command goes on from the newest checkpoint.
+A thread watches. The main thread may be inside a call that never returns, where Python
+runs no signal handler: a collective whose other processes are gone, or a file system
+that does not answer. The watching thread needs nobody else: it prints a line and ends
+the process.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ POLL = 0.25  # seconds between two looks at the clock
 
 
 class EarlyInterrupt:
-    """Remembers a Ctrl-C from before the first step, which libraries may swallow; the
-    first `Guard` takes it over.
+    """A Ctrl-C from before the first step, which libraries may swallow; the first
+    `Guard` takes it over.
 
     Attributes:
       received: whether one came.
@@ -39,7 +39,7 @@ class EarlyInterrupt:
         self.received = self.begun = False
 
     def install(self) -> None:
-        """Take Ctrl-C from now on, in the main thread of a program."""
+        """Catch Ctrl-C from now on, in the main thread of a program."""
         self.received = self.begun = False
         signal.signal(signal.SIGINT, self._caught)
 
@@ -48,7 +48,7 @@ class EarlyInterrupt:
         raise KeyboardInterrupt
 
     def take(self) -> bool:
-        """Return whether one came, once."""
+        """Return whether a Ctrl-C came, and forget it."""
         self.begun = True
         received, self.received = self.received, False
         return received
@@ -59,7 +59,7 @@ EARLY = EarlyInterrupt()
 
 @dataclass(frozen=True)
 class Timeouts:
-    """In seconds; 0: without end.
+    """Timeouts in seconds; 0: none.
 
     Attributes:
       stop: from a signal to the end of the process.
@@ -73,20 +73,20 @@ class Timeouts:
 
 
 class Guard:
-    """Catches SIGTERM and Ctrl-C, and ends the process when the loop does not; a
-    context manager, for the main thread.
+    """Catches SIGTERM and Ctrl-C, and ends the process if the loop does not; a context
+    manager.
 
     Args:
-      timeouts: how long it waits for what.
+      timeouts: of the process.
       run_dir: `hang.txt` in it gets the stack of every thread.
-      report: is told of a stall and of the end, in another thread.
-      own_process: whether the process is the run's alone. Where it is not, as in a
+      report: gets a line about a stall and about the end, in another thread.
+      own_process: whether the process belongs to the run alone. If not, as in a
         notebook, nothing here ends it: a second Ctrl-C is a KeyboardInterrupt, and a
-        run that hangs is reported only. Outside the main thread no signal is caught.
+        run that hangs is only reported. Outside the main thread no signal is caught.
 
     Attributes:
-      signal: the number of the first signal; 0: none came. The loop looks at it. A
-        second Ctrl-C ends the process at once; a second SIGTERM, which schedulers send,
+      signal: the number of the first signal; 0: none came. The loop checks it. A second
+        Ctrl-C ends the process at once; a second SIGTERM, which schedulers send,
         changes nothing.
     """
 
@@ -109,7 +109,7 @@ class Guard:
         self._stalled = False
 
     def beat(self, doing: str) -> None:
-        """Something was finished; next comes `doing`, in words."""
+        """Note progress; `doing` describes what comes next."""
         self._last, self._doing = time.monotonic(), doing
 
     def __enter__(self) -> Self:
@@ -153,14 +153,12 @@ class Guard:
                         _write_error(
                             f"second Ctrl-C: ended at once {self._doing}; steps after"
                             f" the newest checkpoint ({self._checkpoints()}) are lost;"
-                            " the same command goes on from there"
+                            " re-run the same command to resume"
                         )
                         os._exit(128 + number)
                     elif number in SIGNALS and not first:
-                        first, self._late = (
-                            number,
-                            time.monotonic() + self.timeouts.stop,
-                        )
+                        first = number
+                        self._late = time.monotonic() + self.timeouts.stop
             now = time.monotonic()
             idle = now - self._last
             if first and self.timeouts.stop and now > self._late:
@@ -176,9 +174,7 @@ class Guard:
             self._stalled = bool(self.timeouts.stall) and idle > self.timeouts.stall
 
     def _tell(self, text: str) -> None:
-        """Report, if that works: on a full disk it does not, and the thread that
-        watches must not end of it.
-        """
+        """Report, and ignore errors: on a full disk the watching thread must go on."""
         with contextlib.suppress(Exception):
             self._report(text)
 
@@ -191,12 +187,10 @@ class Guard:
         return ", ".join(map(str, steps)) or "none"
 
     def _end(self, code: int, why: str) -> None:
-        """Say it, and go without another word of the main thread, which may hold any
-        lock.
-        """
+        """End the process without the main thread, which may hold any lock."""
         text = (
-            f"{why}; ended; checkpoints: {self._checkpoints()}; the same command goes"
-            " on from there"
+            f"{why}; ended; checkpoints: {self._checkpoints()}; re-run the same"
+            " command to resume"
         )
         _write_error(text)
         with (
@@ -214,16 +208,18 @@ class Guard:
 
 
 def _write_error(text: str) -> None:
-    """On standard error, without the locks that the main thread may hold, and whether
-    it takes a line or not.
+    """Write to standard error without Python's locks, which the main thread may
+    hold.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"error: {text}\n".encode())
 
 
 def leave_within(seconds: float, error: BaseException) -> None:
-    """After `error`, end the process in so many seconds (0: never) if it is still
-    there: the others may be gone.
+    """End the process in so many seconds after `error` if it is still running; 0:
+    never.
+
+    It may wait for processes that are gone.
     """
     if not seconds:
         return
@@ -232,7 +228,8 @@ def leave_within(seconds: float, error: BaseException) -> None:
     def end() -> None:
         time.sleep(seconds)
         _write_error(
-            f"{why}; not closed within {seconds:g} s of that; the same command goes on"
+            f"{why}; not closed within {seconds:g} s of that; re-run the same command"
+            " to resume"
         )
         os._exit(HUNG)
 

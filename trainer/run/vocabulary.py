@@ -1,5 +1,5 @@
-"""Weights that were trained with one tokenizer, for another: `init.embeddings` says how
-its rows are made.
+"""Weights of another tokenizer: `init.embeddings` is the method for their new
+table rows.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ class Vocabulary(NamedTuple):
 
     Attributes:
       tokens: bytes to ids.
-      end: the id that ends a document; None where nothing tells.
-      size: ids are below it.
+      end: the id that ends a document; None if unknown.
+      size: all ids are below it.
     """
 
     tokens: dict[bytes, int]
@@ -45,11 +45,13 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(source: Path) -> Vocabulary:
-    """That of the weights of a run, or of a Hugging Face directory. UserError where
-    there is no tokenizer beside them.
+    """Return the vocabulary of the weights of a run or of a Hugging Face directory.
 
-    `size` of a directory is that of the tokenizer; its tables may have more rows, which
-    then stand for nothing.
+    For a directory `size` is that of the tokenizer; its tables may have more rows,
+    without meaning.
+
+    Raises:
+      UserError: there is no tokenizer beside the weights.
     """
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
@@ -65,7 +67,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
             " merges.txt, there"
         )
     rows = config_of(directory).get("vocab_size")
-    # words that were added to a tokenizer whose model nobody told
+    # A tokenizer may have added words for which the model has no rows.
     if isinstance(rows, int):
         tokens = {token: i for token, i in tokens.items() if i < rows}
     return Vocabulary(
@@ -76,33 +78,37 @@ def vocabulary_of(source: Path) -> Vocabulary:
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    """The content of config.json; empty where there is none."""
+    """Return the content of config.json; empty if there is none."""
     file = config_beside(directory)
     return read_json(file) if file.is_file() else {}
 
 
 def end_of(directory: Path, ids: Container[int]) -> int | None:
-    """The id that ends a document: config.json's, unless the tokenizer beside it has
-    that for a word of a text.
+    """Return the id that ends a document; None if unknown.
 
-    A configuration that nobody gave the ids of its tokenizer has those of its kind's
-    first model, such as 50256; then tokenizer_config.json tells, if it does. `ids`:
-    those that a row stands for.
+    config.json tells it, unless the tokenizer has an ordinary token there: an unedited
+    configuration has the id of its kind's first model, such as 50256. Then
+    tokenizer_config.json tells, if it does.
+
+    Args:
+      directory: of the weights.
+      ids: those that have a row.
     """
-    ends = config_of(directory).get("eos_token_id")
-    first = ends[0] if isinstance(ends, list) and ends else ends
-    told = first if isinstance(first, int) and first in ids else None
+    end = config_of(directory).get("eos_token_id")
+    if isinstance(end, list) and end:
+        end = end[0]
+    configured = end if isinstance(end, int) and end in ids else None
     tokenizer = directory / FILE
     added = special_in(read_json(tokenizer)) if tokenizer.is_file() else {}
     beside = added.get(end_beside(directory) or "")
-    if beside is None or beside not in ids or told in added.values():
-        return told
+    if beside is None or beside not in ids or configured in added.values():
+        return configured
     return beside
 
 
 def shared_with(theirs: Vocabulary, ours: Tokenizer, source: Path) -> Shared:
-    """The tokens that both have. UserError where there are none but the end of a
-    document.
+    """Return the tokens that both have. Raises UserError if only the end of a document
+    is shared.
     """
     shared = Shared.match(ours.tokens, theirs.tokens, (ours.eot, theirs.end))
     if len(shared.new) <= (theirs.end is not None):
@@ -117,49 +123,42 @@ def shared_with(theirs: Vocabulary, ours: Tokenizer, source: Path) -> Shared:
 def weights_for_tokenizer(
     source: Path, spec: Spec, data: Dataset, method: Method, seed: int, like: Params
 ) -> Params:
-    """Parameters from a run or a Hugging Face directory, the rows of its tables made
-    for the data's tokenizer.
+    """Load weights, with table rows for the data's tokenizer.
 
     Args:
-      source: as of `initial_weights`.
-      spec: of the model that is to take them; all but its vocabulary must be theirs.
-      data: gives the tokenizer, and for `focus` the text from which it is learnt which
-          tokens are alike.
-      method: as of `new_rows`.
-      seed: of what is drawn.
-      like: untrained parameters, FP32, placed as the result; rows that the method
-          leaves fresh are theirs.
+      source: a run, or a Hugging Face directory.
+      spec: of the model; all but its vocabulary must be the weights'.
+      data: has the tokenizer, and for `focus` the text that tells which tokens are
+        similar.
+      method: of `new_rows`.
+      seed: of random rows.
+      like: untrained parameters, FP32, placed as the result; fresh rows are theirs.
 
     Raises:
-      UserError: no such weights, another architecture, no tokenizer beside them or none
-          of its tokens in the data's.
+      UserError: no such weights, another architecture, no tokenizer beside them, or no
+        shared token.
     """
     tokenizer = data.tokenizer
     theirs = vocabulary_of(source)
-    shared = (
-        shared_with(theirs, tokenizer, source)
-        if method != "random"
-        else Shared.match({}, {}, (0, None))
-    )
-    mixture = (
-        RowMixture.from_vectors(vectors_of(data), shared) if method == "focus" else None
-    )
-    tables = of_vocabulary(spec)
+    if method == "random":
+        shared = Shared.match({}, {}, (0, None))
+    else:
+        shared = shared_with(theirs, tokenizer, source)
+    mixture = None
+    if method == "focus":
+        mixture = RowMixture.from_vectors(vectors_of(data), shared)
+    tables = vocabulary_tables(spec)
     old = old_weights(source, spec, theirs.size, tables, like)
 
-    def place(table: bool, old: Any, fresh: jax.Array) -> jax.Array:
-        rows = old
-        if table:
-            n = tokenizer.vocab_size
-            # padding, and rows above the tokenizer's ids, stay
-            start = np.array(jax.device_get(fresh), np.float32)
-            known = np.asarray(jax.device_get(old), np.float32)[: theirs.size]
-            start[:n] = new_rows(method, known, start[:n], shared, mixture, seed)
-            rows = start
-        return jax.device_put(
-            jnp.asarray(rows, fresh.dtype) if table else rows.astype(fresh.dtype),
-            fresh.sharding,
-        )
+    def place(is_table: bool, old: Any, fresh: jax.Array) -> jax.Array:
+        if not is_table:
+            return jax.device_put(old.astype(fresh.dtype), fresh.sharding)
+        # Padding, and rows above the tokenizer's ids, stay fresh.
+        rows = np.array(jax.device_get(fresh), np.float32)
+        old_rows = np.asarray(jax.device_get(old), np.float32)[: theirs.size]
+        n = tokenizer.vocab_size
+        rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
+        return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
 
     return jax.tree.map(place, tables, old, like)
 
@@ -167,44 +166,39 @@ def weights_for_tokenizer(
 def old_weights(
     source: Path, spec: Spec, size: int, tables: Any, like: Params
 ) -> Params:
-    """The weights as they are, of which the tables have the rows of the old
+    """Return the weights as they were saved; the tables have the rows of the old
     vocabulary.
     """
-    named, ours = f"init_from={source}", spec.architecture()
+    key = f"init_from={source}"
+    # The vocabularies may differ.
+    vocab_size = {"vocab_size": spec.architecture()["vocab_size"]}
     if not (source / "checkpoints").is_dir():
-        found, params = huggingface.load(source, spec)
-        check_same_model(
-            named,
-            architecture(found) | {"vocab_size": ours["vocab_size"]},
-            spec,
-            FROM_INIT,
-        )
+        saved_spec, params = huggingface.load(source, spec)
+        check_same_model(key, architecture(saved_spec) | vocab_size, spec, FROM_INIT)
         return spec.family().stack_layers(params) if spec.scan_layers else params
-    theirs: Any = dataclasses.replace(spec, vocab_size=size)
+    old_spec: Any = dataclasses.replace(spec, vocab_size=size)
 
-    def target(table: bool, leaf: jax.Array) -> Any:
-        if not table:
+    def target(is_table: bool, leaf: jax.Array) -> Any:
+        if not is_table:
             return leaf
-        whole: Any = leaf.sharding
-        if isinstance(whole, NamedSharding):
-            whole = NamedSharding(whole.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(
-            (theirs.padded_vocab, *leaf.shape[1:]), leaf.dtype, sharding=whole
-        )
+        sharding: Any = leaf.sharding
+        # The old number of rows need not be one that the mesh divides.
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        shape = (old_spec.padded_vocab, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     with Checkpointer.reading(source / "checkpoints") as checkpointer:
-        meta = checkpointer.meta()
-        check_same_model(
-            named, meta["model"] | {"vocab_size": ours["vocab_size"]}, spec, FROM_INIT
-        )
+        saved = checkpointer.meta()["model"] | vocab_size
+        check_same_model(key, saved, spec, FROM_INIT)
         return restore_weights(checkpointer, jax.tree.map(target, tables, like))
 
 
-def of_vocabulary(spec: Spec) -> Any:
-    """Which parameters have a row for each id, as booleans in their structure: those
-    that change with the vocabulary.
+def vocabulary_tables(spec: Spec) -> Any:
+    """Return which parameters have a row for each id, as booleans in their structure.
 
-    Axis 0 counts the ids. Nothing is allocated.
+    Those are the ones whose shape changes with the vocabulary. Axis 0 counts the ids.
+    Nothing is allocated.
     """
 
     def shapes(size: int) -> Any:
@@ -220,8 +214,10 @@ def of_vocabulary(spec: Spec) -> Any:
 
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
-    """Vectors of the data's tokens, from its training part. UserError where that cannot
-    be read as a text.
+    """Return vectors of the data's tokens, FP32 [tokens, dimension], from its training
+    part.
+
+    Raises UserError if the data is no text.
     """
     parts = data.train.documents("train", MOST_TOKENS)
     if not parts:
@@ -235,12 +231,15 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
 
 
 def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
-    """The line at the start about what became of the tables."""
+    """Return a line about the rows of the tables."""
     theirs, ids = vocabulary_of(source), f"{ours.vocab_size:,}"
-    named = f"weights from {source}, init.embeddings={method}"
+    weights_line = f"weights from {source}, init.embeddings={method}"
     if method == "random":
-        return f"{named}: all {ids} rows are new, none of its {theirs.size:,} is kept"
-    kept = len(shared_with(theirs, ours, source).new)
+        return (
+            f"{weights_line}: all {ids} rows are new, none of its {theirs.size:,} is"
+            " kept"
+        )
+    shared = len(shared_with(theirs, ours, source).new)
     others = {
         "focus": "are means of those of similar tokens (FOCUS)",
         "mean": "are the mean of all",
@@ -248,6 +247,6 @@ def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
         "copy": "are new",
     }[method]
     return (
-        f"{named}: {kept:,} of {ids} tokens have the rows that they have there"
+        f"{weights_line}: {shared:,} of {ids} tokens have the rows that they have there"
         f" ({theirs.size:,} tokens); the others' {others}"
     )

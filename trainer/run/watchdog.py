@@ -1,15 +1,12 @@
-"""No NaN is trained on, and no spike for long: what the watchdog counts, when it acts,
-and how a NaN is explained.
+"""The watchdog: it skips non-finite steps, detects spikes, and decides on rollbacks.
 
-A step that is not finite leaves the state as it was. Too many of them in a row, or a
-loss far above the losses before it for several steps, and the run goes back to the
-state of the last checkpoint from before, while steps and batches go on: so what was
-trained since, the bad window with it, is left out. That too is bounded; then the run
-stops.
+A step that is not finite leaves the state unchanged. Too many of them in a row cause a
+rollback, and so do several losses in a row far above the earlier ones. A rollback
+restores the last checkpoint from before. Steps and batches go on, so the bad batches
+are left out. The number of rollbacks is bounded; then the run stops.
 
-`first_nonfinite` explains: it evaluates a function operation by operation, on the
-arrays that went wrong, and names the first one whose result is not finite although its
-operands are.
+`trainer.step.nonfinite` explains a NaN: it finds the first operation whose result is
+not finite although its operands are.
 """
 
 import math
@@ -18,23 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# nats: a loss that hardly varies does not spike by moving this little times the bound
+# Nats. A loss that hardly varies must not spike by moving a little.
 LEAST_SPREAD = 0.01
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """When the watchdog acts.
+    """Thresholds of the watchdog.
 
     Attributes:
-      max_skips: steps in a row that are not finite and end its patience.
-      spike_zscore: standard deviations above the mean of `spike_window` losses from
-        which on a loss is a spike; 0: none is.
-      spike_window: losses, spikes not among them; before there are so many, nothing is
-          a spike.
-      spike_steps: spikes in a row that end its patience.
+      max_skips: non-finite steps in a row that cause a rollback.
+      spike_zscore: a loss is a spike from so many standard deviations above the mean of
+        `spike_window` losses; 0: no loss is.
+      spike_window: number of losses, without spikes; before there are so many, no loss
+        is a spike.
+      spike_steps: spikes in a row that cause a rollback.
       max_rollbacks: of the whole run; the next one stops it.
-      calibration: steps in a row that are skipped while a loss scale finds its place.
+      calibration: steps in a row that are skipped while a loss scale is found.
     """
 
     max_skips: int
@@ -46,21 +43,22 @@ class Bounds:
 
 
 class Watchdog:
-    """Looks at every step's metrics, in order. What it says is a function of them, so
-    that resumed runs agree.
+    """Judges the metrics of every step, in order. It depends on them alone, so that
+    resumed runs agree.
 
     Args:
+      bounds: its thresholds.
       leaves: names of the parameters in the order of their flattened tree, for
-          messages.
-      state: of an earlier part of the run, as `state()` gave it.
+        messages.
+      state: of an earlier part of the run, from `state()`.
 
     Attributes:
       verdict: why the run cannot go on from its state, until `rolled_back` or
-          `forgive`; None: it can.
-      suspect_since: the first step of those in a row that were skipped or spiked; None:
-          the last one was good.
-      failure: why the run failed, although it took all its steps; None: it did not, or
-          has not ended.
+        `forgive`; None: it can.
+      suspect_since: the first of the last steps in a row that were skipped or spiked;
+        None: the last step was good.
+      failure: why the run failed although it took all its steps; None: it did not fail,
+        or has not ended.
     """
 
     def __init__(
@@ -69,21 +67,21 @@ class Watchdog:
         self.bounds = bounds
         self.leaves = leaves
         self.verdict: str | None = None
-        before: dict[str, Any] = {"skipped": 0, "rollbacks": 0, "losses": []} | dict(
+        saved: dict[str, Any] = {"skipped": 0, "rollbacks": 0, "losses": []} | dict(
             state or {}
         )
-        self.skipped: int = before["skipped"]
-        self.rollbacks: int = before["rollbacks"]
-        self._losses: deque[float] = deque(before["losses"], maxlen=bounds.spike_window)
-        self.in_a_row: int = before.get("in_a_row", 0)
-        self.spikes: int = before.get("spikes", 0)
-        self.suspect_since: int | None = before.get("suspect_since")
-        self.failure: str | None = before.get("failure")
+        self.skipped: int = saved["skipped"]
+        self.rollbacks: int = saved["rollbacks"]
+        self._losses: deque[float] = deque(saved["losses"], maxlen=bounds.spike_window)
+        self.in_a_row: int = saved.get("in_a_row", 0)
+        self.spikes: int = saved.get("spikes", 0)
+        self.suspect_since: int | None = saved.get("suspect_since")
+        self.failure: str | None = saved.get("failure")
         self.rolled_back_at: int | None = None
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); an event
-        in words, or None.
+        """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); return an
+        event to log, or None.
         """
         self.failure = None
         if not metrics["finite"]:
@@ -101,11 +99,9 @@ class Watchdog:
         self.in_a_row += 1
         self.suspect_since = self.suspect_since or step
         leaf = int(metrics["bad_leaf"])
-        where = (
-            f"first bad gradient: {self.leaves[leaf]}"
-            if leaf >= 0
-            else "every gradient leaf is finite"
-        )
+        where = "every gradient leaf is finite"
+        if leaf >= 0:
+            where = f"first bad gradient: {self.leaves[leaf]}"
         what = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}, {where}"
         if self.in_a_row >= self.bounds.max_skips:
             self.verdict = f"{self.in_a_row} steps in a row were not finite ({what})"
@@ -131,7 +127,9 @@ class Watchdog:
         )
 
     def _score(self, loss: float) -> float:
-        """Standard deviations of the window above its mean; 0 before it is full."""
+        """Return the standard deviations above the mean of the window; 0 until it
+        is full.
+        """
         if len(self._losses) < self.bounds.spike_window:
             return 0.0
         mean = math.fsum(self._losses) / len(self._losses)
@@ -141,18 +139,16 @@ class Watchdog:
         return (loss - mean) / max(spread, LEAST_SPREAD)
 
     def inspect(self, step: int, nonfinite: str | None) -> None:
-        """Take the name of the first array of the state after a step that is not
-        finite; None: all are finite.
+        """Take the name of the first array of the state that is not finite; None: all
+        are finite.
         """
         if nonfinite is not None:
-            self.verdict, self.spikes = (
-                f"{nonfinite} is not finite after step {step}",
-                0,
-            )
+            self.verdict = f"{nonfinite} is not finite after step {step}"
+            self.spikes = 0
 
     def end(self, step: int, val_loss: float | None) -> None:
-        """Judge a run after its last step; `val_loss` in nats, None: no validation. See
-        `failure`.
+        """Judge a run after its last step, see `failure`; `val_loss` in nats, None: no
+        validation.
         """
         if self.in_a_row > self.bounds.calibration:
             self.failure = (
@@ -167,33 +163,35 @@ class Watchdog:
 
     @property
     def in_doubt(self) -> bool:
-        """Return whether the state may have gone bad: it is not worth a checkpoint."""
+        """Return whether the state may be bad, so that it should not be saved."""
         return self.spikes > 0
 
     @property
     def may_roll_back(self) -> bool:
-        """Return whether that has not happened too often already."""
+        """Return whether another rollback is allowed."""
         return self.rollbacks < self.bounds.max_rollbacks
 
     def rolled_back(self, step: int) -> None:
-        """Take note that after this step the state is one from before it all."""
+        """Note that after this step the state is that of a checkpoint from before."""
         self.rollbacks += 1
         self.rolled_back_at = step
         self.verdict, self.suspect_since = None, None
         self.in_a_row = self.spikes = 0
 
     def forgive(self) -> None:
-        """Take the losses as they are now for the usual ones."""
+        """Forget earlier losses: those from now on are the normal ones."""
         self._losses.clear()
         self.verdict, self.suspect_since = None, None
         self.spikes = 0
 
     def row(self) -> dict[str, int]:
-        """For the dashboard."""
+        """Return the figures for the dashboard."""
         return {"watchdog/skipped": self.skipped, "watchdog/rollbacks": self.rollbacks}
 
     def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint, so that a resumed run counts on."""
+        """Return JSON values for a checkpoint, from which a resumed run goes on
+        counting.
+        """
         return {
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,

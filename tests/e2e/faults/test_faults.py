@@ -36,7 +36,7 @@ from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
 from trainer.run.start import saved_steps
 from trainer.step.state import TrainState
-from trainer.text import laid_over
+from trainer.text import merge_overrides
 
 STEPS = 60
 # a batch with ids that no token has; weights that turn large
@@ -227,7 +227,7 @@ def test_a_full_disk_that_takes_no_log_either_ends_with_the_exit_code_it_has(
     undisturbed,
 ):
     """As `python -m trainer ... > log 2>&1`, with log on the disk that is full."""
-    args = laid_over(ARGS, ["train.steps=100000", "run_dir=E"], [CACHE])
+    args = merge_overrides(ARGS, ["train.steps=100000", "run_dir=E"], [CACHE])
     with (undisturbed / "E.log").open("w") as log:
         command = [sys.executable, "-m", "trainer", *args]
         process = subprocess.Popen(

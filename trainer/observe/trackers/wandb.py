@@ -25,7 +25,7 @@ from trainer.files import write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
-from trainer.text import interpreter, redact
+from trainer.text import python_command, redact
 
 WAITING = 1000  # calls in the queue to W&B
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -134,7 +134,7 @@ class WandbTracker(Tracker):
             logger.info(
                 "W&B run, offline; to upload it, its parts in order: %s -m wandb"
                 " sync %s",
-                interpreter(),
+                python_command(),
                 shlex.join(map(str, [*parts, newest])),
             )
         run.define_metric("step", hidden=True)

@@ -80,7 +80,7 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     assert code == 128 + signal.SIGTERM
     assert (
         errors == "error: not stopped within 0.3 s of the signal, but in step 3; ended;"
-        " checkpoints: 20; the same command goes on from there\n"
+        " checkpoints: 20; re-run the same command to resume\n"
     )
     assert output == errors.removeprefix("error: ")  # reported, too
     assert 'File "<string>", line 13 in <module>' in (tmp_path / "hang.txt").read_text()
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_ends_what_hangs_at_once_and_says_what_it_cost(
     assert ended(process) == (
         128 + signal.SIGINT,
         "",
-        f"{error}the same command goes on from there\n",
+        f"{error}re-run the same command to resume\n",
     )
 
 
