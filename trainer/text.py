@@ -36,9 +36,9 @@ def without_braces(patterns: str) -> str:
     """
 
     def spelled_out(match: re.Match[str]) -> str:
-        before, choices, after = match.groups()
+        start, choices, end = match.groups()
         return ",".join(
-            f"{before}{choice.strip()}{after}" for choice in choices.split(",")
+            f"{start}{choice.strip()}{end}" for choice in choices.split(",")
         )
 
     return BRACES.sub(spelled_out, patterns)

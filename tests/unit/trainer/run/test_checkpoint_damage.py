@@ -90,7 +90,7 @@ def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
     (checkpointer.directory / "1" / "metrics" / "metrics").write_bytes(text)
     with pytest.raises(
         UserError,
-        match=r"1/metrics/metrics is damaged; remove .*1/metrics, without which",
+        match=r"1/metrics/metrics is damaged; remove .*1/metrics: the checkpoint",
     ):
         # which must not touch what may be another process's
         Checkpointer.reading(checkpointer.directory)
