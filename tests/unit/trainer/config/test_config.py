@@ -12,7 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.__main__ import of_shell
+from trainer.__main__ import EARLY, command
 from trainer.bounds import Positive, at_least
 from trainer.config.combinations import validate
 from trainer.config.composition import CONFIGS, compose_config, describe_wrong_key
@@ -42,8 +42,12 @@ def command_line(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         # Hydra's handlers would outlive this test's output.
         monkeypatch.setattr(logging.root, "handlers", [])
-        code = of_shell(list(args))
-        return Done(code, *capsys.readouterr())
+        # Of the whole process.
+        monkeypatch.setattr(EARLY, "install", lambda: None)
+        monkeypatch.setattr(sys, "argv", ["trainer", *args])
+        with pytest.raises(SystemExit) as ended:
+            command()
+        return Done(ended.value.code, *capsys.readouterr())
 
     return call
 
