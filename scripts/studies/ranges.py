@@ -111,9 +111,11 @@ def operands_of_products(
         jax.ShapeDtypeStruct(x.shape, jnp.float32 if is_scaled_array(x) else x.dtype)
         for x in leaves
     ]
-    loss = lambda *leaves: model.loss(
-        jax.tree.unflatten(tree, leaves), tokens, segments, None
-    )
+
+    def loss(*leaves: Any) -> jax.Array:
+        params = jax.tree.unflatten(tree, leaves)
+        return model.loss(params, tokens, segments, None)
+
     program = (
         jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(leaves)))))
         .trace(*abstract)

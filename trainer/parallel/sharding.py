@@ -146,14 +146,3 @@ def abstract(tree: Any, mesh: Mesh, roles: Any) -> Any:
         mesh,
         roles,
     )
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Return the bytes of a tree's arrays on the device that holds most of them."""
-    held: dict[Any, int] = {}
-    for leaf in jax.tree.leaves(tree):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return max(held.values())

@@ -406,10 +406,11 @@ def _narrow_losses(h: History) -> tuple[str, str]:
         if not by_class:
             continue
         worst = max(by_class.values())
+        grade = GOOD
+        if worst.size >= fair:
+            grade = FAIR
         if worst.size >= bad:
             grade = BAD
-        else:
-            grade = FAIR if worst.size >= fair else GOOD
         grades.append(grade)
         judgment = "harmless below" if grade == GOOD else "too much from"
         amount = f"at most {worst.size:.2%} of their RMS"

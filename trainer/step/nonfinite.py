@@ -233,8 +233,6 @@ def _describe(x: Any) -> str:
         for count, name in zip(counts, ("nan", "inf", "-inf"), strict=True)
         if int(count)
     ]
-    return (
-        f"{kind} with {', '.join(bad)} of {jnp.size(x)}"
-        if bad
-        else f"{kind} |x| <= {float(largest):.3g}"
-    )
+    if bad:
+        return f"{kind} with {', '.join(bad)} of {jnp.size(x)}"
+    return f"{kind} |x| <= {float(largest):.3g}"

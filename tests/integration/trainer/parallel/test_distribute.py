@@ -27,7 +27,6 @@ from trainer.parallel.distribute import (
 )
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import (
-    bytes_per_device,
     parameter_partitions,
     partitions,
     shardings,
@@ -56,6 +55,17 @@ DEVICES = 8
 
 
 @functools.cache
+def bytes_per_device(tree):
+    """Of the device that holds the most."""
+    held = {}
+    for leaf in jax.tree.leaves(tree):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values())
+
+
 def workload(preset, sizes, spec=SPEC):
     mesh = make_mesh(*sizes)
     policy = compose_config([f"precision={preset}"]).precision.policy
