@@ -1,6 +1,4 @@
-"""What a case of `python -m scripts.bench cases=...` is: a model in a precision, or in
-PyTorch, and how it steps.
-"""
+"""Cases of `python -m scripts.bench cases=...`: a model in a precision or PyTorch."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,15 +9,14 @@ from trainer.text import nearest
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 VOCAB = 50257
 TORCH = "torch"
-# The keys of a case, with what they may be beside a whole number, and what they are
-# where nothing is said.
+# The keys of a case with their valid values; None: a whole number.
 CHOICES = {
     "remat": None,
     "scan": ("false", "true"),
     "deterministic": ("auto", "true", "false"),
     "logits": ("fp32", "compute"),
 }
-UNSAID = {
+DEFAULTS = {
     "batch": "8",
     "remat": "none",
     "scan": "false",
@@ -29,9 +26,7 @@ UNSAID = {
 
 
 class Case(NamedTuple):
-    """One way to take a step; `precision` may be "torch", which has no use for what
-    comes behind the batch.
-    """
+    """A way to take a step; for precision "torch" only model and batch matter."""
 
     model: str
     precision: str
@@ -43,7 +38,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the case as it is printed."""
+        """The name of the case in printed tables."""
         extras = f" remat={self.remat}" * (self.remat != "none") + " scan" * self.scan
         extras += f" deterministic={self.deterministic}" * (
             self.deterministic != "auto"
@@ -53,11 +48,9 @@ class Case(NamedTuple):
 
 
 def parse_case(text: str) -> Case:
-    """The case that `model:precision[:setting=value]` describes. UserError says what is
-    valid.
-    """
+    """Return the case of `model:precision[:setting=value]`, or raise UserError."""
     model, _, rest = text.partition(":")
-    precision, *settings = rest.split(":")
+    precision, *parts = rest.split(":")
     if not precision:
         raise UserError(
             f"cases: {text!r} has no precision; expected model:precision, such as"
@@ -66,50 +59,49 @@ def parse_case(text: str) -> Case:
     read_group("model", model)
     if precision != TORCH:
         read_group("precision", precision)
-    found = dict(UNSAID)
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in found:
+    settings = dict(DEFAULTS)
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key not in settings:
             raise UserError(
-                f"cases: unknown key {key!r} in {text!r}; {nearest(key, list(found))}"
+                f"cases: unknown key {key!r} in {text!r};"
+                f" {nearest(key, list(settings))}"
             )
-        found[key] = value
-    if not found["batch"].isdigit():
+        settings[key] = value
+    batch = settings["batch"]
+    if not batch.isdigit():
         raise UserError(
-            f"cases: {text!r}: batch={found['batch']}: expected a whole number of"
-            " sequences"
+            f"cases: {text!r}: batch={batch}: expected a whole number of sequences"
         )
     for key, choices in CHOICES.items():
-        if choices is not None and found[key] not in choices:
+        value = settings[key]
+        if choices is not None and value not in choices:
             raise UserError(
-                f"cases: {text!r}: {key}={found[key]};"
-                f" {nearest(found[key], list(choices))}"
+                f"cases: {text!r}: {key}={value}; {nearest(value, list(choices))}"
             )
-    batch, scan = int(found["batch"]), found["scan"] == "true"
     return Case(
         model,
         precision,
-        batch,
-        found["remat"],
-        scan,
-        found["deterministic"],
-        found["logits"],
+        int(batch),
+        settings["remat"],
+        settings["scan"] == "true",
+        settings["deterministic"],
+        settings["logits"],
     )
 
 
 def read_group(group: str, name: str) -> dict[str, Any]:
-    """A preset of `configs/`, on its base, without Hydra. UserError lists the
-    presets.
-    """
-    import yaml  # which Flax and Orbax need too
+    """Return a preset of `configs/` with its bases, without Hydra."""
+    import yaml  # a dependency of Flax and Orbax
 
     known = [path.stem for path in sorted((CONFIGS / group).glob("*.yaml"))]
     if name not in known:
         raise UserError(f"cases: {group} {name!r} is not known; {nearest(name, known)}")
     tree: dict[str, Any] = {}
-    own: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text())
-    for base in own.pop("defaults"):  # such as /base/gpt2@_here_
-        tree |= yaml.safe_load(
-            (CONFIGS / f"{base.removesuffix('@_here_').lstrip('/')}.yaml").read_text()
-        )
-    return tree | own
+    preset: dict[str, Any] = yaml.safe_load(
+        (CONFIGS / group / f"{name}.yaml").read_text()
+    )
+    for base in preset.pop("defaults"):  # such as /base/gpt2@_here_
+        file = CONFIGS / f"{base.removesuffix('@_here_').lstrip('/')}.yaml"
+        tree |= yaml.safe_load(file.read_text())
+    return tree | preset

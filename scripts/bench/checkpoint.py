@@ -1,5 +1,4 @@
-"""What a checkpoint costs the loop, and how long a resumed run takes to its first step.
-On the devices that are there.
+"""Measure the loop's wait for a checkpoint, and the time to the first resumed step.
 
 python -m scripts.bench.checkpoint model=gpt2_124m precision=fp32
 """
@@ -40,7 +39,7 @@ class Arguments:
     rounds: int = argument("saves", 3)
     folder: str = argument(
         "where checkpoints and runs are written and removed again; empty: the"
-        " system's own",
+        " system's temporary directory",
         "",
     )
 
@@ -54,9 +53,7 @@ def main(args: Arguments) -> None:
 
 
 def saves(args: Arguments, folder: Path) -> None:
-    """Each save: how long the loop waits for it, and how long it is until the
-    checkpoint is whole.
-    """
+    """Print for each save how long the loop waits, and how long the save takes."""
     w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
     state = to_stored(filled(first_state(w, seed=0)))
     jax.block_until_ready(state)
@@ -68,13 +65,13 @@ def saves(args: Arguments, folder: Path) -> None:
             checkpointer.save(1, state, {})
             waited = time.perf_counter() - started
             checkpointer.wait()
-            whole = time.perf_counter() - started
+            total = time.perf_counter() - started
         shutil.rmtree(folder)
         if i:
-            shares.append(waited / whole)
+            shares.append(waited / total)
             print(
-                f"save {i}: the loop waits {waited:.2f} s of {whole:.2f} s,"
-                f" {waited / whole:.1%}",
+                f"save {i}: the loop waits {waited:.2f} s of {total:.2f} s,"
+                f" {waited / total:.1%}",
                 flush=True,
             )
     started = time.perf_counter()
@@ -93,8 +90,9 @@ def saves(args: Arguments, folder: Path) -> None:
 
 
 def resume(args: Arguments, folder: Path) -> None:
-    """From the start of the resumed process to the row of its first step, everything
-    compiled before.
+    """Print the seconds from a resumed process's start to the row of its first step.
+
+    Everything is compiled before.
     """
     overrides = [
         f"model={args.model}",
@@ -123,22 +121,16 @@ def resume(args: Arguments, folder: Path) -> None:
             )
         log, seen = folder / "run" / "metrics.jsonl", False
         while process.poll() is None:
-            if (
-                not seen
-                and log.exists()
-                and any(row["step"] == 2 for row in read_rows(log))
-            ):
-                seen, seconds = True, time.perf_counter() - started
-                user, system = (
-                    Path(f"/proc/{process.pid}/stat")
-                    .read_text()
-                    .rpartition(")")[2]
-                    .split()[11:13]
-                )
-                cpu = (
-                    f"{int(user) / TICKS:.1f} s of CPU in user mode,"
-                    f" {int(system) / TICKS:.1f} s in the system"
-                )
+            if not seen and log.exists():
+                seen = any(row["step"] == 2 for row in read_rows(log))
+                if seen:
+                    seconds = time.perf_counter() - started
+                    stat = Path(f"/proc/{process.pid}/stat").read_text()
+                    user, system = stat.rpartition(")")[2].split()[11:13]
+                    cpu = (
+                        f"{int(user) / TICKS:.1f} s of CPU in user mode,"
+                        f" {int(system) / TICKS:.1f} s in the system"
+                    )
             time.sleep(0.02)
         if process.returncode:
             raise UserError(

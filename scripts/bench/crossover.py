@@ -1,9 +1,8 @@
-"""From which width on FP8 pays: seconds of a transformer layer as the plan has them,
-without a GPU.
+"""Compute the width from which on FP8 pays, from plans of a layer, without a GPU.
 
-Each layer's kernels at their rooflines and a fixed time for each launch, of the
-flagship and of bf16; the difference of steps with three layers and with two, at 64
-channels a head. What a GPU says is `python -m scripts.bench`.
+A layer's time is that of its kernels at their rooflines and a fixed time per launch,
+for the flagship and for bf16, at 64 channels a head. It is the difference of steps with
+three layers and with two. `python -m scripts.bench` measures it on a GPU.
 """
 
 import sys
@@ -32,14 +31,14 @@ class Arguments:
 
 
 class LayerCost(NamedTuple):
-    """What one layer adds to a step."""
+    """The cost that one layer adds to a step."""
 
     kernels: int
     roofline_us: float
 
 
 def main(args: Arguments) -> None:
-    """One row a width, as soon as it is known."""
+    """Print one row per width, as soon as it is known."""
     widths = widths_of(args)
     print(
         f"| width | kernels: {args.precision} / bf16 | roofline, us | with launches, us"
@@ -50,19 +49,19 @@ def main(args: Arguments) -> None:
         narrow, wide = (
             layer_cost(args, width, precision) for precision in (args.precision, "bf16")
         )
-        whole = [
+        us, us_bf16 = (
             cost.roofline_us + cost.kernels * args.launch_us for cost in (narrow, wide)
-        ]
+        )
         print(
             f"| {width} | {narrow.kernels} / {wide.kernels} | {narrow.roofline_us:.0f}"
-            f" / {wide.roofline_us:.0f} | {whole[0]:.0f} / {whole[1]:.0f} |"
-            f" {whole[1] / whole[0]:.2f} |",
+            f" / {wide.roofline_us:.0f} | {us:.0f} / {us_bf16:.0f} |"
+            f" {us_bf16 / us:.2f} |",
             flush=True,
         )
 
 
 def widths_of(args: Arguments) -> list[int]:
-    """UserError for what is none."""
+    """Return the widths; UserError for an invalid one."""
     widths = [int(text) if text.isdecimal() else 0 for text in args.widths.split(",")]
     if any(width < 64 or width % 64 for width in widths):
         raise UserError(
@@ -72,18 +71,14 @@ def widths_of(args: Arguments) -> list[int]:
 
 
 def layer_cost(args: Arguments, width: int, precision: str) -> LayerCost:
-    """By two compilations."""
+    """Return the cost of a layer, by two compilations."""
     arguments = [
         "model=gpt2_124m",
         f"model.d_model={width}",
         f"model.n_head={width // 64}",
-    ]
-    arguments += [
         f"model.context={args.context}",
         f"micro_batch={args.micro_batch}",
         "data.tokenizer=byte",
-    ]
-    arguments += [
         "model.vocab_size=512",
         f"precision={precision}",
         f"target={args.target}",

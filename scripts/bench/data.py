@@ -1,8 +1,8 @@
-"""Speed of the data path: tokenization against tiktoken's own, and the loader.
+"""Measure the data path: tokenization against tiktoken's own, and the loader.
 
-`prepare` (read, tokenize, hash, write shards) and `encode_ordinary_batch` of tiktoken,
-both with as many threads as asked, take turns on the same text: the embedded corpus,
-several times over, cut into documents.
+`prepare` (read, tokenize, hash, write shards) and tiktoken's `encode_ordinary_batch`
+are interleaved, with equally many threads, on the same text: several copies of the
+embedded corpus, cut into documents.
 """
 
 import json
@@ -36,11 +36,13 @@ class Arguments:
 
 
 def documents(copies: int) -> list[str]:
-    """The embedded corpus, cut into documents; each copy starts with its number, so
-    that none equals another.
+    """Return the embedded corpus, cut into documents.
+
+    Each copy starts with its number, so that no two documents are equal.
     """
-    [whole] = next(iter(open_embedded().read(None))).texts
-    cut = [whole[i : i + DOCUMENT_CHARS] for i in range(0, len(whole), DOCUMENT_CHARS)]
+    [corpus] = next(iter(open_embedded().read(None))).texts
+    starts = range(0, len(corpus), DOCUMENT_CHARS)
+    cut = [corpus[i : i + DOCUMENT_CHARS] for i in starts]
     return [f"{copy} {text}" for copy in range(copies) for text in cut]
 
 

@@ -1,10 +1,8 @@
-"""Where the time of a step goes: kernels by class, as a profile has them, beside their
-rooflines.
+"""Kernel times of a step by class, from a profile, compared with rooflines.
 
-JAX's profiler writes what ran on a device; on a GPU kernel by kernel, with the
-instruction that it is of where no CUDA graph hides it, on a CPU instruction by
-instruction. The class of an instruction is read in the compiled program; that of a
-kernel whose instruction is not known follows from its name.
+JAX's profiler records a GPU kernel by kernel, with its instruction unless a CUDA graph
+hides it, and a CPU instruction by instruction. The class of an instruction is read from
+the compiled program. The class of a kernel without instruction follows from its name.
 """
 
 import re
@@ -22,17 +20,18 @@ from trainer.plan.figures import kernel_rooflines
 from trainer.plan.targets import TARGETS, Target
 from trainer.plan.times import kernel_predictions
 
-STEPS_APART = ("while", "call", "conditional")  # that last as long as what they hold
+CONTAINERS = ("while", "call", "conditional")  # as long as the instructions inside
 TOP = 20
 
 
 class Span(NamedTuple):
-    """A kernel, or on a CPU an instruction, at work.
+    """The execution of a kernel, or on a CPU of an instruction.
 
     Attributes:
       name: the kernel's.
-      op: the instruction that it is of; empty where the profile does not say it.
-      start, end: nanoseconds.
+      op: its instruction; empty where the profile lacks it.
+      start: nanoseconds.
+      end: nanoseconds.
     """
 
     name: str
@@ -42,37 +41,27 @@ class Span(NamedTuple):
 
 
 def spans_of(folder: Path) -> list[Span]:
-    """What ran on the devices of the newest profile below a folder. ValueError: there
-    is none.
-    """
+    """Return the executions in the newest profile below a folder; ValueError: none."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise ValueError(f"the profiler wrote nothing below {folder}")
     planes = list(jax.profiler.ProfileData.from_file(str(files[-1])).planes)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    found = []
+    spans = []
     for plane in gpus or planes:
         for line in plane.lines:
             if gpus and not line.name.startswith("Stream"):
-                continue  # the same again, summed up
+                continue  # a summary of the streams
             for event in line.events:
                 op = str(dict(event.stats).get("hlo_op", ""))
                 if gpus or op:
-                    found.append(
-                        Span(
-                            event.name,
-                            op,
-                            event.start_ns,
-                            event.start_ns + event.duration_ns,
-                        )
-                    )
-    return found
+                    end = event.start_ns + event.duration_ns
+                    spans.append(Span(event.name, op, event.start_ns, end))
+    return spans
 
 
 def class_of(span: Span, by_op: Mapping[str, str]) -> str:
-    """The class of a kernel, of its instruction, or of one of the same name, or by its
-    name.
-    """
+    """Return the class of an execution by instruction, or else by kernel name."""
     for name in (span.op, span.name):
         if name in by_op:
             return by_op[name]
@@ -80,7 +69,7 @@ def class_of(span: Span, by_op: Mapping[str, str]) -> str:
 
 
 def busy(spans: Iterable[Span]) -> float:
-    """Nanoseconds in which at least one of them is at work."""
+    """Return the nanoseconds in which at least one of the kernels is executed."""
     total, until = 0.0, 0.0
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, until))
@@ -91,48 +80,44 @@ def busy(spans: Iterable[Span]) -> float:
 def table_of(
     spans: Sequence[Span], program: Program | None, steps: int, target: Target | None
 ) -> dict[str, Any]:
-    """Milliseconds and launches of a step by class; where the target is known, what
-    roofline and time model have.
+    """Return a step's milliseconds and launches by class, with roofline and prediction.
 
-    Kernels of several streams may be at work at once: the classes then add up to more
-    than the step.
+    The latter need a target. Kernels of several streams may run at once: the classes
+    then add up to more than the step.
     """
-    own = {} if program is None else classes_of(program)
-    # A kernel has its instruction's name, but for the characters that a function's name
-    # cannot have.
-    by_op = {re.sub(r"\W", "_", name): kind for name, kind in own.items()} | own
-    loops = set()
+    classes = {} if program is None else classes_of(program)
+    # A kernel has its instruction's name, except for characters that are invalid in
+    # function names.
+    by_op = {re.sub(r"\W", "_", name): kind for name, kind in classes.items()}
+    by_op |= classes
+    containers = set()
     if program is not None:
-        instructions = (
-            i
-            for computation in program.computations.values()
-            for i in computation.values()
-        )
-        loops = {i.name for i in instructions if i.opcode in STEPS_APART}
-    spans = [span for span in spans if span.op not in loops]
+        for computation in program.computations.values():
+            for instruction in computation.values():
+                if instruction.opcode in CONTAINERS:
+                    containers.add(instruction.name)
+    spans = [span for span in spans if span.op not in containers]
     ms, launches, single, roofline, expected = (
         defaultdict[str, float](float) for _ in range(5)
     )
     for span in spans:
         kind = class_of(span, by_op)
-        ms[kind] += (span.end - span.start) / 1e6 / steps
+        span_ms = (span.end - span.start) / 1e6 / steps
+        ms[kind] += span_ms
         launches[kind] += 1 / steps
-        single[f"{kind}: {span.op or span.name}"] += (
-            (span.end - span.start) / 1e6 / steps
-        )
+        single[f"{kind}: {span.op or span.name}"] += span_ms
     if program is not None and target is not None:
         for kernel, seconds in kernel_rooflines(program, target):
-            roofline[own[kernel.name]] += 1e3 * seconds
+            roofline[classes[kernel.name]] += 1e3 * seconds
         for kernel, seconds in kernel_predictions(program, target):
-            expected[own[kernel.name]] += 1e3 * seconds
-    whole = (
-        (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6 / steps
-        if spans
-        else 0.0
-    )
+            expected[classes[kernel.name]] += 1e3 * seconds
+    total = 0.0
+    if spans:
+        total = max(s.end for s in spans) - min(s.start for s in spans)
+    step_ms = total / 1e6 / steps
     return {
-        "step_ms": whole,
-        "gaps_ms": whole - busy(spans) / 1e6 / steps,
+        "step_ms": step_ms,
+        "gaps_ms": step_ms - busy(spans) / 1e6 / steps,
         "classes": {
             kind: {
                 "ms": ms[kind],
@@ -150,7 +135,7 @@ def table_of(
 def profiled(
     take: Callable[[int], float], steps: int, text: str, device: jax.Device
 ) -> dict[str, Any]:
-    """The table of so many steps, warmed up before; `text`: of the compiled step."""
+    """Profile some steps after the warm-up; `text` is that of the compiled step."""
     target = next(
         (target for target in TARGETS.values() if target.device == device.device_kind),
         None,
@@ -163,7 +148,7 @@ def profiled(
 
 
 def lines_of(name: str, table: Mapping[str, Any]) -> list[str]:
-    """The table of a case as Markdown."""
+    """Return the table of a case as Markdown lines."""
     step = table["step_ms"] or 1.0
     lines = [f"{name}: {table['step_ms']:.2f} ms a step", ""]
     lines += [

@@ -1,10 +1,9 @@
-"""What precisions hold in memory: the train state, in buffers and on disk, and what the
-backward pass needs.
+"""Measure the memory of precisions: train state in buffers and on disk, and backward.
 
-The state's bytes are counted from the buffers of a real state, and from the files of
-its checkpoint. What is saved for the backward pass is counted in the traced program,
-before the compiler has fused anything: what is computed before the loss is known and
-read after it. No step is taken.
+The state's bytes are those of a real state's buffers, and of its checkpoint's files.
+Values saved for the backward pass are counted in the traced program, before the
+compiler fuses anything: those computed before the loss is known and read after it. No
+step is taken.
 """
 
 import gc
@@ -52,7 +51,7 @@ class Arguments:
 
 
 def main(args: Arguments) -> None:
-    """One row per precision, as soon as it is known."""
+    """Print one row per precision, as soon as it is known."""
     hide_missing_gpu()
     rows = []
     print(
@@ -69,19 +68,18 @@ def main(args: Arguments) -> None:
 
 
 def without_data(model: str, vocab: int, changes: list[str]) -> TrainTask:
-    """A model of the configuration on one device, with its optimizer, for what looks at
-    states and takes no batches.
-    """
+    """Return a task on one device with model and optimizer, but without data."""
     c = compose_config([f"model={model}", "parallel.data=1", *changes])
-    model_of = build_model(c.model, c.precision.policy, vocab)
+    built = build_model(c.model, c.precision.policy, vocab)
     return TrainTask(
-        model_of, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c)
+        built, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c)
     )
 
 
 def measure(args: Arguments, item: str) -> dict[str, Any]:
-    """The figures of one precision. A parameter is an element of the weights, the
-    vocabulary's padding included.
+    """Return the figures of one precision.
+
+    Parameters are the elements of the weights, vocabulary padding included.
     """
     w = without_data(args.model, args.vocab, overrides(item))
     state = filled(first_state(w, seed=0))
@@ -104,20 +102,18 @@ def measure(args: Arguments, item: str) -> dict[str, Any]:
 
 
 def filled(state: TrainState) -> TrainState:
-    """With random moments: files of zeros are compressed to nothing."""
+    """Return the state with random moments: files of zeros compress to nothing."""
 
     def fill(x: jax.Array) -> jax.Array:
-        return (
-            jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype)
-            if x.ndim
-            else x
-        )
+        if not x.ndim:
+            return x
+        return jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype)
 
     return replace(state, opt_state=jax.tree.map(fill, state.opt_state))
 
 
 def bytes_on_disk(state: TrainState) -> int:
-    """Of a checkpoint, all files."""
+    """Return the bytes of all files of a checkpoint."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Checkpointer(Path(folder)) as checkpointer,
@@ -132,12 +128,12 @@ def bytes_on_disk(state: TrainState) -> int:
 def saved_for_backward(
     w: TrainTask, state: TrainState, shape: tuple[int, ...]
 ) -> dict[str, int]:
-    """Bytes by dtype of what the gradient needs of the loss's computation."""
+    """Return the bytes by dtype that the gradient needs of the loss's computation."""
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     differentiate = w.model.differentiate()
 
     def program(tokens: jax.Array) -> Any:
-        # The parameters are constants here, so that they are not among what is counted.
+        # Parameters are constants here, so that they do not count.
         keys = jax.random.split(state.key, len(tokens))
         return differentiate.value_and_grad(
             state.params, state.scaling, tokens, None, keys
@@ -147,12 +143,11 @@ def saved_for_backward(
 
 
 def alive_at_the_loss(jaxpr: jex.Jaxpr) -> dict[str, int]:
-    """Bytes by dtype of the values that are computed before the loss, the first output,
-    is known, and read after it.
+    """Return bytes by dtype of the values computed before the loss and read after it.
 
-    The loss is known once the last equation that it depends on has read an array. The
-    program's inputs and outputs are not counted; inside of loops and custom calls
-    nothing is seen.
+    The loss, the first output, is known once the last equation that it depends on has
+    read an array. Inputs and outputs of the program do not count, and neither do values
+    inside loops and custom calls.
     """
     steps, outputs = unrolled(jaxpr, {})
     needed = {outputs[0]}
@@ -165,25 +160,27 @@ def alive_at_the_loss(jaxpr: jex.Jaxpr) -> dict[str, int]:
     read = {v for reads, _ in steps[known + 1 :] for v in reads}
     total = Counter[str]()
     for v in (written & read).difference(v for v in outputs if isinstance(v, jex.Var)):
-        # Flax's type of amax histories has no size of its own: it is FP32.
+        # Flax's dtype of amax histories has no itemsize; it is FP32.
         total[str(v.aval.dtype)] += v.aval.size * getattr(v.aval.dtype, "itemsize", 4)
     return dict(total)
 
 
-CALLED = {"jit": "jaxpr", "custom_vjp_call": "call_jaxpr"}  # where a call's program is
+CALLED = {
+    "jit": "jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}  # the parameter with the body
 
 
 def unrolled(
     jaxpr: jex.Jaxpr, names: dict[Any, Any]
 ) -> tuple[list[tuple[list[Any], list[Any]]], list[Any]]:
-    """What each equation reads and writes, in order, those of called functions among
-    them; and the outputs.
+    """Return reads and writes of each equation, calls inlined, and the outputs.
 
-    `names`: what the inputs are called outside. A function may be called twice: its
-    values get new names each time.
+    `names` maps the inputs to their names outside. A function may be called twice, so
+    its values get new names each time.
     """
 
-    def of(atoms: Sequence[Any]) -> list[Any]:
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
         return [v if isinstance(v, jex.Literal) else names.get(v, v) for v in atoms]
 
     steps: list[tuple[list[Any], list[Any]]] = []
@@ -191,24 +188,20 @@ def unrolled(
         inner = equation.params.get(CALLED.get(equation.primitive.name, ""))
         if inner is None:
             names |= {v: jex.Var(v.aval) for v in equation.outvars}
-            steps.append(
-                (
-                    [v for v in of(equation.invars) if isinstance(v, jex.Var)],
-                    of(equation.outvars),
-                )
-            )
+            reads = [v for v in renamed(equation.invars) if isinstance(v, jex.Var)]
+            steps.append((reads, renamed(equation.outvars)))
         else:
+            arguments = renamed(equation.invars)
             nested, outputs = unrolled(
-                inner.jaxpr,
-                dict(zip(inner.jaxpr.invars, of(equation.invars), strict=True)),
+                inner.jaxpr, dict(zip(inner.jaxpr.invars, arguments, strict=True))
             )
             steps += nested
             names |= dict(zip(equation.outvars, outputs, strict=True))
-    return steps, of(jaxpr.outvars)
+    return steps, renamed(jaxpr.outvars)
 
 
 def table_row(row: Mapping[str, Any]) -> str:
-    """The figures of a precision as a row of the table."""
+    """Return the figures of a precision as a row of the table."""
     saved = sorted(row["saved_bytes"].items(), key=lambda item: -item[1])
     formats = ", ".join(
         f"{name} {count / 2**20:.0f}" for name, count in saved if count >= 2**20

@@ -1,10 +1,8 @@
-"""Where the time of whole training steps goes, by class of kernel, beside the roofline:
-a few steps under a profiler.
+"""Profile training steps: their time by class of kernel, compared with the roofline.
 
-python -m scripts.bench.profiling cases=gpt2_774m:bf16,gpt2_774m:scalify_fp8_fp16
-out=profile.json
+    python -m scripts.bench.profiling cases=gpt2_774m:bf16 out=profile.json
 
-Cases are those of `python -m scripts.bench cases=...`; one after the other, each in a
+Cases are those of `python -m scripts.bench cases=...`, one after the other, each in a
 process of its own.
 """
 
@@ -16,8 +14,8 @@ from typing import Any
 
 from scripts.arguments import argument, run
 from scripts.bench.cases import TORCH, parse_case
-from scripts.bench.contest import Contest, Results, Settings, say
-from scripts.bench.racing import Failed
+from scripts.bench.compare import Comparison, Results, Settings, say
+from scripts.bench.interleave import Failed
 from trainer.errors import UserError
 
 
@@ -42,9 +40,7 @@ class Arguments:
 
 
 def main(args: Arguments) -> None:
-    """Print a table for each case as it is known. UserError names the cases that
-    failed.
-    """
+    """Print a table for each case; UserError names the cases that failed."""
     from scripts.bench.kernel_times import lines_of
 
     cases = [parse_case(text) for text in args.cases.split(",")]
@@ -52,7 +48,7 @@ def main(args: Arguments) -> None:
         raise UserError("cases: only steps of this trainer are profiled, not torch")
     settings = Settings(1, args.steps, args.sequence or None, args.platform)
     cache = args.compile_cache or None
-    contest = Contest(
+    comparison = Comparison(
         settings,
         Results(None, settings),
         minutes=args.minutes,
@@ -60,26 +56,27 @@ def main(args: Arguments) -> None:
         cache=cache,
     )
     path = Path(args.out) if args.out else None
-    tables: dict[str, Any] = (
-        json.loads(path.read_text()) if path is not None and path.exists() else {}
-    )
+    tables: dict[str, Any] = {}
+    if path is not None and path.exists():
+        tables = json.loads(path.read_text())
     for case in cases:
         if case.name in tables:
-            say(f"{case.name}: profiled before")
-        elif not contest.is_left_out(case):
+            say(f"{case.name}: already profiled")
+        elif not comparison.is_left_out(case):
             try:
-                with contest.started(case) as contestant:
-                    tables[case.name] = contestant.ask(profile=args.steps)
+                with comparison.started(case) as running:
+                    tables[case.name] = running.ask(profile=args.steps)
             except Failed as error:
-                contest.fails(case, error)
+                comparison.fails(case, error)
                 continue
             say("\n".join(lines_of(case.name, tables[case.name])))
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(tables, indent=1) + "\n")
-    if contest.results.failed:
+    if comparison.results.failed:
         raise UserError(
-            f"not profiled: {', '.join(contest.results.failed)}; why stands above"
+            f"not profiled: {', '.join(comparison.results.failed)}; the reasons are"
+            " above"
         )
 
 

@@ -1,11 +1,11 @@
-"""The training step under scalify against the plain one, on the same machine in turns:
-`bench.py` prints it.
+"""Compare the training step under scalify with the plain one, interleaved.
 
-Three times are compared: to trace the step to a jaxpr (all caches of JAX empty), to
-compile it, and to take it. The scaled step has static scales: parameters that of their
-RMS, moments a fixed one.
+Three times are compared: of tracing the step to a jaxpr (with JAX's caches empty), of
+compiling it, and of taking it. The scaled step has static scales: those of parameters
+by their RMS, that of moments fixed.
 """
 
+import functools
 import gc
 import statistics
 import time
@@ -26,10 +26,8 @@ State = tuple[Any, Any]  # parameters, optimizer's state
 MOMENT_SCALE = 2.0**-10
 
 
-class Contestant:
-    """One way to take the step: `step(state, tokens)` gives the next state, of the same
-    form, and the loss.
-    """
+class TimedStep:
+    """A compiled step: `step(state, tokens)` returns the next state and the loss."""
 
     def __init__(self, step: Callable, state: State, tokens: jax.Array) -> None:
         self.jitted = jax.jit(step, donate_argnums=0)
@@ -37,16 +35,17 @@ class Contestant:
         self.compiled: Any = None
 
     def trace(self) -> float:
-        """Seconds to trace the step, caches empty."""
+        """Return the seconds of tracing the step, with empty caches."""
         jax.clear_caches()
         gc.collect()
         return _seconds(lambda: self.jitted.trace(self.state, self.tokens))
 
     def compile(self) -> float:
-        """Seconds to compile the step, tracing and lowering left out; keeps the program
-        for `take`.
+        """Return the seconds of compiling the step, without tracing and lowering.
+
+        The program is stored for `take`.
         """
-        # or the second compilation would be the first one, found again
+        # Otherwise the second compilation would be a cache hit.
         jax.clear_caches()
         lowered = self.jitted.lower(self.state, self.tokens)
         start = time.perf_counter()
@@ -54,7 +53,7 @@ class Contestant:
         return time.perf_counter() - start
 
     def take(self, steps: int) -> float:
-        """Seconds for that many steps."""
+        """Return the seconds of that many steps."""
         return _seconds(
             lambda: [self._step() for _ in range(steps)][-1].block_until_ready()
         )
@@ -64,11 +63,12 @@ class Contestant:
         return loss
 
 
-def contestants(
+def timed_steps(
     spec: GPT2Spec, batch_size: int, formats: tuple[str, ...]
-) -> dict[str, Contestant]:
-    """The plain step, FP32, and the scaled one with data of each of these dtypes; same
-    weights, same batch.
+) -> dict[str, TimedStep]:
+    """Return the plain FP32 step, and the scaled one for each dtype of its data.
+
+    All have the same weights and batch.
     """
     init, bind, *_ = functional(spec)
     tx = optax.chain(
@@ -85,10 +85,10 @@ def contestants(
 
     scaled_step = scalify(step)
 
-    def closed(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+    def with_static_scales(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         with warnings.catch_warnings():
-            # The trainer's layers branch on the dtype: it cannot be told what plain
-            # code has in FP32, which is nothing.
+            # The trainer's layers branch on the dtype, so scalify cannot compare with
+            # the dtypes of the plain program, and warns.
             warnings.simplefilter("ignore", PrecisionWarning)
             new, loss = scaled_step(state, tokens)
         return tree.rescaled_like(new, state), asarray(loss)
@@ -98,15 +98,15 @@ def contestants(
     tokens = jnp.asarray(
         np.random.default_rng(0).integers(0, spec.vocab_size, shape, dtype=np.int32)
     )
-    ways = {
-        name: Contestant(closed, scaled((params, tx.init(params)), name), tokens)
-        for name in formats
-    }
-    return {"plain": Contestant(step, (params, tx.init(params)), tokens), **ways}
+    steps = {"plain": TimedStep(step, (params, tx.init(params)), tokens)}
+    for name in formats:
+        state = scaled((params, tx.init(params)), name)
+        steps[name] = TimedStep(with_static_scales, state, tokens)
+    return steps
 
 
 def scaled(state: State, dtype: str) -> State:
-    """Parameters and optimizer's state with static scales and data of `dtype`."""
+    """Return parameters and optimizer state with static scales and data of `dtype`."""
     params, opt_state = state
     params = tree.with_static_scales(as_scaled_array(params, dtype=dtype))
     return params, as_scaled_array(opt_state, MOMENT_SCALE, dtype=dtype)
@@ -115,7 +115,7 @@ def scaled(state: State, dtype: str) -> State:
 def in_turns(
     measures: dict[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each, one figure a round. Who begins alternates."""
+    """Return the seconds of each, one figure a round; the first one alternates."""
     seconds: dict[str, list[float]] = {name: [] for name in measures}
     for i in range(rounds):
         for name in list(measures)[:: 1 if i % 2 else -1]:
@@ -124,11 +124,13 @@ def in_turns(
 
 
 def ratios(over: list[float], under: list[float]) -> dict[str, float]:
-    """Median and extremes of the ratios of each round's pair, so that a slow moment
-    counts on both sides.
-    """
-    found = [a / b for a, b in zip(over, under, strict=True)]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    """Return median and extremes of the ratios of each round, which share its load."""
+    values = [a / b for a, b in zip(over, under, strict=True)]
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
 
 
 def compare(
@@ -140,23 +142,23 @@ def compare(
     compiles: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Figures of one size: seconds of the plain step (medians) and, for each format,
-    ratios of the scaled one to it.
+    """Return seconds of the plain step (medians), and ratios for each format.
 
     `trace` and `compile` are times of the scaled step over those of the plain one;
-    `speed` is the other way round.
+    `speed` is the inverse.
     """
-    ways = contestants(spec, batch_size, formats)
-    for way in ways.values():
-        way.trace()  # imports, and what Python itself caches
-    trace = in_turns({name: way.trace for name, way in ways.items()}, rounds)
-    compile_ = in_turns({name: way.compile for name, way in ways.items()}, compiles)
-    for way in ways.values():
-        way.take(2)
+    timed = timed_steps(spec, batch_size, formats)
+    for step in timed.values():
+        step.trace()  # imports, and Python's own caches
+    trace = in_turns({name: step.trace for name, step in timed.items()}, rounds)
+    compile_ = in_turns({name: step.compile for name, step in timed.items()}, compiles)
+    for step in timed.values():
+        step.take(2)
     take = in_turns(
-        {name: lambda way=way: way.take(steps) / steps for name, way in ways.items()},
+        {name: functools.partial(step.take, steps) for name, step in timed.items()},
         rounds,
-    )  # type: ignore[misc]
+    )
+    take = {name: [s / steps for s in values] for name, values in take.items()}
     times = {"trace": trace, "compile": compile_, "step": take}
     out: dict[str, Any] = {
         "plain": {f"{k}_s": statistics.median(t["plain"]) for k, t in times.items()}
@@ -171,7 +173,7 @@ def compare(
 
 
 def report(figures: dict[str, Any]) -> str:
-    """The figures of `compare` as lines."""
+    """Return the figures of `compare` as lines of text."""
     plain = figures["plain"]
     lines = [
         f"plain: trace {plain['trace_s']:.2f} s, compile {plain['compile_s']:.2f} s,"
@@ -179,11 +181,11 @@ def report(figures: dict[str, Any]) -> str:
     ]
     for name, row in figures.items():
         if name != "plain":
-            shown = (
+            ratios_text = ", ".join(
                 f"{key} {r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})"
                 for key, r in row.items()
             )
-            lines.append(f"scalify, {name} data, against plain: {', '.join(shown)}")
+            lines.append(f"scalify, {name} data, against plain: {ratios_text}")
     return "\n".join(lines)
 
 

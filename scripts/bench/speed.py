@@ -1,14 +1,14 @@
-"""Speed of the training step, measured side by side.
+"""Measure the speed of the training step against others, interleaved.
 
-Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step in
-compiled PyTorch take turns, a few steps each, so that whatever else the machine does
-falls on both. Figures are medians over the rounds, with extremes. With
-`scalify=float32,float16` the step under scalify, with data of these dtypes, races the
-plain one instead, and the times to trace and to compile them are compared too.
+By default our step (FP32) and, with an interpreter with torch, the same GPT-2 step in
+compiled PyTorch take turns, a few steps each, so that other load affects both alike.
+Figures are medians over the rounds, with extremes. With `scalify=float32,float16` the
+step under scalify, with data of these dtypes, is compared with the plain one, also in
+its times of tracing and compiling.
 
-With `cases=gpu`, on a machine with a GPU, the whole steps of the trainer's precisions
-and Hugging Face's GPT-2 take turns at 124M, 774M and 1558M; see
-`scripts/bench/contest.py`. `platform=cpu` rehearses; `compile_only=true` only fills the
+With `cases=gpu`, on a machine with a GPU, the trainer's steps in several precisions and
+Hugging Face's GPT-2 take turns at 124M, 774M and 1558M; see
+`scripts/bench/compare.py`. `platform=cpu` rehearses; `compile_only=true` only fills the
 compilation cache.
 """
 
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument
-from scripts.bench.contest import Settings, run_cases
-from scripts.bench.racing import (
-    Contestant,
+from scripts.bench.compare import Settings, run_cases
+from scripts.bench.interleave import (
+    TakeSteps,
     Worker,
     figures,
-    race,
-    taking,
+    interleave,
+    make_take,
     torch_interpreter,
     torch_worker,
 )
@@ -81,11 +81,11 @@ class Arguments:
         "~/.cache/scalify-trainer/xla",
     )
     sequence: int = argument("with cases=, tokens per sequence; 0: the model's", 0)
-    minutes: float = argument("with cases=, no other case is begun after so many", 8.0)
+    minutes: float = argument("with cases=, no further case starts after these", 8.0)
 
 
-def ours(args: Arguments, vocab: int) -> Contestant:
-    """Our training step, FP32, compiled."""
+def our_step(args: Arguments, vocab: int) -> TakeSteps:
+    """Return our training step, FP32, compiled."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -123,20 +123,18 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     tokens = np.random.default_rng(0).integers(
         0, vocab, (1, args.batch, args.context + 1), dtype=np.int32
     )
-    batch, hyper = (
-        Tokens(jnp.asarray(tokens), None),
-        Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0)),
-    )
+    batch = Tokens(jnp.asarray(tokens), None)
+    hyper = Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0))
 
-    take = taking(step, state, batch, hyper)
+    take = make_take(step, state, batch, hyper)
     take(2)  # compiles
     return take
 
 
-def in_torch(args: Arguments, vocab: int, worker: Worker) -> Contestant:
-    """The same in PyTorch, in a process of its own."""
-    # Not padded: padding the vocabulary is a choice of ours. `vocab=50304` compares at
-    # a size that suits both.
+def torch_step(args: Arguments, vocab: int, worker: Worker) -> TakeSteps:
+    """Return the same step in PyTorch, in a process of its own."""
+    # PyTorch's vocabulary is not padded, which is a choice of ours. `vocab=50304`
+    # compares at a size that suits both.
     sizes = {
         name: getattr(args, name)
         for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")
@@ -146,26 +144,22 @@ def in_torch(args: Arguments, vocab: int, worker: Worker) -> Contestant:
 
 
 def main(args: Arguments) -> None:
-    """Race at each vocabulary size; print a table and write the JSON file. UserError
-    names the cases that failed.
-    """
+    """Compare the steps; print a table and write the JSON file."""
     if args.cases:
-        race_cases(args)
+        compare_cases(args)
         return
     hide_missing_gpu()
     keep_freed_memory()  # as `python -m trainer` does
     args = replace(args, steps=args.steps or 3)
-    results = (against_plain if args.scalify else against_torch)(args)
+    results = against_plain(args) if args.scalify else against_torch(args)
     if args.out:
         Path(args.out).write_text(
             json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n"
         )
 
 
-def race_cases(args: Arguments) -> None:
-    """Race whole steps; JAX is started in other processes. UserError, after all are
-    timed, for those that failed.
-    """
+def compare_cases(args: Arguments) -> None:
+    """Compare full steps in worker processes; UserError names those that failed."""
     for key, choices in (
         ("platform", ("gpu", "cpu")),
         ("compile_only", ("true", "false")),
@@ -192,7 +186,7 @@ def race_cases(args: Arguments) -> None:
 
 
 def against_plain(args: Arguments) -> list[dict[str, Any]]:
-    """The scaled step against the plain one."""
+    """Compare the scaled step with the plain one."""
     from scripts.bench.scalify import compare, report
     from trainer.models.spec import GPT2Spec
 
@@ -219,7 +213,7 @@ def against_plain(args: Arguments) -> list[dict[str, Any]]:
 
 
 def against_torch(args: Arguments) -> list[dict[str, Any]]:
-    """Ours against PyTorch, or alone."""
+    """Compare our step with PyTorch's, or time it alone."""
     python = torch_interpreter(args.torch_python)
     if python is None:
         print(
@@ -228,18 +222,18 @@ def against_torch(args: Arguments) -> list[dict[str, Any]]:
         )
     results = []
     for vocab in (int(v) for v in args.vocab.split(",")):
-        contestants = {"ours": ours(args, vocab)}
+        takes = {"ours": our_step(args, vocab)}
         with contextlib.ExitStack() as stack:
             if python is not None:
-                contestants["torch"] = in_torch(
+                takes["torch"] = torch_step(
                     args, vocab, stack.enter_context(torch_worker(python))
                 )
-            seconds = race(contestants, args.rounds, args.steps)
+            seconds = interleave(takes, args.rounds, args.steps)
         row: dict[str, Any] = {"vocab": vocab}
         row |= {
             name: figures(s, args.batch * args.context) for name, s in seconds.items()
         }
-        for name in contestants:
+        for name in takes:
             f = row[name]
             spread = f"{f['tokens_per_s_min']:,.0f} to {f['tokens_per_s_max']:,.0f}"
             print(
@@ -247,7 +241,7 @@ def against_torch(args: Arguments) -> list[dict[str, Any]]:
                 f" ({spread}), {f['step_ms']:,.1f} ms"
             )
         if python is not None:
-            # Of each round's pair, so that a slow moment counts on both sides.
+            # Ratios of each round, so that other load affects both sides.
             ratios = [
                 t / o for o, t in zip(seconds["ours"], seconds["torch"], strict=True)
             ]

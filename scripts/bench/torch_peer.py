@@ -1,9 +1,8 @@
-"""The other side of `scripts.bench`: the same GPT-2 training step in compiled PyTorch,
-in an interpreter with torch.
+"""The same GPT-2 training step in compiled PyTorch, as a worker of `scripts.bench`.
 
-Imports nothing of this repository; speaks as `scripts.bench.racing.Worker` does. With a
-`platform` among the sizes it is a case of `cases=`: in bf16, and Hugging Face's GPT-2
-where `transformers` is installed.
+It runs in an interpreter with torch, imports nothing of this repository, and talks to
+`scripts.bench.interleave.Worker`. With a `platform` among the sizes it is a case of
+`cases=`: in bf16, and Hugging Face's GPT-2 where `transformers` is installed.
 """
 
 import importlib.util
@@ -33,7 +32,7 @@ class Block(nn.Module):
         self.mlp_proj = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, T, D]` to the same."""
+        """Apply the block to `[B, T, D]`."""
         B, T, D = x.shape
         q, k, v = (
             y.view(B, T, self.n_head, -1).transpose(1, 2)
@@ -45,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Learned positions, tied head; the loss in one number."""
+    """GPT-2 with learned positions and a tied head, which returns the loss."""
 
     def __init__(
         self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int
@@ -62,7 +61,7 @@ class GPT2(nn.Module):
                 )
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean nats of `targets` after `tokens`, both `[B, T]`."""
+        """Return the mean nats of `targets` after `tokens`, both `[B, T]`."""
         x = self.wte(tokens) + self.wpe(
             torch.arange(tokens.shape[1], device=tokens.device)
         )
@@ -73,7 +72,7 @@ class GPT2(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """`transformers`' GPT-2 with the loss of `GPT2`, and without dropout."""
+    """`transformers`' GPT-2 with the loss of `GPT2`, without dropout."""
 
     def __init__(
         self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int
@@ -82,7 +81,7 @@ class HuggingFace(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        # By keyword: from transformers 5 on there is no other way.
+        # transformers 5 only takes keywords.
         sizes = {
             "vocab_size": vocab,
             "n_positions": context,
@@ -94,22 +93,20 @@ class HuggingFace(nn.Module):
         self.model = GPT2LMHeadModel(config)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean nats of `targets` after `tokens`, both `[B, T]`."""
+        """Return the mean nats of `targets` after `tokens`, both `[B, T]`."""
         logits = self.model(tokens).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def make_run(sizes: dict) -> Callable[[int], float]:
-    """`run(steps)`: take training steps (forward, backward, clip, AdamW); the last
-    loss.
-    """
+    """Return `run(steps)`, which takes training steps and returns the last loss."""
     torch.manual_seed(0)
     torch.set_num_threads(sizes["threads"])
     on_gpu = sizes.get("platform") == "gpu"
     if on_gpu and not torch.cuda.is_available():
         raise RuntimeError("platform=gpu, but torch sees no GPU")
     device = "cuda" if on_gpu else "cpu"
-    in_bf16 = "platform" in sizes  # as a case; else in FP32, beside our own FP32
+    in_bf16 = "platform" in sizes  # as a case; else in FP32, like our step
     if on_gpu:
         torch.set_float32_matmul_precision("high")
     make = HuggingFace if in_bf16 and importlib.util.find_spec("transformers") else GPT2
@@ -137,13 +134,11 @@ def make_run(sizes: dict) -> Callable[[int], float]:
     return run
 
 
-class Torch:
-    """What is asked, answered: `{"prepare": sizes}` first, then `{"take": steps}` and
-    `{"memory": true}`.
-    """
+class TorchWorker:
+    """The answers to `{"prepare": sizes}`, `{"take": n}` and `{"memory": true}`."""
 
     def answer(self, message: dict) -> dict:
-        """The answer to a line."""
+        """Return the answer to a message."""
         if "prepare" in message:
             start = time.perf_counter()
             self.run = make_run(message["prepare"])
@@ -159,30 +154,22 @@ class Torch:
             start = time.perf_counter()
             self.run(message["take"])
             return {"seconds": time.perf_counter() - start}
-        return (
-            {"allocator_peak_gib": torch.cuda.max_memory_reserved() / 2**30}
-            if torch.cuda.is_available()
-            else {}
-        )
+        if not torch.cuda.is_available():
+            return {}
+        return {"allocator_peak_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
 def main() -> None:
-    """Answer each line of JSON on standard input with one; what else is printed goes to
-    standard error.
-    """
-    answers, ours = os.fdopen(os.dup(1), "w"), Torch()
+    """Answer each line of JSON on standard input; other output goes to stderr."""
+    answers, worker = os.fdopen(os.dup(1), "w"), TorchWorker()
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            found = ours.answer(json.loads(line))
-        except Exception as error:  # which the other end reports
-            found = {
-                "error": (
-                    f"{type(error).__name__}:"
-                    f" {str(error).strip().partition(chr(10))[0][:500]}"
-                )
-            }
-        print(json.dumps(found), file=answers, flush=True)
+            result = worker.answer(json.loads(line))
+        except Exception as error:  # the other process reports it
+            text = str(error).strip().partition("\n")[0][:500]
+            result = {"error": f"{type(error).__name__}: {text}"}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

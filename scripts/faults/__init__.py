@@ -1,3 +1,1 @@
-"""What can go wrong, done on purpose: `python -m scripts.faults.chaos` throws faults at
-a run, and looks.
-"""
+"""Fault injection: `python -m scripts.faults.chaos` injects faults into a run."""

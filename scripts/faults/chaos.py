@@ -1,13 +1,11 @@
-"""Random faults over one training run, whose end is compared, bit by bit, with that of
-a run that nothing happened to.
+"""Inject random faults into a run, and compare its end with an undisturbed run.
 
-python -m scripts.faults.chaos out=runs/chaos faults=50 seed=0
+    python -m scripts.faults.chaos out=runs/chaos faults=50 seed=0
 
-Both runs are of a tiny model on the embedded corpus, on CPU, and meet the same bad
-data: a batch with an id that no token has, which is skipped, and weights that turn
-large, from which the watchdog goes back. Only one of them is killed, told to stop,
-starved of disk, and so on (`scripts.faults.havoc` has all that can happen), and started
-again.
+Both runs are of a tiny model on the embedded corpus, on CPU, and get the same bad data:
+a batch with an invalid id, which is skipped, and weights that become large, from which
+the watchdog rolls back. Only one run is killed, terminated, deprived of disk space and
+so on (see `scripts.faults.fault_injection`), and restarted. The end must be bit-equal.
 """
 
 import json
@@ -20,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument, run
-from scripts.faults.faulty import HAPPENED
-from scripts.faults.havoc import (
+from scripts.faults.fault_injection import (
     VALIDATIONS,
     Victim,
     checkpoints,
-    chosen,
+    choose_faults,
     launch,
     unnoticed,
 )
+from scripts.faults.faulty import HAPPENED
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 
@@ -62,7 +60,7 @@ class Arguments:
     """See `--help`."""
 
     out: str = argument(
-        "a directory that does not exist yet; chaos.json in it gets the result"
+        "a directory that does not exist yet; the result is chaos.json in it"
     )
     faults: int = argument("how many", 50)
     steps: int = argument("of each run; at least 30 for each fault", 1500)
@@ -75,9 +73,7 @@ class Arguments:
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows and events, without what a clock, the machine's memory or a fault that
-    stops progress decides.
-    """
+    """Return all rows and events, without what depends on clock, memory or stalls."""
     return [
         {k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))}
         for row in read_rows(run_dir / "metrics.jsonl")
@@ -86,12 +82,12 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def bad_data(args: Arguments) -> dict[str, list[int]]:
-    """The faults that both runs meet, as `scripts.faults.faulty` takes them."""
+    """Return the faults of both runs, as settings of `scripts.faults.faulty`."""
     return {"nan": [args.steps // 3], "corrupt": [args.steps // 2 + 13]}
 
 
 def compare(args: Arguments, folder: Path) -> dict[str, Any]:
-    """What is the same in both runs."""
+    """Return which properties are equal in both runs."""
     from trainer.observe.trackers.wandb_files import read_history, wandb_files
     from trainer.run.checkpoint import Checkpointer
     from trainer.run.libraries import hide_missing_gpu
@@ -137,8 +133,10 @@ def compare(args: Arguments, folder: Path) -> dict[str, Any]:
 
 
 def main(args: Arguments) -> None:
-    """Both runs, the comparison, a line for docs/results.md. UserError when something
-    is not as it should be.
+    """Run both, compare them, and print a row for docs/results.md.
+
+    Raises:
+      UserError: anything was not as it should be.
     """
     folder = Path(args.out).resolve()
     if args.steps < 30 * args.faults:
@@ -150,7 +148,7 @@ def main(args: Arguments) -> None:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise UserError(f"out={folder} exists; choose another directory") from None
-    kinds = chosen(args.kinds)
+    kinds = choose_faults(args.kinds)
     started, rng = time.monotonic(), random.Random(args.seed)
     bad = bad_data(args)
     overrides = [
@@ -191,7 +189,7 @@ def main(args: Arguments) -> None:
         chaos.ended(0, saying="done: ")
     if chaos.process is not None:
         chaos.ended(0)
-    chaos.start()  # a finished run is left alone, but for what W&B has not got
+    chaos.start()  # a finished run only sends the rest to W&B
     chaos.ended(0, saying="done: ")
     counted = Counter(fault.__name__ for fault in order)
     result = compare(args, folder) | {
@@ -208,7 +206,7 @@ def main(args: Arguments) -> None:
     (folder / "chaos.json").write_text(
         json.dumps(result, indent=1) + "\n", encoding="utf-8"
     )
-    held = [k for k, v in result.items() if v is True]
+    passed = [k for k, v in result.items() if v is True]
     failed = [k for k, v in result.items() if v is False]
     done = f"{args.faults} faults of {len(counted)} kinds, {chaos.starts} starts"
     course = (
@@ -216,13 +214,13 @@ def main(args: Arguments) -> None:
         " back"
     )
     print(
-        f"| {args.precision} | {done} | {course} | {', '.join(held)} |"
+        f"| {args.precision} | {done} | {course} | {', '.join(passed)} |"
         f" {', '.join(failed) or 'nothing'} |"
     )
     if failed or result["unexpected"]:
         raise UserError(
-            f"not all held: {', '.join(failed)} {len(result['unexpected'])} unexpected;"
-            f" see {folder}"
+            f"failed: {', '.join(failed)}; {len(result['unexpected'])} unexpected"
+            f" events; see {folder}"
         )
 
 

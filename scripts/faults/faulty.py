@@ -1,14 +1,14 @@
-"""Train with faults: as `python -m trainer key=value ...` would, but for what the file
-FAULTS says.
+"""Train like `python -m trainer key=value ...`, with the faults of a file.
 
-python -m scripts.faults.faulty FAULTS key=value ...
+    python -m scripts.faults.faulty FAULTS key=value ...
 
-FAULTS is JSON with any of these; steps count from 1:
-  nan         steps whose batches hold an id that no token has
-  corrupt     steps before which all weights become 4 times as large, as broken memory
-  might make them hang        a step whose batch never comes; once: from then on the
-  file FAULTS.hung exists validation  seconds that each batch of a validation takes
-  longer terminate   true: SIGTERM in the final validation
+FAULTS is JSON with any of these keys; steps count from 1:
+
+  nan         steps whose batches have an invalid id
+  corrupt     steps before which all weights become 4 times as large, as if memory broke
+  hang        a step whose batch never comes, once: then the file FAULTS.hung exists
+  validation  seconds that each batch of a validation takes longer
+  terminate   true: SIGTERM in the final validation
   clock       steps before which the wall clock jumps by a day, forth and back in turns
 """
 
@@ -38,7 +38,7 @@ HAPPENED = "faults.txt"  # in the run directory: a line for each fault that happ
 
 
 class Clock:
-    """A wall clock that can be set wrong."""
+    """A wall clock that can be wrong."""
 
     def __init__(self) -> None:
         self._now, self._wrong = time.time, 0
@@ -47,19 +47,17 @@ class Clock:
         return self._now() + self._wrong
 
     def jump(self) -> None:
-        """A day forth, or back again."""
+        """Jump a day forth, or back again."""
         self._wrong = 86400 - self._wrong
 
 
 def with_faults(
     run: loop.Run, faults: dict[str, Any], hung: Path
 ) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """The run's batches, of which some are bad and one does not come; before some of
-    them something else happens.
+    """Return the run's batches with faults.
 
-    The loop asks for a batch in the middle of nothing else, so that weights can be
-    replaced here: a step that is compiled anew takes no fault away. What happened is in
-    `HAPPENED` in the run directory.
+    Weights are replaced here, between two steps, because a recompiled step would lose
+    the fault. `HAPPENED` in the run directory lists the faults.
     """
     batches, clock = run.data.batches, Clock()
     time.time = clock
@@ -90,9 +88,7 @@ def note(run: loop.Run, fault: str) -> None:
 
 
 def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
-    """The validation, each batch of which takes longer; in the final one a signal may
-    come.
-    """
+    """Return the validation with slow batches, and a signal in the final one."""
 
     def slowly(context: StepContext) -> Mapping[str, float] | None:
         ask = context.ask
@@ -113,7 +109,7 @@ def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
 
 
 def main(file: Path, overrides: list[str]) -> int:
-    """The trainer's exit code."""
+    """Train, and return the exit code."""
     faults: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
 
     def train(run: loop.Run) -> int:

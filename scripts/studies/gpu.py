@@ -309,7 +309,7 @@ class Study:
             f"compile_cache={self.cache}",
             f"out={self.out / name}.json",
         )
-        # `contest.GRACE` lies behind
+        # `compare.GRACE` lies behind
         minutes = f"minutes={max(self.args.seconds - 100, 60) / 60:g}"
         listed = f"cases={','.join(only or self.size.bench[name])}"
         # Two of 1558M share the device's memory, most of which they may have.

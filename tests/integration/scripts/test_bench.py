@@ -11,16 +11,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from scripts.bench import cases as bench_cases
-from scripts.bench import ours, racing
+from scripts.bench import interleave, jax_worker
 from scripts.bench import scalify as bench_scalify
 from scripts.bench import speed as bench
-from scripts.bench.contest import Contest, Contestant, Results, Settings, run_cases
-from scripts.bench.racing import Failed, Worker
+from scripts.bench.compare import Comparison, Results, RunningCase, Settings, run_cases
+from scripts.bench.interleave import Failed, Worker
 from trainer.errors import UserError
 
 
 def test_figures_are_the_median_and_the_extremes_of_the_rounds():
-    found = racing.figures([0.5, 0.1, 0.2], tokens=100)
+    found = interleave.figures([0.5, 0.1, 0.2], tokens=100)
     assert found == {
         "tokens_per_s": 500,
         "tokens_per_s_min": 200,
@@ -35,7 +35,7 @@ def test_contestants_take_turns_and_alternate_who_begins():
     def contestant(name, seconds):
         return lambda steps: turns.append((name, steps)) or seconds
 
-    seconds = racing.race(
+    seconds = interleave.interleave(
         {"a": contestant("a", 2.0), "b": contestant("b", 4.0)}, rounds=2, steps=4
     )
     assert turns == [("b", 4), ("a", 4), ("a", 4), ("b", 4)]
@@ -44,12 +44,12 @@ def test_contestants_take_turns_and_alternate_who_begins():
 
 def test_absent_interpreter_is_named():
     with pytest.raises(UserError, match="torch_python=/nowhere/python does not exist"):
-        racing.torch_interpreter("/nowhere/python")
+        interleave.torch_interpreter("/nowhere/python")
 
 
 def test_interpreter_without_torch_is_one_clear_error():
     with (
-        racing.torch_worker(sys.executable) as worker,
+        interleave.torch_worker(sys.executable) as worker,
         pytest.raises(
             UserError,
             match=(
@@ -57,7 +57,7 @@ def test_interpreter_without_torch_is_one_clear_error():
             ),
         ),
     ):
-        bench.in_torch(bench.Arguments(), 64, worker)
+        bench.torch_step(bench.Arguments(), 64, worker)
 
 
 def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
             self.take = lambda steps: steps * seconds
 
     ways = {"plain": Way(2.0), "float16": Way(4.0)}
-    monkeypatch.setattr(bench_scalify, "contestants", lambda *args: ways)
+    monkeypatch.setattr(bench_scalify, "timed_steps", lambda *args: ways)
     found = bench_scalify.compare(None, 1, ("float16",), rounds=3, compiles=1, steps=5)
     assert found["plain"] == {"trace_s": 2.0, "compile_s": 2.0, "step_s": 2.0}
     assert (
@@ -217,8 +217,10 @@ class Pretended:
     def __init__(self, monkeypatch, seconds, fails=(), no_room=()):
         self.alive, self.most, self.started = [], 0, []
         self.seconds, self.fails, self.no_room = seconds, fails, no_room
-        monkeypatch.setattr(Contest, "started", lambda contest, case: self.start(case))
-        monkeypatch.setattr("scripts.bench.contest.draw", lambda rows, path: None)
+        monkeypatch.setattr(
+            Comparison, "started", lambda comparison, case: self.start(case)
+        )
+        monkeypatch.setattr("scripts.bench.compare.draw", lambda rows, path: None)
 
     @contextlib.contextmanager
     def start(self, case):
@@ -234,7 +236,7 @@ class Pretended:
             ask=lambda message, seconds: {"seconds": self.seconds[case.precision]},
         )
         try:
-            yield Contestant(
+            yield RunningCase(
                 case, worker, {"device": "cpu", "compile_s": 0.0}, math.inf
             )
         finally:
@@ -302,7 +304,7 @@ def test_a_worker_that_is_silent_is_ended():
 
 def test_an_error_is_an_answer_and_the_worker_lives():
     code = (
-        "from scripts.bench.racing import serve; serve(lambda message: {'twice': 2 *"
+        "from scripts.bench.interleave import serve; serve(lambda message: {'twice': 2 *"
         " message['x']})"
     )
     with Worker([sys.executable, "-c", code]) as worker:
@@ -324,7 +326,7 @@ def test_a_case_needs_neither_hydra_nor_data(monkeypatch):
     ):
         monkeypatch.setitem(sys.modules, name, None)
     case = bench_cases.parse_case("gpt2_nano:fp32:batch=1")
-    assert ours.prepare(case, 16, cached=True).take(1) > 0
+    assert jax_worker.prepare(case, 16, cached=True).take(1) > 0
 
 
 def test_hugging_faces_configuration_is_given_by_keyword(monkeypatch):
@@ -353,7 +355,7 @@ def test_hugging_faces_configuration_is_given_by_keyword(monkeypatch):
     for name, module in (modules | {"transformers": transformers}).items():
         monkeypatch.setitem(sys.modules, name, module)
     peer = runpy.run_path(
-        str(Path(ours.__file__).with_name("torch_peer.py")), run_name="peer"
+        str(Path(jax_worker.__file__).with_name("torch_peer.py")), run_name="peer"
     )
     peer["HuggingFace"](vocab=7, context=5, n_layer=3, n_head=2, d_model=4)
     assert made["sizes"] == (7, 5, 4, 3, 2)

@@ -197,7 +197,7 @@ def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
     assert table["classes"][UPDATE]["ms"] > 0
     assert "| FP32 products |" in capsys.readouterr().out
     profiling.main(arguments)
-    assert "profiled before" in capsys.readouterr().out
+    assert "already profiled" in capsys.readouterr().out
     with pytest.raises(UserError, match="not torch"):
         profiling.main(profiling.Arguments(cases="gpt2_nano:torch"))
 

@@ -2,7 +2,7 @@
 
 import random
 
-from scripts.faults.havoc import Victim, damage, unnoticed
+from scripts.faults.fault_injection import Victim, damage, unnoticed
 
 
 def test_a_damaged_checkpoint_that_the_run_has_not_set_aside_is_named(tmp_path):

@@ -1,9 +1,8 @@
-"""What can happen to a training run: faults from outside, each a function of the run
-that it happens to.
+"""Faults from outside a training run, each a function of the run.
 
-A fault leaves the run at work, ended, or damaged on disk; the next one starts it again
-where need be. `scripts.faults.chaos` throws them at a run. Those of data and memory,
-from inside, are in `scripts.faults.faulty`.
+A fault leaves the run running, ended, or damaged on disk; the next one restarts it if
+necessary. `scripts.faults.chaos` injects them. Faults of data and memory, from inside,
+are in `scripts.faults.faulty`.
 """
 
 import contextlib
@@ -26,23 +25,28 @@ from trainer.errors import UserError
 from trainer.run.shutdown import HUNG
 from trainer.text import nearest
 
-VALIDATIONS = 100  # steps between two
+VALIDATIONS = 100  # steps between two validations
 PATIENCE = 3600  # seconds that anything may take
-# of a checkpoint; each with a checksum of its own
+# files of a checkpoint with checksums of their own
 NEEDED = (Path("manifest/metadata"), Path("state/manifest.ocdbt"))
 
 
 @dataclass
 class Victim:
-    """The run that is disturbed.
+    """The disturbed run.
 
     Attributes:
+      overrides: of its command.
+      folder: its parent directory.
+      rng: for the faults.
+      settings: of `scripts.faults.faulty` at the next start.
       target: the step from which on the next fault may happen.
-      settings: for `scripts.faults.faulty`, of the next start.
-      notes: what went otherwise than it should.
-      frozen: processes that were stopped and not woken.
-      damaged: steps of checkpoints that no longer hold what was saved, which the run
-          has to notice.
+      process: the running process, or None.
+      starts: number of starts.
+      notes: unexpected events.
+      frozen: processes that were stopped and not continued.
+      damaged: steps of checkpoints that no longer hold what was saved; the run has to
+          notice.
     """
 
     overrides: list[str]
@@ -58,16 +62,16 @@ class Victim:
 
     @property
     def run_dir(self) -> Path:
-        """Its directory."""
+        """The run directory."""
         return self.folder / "disturbed"
 
     @property
     def log(self) -> Path:
-        """What the last start has printed."""
+        """The output of the last start."""
         return self.folder / "output.log"
 
     def start(self, *overrides: str, **more: Any) -> subprocess.Popen[str]:
-        """Start it, or go on."""
+        """Start or resume the run."""
         self.starts += 1
         overrides = (*self.overrides, *overrides)
         self.process = launch(
@@ -76,13 +80,13 @@ class Victim:
         return self.process
 
     def running(self) -> subprocess.Popen[str]:
-        """The process, started if need be."""
+        """Return the process, started if necessary."""
         if self.process is not None and self.process.poll() is not None:
-            self.ended(0)  # by itself, and then at its last step
+            self.ended(0)  # it finished by itself
         return self.process or self.start()
 
     def reach(self) -> subprocess.Popen[str]:
-        """The process, at work, and at the target."""
+        """Return the process when it runs and has reached the target."""
         process, end = self.running(), time.monotonic() + PATIENCE
         while process.poll() is None and (
             last_step(self.run_dir) < self.target or not self.at_work
@@ -98,15 +102,11 @@ class Victim:
 
     @property
     def at_work(self) -> bool:
-        """Return whether the last start has taken a step: before that a signal ends it
-        as it ends any process.
-        """
+        """Whether the last start has taken a step; before, signals end it at once."""
         return "\nstep " in self.log.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, *codes: int, saying: str = "") -> None:
-        """Wait for its end, and note it if that is not one of `codes`, or without the
-        words.
-        """
+        """Wait for the end, and note an exit code or output that is not expected."""
         assert self.process is not None
         late = ""
         try:
@@ -120,7 +120,7 @@ class Victim:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.frozen.clear()
-        # Between its last step and its end, a signal ends it as it ends any process.
+        # Between its last step and its end, a signal ends it at once.
         if code in (-signal.SIGTERM, -signal.SIGINT) and re.search(
             r"^step (\d+)/\1 ", output, re.MULTILINE
         ):
@@ -145,13 +145,14 @@ def launch(
     settings: dict[str, Any],
     log: Path,
 ) -> subprocess.Popen[str]:
-    """A trainer in `folder` with faults of its own. It prints to a file: a pipe would
-    outlive it in W&B's process.
+    """Start a trainer in `folder` with faults of `settings`.
+
+    It prints to a file, because a pipe would be held open by W&B's process.
     """
     file = folder / f"{name}.json"
     file.write_text(json.dumps(settings), encoding="utf-8")
     overrides = [*overrides, f"run_dir={name}", f"compile_cache={folder}/cache"]
-    kept = {
+    environment = {
         k: v
         for k, v in os.environ.items()
         if not k.startswith(("WANDB_", "XLA_", "JAX_"))
@@ -161,7 +162,7 @@ def launch(
         return subprocess.Popen(
             [sys.executable, "-m", "scripts.faults.faulty", str(file), *overrides],
             cwd=folder,
-            env=kept
+            env=environment
             | {
                 "JAX_PLATFORMS": "cpu",
                 "WANDB_MODE": "offline",
@@ -174,7 +175,7 @@ def launch(
 
 
 def last_step(run_dir: Path) -> int:
-    """The step of the last whole line of metrics.jsonl; 0: none."""
+    """Return the step of the last complete line of metrics.jsonl; 0: none."""
     with (
         contextlib.suppress(OSError, ValueError, IndexError),
         (run_dir / "metrics.jsonl").open("rb") as file,
@@ -185,7 +186,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def checkpoints(run_dir: Path) -> list[int]:
-    """Steps of those that are whole or were."""
+    """Return the steps of the checkpoints."""
     return sorted(
         int(path.name)
         for path in (run_dir / "checkpoints").glob("*")
@@ -193,18 +194,17 @@ def checkpoints(run_dir: Path) -> list[int]:
     )
 
 
-# --- faults: each happens to a run at work, and leaves it running, ended, or damaged on
-# disk ---
+# --- faults: each disturbs a run at work, and leaves it running, ended, or damaged ---
 
 
 def kill(run: Victim) -> None:
-    """SIGKILL at any moment."""
+    """Send SIGKILL at a random moment."""
     run.reach().kill()
     run.ended(-signal.SIGKILL, 0)
 
 
 def kill_while_starting(run: Victim) -> None:
-    """SIGKILL before there is a step."""
+    """Send SIGKILL before the first step."""
     kill(run)
     process = run.start()
     time.sleep(run.rng.random() * 6)
@@ -213,7 +213,7 @@ def kill_while_starting(run: Victim) -> None:
 
 
 def kill_while_saving(run: Victim) -> None:
-    """SIGKILL while there is an unfinished checkpoint."""
+    """Send SIGKILL while a checkpoint is unfinished."""
     process, folder = run.reach(), run.run_dir / "checkpoints"
     while process.poll() is None and not any(
         "tmp" in path.name for path in folder.glob("*")
@@ -224,23 +224,23 @@ def kill_while_saving(run: Victim) -> None:
 
 
 def terminate(run: Victim) -> None:
-    """SIGTERM, which saves."""
+    """Send SIGTERM, upon which the run saves."""
     run.reach().terminate()
     run.ended(128 + signal.SIGTERM, 0)
 
 
 def interrupt(run: Victim) -> None:
-    """Ctrl-C, which saves."""
+    """Send SIGINT (Ctrl-C), upon which the run saves."""
     run.reach().send_signal(signal.SIGINT)
     run.ended(128 + signal.SIGINT, 0)
 
 
 def terminate_in_a_validation(run: Victim) -> None:
-    """SIGTERM during a validation, which is broken off, and taken up again."""
+    """Send SIGTERM during a validation, which is interrupted and repeated."""
     kill(run)
     run.start(validation=0.5)
-    before = last_step(run.run_dir)
-    run.target = before - before % VALIDATIONS + VALIDATIONS - 1
+    step = last_step(run.run_dir)
+    run.target = step - step % VALIDATIONS + VALIDATIONS - 1
     process = run.reach()
     time.sleep(0.3)
     process.terminate()
@@ -248,7 +248,7 @@ def terminate_in_a_validation(run: Victim) -> None:
 
 
 def terminate_without_mercy(run: Victim) -> None:
-    """SIGTERM, and SIGKILL before it can have saved."""
+    """Send SIGTERM, and SIGKILL before the run can have saved."""
     process = run.reach()
     process.terminate()
     time.sleep(run.rng.random() * 0.3)
@@ -257,7 +257,7 @@ def terminate_without_mercy(run: Victim) -> None:
 
 
 def fill_the_disk(run: Victim) -> None:
-    """No file of the process may grow any more."""
+    """Forbid the process to extend any file."""
     process = run.reach()
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
@@ -265,24 +265,23 @@ def fill_the_disk(run: Victim) -> None:
 
 
 def flip_a_bit(run: Victim) -> None:
-    """Of the newest checkpoint, while nobody is looking."""
+    """Flip a bit of the newest checkpoint while the run is down."""
     kill(run)
     damage(run, lambda data: bytes([data[0] ^ 1 << run.rng.randrange(8)]) + data[1:])
 
 
 def truncate(run: Victim) -> None:
-    """A file of the newest checkpoint."""
+    """Truncate a file of the newest checkpoint."""
     kill(run)
     damage(run, lambda data: b"")
 
 
 def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a random file of the newest of several checkpoints, from a
-    random place on.
+    """Change a random file of the newest of several checkpoints from a random byte on.
 
-    Every other time it is one of two that no checkpoint is whole without: those the run
-    has to notice. What the others hold is in part never read, and where it is, a run
-    that took it for whole would not end as the undisturbed one.
+    Every other time it is one of the files that no checkpoint is valid without, whose
+    damage the run has to notice. Other files are partly never read; where they are, a
+    run that does not notice the damage ends differently.
     """
     steps = checkpoints(run.run_dir)
     if len(steps) > 1:
@@ -300,20 +299,18 @@ def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
 
 
 def unnoticed(run: Victim) -> list[int]:
-    """Steps of damaged checkpoints that the run has not set aside, so often as they
-    were damaged.
-    """
+    """Return the steps of damaged checkpoints that the run has not set aside."""
     aside = [
         path.name.split("-")
         for path in (run.run_dir / "checkpoints" / "damaged").glob("*")
     ]
-    # a lost validation loss has three
-    found = Counter(int(parts[0]) for parts in aside if len(parts) == 2)
-    return sorted((Counter(run.damaged) - found).elements())
+    # A checkpoint that lost its validation loss has three parts.
+    noticed = Counter(int(parts[0]) for parts in aside if len(parts) == 2)
+    return sorted((Counter(run.damaged) - noticed).elements())
 
 
 def tear_the_log(run: Victim) -> None:
-    """The last line of metrics.jsonl is half written."""
+    """Tear the last line of metrics.jsonl."""
     kill(run)
     path = run.run_dir / "metrics.jsonl"
     if path.exists():
@@ -322,7 +319,7 @@ def tear_the_log(run: Victim) -> None:
 
 
 def tear_the_cache(run: Victim) -> None:
-    """A compiled program is half written."""
+    """Truncate a compiled program in the cache."""
     kill(run)
     entries = sorted((run.folder / "cache").glob("*-cache"))
     if entries:
@@ -331,7 +328,7 @@ def tear_the_cache(run: Victim) -> None:
 
 
 def starve(run: Victim) -> None:
-    """The data do not come."""
+    """Withhold the data, so that the watchdog ends the run."""
     kill(run)
     (run.folder / "disturbed.json.hung").unlink(missing_ok=True)
     run.start("watchdog.hang_seconds=20", hang=last_step(run.run_dir) + 5)
@@ -339,7 +336,7 @@ def starve(run: Victim) -> None:
 
 
 def freeze(run: Victim) -> None:
-    """The process gets no time for a while."""
+    """Stop the process for a while."""
     process = run.reach()
     process.send_signal(signal.SIGSTOP)
     time.sleep(1)
@@ -347,10 +344,10 @@ def freeze(run: Victim) -> None:
 
 
 def start_twice(run: Victim) -> None:
-    """A second trainer is started on the same directory."""
+    """Start a second trainer on the same directory, which must be refused."""
     first = run.reach()
     if first.poll() is None:
-        first.send_signal(signal.SIGSTOP)  # or it is finished by the time
+        first.send_signal(signal.SIGSTOP)  # or it might finish meanwhile
         log = run.folder / "second.log"
         second = launch(run.overrides, run.folder, "disturbed", run.settings, log)
         second.wait(timeout=PATIENCE)
@@ -370,32 +367,32 @@ def start_twice(run: Victim) -> None:
 
 
 def kill_the_tracker(run: Victim) -> None:
-    """W&B's own process dies."""
+    """Kill W&B's own process."""
     signal_tracker(run.reach(), signal.SIGKILL)
 
 
 def hang_the_tracker(run: Victim) -> None:
-    """W&B's own process does not answer any more."""
+    """Stop W&B's own process."""
     run.frozen += signal_tracker(run.reach(), signal.SIGSTOP)
 
 
 def signal_tracker(process: subprocess.Popen[str], number: int) -> list[int]:
-    """To the children of the trainer that belong to W&B; their ids."""
-    found = []
+    """Send a signal to the trainer's children of W&B, and return their ids."""
+    ids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = stat.read_text().partition(")")
             if int(rest.split()[1]) == process.pid and "wandb" in name:
                 os.kill(int(stat.parent.name), number)
-                found.append(int(stat.parent.name))
-    return found
+                ids.append(int(stat.parent.name))
+    return ids
 
 
 def turn_the_clock(run: Victim) -> None:
-    """The wall clock jumps to and fro."""
+    """Let the wall clock jump forth and back."""
     kill(run)
-    after = last_step(run.run_dir)
-    run.start(clock=[after + run.rng.randrange(30) for _ in range(4)])
+    step = last_step(run.run_dir)
+    run.start(clock=[step + run.rng.randrange(30) for _ in range(4)])
 
 
 FAULTS = (
@@ -420,8 +417,8 @@ FAULTS = (
 )
 
 
-def chosen(names: str) -> list[Callable[[Victim], None]]:
-    """The faults of these names; all where there are none."""
+def choose_faults(names: str) -> list[Callable[[Victim], None]]:
+    """Return the faults of these names; all where no name is given."""
     by_name = {fault.__name__: fault for fault in FAULTS}
     for name in names.split(",") if names else ():
         if name not in by_name:

@@ -1,8 +1,6 @@
-"""Contestants of a benchmark take turns, a few steps each, so that whatever else the
-machine does falls on all.
+"""Interleaved timing: a few steps of each in turn, so that other load affects all.
 
-A contestant that is not ours, or that must leave no trace in memory, is a `Worker`: a
-process of its own.
+A `Worker` is a process of its own, for code that is not ours or must free its memory.
 """
 
 import contextlib
@@ -22,16 +20,16 @@ from typing import Any, Self
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-Contestant = Callable[[int], float]  # takes that many steps; seconds
+TakeSteps = Callable[[int], float]  # takes that many steps; returns seconds
 NO_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemory")
 
 
 class Failed(UserError):
-    """A worker could not do what it was asked to.
+    """The error of a worker that could not do what it was asked.
 
     Attributes:
       out_of_memory: whether it, or its device, had too little memory.
-      ended: whether the process is no more.
+      ended: whether its process has ended.
     """
 
     def __init__(self, why: str, *, ended: bool) -> None:
@@ -40,18 +38,17 @@ class Failed(UserError):
 
 
 class Worker:
-    """A process that answers each line of JSON with one; a context manager, which ends
-    it.
+    """A process that answers each line of JSON with one; as a context manager it ends.
 
     Args:
-      command: that starts it; `serve` is its other end.
-      environment: variables beside those of this process.
+      command: starts it; it calls `serve`.
+      environment: variables in addition to those of this process.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (until `close`)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (until `close`)
         paths = os.pathsep.join(
             [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
@@ -59,7 +56,7 @@ class Worker:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             env=os.environ | {"PYTHONPATH": paths} | dict(environment or {}),
         )
@@ -67,8 +64,10 @@ class Worker:
     def ask(
         self, message: Mapping[str, Any], seconds: float | None = None
     ) -> dict[str, Any]:
-        """Its answer. Raises Failed where there is none, none in so many seconds, or
-        one that is an error.
+        """Return the answer to a message.
+
+        Raises:
+          Failed: no answer, none within `seconds`, or an error.
         """
         process, too_late = self._process, threading.Event()
         assert process.stdin is not None
@@ -91,31 +90,29 @@ class Worker:
                 timer.cancel()
         if not answer:
             process.wait()
-            why = (
-                f"no answer in {seconds:.0f} s"
-                if too_late.is_set()
-                else f"ended without an answer: {self.last_line}"
-            )
+            why = f"ended without an answer: {self.last_line}"
+            if too_late.is_set():
+                why = f"no answer in {seconds:.0f} s"
             raise Failed(why, ended=True)
-        found = json.loads(answer)
-        if "error" in found:
-            raise Failed(found["error"], ended=False)
-        return found
+        result = json.loads(answer)
+        if "error" in result:
+            raise Failed(result["error"], ended=False)
+        return result
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process is there to be asked."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     @property
     def last_line(self) -> str:
-        """What it printed last beside its answers."""
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        """The last line that it printed to standard error."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:500] if lines else f"exit code {self._process.returncode}"
 
     def close(self) -> None:
-        """End the process, and wait until it, and what it held, is gone."""
+        """End the process, and wait until it and its memory are gone."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
@@ -124,7 +121,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()  # type: ignore[union-attr]
-        self._said.close()
+        self._stderr.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,48 +131,41 @@ class Worker:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Be a worker: `answer` each line of standard input. What is printed meanwhile goes
-    to standard error.
+    """Serve as a worker: `answer` each line of standard input.
+
+    Other output goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            found = answer(json.loads(line))
-        except Exception as error:  # whatever it is, it is this contestant's alone
-            first = str(error).strip().partition("\n")[0]
-            found = {
-                "error": (
-                    first
-                    if isinstance(error, UserError)
-                    else f"{type(error).__name__}: {first[:500]}"
-                )
-            }
-        print(json.dumps(found), file=answers, flush=True)
+            result = answer(json.loads(line))
+        except Exception as error:  # any error must only fail this case
+            text = str(error).strip().partition("\n")[0]
+            if not isinstance(error, UserError):
+                text = f"{type(error).__name__}: {text[:500]}"
+            result = {"error": text}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 def torch_worker(python: str) -> Worker:
-    """`scripts/bench/torch_peer.py` in an interpreter that has torch, whose own modules
-    nothing beside it may hide.
-    """
+    """Start `torch_peer.py` in an interpreter with torch, isolated from our modules."""
     return Worker([python, "-P", str(Path(__file__).with_name("torch_peer.py"))])
 
 
-def race(
-    contestants: dict[str, Contestant], rounds: int, steps: int
+def interleave(
+    takes: dict[str, TakeSteps], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds per step of each, one figure a round. Who begins alternates."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    """Return seconds per step of each, one figure a round; the first one alternates."""
+    seconds: dict[str, list[float]] = {name: [] for name in takes}
     for i in range(rounds):
-        for name in list(contestants)[:: 1 if i % 2 else -1]:
-            seconds[name].append(contestants[name](steps) / steps)
+        for name in list(takes)[:: 1 if i % 2 else -1]:
+            seconds[name].append(takes[name](steps) / steps)
     return seconds
 
 
 def figures(seconds: list[float], tokens: int) -> dict[str, float]:
-    """Tokens per second (median, smallest, largest) and milliseconds per step (median)
-    from seconds per step.
-    """
+    """Return tokens per second (median and extremes) and milliseconds per step."""
     return {
         "tokens_per_s": tokens / statistics.median(seconds),
         "tokens_per_s_min": tokens / max(seconds),
@@ -185,7 +175,7 @@ def figures(seconds: list[float], tokens: int) -> dict[str, float]:
 
 
 def torch_interpreter(named: str) -> str | None:
-    """The interpreter to use for PyTorch; None: there is none."""
+    """Return the interpreter with PyTorch, or None."""
     if named:
         if not Path(named).exists():
             raise UserError(
@@ -196,11 +186,12 @@ def torch_interpreter(named: str) -> str | None:
     return sys.executable if importlib.util.find_spec("torch") else None
 
 
-def taking(
+def make_take(
     step: Callable[..., Any], state: Any, batch: Any, hyper: Any
-) -> Callable[[int], float]:
-    """Seconds that so many further train steps take; the state is donated to the
-    first.
+) -> TakeSteps:
+    """Return a function that takes further train steps and returns their seconds.
+
+    The state is donated to the first step.
     """
 
     def take(steps: int) -> float:

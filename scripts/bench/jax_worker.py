@@ -1,10 +1,9 @@
-"""A case of this trainer in a process of its own, which `scripts.bench.racing.Worker`
-asks.
+"""A case of this trainer in a process of its own, see `scripts.bench.interleave`.
 
-What it is asked, one at a time, first to prepare: `{"prepare": settings}` compiles,
-makes the state and answers with figures; `{"take": n}` takes n steps, `{"profile": n}`
-as well, and says where their time went; `{"memory": true}` says what the allocator has
-seen. Needs jax, flax and optax: neither Hydra, nor data, nor a network.
+Messages: `{"prepare": settings}` comes first, compiles, makes the state and returns
+figures; `{"take": n}` takes n steps; `{"profile": n}` also returns where their time
+went; `{"memory": true}` returns the allocator's figures. It needs jax, flax and optax,
+but no Hydra, data or network.
 """
 
 import time
@@ -13,21 +12,21 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from scripts.bench.cases import VOCAB, Case, read_group
-from scripts.bench.racing import serve, taking
+from scripts.bench.interleave import make_take, serve
 from trainer.errors import UserError
 
 GIB = 2**30
 HIT = "/jax/compilation_cache/cache_hits"
 
 
-class Contestant(NamedTuple):
+class CompiledCase(NamedTuple):
     """A compiled step.
 
     Attributes:
-      take: takes that many steps; seconds.
-      figures: known before a step was taken.
+      take: takes that many steps, and returns seconds.
+      figures: known before a step is taken.
       text: of the compiled program; empty where there is none.
-      device: that it runs on.
+      device: the step's device.
     """
 
     take: Callable[[int], float]
@@ -37,22 +36,21 @@ class Contestant(NamedTuple):
 
 
 def check_platform(platform: str) -> None:
-    """Raise UserError where JAX has another platform: nobody wants a CPU's figures for
-    a GPU's.
-    """
+    """Raise UserError where JAX has another platform: CPU figures are not a GPU's."""
     import jax
 
-    found = jax.devices()[0]
-    if found.platform != platform:
+    device = jax.devices()[0]
+    if device.platform != platform:
         raise UserError(
-            f"platform={platform}, but JAX has {found.device_kind} ({found.platform}); "
-            f"platform={found.platform} times that, such as to rehearse"
+            f"platform={platform}, but JAX has {device.device_kind}"
+            f" ({device.platform}); platform={device.platform} times that, such as to"
+            " rehearse"
         )
 
 
 @contextmanager
 def cache_hits() -> Iterator[list[str]]:
-    """What of JAX's compilation cache is read meanwhile, an entry for each program."""
+    """Yield a list that gets an entry for each program from JAX's compilation cache."""
     import jax
 
     hits: list[str] = []
@@ -68,9 +66,13 @@ def cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
-    """The case, compiled, with a state. `context`: None: the model's; `cached`: whether
-    programs are kept.
+def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
+    """Compile a case, and make its state.
+
+    Args:
+      case: the case.
+      context: tokens of a sequence; None: the model's.
+      cached: whether compiled programs are cached.
     """
     import jax
     import jax.numpy as jnp
@@ -110,11 +112,8 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
         start = time.perf_counter()
         step = compile_step(w, batch, state)
         compile_s = time.perf_counter() - start
-    memory, text, device = (
-        step.memory_analysis(),
-        step.as_text() or "",
-        mesh.devices.flat[0],
-    )
+    memory, text = step.memory_analysis(), step.as_text() or ""
+    device = mesh.devices.flat[0]
     assert memory is not None
     held = (
         memory.argument_size_in_bytes
@@ -134,39 +133,39 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     tokens = np.random.default_rng(0).integers(
         0, VOCAB, (1, case.batch, spec.context + 1), dtype=np.int32
     )
-    fed, hyper = (
-        Tokens(jnp.asarray(tokens), None),
-        Hyper(np.float32(1e-4), np.int32(0), np.uint32(0)),
+    inputs = Tokens(jnp.asarray(tokens), None)
+    inputs = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), inputs, batch
     )
-    fed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), fed, batch)
-    return Contestant(taking(step, state, fed, hyper), figures, text, device)
+    hyper = Hyper(np.float32(1e-4), np.int32(0), np.uint32(0))
+    return CompiledCase(make_take(step, state, inputs, hyper), figures, text, device)
 
 
-class Ours:
-    """What is asked of a case, answered."""
+class JaxWorker:
+    """The worker's answers; see the module."""
 
     def __init__(self) -> None:
-        self._prepared: Contestant | None = None
+        self._prepared: CompiledCase | None = None
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """See the module."""
+        """Return the answer to a message."""
         if "prepare" in message:
             return self.prepare(**message["prepare"])
         if self._prepared is None:
             raise UserError(
-                "nothing is prepared; first of all comes prepare, not"
+                "nothing is prepared; the first message is prepare, not"
                 f" {', '.join(message)}"
             )
-        contestant = self._prepared
+        compiled = self._prepared
         if "take" in message:
-            return {"seconds": contestant.take(message["take"])}
+            return {"seconds": compiled.take(message["take"])}
         if "profile" in message:
             from scripts.bench.kernel_times import profiled
 
             return profiled(
-                contestant.take, message["profile"], contestant.text, contestant.device
+                compiled.take, message["profile"], compiled.text, compiled.device
             )
-        stats = contestant.device.memory_stats() or {}  # a CPU counts nothing
+        stats = compiled.device.memory_stats() or {}  # a CPU has no figures
         keys = {
             "peak_bytes_in_use": "allocator_peak_gib",
             "bytes_limit": "allocator_limit_gib",
@@ -176,9 +175,7 @@ class Ours:
     def prepare(
         self, case: list[Any], context: int | None, platform: str, cache: str | None
     ) -> dict[str, Any]:
-        """Compile the case for a platform; `cache`: the directory of compiled
-        programs.
-        """
+        """Compile the case; `cache` is the directory of compiled programs or None."""
         from trainer.run.allocator import keep_freed_memory
         from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 
@@ -193,4 +190,4 @@ class Ours:
 
 
 if __name__ == "__main__":
-    serve(Ours().answer)
+    serve(JaxWorker().answer)

@@ -1,10 +1,9 @@
-"""Cases against each other, each in a process of its own: what
-`python -m scripts.bench cases=...` runs.
+"""Comparison of cases in processes of their own: `python -m scripts.bench cases=...`.
 
-The first case of a model and batch stays; every other one takes turns with it, a few
-steps each, and is gone before the next begins: no more than two hold a state. One that
-fails, or dies, costs nobody else's figures, which are written after each case; the next
-call with the same `out` goes on behind them.
+The first case of a model and batch stays. Every other one is interleaved with it, a few
+steps each, and ends before the next starts, so at most two hold a state. Figures are
+written after each case, so a case that fails or dies costs no other figures. The next
+call with the same `out` continues.
 """
 
 import contextlib
@@ -19,25 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.cases import TORCH, VOCAB, Case, parse_case, read_group
-from scripts.bench.racing import Failed, Worker, race, torch_worker
-from scripts.bench.racing import figures as speed
+from scripts.bench.interleave import Failed, Worker, interleave, torch_worker
+from scripts.bench.interleave import figures as speed
 from trainer.errors import UserError
 
-# Of a CUDA program the first call runs kernel by kernel, and the second makes a graph
-# of them.
+# The first call of a CUDA program runs kernel by kernel, and the second makes a graph.
 WARM_UP = 5
-# seconds behind the time after which no case is begun, in which one may end
+# seconds after the time limit in which a running case may end
 GRACE = 90.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases are timed; figures of other settings do not compare.
+    """The timing of cases; figures of different settings do not compare.
 
     Attributes:
-      rounds, steps: turns of each case, and steps in a turn.
+      rounds: turns of each case.
+      steps: steps in a turn.
       context: tokens of a sequence; None: the model's.
-      platform: that JAX must have: gpu, or cpu to rehearse.
+      platform: the platform that JAX must have: gpu, or cpu to rehearse.
     """
 
     rounds: int
@@ -48,12 +47,14 @@ class Settings:
 
 @dataclass
 class Results:
-    """Figures by the names of the cases, in a file that is written whenever they
-    change.
+    """Figures by case name, in a file that is written whenever they change.
 
     Attributes:
-      path: None: there is none.
-      failed: why, of the cases that have no figures.
+      path: of the file, or None.
+      settings: of the timing.
+      machine: the device and the versions of its software.
+      rows: the figures.
+      failed: the reason, for each case without figures.
     """
 
     path: Path | None
@@ -64,26 +65,28 @@ class Results:
 
     @classmethod
     def open(cls, out: str, settings: Settings) -> "Results":
-        """What an earlier call has written; its failures are tried again. UserError for
-        figures of other settings.
+        """Read the results of an earlier call, whose failures are tried again.
+
+        Raises:
+          UserError: results with other settings.
         """
         if not out or not Path(out).exists():
             return cls(Path(out) if out else None, settings)
-        before = json.loads(Path(out).read_text())
-        if before.get("settings") != asdict(settings):
+        saved = json.loads(Path(out).read_text())
+        if saved.get("settings") != asdict(settings):
             raise UserError(
-                f"out={out} holds figures of other settings, {before.get('settings')};"
+                f"out={out} holds figures of other settings, {saved.get('settings')};"
                 " choose another out"
             )
         return cls(
             Path(out),
             settings,
-            before["machine"],
-            {row["name"]: row for row in before["rows"]},
+            saved["machine"],
+            {row["name"]: row for row in saved["rows"]},
         )
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row, of this machine. UserError for one of another than the rows before."""
+        """Add a row; UserError where it is of another device than the others."""
         machine = {
             key: row.pop(key)
             for key in ("device", "jax", "platform_version", "torch")
@@ -100,7 +103,7 @@ class Results:
         self.failed.pop(row["name"], None)
 
     def save(self) -> None:
-        """Write the file, in one go, and the picture beside it."""
+        """Write the file atomically, and the chart beside it."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +121,7 @@ class Results:
             draw(rows, self.path.with_suffix(".png"))
 
 
-class Contestant:
+class RunningCase:
     """A case at work in its process."""
 
     def __init__(
@@ -127,24 +130,23 @@ class Contestant:
         self.case, self.worker, self.figures, self._until = case, worker, figures, until
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        """Its answer. Raises Failed."""
+        """Return the worker's answer, or raise Failed."""
         return self.worker.ask(message, max(1.0, self._until - time.monotonic()))
 
     def take(self, steps: int) -> float:
-        """Seconds that so many steps take."""
+        """Take steps, and return their seconds."""
         return float(self.ask(take=steps)["seconds"])
 
 
-class Contest:
-    """All cases of a call.
+class Comparison:
+    """A comparison of all cases of a call.
 
     Args:
-      settings: how they are timed.
+      settings: of the timing.
       results: of this and earlier calls.
-      minutes: after which no other case is begun.
-      python: an interpreter with torch; None: there is none, and its cases are left
-          out.
-      cache: the directory of compiled programs; None: compile anew.
+      minutes: after them no further case starts.
+      python: an interpreter with torch; None: torch's cases are left out.
+      cache: the directory of compiled programs; None: no cache.
     """
 
     def __init__(
@@ -156,19 +158,13 @@ class Contest:
         python: str | None,
         cache: str | None,
     ) -> None:
-        self.settings, self.results, self._python, self._cache = (
-            settings,
-            results,
-            python,
-            cache,
-        )
+        self.settings, self.results = settings, results
+        self._python, self._cache = python, cache
         self._end = time.monotonic() + 60 * minutes
         self._minutes = minutes
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Time those that have no figures yet, the cases of one model and batch against
-        the first of them.
-        """
+        """Time cases without figures against the first of their model and batch."""
         groups: dict[tuple[str, int], list[Case]] = {}
         for case in cases:
             groups.setdefault((case.model, case.batch), []).append(case)
@@ -181,9 +177,9 @@ class Contest:
                 self.group([group[0], *(case for case in todo if case != group[0])])
 
     def group(self, cases: Sequence[Case]) -> None:
-        """The first case that starts stays, and takes turns with each of the others."""
+        """Interleave each case with the first one that starts."""
         with contextlib.ExitStack() as staying:
-            anchor: Contestant | None = None
+            anchor: RunningCase | None = None
             for case in cases:
                 if self.is_left_out(case):
                     continue
@@ -216,58 +212,55 @@ class Contest:
                     else:
                         self.fails(case, error)
 
-    def against(self, case: Case, anchor: Contestant) -> None:
-        """Time a case in turns with another, and free it. Raises Failed."""
-        with self.started(case) as contestant:
-            takes = {anchor.case.name: anchor.take, case.name: contestant.take}
-            seconds = race(takes, self.settings.rounds, self.settings.steps)
-            self.keep(contestant, seconds[case.name], faster_than(case.name, seconds))
+    def against(self, case: Case, anchor: RunningCase) -> None:
+        """Time a case interleaved with another, and end it. Raises Failed."""
+        with self.started(case) as running:
+            takes = {anchor.case.name: anchor.take, case.name: running.take}
+            seconds = interleave(takes, self.settings.rounds, self.settings.steps)
+            self.record(running, seconds[case.name], faster_than(case.name, seconds))
         self.results.rows[anchor.case.name]["over"] |= faster_than(
             anchor.case.name, seconds
         )
         self.results.save()
 
     def by_itself(self, case: Case) -> None:
-        """Time a case that has the machine for itself, and free it."""
+        """Time a case that has the machine to itself, and end it."""
         try:
-            with self.started(case) as contestant:
-                self.alone(contestant)
+            with self.started(case) as running:
+                self.alone(running)
         except Failed as error:
             self.fails(case, error)
 
-    def alone(self, contestant: Contestant) -> None:
-        """Time a case that nothing takes turns with. Raises Failed."""
-        case = contestant.case
-        seconds = race(
-            {case.name: contestant.take}, self.settings.rounds, self.settings.steps
+    def alone(self, running: RunningCase) -> None:
+        """Time a case without interleaving. Raises Failed."""
+        name = running.case.name
+        seconds = interleave(
+            {name: running.take}, self.settings.rounds, self.settings.steps
         )
-        self.keep(contestant, seconds[case.name], {})
+        self.record(running, seconds[name], {})
 
-    def keep(
-        self, contestant: Contestant, seconds: list[float], over: dict[str, float]
+    def record(
+        self, running: RunningCase, seconds: list[float], over: dict[str, float]
     ) -> None:
-        """Write a case's figures down."""
-        memory = contestant.ask(memory=True)
-        row = row_of(
-            contestant.case, seconds, contestant.figures | memory, self.settings.context
-        ) | {"over": over}
+        """Save and print a case's figures."""
+        figures = running.figures | running.ask(memory=True)
+        row = row_of(running.case, seconds, figures, self.settings.context)
+        row["over"] = over
         self.results.add(row)
         self.results.save()
         say(line_of(row))
 
     def fails(self, case: Case, error: Failed) -> None:
-        """Write down that and why a case has no figures."""
+        """Save and print why a case has no figures."""
         self.results.failed[case.name] = str(error)
         self.results.save()
         say(f"{case.name}: FAILED, {error}")
 
     def is_left_out(self, case: Case) -> bool:
-        """Return whether there is no time, or no torch, for a case; said where it is
-        so.
-        """
+        """Return whether a case has no time or no torch, and print the reason."""
         why = None
         if time.monotonic() > self._end:
-            why = f"{self._minutes:g} minutes are over; the same command goes on here"
+            why = f"{self._minutes:g} minutes are over; re-run to continue here"
         elif case.precision == TORCH and self._python is None:
             why = "no torch here (torch_python=PATH names an interpreter that has it)"
         if why is not None:
@@ -275,13 +268,14 @@ class Contest:
         return why is not None
 
     @contextlib.contextmanager
-    def started(self, case: Case, warm_up: int = WARM_UP) -> Iterator[Contestant]:
-        """The case compiled, with a state, in a process of its own, which ends with the
-        context. Raises Failed.
+    def started(self, case: Case, warm_up: int = WARM_UP) -> Iterator[RunningCase]:
+        """Yield the compiled case with a state; its process ends with the context.
+
+        Raises:
+          Failed: it could not be prepared.
         """
         until, context = self._end + GRACE, self.settings.context
-        # Two share a GPU: each takes what it needs. The rehearsal's numbers are those
-        # of one CPU.
+        # Two cases share a GPU, so each only takes what it needs.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if self.settings.platform == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
@@ -292,7 +286,9 @@ class Contest:
                 sizes_of(case, context, self.settings.platform),
             )
         else:
-            worker = Worker([sys.executable, "-m", "scripts.bench.ours"], environment)
+            worker = Worker(
+                [sys.executable, "-m", "scripts.bench.jax_worker"], environment
+            )
             platform, cache = self.settings.platform, self._cache
             settings = {
                 "case": list(case),
@@ -306,18 +302,18 @@ class Contest:
             )
             from_cache = ", from the cache" * bool(figures.get("from_cache"))
             say(f"{case.name}: compiled in {figures['compile_s']:.0f} s{from_cache}")
-            contestant = Contestant(case, worker, figures, until)
+            running = RunningCase(case, worker, figures, until)
             if warm_up:
-                contestant.take(warm_up)
-            yield contestant
+                running.take(warm_up)
+            yield running
 
     def compile_only(self, cases: Sequence[Case]) -> None:
-        """Compile what is ours, one case after the other, so that the cache has it."""
+        """Compile the trainer's cases one by one, to fill the cache."""
         for case in cases:
             if case.precision != TORCH and not self.is_left_out(case):
                 try:
-                    with self.started(case, warm_up=0) as contestant:
-                        say(f"{case.name}: {contestant.figures['peak_gib']:.2f} GiB")
+                    with self.started(case, warm_up=0) as running:
+                        say(f"{case.name}: {running.figures['peak_gib']:.2f} GiB")
                 except Failed as error:
                     self.fails(case, error)
 
@@ -332,18 +328,24 @@ def run_cases(
     cache: str | None,
     compile_only: bool = False,
 ) -> Results:
-    """Time, or only compile, the cases of a list separated by commas; for the rest see
-    `Contest` and `Results`.
+    """Time, or only compile, a list of cases separated by commas.
+
+    For the arguments see `Comparison` and `Results`.
     """
     cases = [parse_case(text) for text in texts.split(",")]
     results = Results.open("" if compile_only else out, settings)
-    contest = Contest(settings, results, minutes=minutes, python=python, cache=cache)
-    (contest.compile_only if compile_only else contest.run)(cases)
+    comparison = Comparison(
+        settings, results, minutes=minutes, python=python, cache=cache
+    )
+    if compile_only:
+        comparison.compile_only(cases)
+    else:
+        comparison.run(cases)
     return results
 
 
 def sizes_of(case: Case, context: int | None, platform: str) -> dict[str, Any]:
-    """What `scripts/bench/torch_peer.py` is asked to prepare."""
+    """Return the settings of `torch_peer.py` for a case."""
     tree = read_group("model", case.model)
     sizes = {name: tree[name] for name in ("n_layer", "n_head", "d_model")}
     context = context or tree["context"]
@@ -359,9 +361,7 @@ def sizes_of(case: Case, context: int | None, platform: str) -> dict[str, Any]:
 def row_of(
     case: Case, seconds: Sequence[float], figures: dict[str, Any], context: int | None
 ) -> dict[str, Any]:
-    """The figures of a case: of speed the median and the extremes over the rounds; MFU
-    where the peak is known.
-    """
+    """Return the figures of a case: median and extremes of the speed, MFU if known."""
     import jax.numpy as jnp
 
     from trainer.config import schema
@@ -370,9 +370,9 @@ def row_of(
     from trainer.observe.metrics import mfu
     from trainer.observe.peaks import peak_flops
 
-    tree = read_group("model", case.model) | (
-        {} if context is None else {"context": context}
-    )
+    tree = read_group("model", case.model)
+    if context is not None:
+        tree["context"] = context
     row: dict[str, Any] = {
         "name": case.name,
         **case._asdict(),
@@ -380,32 +380,26 @@ def row_of(
     }
     row |= {**figures, "seconds": list(seconds)}
     spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
-    # Of all cases against the rate of 16 bits, so that they compare.
+    # All cases are measured by the 16-bit rate, so that they compare.
     peak = peak_flops(figures["device"], jnp.bfloat16)
-    row["mfu"] = (
-        None
-        if peak is None
-        else mfu(row["tokens_per_s"], flops_per_token(spec), peak, 1)
-    )
+    row["mfu"] = None
+    if peak is not None:
+        row["mfu"] = mfu(row["tokens_per_s"], flops_per_token(spec), peak, 1)
     return row
 
 
 def faster_than(name: str, seconds: dict[str, list[float]]) -> dict[str, float]:
-    """How many times as fast a case is as each of the others, the median over the
-    rounds.
-    """
-    own = seconds[name]
-    return {
-        other: statistics.median(
-            theirs / ours for theirs, ours in zip(found, own, strict=True)
-        )
-        for other, found in seconds.items()
-        if other != name
-    }
+    """Return the median over rounds of a case's speed relative to each other one."""
+    ratios = {}
+    for other, other_seconds in seconds.items():
+        if other != name:
+            pairs = zip(other_seconds, seconds[name], strict=True)
+            ratios[other] = statistics.median(theirs / ours for theirs, ours in pairs)
+    return ratios
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row as text."""
+    """Return a row as text."""
     parts = [
         (
             f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} to"
