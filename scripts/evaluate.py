@@ -28,7 +28,7 @@ from scalify_core import weights
 from scripts.arguments import argument, note, run, split
 from scripts.studies.pairs import finite, half_width
 from trainer.assembly.saved_model import restore_training
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
@@ -258,7 +258,7 @@ def policy_of(item: str) -> Policy:
             )
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
-    c = compose_or_explain([f"precision={name}", *changes]).precision
+    c = compose_config([f"precision={name}", *changes]).precision
     if c.method.has_history:
         raise UserError(
             f"{item}: its scales come from a history that only training writes; valid:"

@@ -24,7 +24,7 @@ from scalify_core.tree import map_arrays
 from scripts.arguments import argument, read, usage
 from trainer.assembly.build import build_state, build_workload
 from trainer.assembly.saved_model import restore_training
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.errors import UserError, run_and_flush
 from trainer.files import write_text
 from trainer.parallel.mesh import place_batch
@@ -89,7 +89,7 @@ def load(
         state = restored.state
     else:
         hide_missing_gpu()
-        c = compose_or_explain(overrides)
+        c = compose_config(overrides)
         w = build_workload(c)
         state = build_state(c, w)
     batch = place_batch(

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from scripts.arguments import argument, read, usage
 from scripts.members import Members, Round, beating, name_is_taken
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.errors import UserError, run_and_flush
 from trainer.text import merge_overrides
 
@@ -363,7 +363,7 @@ def planned(args: Arguments) -> FarPlan:
     if wrong:
         raise UserError(f"{', '.join(wrong)}: expected numbers above zero")
     words = shlex.split(args.trainer)
-    whole = compose_or_explain(words)
+    whole = compose_config(words)
     if not any(word.startswith(("run_dir=", "resume=")) for word in words):
         raise UserError(
             "trainer= names no run_dir, so every machine would make one of its own;"
@@ -379,7 +379,7 @@ def planned(args: Arguments) -> FarPlan:
     each = replicas // args.members
     fewest = -(-quorum // each)
     for count in range(fewest, args.members):
-        compose_or_explain(merge_overrides(words, [f"diloco.replicas={count * each}"]))
+        compose_config(merge_overrides(words, [f"diloco.replicas={count * each}"]))
     return FarPlan(words, Path(whole.run_dir), each, fewest)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from scripts.arguments import argument, note, read, usage
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.config.schema import Config
 from trainer.errors import UserError, run_and_flush
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
@@ -98,7 +98,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     )
     bf16 = None
     if parse_flag("compare", args.compare):
-        bf16 = compose_or_explain(["precision=bf16"]).precision
+        bf16 = compose_config(["precision=bf16"]).precision
     # The planned GPU is described, so a GPU of this machine is not used.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # XLA would warn that there is no GPU to measure kernels on.
@@ -146,8 +146,8 @@ def composed(overrides: Sequence[str]) -> Config:
     if gives_batch(overrides) or any(
         override.startswith("train.grad_accum_steps=") for override in overrides
     ):
-        return compose_or_explain(overrides)
-    return compose_or_explain([*overrides, "train.batch_tokens=${model.context}"])
+        return compose_config(overrides)
+    return compose_config([*overrides, "train.batch_tokens=${model.context}"])
 
 
 def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:

@@ -43,7 +43,7 @@ from trainer.assembly.build import (
     build_workload,
 )
 from trainer.compiled.exchange import exchanges_of
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.config.schema import Config
 from trainer.data.corpus import EmbeddedSource, PythonSource, open_corpus
 from trainer.errors import UserError
@@ -243,7 +243,7 @@ def configuration(args: Arguments, way: str) -> Config:
             f"diloco.replicas={args.replicas}",
             *map(whole_key, (first, *others)),
         ]
-    return compose_or_explain([*words, *shlex.split(args.overrides), *own])
+    return compose_config([*words, *shlex.split(args.overrides), *own])
 
 
 def texts_apart(folder: Path, count: int) -> list[Path]:

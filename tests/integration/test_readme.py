@@ -23,7 +23,7 @@ from scripts.arguments import read
 from trainer.__main__ import STOPPED, main
 from trainer.config.composition import (
     Sweep,
-    compose_or_explain,
+    compose_config,
     expand_arguments,
     is_sweep,
 )
@@ -62,7 +62,7 @@ def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
         if is_sweep(arguments):
             assert Sweep.parse(expand_arguments(arguments).overrides).problems({}) == []
         else:
-            compose_or_explain([a for a in arguments if a not in ("--cfg", "job")])
+            compose_config([a for a in arguments if a not in ("--cfg", "job")])
         checked += 1
     assert checked > 15
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.assembly.data import CustomData
 from trainer.assembly.hooks import Hooks
 from trainer.assembly.run import run
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.models.custom import MakeModel
@@ -59,7 +59,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
       UserError: a key, a value or a combination is not valid.
     """
-    return compose_or_explain(overrides)
+    return compose_config(overrides)
 
 
 def train(

@@ -34,12 +34,21 @@ PATTERNS = ("data.paths", "data.sources")
 
 
 def compose_config(arguments: Sequence[str]) -> Config:
-    """Return the checked configuration of these arguments. Raises UserError, Hydra's
-    errors.
+    """Return the checked configuration of these arguments.
+
+    Raises:
+      UserError: for every error, also for Hydra's.
     """
-    line = expand_arguments(arguments)
-    with initialize_config_dir(CONFIGS, version_base=None):
-        return build_config(compose("config", line.overrides), line.saved)
+    try:
+        line = expand_arguments(arguments)
+        with initialize_config_dir(CONFIGS, version_base=None):
+            return build_config(compose("config", line.overrides), line.saved)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, long_forms(arguments))) from None
+    except OSError as error:
+        raise UserError(
+            f"{str(error.filename)[:300]}: {error.strerror}; choose another path"
+        ) from error
 
 
 def resolved_yaml(line: CommandLine) -> str:
@@ -51,18 +60,6 @@ def resolved_yaml(line: CommandLine) -> str:
         return yaml.safe_dump(
             with_saved(compose("config", given), line.saved), sort_keys=False
         )
-
-
-def compose_or_explain(arguments: Sequence[str]) -> Config:
-    """Return `compose_config` of the arguments; all errors are a UserError."""
-    try:
-        return compose_config(arguments)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, long_forms(arguments))) from None
-    except OSError as error:
-        raise UserError(
-            f"{str(error.filename)[:300]}: {error.strerror}; choose another path"
-        ) from error
 
 
 def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> Config:

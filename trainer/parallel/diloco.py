@@ -257,12 +257,12 @@ def exchange(
     )
     means, residuals, start = list[jax.Array](), list[jax.Array](), 0
     for i, (x, codes) in enumerate(zip(tensors, sent, strict=True)):
-        numbers_sent = decoded(codes, fmt)
+        sent_values = decoded(codes, fmt)
         part = slice(start, start + math.prod(x.shape[1:]))
-        start += numbers_sent.shape[1]
+        start += sent_values.shape[1]
         means.append(mean_flat[part].reshape(x.shape[1:]) * scales[i])
         if diloco.feedback:
-            error = (lost[:, part] - numbers_sent[:, : part.stop - part.start]).reshape(
+            error = (lost[:, part] - sent_values[:, : part.stop - part.start]).reshape(
                 x.shape
             )
             residuals.append(x + error * scales[i])

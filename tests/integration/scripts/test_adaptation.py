@@ -11,7 +11,7 @@ from scripts import train_tokenizer
 from scripts.studies import adaptation, catalogues
 from scripts.studies.adaptation import OLD, RANDOM, Arguments, Curve, Sizes
 from scripts.studies.runs import Trial
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.data import TextSource
 from trainer.data.corpus import open_corpus
 from trainer.errors import UserError
@@ -218,7 +218,7 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(
         for job, command in commands.items():
             assert command[1:3] == ["-m", "trainer"]
             asked.append((job.item, job.seed))
-            c = compose_or_explain(
+            c = compose_config(
                 [word for word in command[3:] if word != "model=from_init"]
             )
             steps = range(

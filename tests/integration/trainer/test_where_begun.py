@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.assembly.data import at_start_directory, build_data, source_names
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 
 TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "cat": 1, "sat": 2, "</s>": 3},
 "unk_token": "[UNK]"}, "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": [{"id": 3, "content": "</s>",
@@ -36,7 +36,7 @@ def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its
         "train.batch_tokens=256",
         "compile_cache=null",
     ]
-    c = compose_or_explain([f"data={kind}", source, *more])
+    c = compose_config([f"data={kind}", source, *more])
     data = build_data(c)
     tokens = np.array(data.train.batch(0).tokens)
     data.tokenizer.save(run_dir)
@@ -59,7 +59,7 @@ def test_a_run_behind_a_link_was_begun_where_the_link_is(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "here/runs").symlink_to(tmp_path / "disk/runs")
     monkeypatch.chdir(tmp_path / "here")
-    c = compose_or_explain(
+    c = compose_config(
         ["data=text", "data.paths=[books/]", "run_dir=runs/a", "data.cache_dir=cache"]
     )
     for run_dir in ("runs/a", tmp_path / "disk/runs/a"):

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 from trainer.data.hf_tokenizer import ids_beside, save_hf
@@ -227,7 +227,7 @@ def run_dir(tmp_path):
         b"".join([*data, encode_row(3, {"event": "step 3 skipped"})])
     )
     (folder / "config.yaml").write_text(
-        yaml.safe_dump(to_tree(compose_or_explain(["run_dir=run"])))
+        yaml.safe_dump(to_tree(compose_config(["run_dir=run"])))
     )
     (folder / "environment.txt").write_text(
         "python: 3.12\ntraining tokens: 1,000\noverrides: seed=1\nparameters: 3\n"
@@ -274,7 +274,7 @@ def test_samples(run_dir, count):
 
 def test_a_saved_configuration(run_dir, monkeypatch, count):
     monkeypatch.chdir(run_dir.parent)
-    check(run_dir / "config.yaml", lambda: compose_or_explain(["resume=run"]), count)
+    check(run_dir / "config.yaml", lambda: compose_config(["resume=run"]), count)
 
 
 def functional_of(spec):
@@ -307,9 +307,7 @@ def test_weights(tmp_path, family, name, count):
             "train.batch_tokens=64",
             "init.embeddings=mean",
         ]
-        check(
-            tmp_path / "weights" / name, lambda: compose_or_explain(given), count // 4
-        )
+        check(tmp_path / "weights" / name, lambda: compose_config(given), count // 4)
 
 
 def test_a_manifest_of_shards(tmp_path, count):
@@ -348,7 +346,7 @@ def test_overrides(count):
             damaged(draw.draw(st.sampled_from(OVERRIDES)).encode())
         ).decode(errors="replace")
         try:
-            compose_or_explain([word])
+            compose_config([word])
         except UserError as error:
             message = str(error)
         else:

@@ -11,7 +11,7 @@ from precisions import abstract, batch, bits, copied, hyper, workload
 
 from scalify_core.array import is_scaled_array
 from scalify_core.weights import wide
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.roles import select_roles
 from trainer.run.checkpoint import Checkpointer
@@ -196,7 +196,7 @@ def test_replicas_that_train_apart_refuse_it_in_a_line():
             r"weights_rounding=kahan .* diloco.replicas=2 replicas; choose stochastic"
         ),
     ):
-        compose_or_explain(
+        compose_config(
             [
                 "precision=bf16_pure",
                 "precision.weights_rounding=kahan",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.assembly.build import build_learning_rates
-from trainer.config.composition import compose_or_explain
+from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phases_of
 from trainer.config.schema import Config
@@ -26,7 +26,7 @@ ARGS += ["checkpoint.keep=9", "schedule=wsd"]
 
 
 def test_each_phase_has_its_own_settings_and_rates():
-    c = compose_or_explain(
+    c = compose_config(
         [f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:bf16_pure}}]", *ARGS]
     )
     first, second = phases_of(c)
@@ -36,27 +36,23 @@ def test_each_phase_has_its_own_settings_and_rates():
         None,
     )
     assert first.config.precision.name == "fp32"
-    assert (
-        second.config.precision == compose_or_explain(["precision=bf16_pure"]).precision
-    )
+    assert second.config.precision == compose_config(["precision=bf16_pure"]).precision
     rates = build_learning_rates(c)
     assert rates.shape == (12,)
     np.testing.assert_allclose(rates[:6], 1e-2)
-    alone = compose_or_explain(["train.steps=6", "optimizer.lr=1e-3", "schedule=wsd"])
+    alone = compose_config(["train.steps=6", "optimizer.lr=1e-3", "schedule=wsd"])
     np.testing.assert_array_equal(rates[6:], build_learning_rates(alone))
     assert from_saved(Config, to_tree(c)) == c
 
 
 def test_a_phase_may_change_keys_of_a_preset():
-    c = compose_or_explain(
+    c = compose_config(
         [
             "train.phases=[{until:6},{precision:{name:bf16_pure,weights_rounding:kahan}}]",
             *ARGS,
         ]
     )
-    whole = compose_or_explain(
-        ["precision=bf16_pure", "precision.weights_rounding=kahan"]
-    )
+    whole = compose_config(["precision=bf16_pure", "precision.weights_rounding=kahan"])
     assert phases_of(c)[1].config.precision == whole.precision
     assert from_saved(Config, to_tree(c)) == c
 
@@ -86,11 +82,11 @@ def test_a_phase_may_change_keys_of_a_preset():
 )
 def test_what_are_no_phases_is_refused_in_a_line(phases, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        compose_or_explain([f"train.phases={phases}", *ARGS])
+        compose_config([f"train.phases={phases}", *ARGS])
 
 
 def test_what_is_trained_is_said_once():
     with pytest.raises(UserError, match="say in each phase what is trained"):
-        compose_or_explain(
+        compose_config(
             [f"train.phases=[{EMBEDDINGS},{{}}]", "train.trainable=[kernels]", *ARGS]
         )
