@@ -18,7 +18,6 @@ from scalify_core.explanation import Explanation
 from scalify_core.program import traced
 from scalify_core.transform import Scales
 from scalify_core.walk import Walk
-from scalify_core.walk_measured import MeasuredWalk
 
 
 def explain(
@@ -82,13 +81,8 @@ def explain(
         raise TypeError(
             "explain: call it outside of jit, grad and vmap; it evaluates eagerly"
         )
-    walk: Walk
-    if scales == "auto":
-        walk = measured = MeasuredWalk(tolerance)
-        errors = measured.errors(program.jaxpr, leaves, program.dtypes)
-    else:
-        walk = Walk(tolerance)
-        errors = walk.errors(program.jaxpr, leaves)
+    walk = Walk(tolerance, measures=scales == "auto")
+    errors = walk.errors(program.jaxpr, leaves, program.dtypes)
     return Explanation(
         list(walk.rows.values()), errors, tolerance, walk.turned, program.unknown
     )

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import registry
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, is_scaled_array
 from scalify_core.explanation import Blame, Figures, Row, epsilon
+from scalify_core.measured.policy import as_array
 from scalify_core.places import Place
 from scalify_core.scales import broadcast_scale, is_static
-from scalify_core.value import Value
+from scalify_core.value import UNKNOWN, Value
 
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 
@@ -123,6 +124,10 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
             float(fmt.smallest_subnormal),
             float(fmt.max),
         )
+    if isinstance(x, Value) and x.rho == UNKNOWN:
+        x = as_array(x)
+        if is_scaled_array(x):
+            return _taken_apart(x)
     if not isinstance(x, Value):
         return np.asarray(x, np.float64), np.ones(()), 0.0, np.inf, np.inf
     scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)
@@ -154,7 +159,11 @@ def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
     largest one the size.
     """
     name = eqn.primitive.name
-    scaled = [x for x in operands if isinstance(x.value, Value) and x.figures]
+    scaled = [
+        x
+        for x in operands
+        if isinstance(x.value, Value) and x.value.rho != UNKNOWN and x.figures
+    ]
     if registry.rule_of(eqn).kind in ("default", "unscaled"):
         return {}
     if name in ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated"):

@@ -1,24 +1,31 @@
-"""Evaluating a jaxpr by rules that propagate scales: `scalify(fun, scales="static")`.
+"""Evaluating a jaxpr with scales: the one loop behind `scalify`.
 
-The whole idea is `evaluate`: where no operand of an equation has a scale, the equation
-runs as it is; else the rule of its primitive computes data and scale of the results.
+Where no operand of an equation is a `Value`, the equation runs as it is. Else the scale
+policy decides: rules propagate scales (`registry`, `scales="static"`), or scales are
+measured where values are stored (`measuring`, `scales="auto"`). Control flow is
+evaluated by the same rules under both.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
+import scalify_core.measured.composites
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.array import is_scaled_array, with_scale
+from scalify_core.caches import per_jaxpr
+from scalify_core.measured import policy as measuring
 from scalify_core.scales import as_numbers
 from scalify_core.scopes import scope_of, within
 from scalify_core.storage import materialise
@@ -26,81 +33,136 @@ from scalify_core.value import Value, in_format, narrow, value
 from scalify_core.watch import Reporter
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr on operands that are `Value`s or plain (see
-    `registry`).
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates jaxprs under a scale policy: call it with a jaxpr and its operands.
+
+    Attributes:
+        measures: whether scales are measured where values are stored; else rules
+            propagate them.
+        reporter: what the program tells what its casts lose; None: it has no callbacks.
+        place: tells evaluators with a reporter apart. What is traced inside an equation
+            belongs to its place, and must not be reused for another.
     """
-    return _each(jaxpr, args, functools.partial(results, evaluate=evaluate))
 
+    measures: bool
+    reporter: Reporter | None = None
+    place: object = None
 
-def _each(jaxpr: Any, args: Sequence[Any], results: Callable) -> list[Any]:
-    """As `evaluate`; the results of an equation are those of
-    `results(eqn, operands, stored)`.
-    """
-    env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
-    stored = stored_variables(jaxpr)
+    def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Return the results of a jaxpr on operands that are `Value`s or plain."""
+        env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if type(atom) is Literal else env[atom]
+        def read(atom: Any) -> Any:
+            return atom.val if type(atom) is Literal else env[atom]
 
-    for scope, eqns in itertools.groupby(jaxpr.eqns, scope_of):
-        with within(*scope):
-            for eqn in eqns:
-                env |= zip(
-                    eqn.outvars,
-                    results(eqn, list(map(read, eqn.invars)), stored),
-                    strict=True,
-                )
-    return list(map(read, jaxpr.outvars))
+        for scope, eqns in itertools.groupby(needed(jaxpr), scope_of):
+            with within(*scope):
+                for eqn in eqns:
+                    with self._reported(eqn):
+                        out = self.results(eqn, list(map(read, eqn.invars)), jaxpr)
+                    env |= zip(eqn.outvars, out, strict=True)
+        return list(map(read, jaxpr.outvars))
 
+    def _reported(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
+        return (
+            contextlib.nullcontext() if self.reporter is None else self.reporter.at(eqn)
+        )
 
-def results(
-    eqn: Any, operands: list[Any], stored: set[Any], *, evaluate: Callable
-) -> list[Any]:
-    """The results of one equation; `stored`: see `stored_variables`, `evaluate`: of
-    inner jaxprs.
-    """
-    if Value not in map(type, operands):
-        out = registry.plain(eqn, *operands)
-    else:
+    def results(
+        self,
+        eqn: Any,
+        operands: Sequence[Any],
+        jaxpr: Any,
+        inner: Any = None,
+    ) -> list[Any]:
+        """Return the results of one equation.
+
+        Args:
+            eqn: the equation.
+            operands: `Value`s and plain operands.
+            jaxpr: that the equation stands in.
+            inner: what evaluates inner jaxprs; None: an evaluator like this one.
+        """
+        if inner is None:
+            inner = self
+            if self.reporter is not None:
+                inner = dataclasses.replace(self, place=object())
+        several = eqn.primitive.multiple_results
+        if Value not in map(type, operands):
+            out = registry.plain(eqn, *operands)
+            return out if several else [out]
+        if self.measures:
+            out = measuring.results(eqn, operands, jaxpr, evaluate=inner)
+            return out if several else [out]
         rule = registry.rule_of(eqn)
         operands = [rule.bring(x) if type(x) is Value else x for x in operands]
-        out = (
-            rule.fun(eqn, *operands, evaluate=evaluate)
-            if rule.control
-            else rule.fun(eqn, *operands)
-        )
-    return [
-        (
-            in_format(x)
-            if var in stored and type(x) is Value and x.shape and not x.guard
-            else x
-        )
-        for var, x in zip(
-            eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True
-        )
-    ]
+        if rule.control:
+            out = rule.fun(eqn, *operands, evaluate=inner)
+        else:
+            out = rule.fun(eqn, *operands)
+        stored = stored_variables(jaxpr)
+        return [
+            _stored_once(x) if var in stored and type(x) is Value else x
+            for var, x in zip(eqn.outvars, out if several else [out], strict=True)
+        ]
+
+    def arrays(
+        self,
+        jaxpr: Any,
+        leaves: Sequence[Any],
+        dtypes: Sequence[np.dtype | None] = (),
+    ) -> list[Any]:
+        """Return the results of a jaxpr of arrays and ScaledArrays, as such.
+
+        Args:
+            jaxpr: traced with float32 arrays for what is scaled.
+            leaves: its arguments.
+            dtypes: of the results in plain code; None where they are not known. They
+                count where scales are measured.
+        """
+        args = list(map(entering, leaves))
+        out = self(jaxpr, args)
+        if self.measures:
+            made = measuring.leaving(jaxpr, args, out, dtypes, self.reporter)
+            given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
+            left = [given.get(id(x), x) for x in made]
+        else:
+            if self.reporter is not None:
+                pairs = zip(jaxpr.outvars, out, strict=True)
+                out = [
+                    _rounded_where_made(self.reporter, jaxpr, *pair) for pair in pairs
+                ]
+            left = _leaving(out)
+        if self.reporter is not None:
+            self.reporter.call_is_done(left)
+        return left
 
 
-def _evaluate_checked(reporter: Reporter, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """As `evaluate`, with callbacks in the program that tell the reporter what is
-    lost.
-    """
+evaluate = Evaluator(measures=False)
 
-    def checked(eqn: Any, operands: list[Any], stored: set[Any]) -> list[Any]:
-        # Another evaluator for each equation: what is traced inside belongs to its
-        # place, and is for no other.
-        inner = functools.partial(_evaluate_checked, reporter)
-        with reporter.at(eqn):
-            return results(eqn, operands, stored, evaluate=inner)
 
-    return _each(jaxpr, args, checked)
+def _stored_once(x: Value) -> Value:
+    return in_format(x) if x.shape and not x.guard else x
+
+
+@per_jaxpr
+def needed(jaxpr: Any) -> list[Any]:
+    """Return the equations that a result follows from, and those with effects."""
+    read = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            read.update(atom for atom in eqn.invars if type(atom) is not Literal)
+            kept.append(eqn)
+    return kept[::-1]
 
 
 def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any:
-    """A result in its format; what that loses is reported at the equation that makes
-    it, inside calls of jit.
+    """Return a result in its format.
+
+    What that loses is reported at the equation that makes it, inside calls of jit.
     """
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     if not isinstance(x, Value) or type(var) is Literal or var not in makers:
@@ -109,20 +171,19 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
     with reporter.at(eqn):
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
-            x = _rounded_where_made(
-                reporter, inner, inner.outvars[eqn.outvars.index(var)], x
-            )
+            var = inner.outvars[eqn.outvars.index(var)]
+            x = _rounded_where_made(reporter, inner, var, x)
         return narrow(x)
 
 
-def stored_variables(jaxpr: Any) -> set[Any]:
-    """The variables that are rounded once, for all who read them, because they are
-    stored in any case.
+@per_jaxpr
+def stored_variables(jaxpr: Any) -> frozenset[Any]:
+    """Return the variables that are rounded once, for all who read them.
 
-    Those that several equations read and not all of them elementwise. What only
-    elementwise equations read stays in FP32: rounding an optimiser's second moment
-    before its root is taken would flush it to zero. So do guards: a divisor's 1e-12
-    would become a zero.
+    Those that several equations read and not all of them elementwise: they are stored
+    in any case. What only elementwise equations read stays in FP32: rounding an
+    optimizer's second moment before its root is taken would flush it to zero. So do
+    guards: a divisor's 1e-12 would become a zero.
     """
     readers: Counter = Counter()
     narrow_readers = set()
@@ -138,11 +199,11 @@ def stored_variables(jaxpr: Any) -> set[Any]:
         readers.update(variables)
         if not rule.wide:
             narrow_readers |= variables
-    return {var for var in narrow_readers if readers[var] > 1}
+    return frozenset(var for var in narrow_readers if readers[var] > 1)
 
 
 def entering(x: Any) -> Any:
-    """An argument as an operand: a ScaledArray as a `Value`."""
+    """Return an argument as an operand: a ScaledArray as a `Value`."""
     if not is_scaled_array(x):
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     scale = x.scale
@@ -155,22 +216,6 @@ def entering(x: Any) -> Any:
     return value(
         x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale
     )
-
-
-def propagated(jaxpr: Any, leaves: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, of arrays and ScaledArrays, as such."""
-    return _leaving(evaluate(jaxpr, list(map(entering, leaves))))
-
-
-def propagated_and_checked(
-    jaxpr: Any, leaves: Sequence[Any], reporter: Reporter
-) -> list[Any]:
-    """As `propagated`; the program tells `reporter` what is lost."""
-    out = _evaluate_checked(reporter, jaxpr, list(map(entering, leaves)))
-    made = zip(jaxpr.outvars, out, strict=True)
-    left = _leaving([_rounded_where_made(reporter, jaxpr, var, x) for var, x in made])
-    reporter.call_is_done(left)
-    return left
 
 
 def _leaving(out: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from jax import lax
 
 from scalify_core.array import is_scaled_array
 from scalify_core.caches import per_jaxpr
-from scalify_core.measured.plan import CALLS, PRODUCTS
+from scalify_core.measured.product_reads import CALLS, PRODUCTS
 
 _IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 _LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(__file__))

@@ -1,7 +1,7 @@
 """`scalify`: trace a function once, then evaluate its jaxpr with scales.
 
-How that is done is `measured` (scales="auto") or `interpreter` (scales="static"). Here
-is the border: pytrees, caches, and the gradient of a scalified function.
+The evaluation is `interpreter`. Here is the border: pytrees, traces, and the gradient
+of a scalified function.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import scalify_core.rules  # noqa: F401  (fills the table)
-from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
 from scalify_core.array import (
     ScaledArray,
@@ -29,12 +28,13 @@ from scalify_core.array import (
     undifferentiated,
 )
 from scalify_core.gradients import differentiable
+from scalify_core.interpreter import Evaluator
 from scalify_core.program import Program, is_float, traced
 from scalify_core.watch import PrecisionWarning, Reporter
 
 Scales = Literal["auto", "static"]
 # (jaxpr, arguments, dtypes of the results in plain code) -> results
-Evaluator = Callable[[Any, Sequence[Any], Sequence[np.dtype | None]], list[Any]]
+Evaluate = Callable[[Any, Sequence[Any], Sequence[np.dtype | None]], list[Any]]
 _OUTSIDE = (
     "scalify: a gradient with respect to a ScaledArray is taken inside, "
     "scalify(jax.grad(f)), not outside, jax.grad(scalify(f)), where JAX would add data "
@@ -158,23 +158,17 @@ def _is_traced(x: ScaledArray) -> bool:
     return any(isinstance(y, jax.core.Tracer) for y in (x.data, x.scale))
 
 
-def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
+def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluate:
     """Return how a jaxpr is evaluated on arrays and ScaledArrays."""
-    if scales == "auto":
-        return functools.partial(measured.evaluated, reporter=reporter)
-    if scales != "static":
+    if scales not in get_args(Scales):
         raise ValueError(
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
             ' "static" (propagated)'
         )
-    if reporter is None:
-        return lambda jaxpr, leaves, _: interpreter.propagated(jaxpr, leaves)
-    return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(
-        jaxpr, leaves, reporter=reporter
-    )
+    return Evaluator(scales == "auto", reporter).arrays
 
 
-def _evaluated(program: Program, leaves: Sequence[Any], *, how: Evaluator) -> list[Any]:
+def _evaluated(program: Program, leaves: Sequence[Any], *, how: Evaluate) -> list[Any]:
     """Return the results of a program of arrays and ScaledArrays.
 
     An FP32 scalar is plain: who compares, averages or branches on a loss means that.

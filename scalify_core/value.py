@@ -59,9 +59,14 @@ from scalify_core.storage import as_float32, materialise, saturating_cast
 _F32 = np.dtype(np.float32)
 
 
+# Into how many pieces each axis is cut that have a scale of their own.
+Parts = tuple[int, ...]
+UNKNOWN = 0.0  # the expected RMS where scales are measured
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["data", "dynamic", "excess", "before"],
+    data_fields=["data", "dynamic", "excess", "before", "copies"],
     meta_fields=["static", "rho", "dtype", "factor", "guard", "by"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class Value:
     guard: bool = False
     by: float = 1.0  # the scale is `dynamic` times this
     before: Any = None  # `Before`: what this value was rescaled from; None: it was not
+    # what was stored of it for products, by format, where scales are measured
+    copies: dict[tuple[str, Parts], Any] = dataclasses.field(default_factory=dict)
 
     @property
     def scale(self) -> Scale:

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from scalify_core import interpreter, registry, shadow, watch
 from scalify_core import value as v
-from scalify_core.array import asarray
+from scalify_core.array import asarray, is_scaled_array
 from scalify_core.explanation import Figures, Row, epsilon
 from scalify_core.figures import (
     Tensor,
@@ -27,6 +27,7 @@ from scalify_core.figures import (
     measured,
     sum_of,
 )
+from scalify_core.measured import policy as measuring
 from scalify_core.places import UNKNOWN, Place, name_of, place_of
 from scalify_core.turns import TURNS
 from scalify_core.value import Value
@@ -45,8 +46,9 @@ _INLINED = {
 class Walk:
     """One evaluation of a program."""
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, tolerance: float, *, measures: bool) -> None:
         self.tolerance = tolerance
+        self.evaluate = interpreter.Evaluator(measures)
         self.rows: dict[tuple, Row] = {}
         # where booleans or integers first differ from plain FP32
         self.turned: str | None = None
@@ -57,8 +59,12 @@ class Walk:
         self._count += 1
         return self._count
 
-    def errors(self, jaxpr: Any, leaves: Sequence[Any]) -> list[float]:
-        """The errors of the results of a jaxpr, of arrays and ScaledArrays."""
+    def errors(
+        self, jaxpr: Any, leaves: Sequence[Any], dtypes: Sequence[np.dtype | None] = ()
+    ) -> list[float]:
+        """The errors of the results of a jaxpr, of arrays and ScaledArrays; `dtypes`:
+        of these in plain code.
+        """
         entering = [
             Tensor(
                 interpreter.entering(x),
@@ -69,7 +75,35 @@ class Walk:
             for x in leaves
         ]
         out = self.run(jaxpr, entering, UNKNOWN, ())
-        return [self.stored(x, v.narrow).error for x in out if is_float(x.shadow)]
+        if self.evaluate.measures:
+            values = [x.value for x in out]
+            made = measuring.leaving(jaxpr, [x.value for x in entering], values, dtypes)
+            out = list(map(self.returned, out, made))
+        else:
+            out = [self.stored(x, v.narrow) for x in out]
+        return [x.error for x in out if is_float(x.shadow)]
+
+    def returned(self, x: Tensor, made: Any) -> Tensor:
+        """A result as it is stored; small elements that are lost beside others count.
+
+        Beside what it was before, not beside plain FP32: of what cancels, as the
+        gradient of a key's bias, roundings are left in both, and not the same ones.
+        """
+        if not is_scaled_array(made):
+            return x
+        out = dataclasses.replace(
+            x, value=made, operand_error=max(x.operand_error, x.error)
+        )
+        if out.row is not None:
+            out.row.dtype = str(made.dtype)
+        self.look(out, out.row.primitive if out.row else "")
+        if (
+            out.row is not None
+            and out.figures is not None
+            and watch.beside_lost(measuring.wide(x.value), asarray(made)) > 0
+        ):
+            out.row.see(out.figures, out.blame, out.when, loses=True)
+        return out
 
     def run(
         self, jaxpr: Any, operands: Sequence[Tensor], place: Place, path: tuple
@@ -84,7 +118,6 @@ class Walk:
         env = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True)
         )
-        stored = interpreter.stored_variables(jaxpr)
 
         def read(atom: Any) -> Tensor:
             return (
@@ -93,30 +126,38 @@ class Walk:
                 else env[atom]
             )
 
-        for eqn in jaxpr.eqns:
+        for eqn in interpreter.needed(jaxpr):
             at, inside = place_of(eqn, place), (*path, id(eqn))
             env |= zip(
                 eqn.outvars,
-                self.equation(eqn, list(map(read, eqn.invars)), stored, at, inside),
+                self.equation(eqn, list(map(read, eqn.invars)), jaxpr, at, inside),
                 strict=True,
             )
         return list(map(read, jaxpr.outvars))
 
     def equation(
-        self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple
+        self,
+        eqn: Any,
+        operands: list[Tensor],
+        jaxpr: Any,
+        place: Place,
+        path: tuple,
     ) -> list[Tensor]:
         """The results of one equation."""
         name = eqn.primitive.name
         if not any(isinstance(x.value, Value) for x in operands):
-            return self.whole(eqn, operands, stored, place, path)
+            return self.whole(eqn, operands, jaxpr, place, path)
         rule = registry.rule_of(eqn)
-        if not rule.wide:
+        if not rule.wide and not self.evaluate.measures:
             operands = [self.stored(x, rule.bring) for x in operands]
+        if self.evaluate.measures:
+            values = [x.value for x in operands]
+            measuring.store_for_products(eqn, values, jaxpr)
         if name in _INLINED:
             return self.inlined(eqn, operands, place, path)
         if name in TURNS:
-            return self.loop(eqn, operands, stored, place, path)
-        return self.whole(eqn, operands, stored, place, path)
+            return self.loop(eqn, operands, jaxpr, place, path)
+        return self.whole(eqn, operands, jaxpr, place, path)
 
     def inlined(
         self, eqn: Any, operands: list[Tensor], place: Place, path: tuple
@@ -128,7 +169,7 @@ class Walk:
             place,
             path,
         )
-        if eqn.primitive.name == "remat2":
+        if eqn.primitive.name == "remat2" and not self.evaluate.measures:
             out = [self.stored(x, v.narrow) for x in out]
         return out
 
@@ -136,7 +177,7 @@ class Walk:
         self,
         eqn: Any,
         operands: list[Tensor],
-        stored: set,
+        jaxpr: Any,
         place: Place,
         path: tuple,
         walk: Callable | None = None,
@@ -149,9 +190,7 @@ class Walk:
             values = [x.value for x in operands]
             if walk is None:
                 found, exact = (
-                    interpreter.results(
-                        eqn, values, stored, evaluate=interpreter.evaluate
-                    ),
+                    self.evaluate.results(eqn, values, jaxpr),
                     None,
                 )
             else:
@@ -212,9 +251,10 @@ class Walk:
                 formats=casts.formats(),
             )
             if scaled[i]:
-                new = Row(
-                    place, name_of(eqn), tuple(var.aval.shape), str(x.dtype), NOTHING
-                )
+                is_wide = x.rho == v.UNKNOWN and not measuring.is_stored(x)
+                dtype = "float32" if is_wide else str(x.dtype)
+                shape = tuple(var.aval.shape)
+                new = Row(place, name_of(eqn), shape, dtype, NOTHING)
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
             self.look(tensor, name_of(eqn), casts.lost())
@@ -233,7 +273,7 @@ class Walk:
         x.figures = figures._replace(
             drift=figures.astray - before if figures.due else 0.0
         )
-        if isinstance(x.value, Value):
+        if isinstance(x.value, Value) and x.value.rho != v.UNKNOWN:
             # What takes back some of it takes it from all: a scale that is right has
             # nothing to blame.
             part = min(max(figures.astray / before, 0.0), 1.0) if before else 1.0
@@ -267,44 +307,45 @@ class Walk:
         return out
 
     def loop(
-        self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple
+        self,
+        eqn: Any,
+        operands: list[Tensor],
+        jaxpr: Any,
+        place: Place,
+        path: tuple,
     ) -> list[Tensor]:
         """The results of control flow, of which each turn is evaluated where it has
         concrete operands.
         """
         turns = TURNS[eqn.primitive.name](eqn, operands)
 
-        def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        def inner(body: Any, args: Sequence[Any]) -> list[Any]:
             if _is_traced():
-                return interpreter.evaluate(jaxpr, args)
+                return self.evaluate(body, args)
             with jax.disable_jit(False), watch.watching(None):
-                known = zip(args, turns.operands(jaxpr), strict=True)
-                inner = [
+                known = zip(args, turns.operands(body), strict=True)
+                within = [
                     dataclasses.replace(y, value=x, place=place, row=None)
                     for x, y in known
                 ]
-                for x in inner:
+                for x in within:
                     self.look(x, name_of(eqn))
-                out = [
-                    self.stored(x, v.narrow)
-                    for x in self.run(jaxpr, inner, place, path)
-                ]
-                turns.done(jaxpr, out)
+                out = self.run(body, within, place, path)
+                if not self.evaluate.measures:
+                    out = [self.stored(x, v.narrow) for x in out]
+                turns.done(body, out)
             return [x.value for x in out]
 
+        inner.measures = self.evaluate.measures  # type: ignore[attr-defined]
+
         def walk(values: list[Any]) -> tuple[list[Any], list[Tensor] | None]:
-            if eqn.params.get("length") == 0:
-                return (
-                    interpreter.results(
-                        eqn, values, stored, evaluate=interpreter.evaluate
-                    ),
-                    None,
-                )
+            if not _has_turns(eqn):
+                return self.evaluate.results(eqn, values, jaxpr), None
             with jax.disable_jit():
-                out = interpreter.results(eqn, values, stored, evaluate=evaluate)
+                out = self.evaluate.results(eqn, values, jaxpr, inner)
             return out, turns.results()
 
-        return self.whole(eqn, operands, stored, place, path, walk)
+        return self.whole(eqn, operands, jaxpr, place, path, walk)
 
 
 NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
@@ -334,6 +375,17 @@ class Casts:
             else (0, 0, 0)
         )
         return float(norm), float(share), float(saturated)
+
+
+def _has_turns(eqn: Any) -> bool:
+    """Whether a loop can be walked turn by turn.
+
+    A batch of `while` loops, each with its own end, is a whole.
+    """
+    condition = eqn.params.get("cond_jaxpr")
+    return eqn.params.get("length") != 0 and (
+        condition is None or condition.out_avals[0].shape == ()
+    )
 
 
 def _is_traced() -> bool:

@@ -122,46 +122,6 @@ def _of_number(atom: Any) -> Origins:
     return frozenset({float(atom.val)}) if is_real and np.ndim(atom.val) == 0 else None
 
 
-@per_jaxpr
-def held_in(
-    jaxpr: Any, stored: tuple[bool, ...]
-) -> tuple[frozenset[Any], tuple[bool, ...]]:
-    """The variables of a jaxpr that a narrow format holds as they are, and which
-    results; `stored`: which arguments.
-
-    They have elements of those, zeros and numbers that FP16 and BF16 hold, or powers of
-    two times such.
-    """
-    held = {var for var, is_held in zip(jaxpr.invars, stored, strict=True) if is_held}
-    origins, _ = origins_in(jaxpr, (None,) * len(jaxpr.invars))
-    formats = np.dtype(np.float16), np.dtype(jnp.bfloat16)
-
-    def of(atom: Any) -> Origins:
-        return _of_number(atom) if type(atom) is Literal else origins.get(atom)
-
-    def is_held(atom: Any) -> bool:
-        return (type(atom) is not Literal and atom in held) or all(
-            holds(fmt, of(atom)) for fmt in formats
-        )
-
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in _CALLS:
-            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-            _, of_results = held_in(inner, tuple(map(is_held, eqn.invars)))
-            held.update(
-                var for var, is_so in zip(eqn.outvars, of_results, strict=True) if is_so
-            )
-        elif name == "mul":
-            exact = sum(map(is_held, eqn.invars)) == 2 and any(
-                are_powers(of(x)) for x in eqn.invars
-            )
-            held.update(eqn.outvars if exact else ())
-        elif name in _SAME or name in ("scatter", "convert_element_type"):
-            held.update(eqn.outvars if all(map(is_held, _elements(eqn))) else ())
-    return frozenset(held), tuple(map(is_held, jaxpr.outvars))
-
-
 def are_powers(origins: Origins) -> bool:
     """Whether numbers of these origins are zeros and powers of two, of either sign: a
     product with one copies.
@@ -187,27 +147,4 @@ def is_mask(origins: Origins) -> bool:
         origins is not None
         and bool(origins)
         and origins <= {np.dtype(np.bool_), 0.0, 1.0}
-    )
-
-
-def holds(fmt: np.dtype, origins: Origins) -> bool:
-    """Whether a format holds numbers of these origins as they are, at any scale that
-    suits the largest.
-    """
-    return origins is not None and all(_holds(fmt, x) for x in origins)
-
-
-def _holds(fmt: np.dtype, origin: Origin) -> bool:
-    info = jnp.finfo(fmt)
-    if isinstance(origin, float):
-        # Near 1, so that it has room beside the others.
-        mantissa, exponent = math.frexp(origin)
-        return origin == 0 or (
-            abs(exponent) <= 10 and (mantissa * 2 ** (info.nmant + 1)).is_integer()
-        )
-    if not jnp.issubdtype(origin, jnp.floating):
-        return (1 if origin == np.bool_ else 8) <= info.nmant + 1
-    of = jnp.finfo(origin)
-    return (
-        of.nmant <= info.nmant and info.minexp <= of.minexp and of.maxexp <= info.maxexp
     )

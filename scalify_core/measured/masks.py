@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.caches import per_jaxpr
-from scalify_core.measured.plan import CALLS, MOVES, inner_jaxpr, is_float
+from scalify_core.measured.product_reads import CALLS, MOVES, inner_jaxpr, is_float
 
 # Their results may have elements of the operands, or those times 1, or plus what is
 # lost beside them.

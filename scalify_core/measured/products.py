@@ -10,13 +10,11 @@ all.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from scalify_core.array import ScaledArray
@@ -27,43 +25,15 @@ from scalify_core.measured.batches import Labels, placed, scale_for
 Parts = tuple[int, ...]
 
 
-class Want(NamedTuple):
-    """How a value is to be stored.
-
-    Attributes:
-        dtype: the format.
-        parts: see above; empty: one scale for all.
-    """
-
-    dtype: np.dtype
-    parts: Parts = ()
-
-
-class Reading(NamedTuple):
-    """How a value may be stored for one who reads it.
-
-    Attributes:
-        dtype: the format.
-        must: the parts that differ in size by the meaning of the program: entries of a
-            batch, turns of a scan.
-        may: the parts that could have scales of their own; one of `must` is one or more
-            of these.
-    """
-
-    dtype: np.dtype
-    must: Parts
-    may: Parts
-
-
-def readings(eqn: Any, dtype: np.dtype) -> tuple[Reading, Reading]:
-    """How a product reads its operands."""
+def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
+    """Return the parts that a product must and may have of each of its operands."""
     of = {
         "dot_general": _of_dot,
         "conv_general_dilated": _of_conv,
         "ragged_dot_general": _of_ragged,
     }
     lhs, rhs = of[eqn.primitive.name](eqn)
-    return Reading(dtype, *lhs), Reading(dtype, *rhs)
+    return lhs, rhs
 
 
 def scales_of_result(
@@ -153,16 +123,6 @@ def contracted_size(eqn: Any) -> int:
         return 2
     (axes, _), _ = eqn.params["dimension_numbers"]
     return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-
-
-def has_no_free_axes(eqn: Any) -> bool:
-    """Whether each axis of either operand of a product is contracted, or a batch of
-    both; not of convolutions.
-    """
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    return all(len(x.aval.shape) == len(contracted) + len(batch) for x in eqn.invars)
 
 
 def each_index(shape: Sequence[int], axes: Any) -> Parts:
@@ -286,34 +246,6 @@ def _shape(x: ScaledArray) -> tuple[int, ...]:
 
 def _has_parts(x: ScaledArray, axis: int) -> bool:
     return not x.is_static and _shape(x)[axis] > 1
-
-
-def settled(found: Sequence[Reading]) -> list[Want]:
-    """How a value is stored for each who reads it: with as many scales as all can do
-    with, if that is enough for all.
-
-    Who must have more than others can do with is given its own, so that a value is
-    stored more often only then.
-    """
-    wants: list[Want | None] = [None] * len(found)
-    for dtype in {x.dtype for x in found}:
-        common = [i for i, x in enumerate(found) if x.dtype == dtype]
-        while common:
-            may = _common([found[i].may for i in common])
-            fits = [i for i in common if is_finer(may, found[i].must)]
-            if not fits:  # nobody has enough: those with least to have first
-                fits = [max(common, key=lambda i: math.prod(found[i].must))]
-                may = found[fits[0]].may
-            elif len(fits) < len(common):
-                may = _common([found[i].may for i in fits])
-            for i in fits:
-                wants[i] = Want(dtype, may)
-            common = [i for i in common if i not in fits]
-    return [want for want in wants if want is not None]
-
-
-def _common(parts: Sequence[Parts]) -> Parts:
-    return tuple(functools.reduce(math.gcd, each) for each in zip(*parts, strict=True))
 
 
 def is_finer(parts: Parts, than: Parts) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from scalify_core.caches import per_jaxpr
-from scalify_core.measured.plan import CALLS, MOVES, PRODUCTS, inner_jaxpr
+from scalify_core.measured.product_reads import CALLS, MOVES, PRODUCTS, inner_jaxpr
 
 _SUMS = frozenset({"add", "sub", "add_any"})
 _AS_IT_IS = (

@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from scalify_core.caches import per_jaxpr
-from scalify_core.measured.plan import CALLS, MOVES, inner_jaxpr
+from scalify_core.measured.product_reads import CALLS, MOVES, inner_jaxpr
 
 _TAKEN = frozenset({"sqrt", "rsqrt", "log", "cbrt", "pow"})  # of the first operand
 # Their result is zero where, up to what is added, the operand is.

@@ -238,46 +238,6 @@ def _measured_masked(
     return x, peaks.divided(x, scale, dtype), scale
 
 
-def rest_of(x: jax.Array, data: jax.Array) -> list[tuple[jax.Array, np.float32]]:
-    """What `data`, to which FP32 `x` was rounded in units of what is stored, has lost
-    of it.
-
-    Gives narrow arrays, each with its unit: times that, and added to `data` in this
-    order, they make `x` again. All its bits are there if it is finite, does not
-    saturate, and is at least 2^-25, of FP16 (it is up to 2^15).
-    """
-    digits = FloatFormat.of(data.dtype).mantissa_bits + 1
-    step, unit, out = (
-        np.float32(2.0 ** (digits + 1)) if has_own_range(data.dtype) else np.float32(1),
-        np.float32(1),
-        [],
-    )
-    limit, largest = (
-        lax.full_like(x, np.inf),
-        np.float32(FloatFormat.of(data.dtype).max),
-    )
-    x = lax.clamp(-largest, x, largest)
-    for _ in range(-(-24 // digits) - 1):
-        # or a compiler takes what was rounded for `x`
-        kept = storage.as_float32(lax.optimization_barrier(data))
-        x = lax.select(
-            lax.lt(lax.abs(kept), limit), (x - kept) * step, lax.full_like(x, 0)
-        )
-        unit = unit / step
-        data = storage.saturating_cast(x, data.dtype, meant=True)
-        out.append((data, unit))
-    return out
-
-
-def in_parts(x: jax.Array, data: jax.Array) -> jax.Array:
-    """`data`, which stands for FP32 `x` together with its `rest_of`; `x` where these
-    have not a few digits of it.
-    """
-    return lax.select(
-        lax.lt(lax.abs(x), lax.full_like(x, 2.0**-42)), x, storage.as_float32(data)
-    )
-
-
 def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
     """The FP32 product of two operands' data as a logical value: times both scales,
     which broadcast to it.

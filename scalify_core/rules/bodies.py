@@ -27,7 +27,7 @@ def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[An
     packed = pack(operands)
     # equation by equation, as a debugger and `explain` want it
     if jax.config.jax_disable_jit:
-        return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide)))
+        return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide, evaluate)))
     traced = traced_body(jaxpr, evaluate, packed, wide)
     out = jax.core.eval_jaxpr(
         traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed)
@@ -48,12 +48,14 @@ def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
     found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def evaluated(*operands: Any) -> list[Any]:
-        return pack(_stored(evaluate(found(), unpack(operands)), wide))
+        return pack(_stored(evaluate(found(), unpack(operands)), wide, evaluate))
 
     return jax.jit(evaluated)
 
 
-def _stored(out: list[Any], wide: int) -> list[Any]:
+def _stored(out: list[Any], wide: int, evaluate: Callable) -> list[Any]:
+    if measures(evaluate):
+        return out
     return [
         _result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out)
     ]
@@ -62,6 +64,11 @@ def _stored(out: list[Any], wide: int) -> list[Any]:
 def _result(x: Value, wide: bool) -> Value:
     x = v.settle(x) if wide or x.guard else narrow(x)
     return dataclasses.replace(x, excess=None)
+
+
+def measures(evaluate: Callable) -> bool:
+    """Return whether scales are measured where values are stored."""
+    return getattr(evaluate, "measures", False)
 
 
 def shape_of(fun: Callable, operands: Any) -> list[Any]:

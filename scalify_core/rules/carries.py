@@ -81,6 +81,32 @@ def common_form(alternatives: tuple) -> Form | None:
     )
 
 
+def wide_form(alternatives: Sequence[Any]) -> Form | None:
+    """The form of branches and carries where scales are measured: FP32 at scale 1."""
+    values = [x for x in alternatives if isinstance(x, Value)]
+    if not values:
+        return None
+    dtype = np.dtype(jnp.result_type(*(x.dtype for x in values)))
+    return Form(1.0, v.UNKNOWN, dtype, wide=True)
+
+
+def wide_carry_forms(turn: Callable, init: Sequence[Any]) -> list[Form | None]:
+    """As `carry_forms`, where scales are measured.
+
+    A part is a value if it becomes one in some turn.
+    """
+    carry = list(init)
+    while True:
+        out = turn(carry)
+        grown = [
+            isinstance(y, Value) and not isinstance(x, Value)
+            for x, y in zip(carry, out, strict=True)
+        ]
+        carry = [y if g else x for x, y, g in zip(carry, out, grown, strict=True)]
+        if not any(grown):
+            return [wide_form([x]) for x in carry]
+
+
 def _is_any_scale(x: Any) -> bool:
     constant = v.uniform(x)
     return constant is not None and (constant == 0 or not math.isfinite(constant))
@@ -258,7 +284,7 @@ def carry_forms(
 
 def coarse(x: Any) -> Any:
     """A value or a form whose expected RMS is a power of two, and mostly 1."""
-    if not isinstance(x, (Value, Form)):
+    if not isinstance(x, (Value, Form)) or x.rho == v.UNKNOWN:
         return x
     return dataclasses.replace(x, rho=1.0 if 0.5 <= x.rho <= 2.0 else pow2_round(x.rho))
 

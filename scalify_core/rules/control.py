@@ -22,8 +22,8 @@ from jax.interpreters import partial_eval
 
 from scalify_core.caches import per_jaxpr
 from scalify_core.registry import control
-from scalify_core.rules.bodies import run, shape_of, traced_body
-from scalify_core.rules.carries import common_form, to_form
+from scalify_core.rules.bodies import measures, run, shape_of, traced_body
+from scalify_core.rules.carries import common_form, to_form, wide_form
 from scalify_core.rules.collectives import equal_scale
 from scalify_core.storage import materialise
 from scalify_core.value import Constant, Value, pack, unpack
@@ -60,7 +60,30 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     kept = params["name"], donated, params["inline"], params["keep_unused"]
     packed = pack(operands, _integers_made_floats(params["jaxpr"]))
-    return unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*packed))
+    out = unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*packed))
+    # An argument that comes back is that argument: no copy, and no new scale.
+    returned = _arguments_returned(params["jaxpr"])
+    return [
+        # What is donated is gone, if it is called eagerly.
+        y if i is None or i in donated else operands[i]
+        for i, y in zip(returned, out, strict=True)
+    ]
+
+
+@per_jaxpr
+def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
+    """For each result, the number of the argument that it is; None: another value."""
+    origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            inner = _arguments_returned(eqn.params["jaxpr"])
+            for var, i in zip(eqn.outvars, inner, strict=True):
+                atom = None if i is None else eqn.invars[i]
+                is_variable = atom is not None and type(atom) is not Literal
+                origins[var] = origins.get(atom) if is_variable else None
+    return tuple(
+        None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars
+    )
 
 
 @per_jaxpr
@@ -145,7 +168,8 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
         functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
     ]
     outs = [shape_of(branch, operands) for branch in branches]
-    forms = [common_form(alternatives) for alternatives in zip(*outs, strict=True)]
+    common = wide_form if measures(evaluate) else common_form
+    forms = [common(alternatives) for alternatives in zip(*outs, strict=True)]
 
     def formed(branch: Callable) -> Callable:
         return lambda *xs: pack(

@@ -18,8 +18,9 @@ from jax import lax
 from scalify_core import scales as sc
 from scalify_core import storage, varying
 from scalify_core import value as v
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.registry import control
-from scalify_core.rules.bodies import run, shape_of
+from scalify_core.rules.bodies import measures, run, shape_of
 from scalify_core.rules.carries import (
     after,
     carry_forms,
@@ -28,6 +29,9 @@ from scalify_core.rules.carries import (
     first_carry,
     needs_scale,
     next_carry,
+    to_form,
+    wide_carry_forms,
+    wide_form,
 )
 from scalify_core.value import Constant, Value, pack, unpack
 
@@ -85,7 +89,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
             : len(init)
         ]
 
-    carry, forms = _before(turn, init, length, jaxpr)
+    carry, forms = _before(turn, init, length, jaxpr, evaluate)
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         last = unpack(carry)
@@ -135,7 +139,7 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         which = going(carry)
         return [chosen(which, x, old) for x, old in zip(new, carry, strict=True)]
 
-    carry, forms = _before(turn, init, None, jaxpr)
+    carry, forms = _before(turn, init, None, jaxpr, evaluate)
 
     def formed(carry: Any) -> Any:
         last = unpack(carry)
@@ -151,9 +155,17 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 def _before(
-    turn: Callable, init: Sequence[Any], length: int | None, jaxpr: Any
+    turn: Callable,
+    init: Sequence[Any],
+    length: int | None,
+    jaxpr: Any,
+    evaluate: Callable,
 ) -> tuple[list[Any], list[Any]]:
     """The carry before the first turn, packed, and the forms of its parts."""
+    if measures(evaluate):
+        init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
+        forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
+        return pack(map(to_form, init, forms)), forms
     forms, turns = carry_forms(
         lambda carry: _handed(shape_of(turn, carry)), init, length
     )
@@ -186,15 +198,20 @@ def _slices(x: Any) -> tuple[Any, Any]:
     along it), and the whole.
     """
     if not isinstance(x, Value):
-        return (storage.materialise(x), None), None
+        return (storage.materialise(x), None, {}), None
+    copies = {}
+    for (name, parts), copy in x.copies.items():
+        along = copy.scale if np.size(copy.scale) > 1 else None
+        if along is None or len(along) == len(x.data):
+            copies[name, parts[1:]] = (copy.data, along)
     if sc.is_static(x.scale) or x.scale.ndim == 0:
-        return (x.data, None), x
+        return (x.data, None, copies), x
     if x.scale.shape[0] == 1:
         scale = x.scale[0]
-        return (x.data, None), v.value(
+        return (x.data, None, copies), v.value(
             x.data, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype
         )
-    return (x.data, x.scale), x
+    return (x.data, x.scale, copies), x
 
 
 def _end(x: Any, last: bool) -> Any:
@@ -203,14 +220,25 @@ def _end(x: Any, last: bool) -> Any:
 
 
 def _of_slice(pieces: Any, whole: Any) -> Any:
-    data, scale = pieces
+    data, scale, copies = pieces
     if whole is None:
         return data
+    scales = {parts[1:]: copy.scale for (_, parts), copy in whole.copies.items()}
+    made = {
+        key: with_scale(y, _scalar(scales[key[1]] if of_y is None else of_y))
+        for key, (y, of_y) in copies.items()
+    }
     if scale is None:
         scale = whole.scale
     elif scale.size == 1:
         scale = scale.reshape(())
-    return v.value(data, scale, whole.rho, whole.dtype)
+    out = v.value(data, scale, whole.rho, whole.dtype)
+    return dataclasses.replace(out, copies=made) if made else out
+
+
+def _scalar(scale: Any) -> Any:
+    """A scale as a scalar, if it is one for all."""
+    return scale if isinstance(scale, float) or scale.size > 1 else scale.reshape(())
 
 
 def _stacked(y: Any, length: int) -> Any:
@@ -220,8 +248,20 @@ def _stacked(y: Any, length: int) -> Any:
     if isinstance(y, Constant):
         (y,) = unpack([y])
         return np.broadcast_to(y[(0,) * y.ndim], (length, *y.shape))
+    if isinstance(y, Value) and y.copies:
+        copies = {
+            (name, (length, *parts)): _stacked_copy(copy, length)
+            for (name, parts), copy in y.copies.items()
+        }
+        y = dataclasses.replace(y, copies=copies)
     if isinstance(y, Value) and not sc.is_static(y.scale):
         ones = (1,) * (y.data.ndim - 1)
         scale = y.scale.reshape((length, *ones)) if y.scale.ndim == 1 else y.scale
         return dataclasses.replace(y, dynamic=scale)
     return y
+
+
+def _stacked_copy(x: ScaledArray, length: int) -> ScaledArray:
+    if x.is_static or x.scale.ndim > 1:
+        return x
+    return with_scale(x.data, x.scale.reshape((length,) + (1,) * (x.ndim - 1)))

@@ -8,7 +8,6 @@ batches, at initialization and in the newest checkpoint. What is aimed at are 1/
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from scalify_core import interpreter, registry
+from scalify_core import interpreter
 from scalify_core.array import is_scaled_array
 from scalify_core.value import Value, narrow
 from scripts.arguments import argument, run
@@ -57,29 +55,22 @@ class Arguments:
     sequences: int = argument("how many sequences of each", 8)
 
 
-def evaluate(
-    jaxpr: Any, args: Sequence[Any], see: Callable[[Any, Sequence[Any]], None]
-) -> list[Any]:
-    """As `interpreter.evaluate`, with `see` called before every equation, with it and
-    its operands.
-    """
-    env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
-    stored = interpreter.stored_variables(jaxpr)
-    inner = functools.partial(evaluate, see=see)
+@dataclasses.dataclass(frozen=True)
+class Observed(interpreter.Evaluator):
+    """The evaluation of a program; `see` is shown each equation and its operands."""
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    see: Callable[[Any, Sequence[Any]], None] = lambda eqn, operands: None
 
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        see(eqn, operands)
-        env |= zip(
-            eqn.outvars,
-            interpreter.results(eqn, operands, stored, evaluate=inner),
-            strict=True,
-        )
-    return list(map(read, jaxpr.outvars))
+    def results(
+        self,
+        eqn: Any,
+        operands: Sequence[Any],
+        jaxpr: Any,
+        inner: Any = None,
+    ) -> list[Any]:
+        """Return the results of one equation."""
+        self.see(eqn, operands)
+        return super().results(eqn, operands, jaxpr, inner)
 
 
 def operands_of_products(
@@ -121,7 +112,7 @@ def operands_of_products(
         .trace(*abstract)
         .jaxpr
     )
-    evaluate(program, list(map(interpreter.entering, leaves)), see)
+    Observed(measures=False, see=see)(program, list(map(interpreter.entering, leaves)))
 
 
 def measure(arguments: Arguments) -> tuple[Found, Found, int]:

@@ -14,7 +14,7 @@ from jax import lax
 
 from scalify_core import as_scaled_array, asarray, peaks, scalify
 from scalify_core.formats import FP16
-from scalify_core.measured import products
+from scalify_core.measured.product_reads import reads_in
 
 HALF = jnp.float16
 
@@ -270,16 +270,19 @@ def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     )
 
 
-def test_readers_agree_on_scales_and_who_must_have_more_is_given_its_own():
-    of = lambda *readings: products.settled(
-        [products.Reading(np.dtype(HALF), *x) for x in readings]
-    )
-    one, rows, columns, entries = (1, 1), (8, 1), (1, 6), (2, 1)
-    assert [w.parts for w in of((one, rows), (one, rows))] == [rows, rows]
-    assert [w.parts for w in of((one, rows), (one, columns))] == [one, one]
-    assert [w.parts for w in of((entries, rows), (one, rows))] == [rows, rows]
-    assert [w.parts for w in of((entries, rows), (one, columns))] == [rows, columns]
-    assert [w.parts for w in of((entries, (2, 6)), (one, rows))] == [entries, entries]
+def test_what_several_products_read_has_the_scales_that_all_can_do_with():
+    def parts(fun):
+        jaxpr = jax.make_jaxpr(fun)(normal(0, 8, 6)).jaxpr
+        return reads_in(jaxpr)[jaxpr.invars[0]].may
+
+    w, v = normal(1, 6, 3), normal(2, 8, 3)
+    assert parts(lambda x: x @ w) == (8, 1)
+    assert parts(lambda x: (x @ w, jnp.tanh(x) @ w, (x + 0) @ w)) == (8, 1)
+    assert parts(lambda x: v.T @ x) == (1, 6)
+    assert parts(lambda x: (x @ w, v.T @ x)) == (1, 1)
+    assert parts(lambda x: (jax.jit(lambda x: x @ w)(x), x.T.T @ w)) == (8, 1)
+    assert parts(lambda x: jax.vmap(lambda a: a @ w)(x)) == (8, 1)
+    assert parts(lambda x: lax.scan(lambda c, a: (c, a @ w), 0, x)[1]) == (8, 1)
 
 
 def test_check_names_what_is_lost_in_a_convolution():

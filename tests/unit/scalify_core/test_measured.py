@@ -19,7 +19,7 @@ from measured_and_plain import HALF, ROUNDINGS, SIZES, both, error, normal
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
 from scalify_core.formats import FP16
-from scalify_core.measured.plan import plan_of
+from scalify_core.measured.product_reads import reads_in
 
 # Results of operations that have no scale of their own.
 
@@ -230,7 +230,7 @@ def test_a_ring_of_devices_with_products_in_its_loop():
 
 
 def test_nested_branches_are_looked_at_once():
-    plan_of.cache_clear()
+    reads_in.cache_clear()
     evaluations = []
 
     def leaf(x):
@@ -248,7 +248,7 @@ def test_nested_branches_are_looked_at_once():
     assert error(found, expected) <= ROUNDINGS[HALF]
     # traced under scalify and plain, by `cond` once for its shapes
     assert len(evaluations) <= 4
-    assert plan_of.cache_info().misses <= 3 * 12 + 3
+    assert reads_in.cache_info().misses <= 3 * 12 + 3
 
 
 # Around it.
