@@ -1,5 +1,4 @@
-"""What is a tokenizer of one's own worth, and FOCUS? A small model goes on with text of
-another language.
+"""Measure what a new tokenizer and FOCUS are worth when a model changes language.
 
 A model is trained on the source of the Python standard library with a tokenizer of that
 text. It then goes on with messages that Python packages have in another language, which
@@ -55,7 +54,7 @@ PACKAGES = "Django==5.2.19,Weblate==5.14.3,plone.app.locales==7.0.4,pretix==2026
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the study; see `--help`."""
 
     text: str = argument(
         "files of the new text, separated by commas; empty: fetch packages", ""
@@ -98,7 +97,7 @@ VAL_FRACTION = 0.1  # of the new text and of the old one
 
 
 def main(args: Arguments) -> None:
-    """Make what is not there yet: text, tokenizers, the model, the adaptations."""
+    """Make the missing texts, tokenizers, base model and adaptations."""
     rates = check(args)
     out = Path(args.out)
     claim(out, args)
@@ -127,7 +126,7 @@ def main(args: Arguments) -> None:
     ]
     folders = {job: out / f"{job.lr:g}" / job.item / str(job.seed) for job in jobs}
     curves = {
-        job: found for job in jobs if (found := ended(args, sizes, job, folders[job]))
+        job: curve for job in jobs if (curve := ended(args, sizes, job, folders[job]))
     }
     for job in curves:
         if not is_held(folders[job]):
@@ -143,25 +142,25 @@ def main(args: Arguments) -> None:
     for done, job in enumerate(
         in_turn(commands, folders, args.jobs) if todo else (), 1
     ):
-        found = ended(args, sizes, job, folders[job])
-        if found is None:
+        curve = ended(args, sizes, job, folders[job])
+        if curve is None:
             raise UserError(
                 f"{folders[job]} diverged; choose a lower lr= and another out="
             )
         remove_checkpoints(folders[job])
-        curves[job] = found
+        curves[job] = curve
         report(args, sizes, curves)
         left = (time.monotonic() - started) / done * (len(todo) - done) / 60
         print(
             f"{len(curves)} of {len(jobs)}: {job.item}, rate {job.lr:g}, seed"
-            f" {job.seed}: {found.final:.4f} bits per byte; {len(todo) - done} to go,"
+            f" {job.seed}: {curve.final:.4f} bits per byte; {len(todo) - done} to go,"
             f" about {left:.0f} min",
             flush=True,
         )
 
 
 def check(args: Arguments) -> list[float]:
-    """The learning rates. Raises UserError for what cannot be meant."""
+    """Return the learning rates. Raises UserError for settings out of range."""
     for name, least in (
         ("seeds", 1),
         ("evaluations", 1),
@@ -192,7 +191,7 @@ def check(args: Arguments) -> list[float]:
 
 
 def claim(out: Path, args: Arguments) -> None:
-    """A directory holds runs of one kind. UserError if these would be of another."""
+    """Check that a directory's runs share this study's settings, else UserError."""
     fixed = {name: getattr(args, name) for name in (*FIXED, "evaluations")}
     path = out / "study.json"
     try:
@@ -201,35 +200,35 @@ def claim(out: Path, args: Arguments) -> None:
         raise UserError(
             f"cannot write to out={out}: {error.strerror}; choose another"
         ) from error
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else fixed
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else fixed
     different = [
-        f"{k}={v} (was {before.get(k)})" for k, v in fixed.items() if v != before.get(k)
+        f"{k}={v} (was {saved.get(k)})" for k, v in fixed.items() if v != saved.get(k)
     ]
     if different:
         raise UserError(
             f"out={out} holds runs with other {', '.join(different)}; take it back, or"
             " choose another out"
         )
-    write_atomically(path, json.dumps(before | fixed, indent=2) + "\n")
+    write_atomically(path, json.dumps(saved | fixed, indent=2) + "\n")
 
 
 def claim_text(out: Path, args: Arguments, corpus: Corpus) -> None:
-    """All runs of a directory are of one text. UserError if the files have another one
-    than they had.
-    """
+    """Check that the text is that of the directory's runs, else UserError."""
     path = out / "study.json"
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if before.setdefault("content", corpus.fingerprint) != corpus.fingerprint:
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved.setdefault("content", corpus.fingerprint) != corpus.fingerprint:
         raise UserError(
             f"text={args.text or out / 'text.jsonl'} is not the text that the runs in"
             f" out={out} are of; put that back, or choose another out"
         )
-    write_atomically(path, json.dumps(before, indent=2) + "\n")
+    write_atomically(path, json.dumps(saved, indent=2) + "\n")
 
 
 def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
-    """Train a tokenizer in OUT/tokenizers, if it is not there. UserError in the
-    script's words where it cannot be.
+    """Train a tokenizer in OUT/tokenizers, unless it is there.
+
+    Raises:
+      UserError: the training failed; the message is the script's last line.
     """
     folder = Path(args.out) / "tokenizers" / name
     if (folder / "tokenizer.json").exists():
@@ -254,7 +253,7 @@ def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
 
 
 def sizes_of(out: Path, corpus: Corpus) -> Sizes:
-    """Of the new text: its bytes, and the tokens that it is with either tokenizer."""
+    """Count the new text's bytes, and its tokens with either tokenizer."""
     old, new = (
         get_tokenizer(str(out / "tokenizers" / name)) for name in ("old", "new")
     )
@@ -268,7 +267,7 @@ def sizes_of(out: Path, corpus: Corpus) -> Sizes:
 
 
 def common(args: Arguments, tokenizer: str, run_dir: Path) -> list[str]:
-    """What all runs are told."""
+    """Return the trainer's arguments that all runs share."""
     return [
         f"data.tokenizer={args.out}/tokenizers/{tokenizer}",
         f"data.cache_dir={args.out}/data",
@@ -285,7 +284,7 @@ def common(args: Arguments, tokenizer: str, run_dir: Path) -> list[str]:
 
 
 def base_command(args: Arguments) -> list[str]:
-    """The run whose weights are adapted."""
+    """Return the command of the run whose weights are adapted."""
     words = [
         *shlex.split(args.model),
         "data=python",
@@ -301,7 +300,7 @@ def base_command(args: Arguments) -> list[str]:
 def command(
     args: Arguments, sizes: Sizes, job: Trial, texts: str, run_dir: Path
 ) -> list[str]:
-    """An adaptation."""
+    """Return the command of an adaptation."""
     steps = sizes.steps(job.item, args.steps, args.evaluations)
     words = [
         "model=from_init",
@@ -320,7 +319,7 @@ def command(
 
 
 def val_bits(run_dir: Path) -> dict[int, float]:
-    """Bits per byte of a run's validations by their steps."""
+    """Return a run's validation losses (bits per byte) by step."""
     rows = read_rows(run_dir / "metrics.jsonl")
     return {
         row["step"]: float(row["val/bits_per_byte"])
@@ -330,17 +329,17 @@ def val_bits(run_dir: Path) -> dict[int, float]:
 
 
 def ended(args: Arguments, sizes: Sizes, job: Trial, run_dir: Path) -> Curve | None:
-    """An adaptation's curve; None: it has not ended."""
-    found = val_bits(run_dir)
+    """Return an adaptation's curve, or None where it has not ended."""
+    bits = val_bits(run_dir)
     return (
-        Curve(found)
-        if sizes.steps(job.item, args.steps, args.evaluations) in found
+        Curve(bits)
+        if sizes.steps(job.item, args.steps, args.evaluations) in bits
         else None
     )
 
 
 def in_json(value: Any) -> Any:
-    """A figure and its interval as a list; JSON has no infinities: they become null."""
+    """Turn a figure with its interval into a list; infinities become null."""
     return (
         list(finite(dict(enumerate(value))).values())
         if isinstance(value, tuple)
@@ -363,8 +362,8 @@ def report(args: Arguments, sizes: Sizes, curves: Mapping[Trial, Curve]) -> None
         "text": sizes._asdict(),
         "table": [{k: in_json(v) for k, v in row._asdict().items()} for row in rows],
         "shorter": {
-            f"{lr:g}": {n: in_json(v) for n, v in found.items()}
-            for lr, found in sooner.items()
+            f"{lr:g}": {n: in_json(v) for n, v in shares.items()}
+            for lr, shares in sooner.items()
         },
         "runs": [
             job._asdict() | {"bits_per_byte": curve.bits}

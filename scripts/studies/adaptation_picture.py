@@ -1,6 +1,4 @@
-"""The picture of an adaptation study: bits per byte over the bytes of the new text that
-were seen.
-"""
+"""Plot an adaptation study: bits per byte over the bytes of new text seen."""
 
 import statistics
 from collections.abc import Mapping
@@ -24,11 +22,10 @@ def draw(
     curves: Mapping[Trial, Mapping[int, float]],
     bytes_a_step: Mapping[str, float],
 ) -> None:
-    """Write a PNG: for each rate, of each kind of adaptation the mean curve, and those
-    of its seeds in faint lines.
-
+    """Write a PNG with a panel for each rate: a mean curve for each kind of
+    adaptation, and its seeds in faint lines.
     Args:
-      path: of the PNG.
+      path: the file to write.
       curves: by run, bits per byte by step.
       bytes_a_step: by kind, the bytes of text that a step sees.
     """
@@ -41,16 +38,16 @@ def draw(
         strict=True,
     ):
         for color, (arm, label) in zip(COLORS, LABELS.items(), strict=False):
-            own = [
+            arm_curves = [
                 curve
                 for job, curve in sorted(curves.items())
                 if (job.lr, job.item) == (lr, arm)
             ]
-            if not own:
+            if not arm_curves:
                 continue
-            steps = sorted(set.intersection(*(set(curve) for curve in own)))
+            steps = sorted(set.intersection(*(set(curve) for curve in arm_curves)))
             seen = [step * bytes_a_step[arm] / 1e6 for step in steps]
-            for curve in own:
+            for curve in arm_curves:
                 ax.plot(
                     seen,
                     [curve[step] for step in steps],
@@ -58,13 +55,15 @@ def draw(
                     linewidth=0.6,
                     alpha=0.4,
                 )
-            means = [statistics.fmean(curve[step] for curve in own) for step in steps]
+            means = [
+                statistics.fmean(curve[step] for curve in arm_curves) for step in steps
+            ]
             ax.plot(
                 seen,
                 means,
                 color=color,
                 linewidth=2,
-                label=f"{label}, {len(own)} seeds",
+                label=f"{label}, {len(arm_curves)} seeds",
             )
         ax.set_title(f"rate {lr:g}")
         ax.set_xlabel("text seen, million bytes")

@@ -1,5 +1,5 @@
-"""The figures of an adaptation study: what each way came to, and after which share of
-its steps it was where random rows end.
+"""Figures of an adaptation study: final losses, and the share of its steps after
+which an adaptation reached the final loss of random rows.
 """
 
 import math
@@ -16,60 +16,60 @@ Figure = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """An adaptation that has ended: bits per byte after so many steps."""
+    """The validation losses (bits per byte) of a finished adaptation, by step."""
 
     bits: dict[int, float]
 
     @property
     def final(self) -> float:
-        """Its last."""
+        """Return the last loss."""
         return self.bits[max(self.bits)]
 
     def first_at(self, level: float) -> float:
-        """The steps after which it first was at a level, between two validations on a
-        line; infinite: never.
+        """Return the steps after which the loss first reached a level.
+
+        Interpolates between two validations; infinite where it never did.
         """
-        before: tuple[int, float] | None = None
+        previous: tuple[int, float] | None = None
         for step, bits in sorted(self.bits.items()):
             if bits <= level:
-                if before is None:
+                if previous is None:
                     return float(step)
-                return before[0] + (step - before[0]) * (before[1] - level) / (
-                    before[1] - bits
+                return previous[0] + (step - previous[0]) * (previous[1] - level) / (
+                    previous[1] - bits
                 )
-            before = (step, bits)
+            previous = (step, bits)
         return math.inf
 
 
 class Sizes(NamedTuple):
-    """What both tokenizers make of the new text, and the steps that give each the same
-    bytes.
-    """
+    """The new text's bytes and tokens, from which arms get steps of equal bytes."""
 
     bytes: int
     old_tokens: int
     new_tokens: int
 
     def steps(self, arm: str, steps: int, evaluations: int) -> int:
-        """Of an adaptation, a multiple of the validations: with the old tokenizer more,
-        for the same bytes.
+        """Return an arm's steps, a multiple of `evaluations`.
+
+        The old tokenizer needs more of them to see the same bytes.
         """
         ratio = self.old_tokens / self.new_tokens if arm == OLD else 1.0
         return evaluations * round(steps * ratio / evaluations)
 
 
 class AdaptationRow(NamedTuple):
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
       lr: the learning rate.
-      arm: what was adapted how.
+      arm: the kind of adaptation.
       seeds: runs that have ended.
-      steps: of each.
-      final: bits per byte at its end.
-      difference: of it to that of random rows at the same seed and rate.
-      reached: the share of its steps after which it was where those end; infinite where
-          it never was.
+      steps: steps of each run.
+      final: final loss, bits per byte.
+      difference: final loss minus that of random rows at the same seed and rate.
+      reached: the share of its steps after which it reached the final loss of random
+          rows at the same rate; infinite where it never did.
       best: likewise, of random rows at the rate that is best for them.
     """
 
@@ -84,35 +84,45 @@ class AdaptationRow(NamedTuple):
 
 
 def table(curves: Mapping[Trial, Curve]) -> list[AdaptationRow]:
-    """A line for each rate and kind of adaptation that has a run."""
+    """Return a row for each rate and kind of adaptation that has a run."""
     best = best_rate(curves)
     rows = []
     for lr in sorted({job.lr for job in curves}):
         for arm in ARMS:
-            own = {
+            arm_curves = {
                 job: curve
                 for job, curve in curves.items()
                 if (job.lr, job.item) == (lr, arm)
             }
-            if not own:
+            if not arm_curves:
                 continue
-            others = {job: curves.get(job._replace(item=RANDOM)) for job in own}
+            others = {job: curves.get(job._replace(item=RANDOM)) for job in arm_curves}
             differences = [
-                own[job].final - other.final for job, other in others.items() if other
+                arm_curves[job].final - other.final
+                for job, other in others.items()
+                if other
             ]
             at_best = (
-                {job: curves.get(job._replace(lr=best, item=RANDOM)) for job in own}
+                {
+                    job: curves.get(job._replace(lr=best, item=RANDOM))
+                    for job in arm_curves
+                }
                 if best
                 else {}
             )
-            finals = [curve.final for curve in own.values()]
-            figures = (finals, differences, shares(own, others), shares(own, at_best))
-            steps = max(max(curve.bits) for curve in own.values())
+            finals = [curve.final for curve in arm_curves.values()]
+            figures = (
+                finals,
+                differences,
+                shares(arm_curves, others),
+                shares(arm_curves, at_best),
+            )
+            steps = max(max(curve.bits) for curve in arm_curves.values())
             rows.append(
                 AdaptationRow(
                     lr,
                     arm,
-                    len(own),
+                    len(arm_curves),
                     steps,
                     *((mean(x), half_width(x)) for x in figures),
                 )
@@ -121,7 +131,7 @@ def table(curves: Mapping[Trial, Curve]) -> list[AdaptationRow]:
 
 
 def best_rate(curves: Mapping[Trial, Curve]) -> float | None:
-    """The rate at which random rows end lowest in the mean; None: none has run."""
+    """Return the rate at which random rows end lowest, or None without such runs."""
     rates = {job.lr for job in curves if job.item == RANDOM}
     finals = {
         lr: [
@@ -135,13 +145,13 @@ def best_rate(curves: Mapping[Trial, Curve]) -> float | None:
 
 
 def shares(
-    own: Mapping[Trial, Curve], others: Mapping[Trial, Curve | None]
+    runs: Mapping[Trial, Curve], others: Mapping[Trial, Curve | None]
 ) -> list[float]:
-    """Of each run that has another to compare with, the share of its steps after which
-    it was where that one ends.
+    """Return, for each run with a counterpart, the share of its steps after which it
+    reached the counterpart's final loss.
     """
     return [
-        own[job].first_at(other.final) / max(own[job].bits)
+        runs[job].first_at(other.final) / max(runs[job].bits)
         for job, other in others.items()
         if other
     ]
@@ -153,31 +163,31 @@ def shorter(curves: Mapping[Trial, Curve]) -> dict[float, dict[int, Figure]]:
 
     Steps below a third of the whole are left out.
     """
-    found: dict[float, dict[int, Figure]] = {}
+    reached: dict[float, dict[int, Figure]] = {}
     pairs = [
-        (job.lr, curve, other)
+        (job.lr, curve, random)
         for job, curve in sorted(curves.items())
-        if job.item == FOCUS and (other := curves.get(job._replace(item=RANDOM)))
+        if job.item == FOCUS and (random := curves.get(job._replace(item=RANDOM)))
     ]
     for lr, step in sorted(
         {
             (lr, step)
-            for lr, _, other in pairs
-            for step in other.bits
-            if 3 * step >= max(other.bits)
+            for lr, _, random in pairs
+            for step in random.bits
+            if 3 * step >= max(random.bits)
         }
     ):
         some = [
-            own.first_at(other.bits[step]) / step
-            for rate, own, other in pairs
+            focus.first_at(random.bits[step]) / step
+            for rate, focus, random in pairs
             if rate == lr
         ]
-        found.setdefault(lr, {})[step] = mean(some), half_width(some)
-    return found
+        reached.setdefault(lr, {})[step] = mean(some), half_width(some)
+    return reached
 
 
 def number(value: Figure, form: str) -> str:
-    """A figure with its interval, if there is one."""
+    """Format a figure with its interval, if there is one."""
     if not math.isfinite(value[0]):
         return "never" if value[0] == math.inf else "-"
     return f"{value[0]:{form}}" + (
@@ -191,7 +201,7 @@ def markdown(
     rows: Sequence[AdaptationRow],
     sooner: Mapping[float, Mapping[int, Figure]],
 ) -> str:
-    """What was adapted, the table, and how much of shorter runs FOCUS needs."""
+    """Format the study: settings, table, and the steps that FOCUS saves."""
     lines = [
         (
             f"{about} Bits per byte of the validation part at constant rates, means"
@@ -227,9 +237,9 @@ def markdown(
             *figures,
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    for lr, found in sooner.items():
+    for lr, reached in sooner.items():
         shares = "; ".join(
-            f"{steps}: {number(value, '.2f')}" for steps, value in found.items()
+            f"{steps}: {number(value, '.2f')}" for steps, value in reached.items()
         )
         lines.append(
             f"\nAt {lr:g} FOCUS is where random rows end, had both so many steps,"

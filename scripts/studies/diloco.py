@@ -1,21 +1,21 @@
-"""What DiLoCo costs in loss: replicas that exchange outer gradients now and then,
-against one data-parallel run.
+"""Measure the loss that DiLoCo costs: replicas that exchange outer gradients now and
+then, against one data-parallel run.
 
-python -m scripts.studies.diloco out=runs/diloco seeds=3 steps=600 \\
-    ways="outer_grad=fp8,outer_grad=fp32,outer_grad=fp8+error_feedback=false"
+    python -m scripts.studies.diloco out=runs/diloco seeds=3 steps=600 \\
+        ways="outer_grad=fp8,outer_grad=fp32,outer_grad=fp8+error_feedback=false"
 
-A way is keys of the trainer's group `diloco` with their values, joined by +, or of
-another group by their whole names (`optimizer.lr=8e-3`); what it does not give is of
+A way is a list of keys of the trainer's group `diloco` with their values, joined by +;
+keys of other groups are given in full (`optimizer.lr=8e-3`). The other keys are as in
 `parallel=diloco`. `data` is the run without replicas, and so is
-`data+optimizer.lr=8e-3`. All are compared with `base`: same first weights, same
+`data+optimizer.lr=8e-3`. All ways are compared with `base`: same first weights, same
 batches, same schedule, same random bits. With `warm` the first steps are those of
 `data`, and each way goes on from there, as published runs do. With `sources=apart`
 replicas have data of their own, consecutive parts of two texts, as the clients of
 federated learning do: half of them English, half of them Python.
 
-All replicas are computed on the first device, where they have the bits that they have
-anywhere; the inner step is compiled once for all ways. A finished run is a JSON line in
-OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after
+All replicas are computed on the first device, which gives them the same bits as
+elsewhere; the inner step is compiled once for all ways. A finished run is a JSON line
+in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after
 each.
 """
 
@@ -69,7 +69,7 @@ SIZES = "model.n_layer=2 model.d_model=64 model.n_head=2 model.context=64"
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the study; see `--help`."""
 
     out: str = argument("where the runs and the table go", "runs/diloco")
     ways: str = argument(
@@ -93,25 +93,21 @@ class Arguments:
 
 
 class DiLoCoTrial(NamedTuple):
-    """One run."""
+    """One run: a way and a seed."""
 
     way: str
     seed: int
 
 
 class Warm(NamedTuple):
-    """What runs of a seed go on from: a stored state after so many steps; None:
-    begin.
-    """
+    """The state that runs of a seed start from, stored after some steps, or None."""
 
     steps: int
     state: TrainState | None
 
 
 class Compiled:
-    """What was compiled for one way and serves others: inner steps by what they follow
-    from, and the validation.
-    """
+    """Compiled programs that several ways share: inner steps and the validation."""
 
     def __init__(self) -> None:
         self._steps: dict[Any, Any] = {}
@@ -119,7 +115,7 @@ class Compiled:
         self._warm: tuple[int, Warm] = -1, Warm(0, None)
 
     def step(self, c: Config, w: Workload, state: TrainState) -> StepFn:
-        """The step of a way, for the scales of a state."""
+        """Return a way's step, compiled for a state's scales."""
         diloco = w.task.diloco
         key = (
             diloco
@@ -132,16 +128,16 @@ class Compiled:
         )
         if key not in self._steps:
             self._steps[key] = compile_step(w.task, build_batch(c, w.mesh), state)
-        found = self._steps[key]
-        if diloco is None or found.diloco == diloco:
-            return found
+        step = self._steps[key]
+        if diloco is None or step.diloco == diloco:
+            return step
         programs = [lower_exchange(w.task, i, state) for i in range(diloco.fragments)]
         return DiLoCoStep(
-            found.inner, [program.compile() for program in programs], diloco
+            step.inner, [program.compile() for program in programs], diloco
         )
 
     def warm(self, c: Config, seed: int, steps: int) -> Warm:
-        """What the runs of a seed have in common."""
+        """Return the state that the runs of a seed start from."""
         if steps and self._warm[0] != seed:
             c = dataclasses.replace(c, seed=seed)
             w = on_first_device(c, build_workload(c))
@@ -152,7 +148,7 @@ class Compiled:
         return self._warm[1]
 
     def validation(self, w: Workload) -> Any:
-        """The validation on a mesh of a way."""
+        """Return the compiled validation on the mesh of a way."""
         key = len(w.mesh.shape)
         if key not in self._validations:
             self._validations[key] = jitted_eval_step(w.task)
@@ -187,23 +183,23 @@ def main(args: Arguments) -> None:
     )
     settings = {key: getattr(args, key) for key in keys}
     # of rows that were written before a key was
-    found, defaults = {}, {key: getattr(Arguments, key) for key in keys}
+    losses, defaults = {}, {key: getattr(Arguments, key) for key in keys}
     for row in rows.read(out / "runs.jsonl"):
         if {
             key: row.get(key, default) for key, default in defaults.items()
         } == settings:
-            found[DiLoCoTrial(row["way"], row["seed"])] = row["loss"]
+            losses[DiLoCoTrial(row["way"], row["seed"])] = row["loss"]
     for number, job in enumerate(jobs, 1):
-        if job in found:
+        if job in losses:
             continue
         start = time.monotonic()
         warm = compiled.warm(configs[DATA], job.seed, args.warm)
-        found[job], fewer = train(configs[job.way], job.seed, compiled, warm)
+        losses[job], fewer = train(configs[job.way], job.seed, compiled, warm)
         row = (
             job._asdict()
             | settings
             | {
-                "loss": found[job],
+                "loss": losses[job],
                 "fewer": fewer,
                 "code": code_version(),
             }
@@ -212,43 +208,43 @@ def main(args: Arguments) -> None:
         sent = "" if fewer is None else f", {fewer:.1f} times fewer bytes"
         seconds = time.monotonic() - start
         print(
-            f"{number} of {len(jobs)}: {job.way}, seed {job.seed}: {found[job]:.4f}"
+            f"{number} of {len(jobs)}: {job.way}, seed {job.seed}: {losses[job]:.4f}"
             f" nats{sent} ({seconds:.0f} s)",
             flush=True,
         )
-        write_atomically(out / "table.md", table(args, found))
-    print(table(args, found))
+        write_atomically(out / "table.md", table(args, losses))
+    print(table(args, losses))
 
 
 def configuration(args: Arguments, way: str) -> Config:
-    """The trainer's configuration of a way; UserError in its words."""
+    """Compose the trainer's configuration of a way; UserError where it is invalid."""
     words = [
         f"precision={args.precision}",
         f"train.steps={args.steps}",
         f"train.batch_tokens={args.batch_tokens}",
     ]
     words.append(f"train.final_eval_batches={args.eval_batches}")
-    own, (first, *others) = ["parallel.data=1"], way.split("+")
+    overrides, (first, *others) = ["parallel.data=1"], way.split("+")
     if args.sources == "apart":
         paths = ",".join(
             map(str, texts_apart(Path(args.out) / "sources", args.replicas))
         )
-        own += ["data=mix", f"data.sources=[{paths}]", "data.tokenizer=byte"]
-        own += [] if first == DATA else ["diloco.data=sources"]
+        overrides += ["data=mix", f"data.sources=[{paths}]", "data.tokenizer=byte"]
+        overrides += [] if first == DATA else ["diloco.data=sources"]
     if first == DATA:
-        own += others
+        overrides += others
     else:
-        own += [
+        overrides += [
             "parallel=diloco",
             f"diloco.replicas={args.replicas}",
             *map(whole_key, (first, *others)),
         ]
-    return compose_config([*words, *shlex.split(args.overrides), *own])
+    return compose_config([*words, *shlex.split(args.overrides), *overrides])
 
 
 def texts_apart(folder: Path, count: int) -> list[Path]:
-    """Files of as many consecutive parts of two texts, those of the Bible before those
-    of Python's library.
+    """Write `count` consecutive parts of two texts, the Bible first, then Python's
+    library; return their paths.
     """
     sources: tuple[EmbeddedSource | PythonSource, ...] = (
         EmbeddedSource(),
@@ -275,15 +271,15 @@ def texts_apart(folder: Path, count: int) -> list[Path]:
 
 
 def whole_key(word: str) -> str:
-    """A word of a way as an argument of the trainer."""
+    """Return an item of a way as an argument of the trainer."""
     return word if "." in word.partition("=")[0] else f"diloco.{word}"
 
 
 def train(
     c: Config, seed: int, compiled: Compiled, warm: Warm
 ) -> tuple[float, float | None]:
-    """The validation loss of the last weights (nats), and how many times fewer bytes
-    were sent; None: one replica.
+    """Train; return the final validation loss (nats), and how many times fewer bytes
+    were sent (None for one replica).
     """
     c = dataclasses.replace(c, seed=seed)
     w = on_first_device(c, build_workload(c))
@@ -314,7 +310,7 @@ def train(
 def steps_of(
     c: Config, w: Workload, state: TrainState, start: int, end: int, compiled: Compiled
 ) -> TrainState:
-    """The state after the steps from `start` on, before `end`."""
+    """Run the steps from `start` on, before `end`; return the state."""
     step, rates = compiled.step(c, w, state), build_learning_rates(c)
     for i in range(start, end):
         tokens = place_batch(
@@ -329,22 +325,22 @@ def steps_of(
 
 
 def on_first_device(c: Config, w: Workload) -> Workload:
-    """The workload with all its replicas on one device."""
+    """Return the workload with all its replicas on one device."""
     mesh = make_mesh(1, replicas=c.diloco.replicas, devices=jax.devices()[:1])
     return w._replace(task=w.task._replace(mesh=mesh))
 
 
 def batches(c: Config, w: Workload) -> Iterator[Any]:
-    """The batches of the validation."""
+    """Yield the batches of the validation."""
     for i in range(min(w.data.val.steps_per_epoch, c.train.final_eval_batches)):
         yield place_batch(
             w.data.val.batch(i), accum=c.train.grad_accum_steps, mesh=w.mesh
         )
 
 
-def table(args: Arguments, found: dict[DiLoCoTrial, float]) -> str:
-    """A row for each way: the mean of its losses and of its differences to the base,
-    with 95% intervals.
+def table(args: Arguments, losses: dict[DiLoCoTrial, float]) -> str:
+    """Format a row for each way: mean loss, and mean difference to the base, with 95%
+    intervals.
     """
     lines = [
         (
@@ -357,22 +353,20 @@ def table(args: Arguments, found: dict[DiLoCoTrial, float]) -> str:
         "| way | seeds | loss | difference, % |",
         "|---|---|---|---|",
     ]
-    for way in dict.fromkeys(job.way for job in found):
-        losses = {job.seed: loss for job, loss in found.items() if job.way == way}
-        pairs = [
-            100 * (loss / found[DiLoCoTrial(args.base, s)] - 1)
-            for s, loss in losses.items()
-            if DiLoCoTrial(args.base, s) in found
+    for way in dict.fromkeys(job.way for job in losses):
+        way_losses = {job.seed: loss for job, loss in losses.items() if job.way == way}
+        differences = [
+            100 * (loss / losses[DiLoCoTrial(args.base, s)] - 1)
+            for s, loss in way_losses.items()
+            if DiLoCoTrial(args.base, s) in losses
         ]
-        shown = (
-            "-"
-            if way == args.base or not pairs
-            else f"{statistics.fmean(pairs):+.2f} ± {half_width(pairs):.2f}"
-        )
-        lines.append(
-            f"| {way} | {len(losses)} | {statistics.fmean(losses.values()):.4f} |"
-            f" {shown} |"
-        )
+        cell = "-"
+        if way != args.base and differences:
+            cell = (
+                f"{statistics.fmean(differences):+.2f} ± {half_width(differences):.2f}"
+            )
+        mean = statistics.fmean(way_losses.values())
+        lines.append(f"| {way} | {len(way_losses)} | {mean:.4f} | {cell} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,18 +1,18 @@
-"""First contact with a GPU, stage by stage: does it run, how fast, where does the time
-go, what does it hold.
+"""Try a GPU for the first time, stage by stage: tests, speed, profile, memory.
 
-python -m scripts.studies.gpu stage=smoke out=runs/gpu
+    python -m scripts.studies.gpu stage=smoke out=runs/gpu
 
-smoke       ten steps in every precision, a run that is resumed, bit by bit, and the
-tests of a GPU bench124    speed of 124M, with all peers; bench774 and bench1558 of
-those sizes precompile  compiles what bench1558 needs, behind this command's back
-parity      the losses of 124M in FP8 against bf16's
-profile     where the time of 774M goes, by class of kernel
-memory      what the allocator counts, beside the plan that stage plan made on a machine
-without a GPU
+    smoke       ten steps in every precision, a run that is resumed, bit by bit, and
+                the tests of a GPU
+    bench124    speed of 124M, with all peers; bench774 and bench1558 of those sizes
+    precompile  compiles what bench1558 needs, in the background
+    parity      the losses of 124M in FP8 against bf16's
+    profile     the time of 774M by class of kernel
+    memory      the allocator's peak, beside the plan that stage plan made on a
+                machine without a GPU
 
-A stage ends by itself in `seconds`, writes what it knows as it goes, and goes on where
-it was when it is called again. `size=toy platform=cpu` rehearses all of them.
+A stage ends by itself after `seconds`, writes its results as it goes, and continues
+when it is called again. `size=toy platform=cpu` rehearses all of them.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ TOGETHER = 4  # trainers that share a GPU
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the stages; see `--help`."""
 
     stage: str = argument("one of those above, or plan")
     out: str = argument("the directory of all results", "runs/gpu")
@@ -64,7 +64,7 @@ class Arguments:
 
 
 class Size(NamedTuple):
-    """What is trained and timed in each stage: of a smoke run's model, and of cases."""
+    """The models and cases of each stage, at one size of the study."""
 
     model: tuple[str, ...]
     presets: tuple[str, ...]
@@ -78,7 +78,7 @@ class Size(NamedTuple):
 
 
 def cases(model: str, *precisions: str) -> tuple[str, ...]:
-    """Cases of `scripts.bench`, the one first that the others take turns with."""
+    """Return cases of `scripts.bench`; the others are compared with the first."""
     return tuple(f"{model}:{precision}" for precision in precisions)
 
 
@@ -161,13 +161,13 @@ class GpuCommand:
     """A command of a stage.
 
     Attributes:
-      name: under which its end is written down.
-      command: what Python runs, `-m` and so on.
-      check: looks at what it has left behind; what it gives is written down, a
-          UserError is a failure.
+      name: key of its result, and of its output file.
+      command: arguments of the Python interpreter.
+      check: inspects the command's files; returns text for the result, or raises
+          UserError, which counts as a failure.
       may_fail: whether a failure is an answer too.
       detached: whether it outlives the call.
-      environment: variables beside those of this process.
+      environment: variables added to those of this process.
     """
 
     name: str
@@ -208,7 +208,7 @@ class Study:
             )
 
     def trainer(self, name: str, precision: str, steps: int, **more: Any) -> GpuCommand:
-        """A short run of the trainer in OUT/smoke/NAME."""
+        """Return a short run of the trainer in OUT/smoke/NAME."""
         settings = (
             "data.tokenizer=byte",
             "tracker=jsonl",
@@ -235,7 +235,7 @@ class Study:
         return GpuCommand(name, ("-m", "trainer", *words), **more)
 
     def smoke(self) -> list[list[GpuCommand]]:
-        """Tests, ten steps of every preset, and the same bits when repeated and
+        """Return the tests, ten steps of every preset, and a run that is repeated and
         resumed.
         """
         tests = GpuCommand(
@@ -256,8 +256,8 @@ class Study:
             self.trainer(preset, preset, 10, environment=share)
             for preset in self.size.presets
         )
-        whole = self.trainer("whole", FLAGSHIP, 20)
-        again = self.trainer(
+        reference = self.trainer("whole", FLAGSHIP, 20)
+        repeated = self.trainer(
             "again", FLAGSHIP, 20, check=lambda: self.same_rows("again")
         )
         resumed = self.trainer(
@@ -265,20 +265,20 @@ class Study:
         )
         # The first prepares the data for all. The tests, which cannot go on where they
         # were, come last.
-        return [[first], others, [whole], [again], [resumed], [tests]]
+        return [[first], others, [reference], [repeated], [resumed], [tests]]
 
     def before_resumed(self) -> None:
-        """Make OUT/smoke/resumed what the whole run was at step 10, unless it is
-        there.
-        """
-        whole, resumed = self.out / "smoke" / "whole", self.out / "smoke" / "resumed"
+        """Copy the reference run to OUT/smoke/resumed, without its last checkpoint."""
+        source, resumed = self.out / "smoke" / "whole", self.out / "smoke" / "resumed"
         if not resumed.exists():
-            shutil.copytree(whole, resumed)
+            shutil.copytree(source, resumed)
             shutil.rmtree(resumed / "checkpoints" / "20")
 
     def same_rows(self, name: str) -> str:
-        """Compare a run's losses and norms with the whole run's. UserError names the
-        first step that differs.
+        """Compare a run's losses and norms with the reference run's.
+
+        Raises:
+          UserError: they differ; the message names the first step that does.
         """
         figures = []
         for run_dir in ("whole", name):
@@ -303,7 +303,7 @@ class Study:
     def bench(
         self, name: str, *more: str, only: tuple[str, ...] = (), **settings: Any
     ) -> GpuCommand:
-        """A call of `scripts.bench`."""
+        """Return a call of `scripts.bench`."""
         where = (
             f"platform={self.args.platform}",
             f"compile_cache={self.cache}",
@@ -322,7 +322,7 @@ class Study:
         )
 
     def precompile(self) -> list[list[GpuCommand]]:
-        """Fill the compilation cache for bench1558."""
+        """Return the command that fills the compilation cache for bench1558."""
         job = self.bench(
             "bench1558",
             "compile_only=true",
@@ -332,7 +332,7 @@ class Study:
         return [[replace(job, name="precompile")]]
 
     def parity(self) -> list[list[GpuCommand]]:
-        """Paired runs on real text."""
+        """Return the parity study: paired runs on real text."""
         toy, packages = self.args.size == "toy", Path(sysconfig.get_path("purelib"))
         text = self.args.text or str(
             Path(json.__file__).parent / "*.py" if toy else packages / "**" / "*.py"
@@ -359,7 +359,7 @@ class Study:
         ]
 
     def profile(self) -> list[list[GpuCommand]]:
-        """Tables of kernels of bf16 and the flagship."""
+        """Return the profiles of bf16 and the flagship."""
         model, toy = self.size.profiled, self.args.size == "toy"
         cases = f"{model}:fp32:batch=1" if toy else f"{model}:bf16,{model}:{FLAGSHIP}"
         words = (
@@ -374,7 +374,7 @@ class Study:
         return [[GpuCommand("profile", ("-m", "scripts.bench.profiling", *words))]]
 
     def plan(self) -> list[list[GpuCommand]]:
-        """On any machine: plans of the cases whose memory is looked at."""
+        """Return the plans of the cases whose memory is measured; needs no GPU."""
         words = (
             "-m",
             "scripts.plan",
@@ -390,13 +390,11 @@ class Study:
 
     @property
     def planned_of(self) -> tuple[str, ...]:
-        """The precisions whose memory is looked at."""
+        """Return the precisions whose memory is measured."""
         return ("fp32",) if self.args.size == "toy" else (FLAGSHIP, "bf16")
 
     def planned(self, precision: str) -> dict[str, Any]:
-        """The plan of a precision, as its job has printed it. UserError: there is
-        none.
-        """
+        """Read the plan of a precision from its job's output. UserError without one."""
         path = self.out / f"plan_{precision}.txt"
         if not path.exists():
             raise UserError(
@@ -407,8 +405,8 @@ class Study:
         return json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
 
     def memory(self) -> list[list[GpuCommand]]:
-        """The plan's micro-batch of 8, the largest that it lets fit, and one that it
-        does not.
+        """Return cases of three micro-batches: the plan's, the largest that it lets
+        fit, and one that it does not.
         """
         jobs = []
         for precision in self.planned_of:
@@ -432,8 +430,8 @@ class Study:
         return jobs
 
     def run(self) -> list[str]:
-        """Run what of the stage is not done; the names of the jobs that are not done
-        then, or failed.
+        """Run the unfinished jobs of the stage; return those that failed or had no
+        time.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{self.args.stage}_jobs.json"
@@ -445,24 +443,24 @@ class Study:
                 if job not in todo:
                     print(f"{job.name}: done before", flush=True)
             with ThreadPoolExecutor(TOGETHER) as pool:
-                for job, found in zip(
+                for job, result in zip(
                     todo, pool.map(lambda job: self.take(job, end), todo), strict=True
                 ):
-                    done[job.name] = found
-                    open_ += [] if found["ok"] else [job.name]
+                    done[job.name] = result
+                    open_ += [] if result["ok"] else [job.name]
                     path.write_text(json.dumps(done, indent=1) + "\n")
                     print(
-                        f"{job.name}: {'ok' if found['ok'] else 'FAILED'},"
-                        f" {found['said']}",
+                        f"{job.name}: {'ok' if result['ok'] else 'FAILED'},"
+                        f" {result['said']}",
                         flush=True,
                     )
         return open_
 
     def take(self, job: GpuCommand, end: float) -> dict[str, Any]:
-        """Run a job, its output into OUT/NAME.txt; how it ended."""
+        """Run a job, with its output in OUT/NAME.txt; return its result."""
         left, start = end - time.monotonic(), time.monotonic()
         if left <= 0:
-            return {"ok": False, "said": "not begun: no time was left"}
+            return {"ok": False, "said": "not started: no time was left"}
         if job.name == "resumed":
             self.before_resumed()
         environment = dict(os.environ) | {
@@ -505,18 +503,18 @@ class Study:
                     "said": f"ended after {left:.0f} s; the same command goes on",
                 }
         lines = log.read_text(errors="replace").strip().splitlines()
-        said = lines[-1][:300] if lines else ""
+        last_line = lines[-1][:300] if lines else ""
         try:
-            found = job.check() if job.check is not None and code == 0 else None
+            answer = job.check() if job.check is not None and code == 0 else None
         except UserError as error:
             return {"ok": False, "said": str(error)}
         ok = code == 0 or job.may_fail
-        said = found if isinstance(found, str) else said
+        last_line = answer if isinstance(answer, str) else last_line
         return {
             "ok": ok,
             "code": code,
             "seconds": round(time.monotonic() - start),
-            "said": said,
+            "said": last_line,
         }
 
 

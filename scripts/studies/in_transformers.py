@@ -1,11 +1,11 @@
-"""The other side of `scripts.studies.beside_transformers`: an exported model in
-PyTorch, under another interpreter.
+"""The worker of `scripts.studies.beside_transformers`: an exported model in PyTorch,
+under another interpreter.
 
 It imports nothing of this project. Each line of standard input is a JSON object,
 `{"prompts": [[ids]], "max_new_tokens": n}` or
-`{"pairs": [[inputs, targets of the last of them]], "batch": n}`; it answers each with a
-line: new ids of every prompt, or the log-likelihood of all targets of a pair, and the
-seconds that it took.
+`{"pairs": [[inputs, targets of the last of them]], "batch": n}`. It answers each with a
+line that has the new ids of every prompt, or the log-likelihood of each pair's targets,
+and the seconds that it took.
 """
 
 import json
@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def written(
+def greedy(
     model: Any, prompts: list[list[int]], max_new_tokens: int
 ) -> list[list[int]]:
-    """The likeliest tokens after each prompt."""
-    found = []
+    """Return the greedy continuation of each prompt."""
+    continuations = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
@@ -31,15 +31,17 @@ def written(
             min_new_tokens=max_new_tokens,
             do_sample=False,
         )
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+        continuations.append(out[0, len(prompt) :].tolist())
+    return continuations
 
 
 def likelihoods(model: Any, pairs: list[list[list[int]]], batch: int) -> list[float]:
-    """Log-likelihoods (nats) in batches of about one length, padded to the right, as
-    lm-evaluation-harness does it.
+    """Return the pairs' log-likelihoods (nats).
+
+    Batches have pairs of about one length, padded on the right, as in
+    lm-evaluation-harness.
     """
-    found: dict[int, float] = {}
+    by_index: dict[int, float] = {}
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]))
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
@@ -51,8 +53,8 @@ def likelihoods(model: Any, pairs: list[list[list[int]]], batch: int) -> list[fl
             after = torch.tensor(pairs[i][1])
             end = len(inputs[place])
             scored = logprobs[place, end - len(after) : end]
-            found[i] = float(scored.gather(1, after[:, None]).double().sum())
-    return [found[i] for i in range(len(pairs))]
+            by_index[i] = float(scored.gather(1, after[:, None]).double().sum())
+    return [by_index[i] for i in range(len(pairs))]
 
 
 @torch.no_grad()
@@ -65,7 +67,7 @@ def main() -> None:
         request = json.loads(line)
         started = time.perf_counter()
         if "prompts" in request:
-            answer: list[Any] = written(
+            answer: list[Any] = greedy(
                 model, request["prompts"], request["max_new_tokens"]
             )
         else:

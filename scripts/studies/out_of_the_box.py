@@ -1,16 +1,16 @@
-"""Does a model that nobody prepared train in FP8 as in FP32? Paired runs: same initial
-weights, same batches.
+"""Compare FP8 training with FP32 on models that nobody prepared, in paired runs.
 
-python -m scripts.studies.out_of_the_box out=runs/box seeds=4 \\
-    models=llama_fan_in:4,llama_fan_in:16,vit:4,encoder_pre_ln:4
+    python -m scripts.studies.out_of_the_box out=runs/box seeds=4 \\
+        models=llama_fan_in:4,llama_fan_in:16,vit:4,encoder_pre_ln:4
 
-The models are those of the zoo, `name:depth`: plain JAX and Flax, in which nothing is
-rescaled by hand. `fp32` is an ordinary step. `fp8` has FP8 products, FP16 weights with
-scales and FP16 moments: `scalify` takes the gradient, what `scaled_state` and
-`apply_updates` store is narrow. `amax` is `fp32` with FP8 products at the best scales,
-those of the largest magnitudes, without scalify: what the rounding to FP8 costs whoever
-chooses the scales. A finished run is a JSON line in OUT/runs.jsonl; called again, the
-study continues. OUT/table.md is written anew after each.
+Both runs of a pair have the same initial weights and batches. The models are those of
+the zoo, `name:depth`: plain JAX and Flax, in which nothing is rescaled by hand. `fp32`
+is an ordinary step. `fp8` has FP8 matmuls, FP16 weights with scales and FP16 moments:
+`scalify` takes the gradient, and `scaled_state` and `apply_updates` store narrow
+values. `amax` is `fp32` with FP8 matmuls at the best scales, those of the largest
+magnitudes, without scalify: the error of rounding to FP8 alone. A finished run is a
+JSON line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written
+anew after each.
 """
 
 import functools
@@ -53,7 +53,7 @@ LETTERS = "\n !'(),-.:;?abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the study; see `--help`."""
 
     out: str = argument("where the runs and the table go", "runs/out_of_the_box")
     models: str = argument(
@@ -75,7 +75,7 @@ class Arguments:
 
 
 class ZooTrial(NamedTuple):
-    """One run."""
+    """One run: a model, a seed and a way."""
 
     model: str
     seed: int
@@ -128,9 +128,7 @@ def main(args: Arguments) -> None:
 
 
 def jobs_of(args: Arguments) -> list[ZooTrial]:
-    """Every run, seeds outermost. UserError for a model that there is not, or that has
-    no seed.
-    """
+    """Return every run, seeds outermost. UserError for an unknown model."""
     models = split(args.models)
     valid = [name for name in TASKS if name in BUILDERS]
     for model in models:
@@ -156,7 +154,7 @@ def jobs_of(args: Arguments) -> list[ZooTrial]:
 
 
 def train(job: ZooTrial, args: Arguments) -> list[float]:
-    """The losses of all steps (nats)."""
+    """Train; return the losses of all steps (nats)."""
     name, _, depth = job.model.partition(":")
     best = sc.Fp8DotGeneral(scaling=sc.Scaling("amax", "amax", "amax"))
     products: dict[str, dict[str, Any]] = {
@@ -189,7 +187,7 @@ def train(job: ZooTrial, args: Arguments) -> list[float]:
 def fp32(
     loss: Callable, params: Any, tx: optax.GradientTransformation, seed: int
 ) -> tuple[Callable, Any, Any]:
-    """The step of plain JAX, the weights and the optimizer's state."""
+    """Return the step of plain JAX, the weights and the optimizer's state."""
 
     def step(
         params: Any, state: Any, number: jax.Array, batch: Batch
@@ -204,7 +202,7 @@ def fp32(
 def fp8(
     loss: Callable, params: Any, tx: optax.GradientTransformation, seed: int
 ) -> tuple[Callable, Any, Any]:
-    """The same with narrow weights, moments and products; `loss` has the products."""
+    """Return the same with narrow weights and moments; `loss` has FP8 matmuls."""
     tx = sc.optim.scaled_state(tx, mu=jnp.float16, nu=jnp.float16, seed=seed)
     params = sc.weights.scaled_params(params, jnp.float16)
     gradient = sc.scalify(jax.value_and_grad(loss))
@@ -224,8 +222,9 @@ def fp8(
 
 @functools.cache
 def letters() -> np.ndarray:
-    """The embedded corpus as int32 ids below 64: small letters and punctuation, all
-    else one sign.
+    """Return the embedded corpus as int32 ids below 64.
+
+    Small letters and punctuation have ids of their own; all others share one.
     """
     assert len(LETTERS) < VOCAB
     text = next(open_embedded().read(None)).texts[0][: 1 << 20].lower()
@@ -235,24 +234,22 @@ def letters() -> np.ndarray:
 
 
 def excerpts(rng: np.random.Generator, count: int, length: int) -> np.ndarray:
-    """Pieces of the corpus at random places, `[count, length]`."""
+    """Return excerpts of the corpus at random places, `[count, length]`."""
     ids = letters()
     start = rng.integers(0, len(ids) - length, count)
     return ids[start[:, None] + np.arange(length)]
 
 
 def next_letters(seed: int, count: int) -> Iterator[Batch]:
-    """Batches for a decoder: 64 letters, each of which is to be foretold from those
-    before it.
-    """
+    """Yield batches for a decoder: 64 letters, each predicted from those before it."""
     rng = np.random.default_rng(seed)
     while True:
         yield excerpts(rng, count, 65)
 
 
 def hidden_letters(seed: int, count: int) -> Iterator[Batch]:
-    """Batches for an encoder: some letters that stand twice, a quarter of which is
-    masked, can be read at one place.
+    """Yield batches for an encoder: letters that occur twice, a quarter masked in one
+    place.
     """
     rng = np.random.default_rng(seed)
     while True:
@@ -261,8 +258,8 @@ def hidden_letters(seed: int, count: int) -> Iterator[Batch]:
 
 
 def gratings(seed: int, count: int) -> Iterator[Batch]:
-    """Images for ten classes: waves of five directions and two lengths, at any phase,
-    beneath noise.
+    """Yield images of ten classes: waves of five directions and two lengths, at any
+    phase, beneath noise.
     """
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:16, :16] / 16
@@ -290,9 +287,7 @@ TASKS: dict[str, Callable[[int, int], Iterator[Batch]]] = {
 
 
 def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
-    """The table: mean paired differences in percent of FP32's loss, with 95%
-    intervals.
-    """
+    """Format mean paired differences in percent of FP32's loss, with 95% intervals."""
     head = [
         "model",
         "way",
@@ -318,12 +313,12 @@ def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
             for s in seeds
         ]
         done = [(a, b) for a, b in pairs if a is not None and b is not None]
-        whole = [(a, b) for a, b in done if math.isfinite(a) and math.isfinite(b)]
-        if not whole:
+        finite = [(a, b) for a, b in done if math.isfinite(a) and math.isfinite(b)]
+        if not finite:
             out.append(f"| {model} | {way} | 0 | {len(done)} | - | - | - | - |")
             continue
-        base, ours = (statistics.fmean(x) for x in zip(*whole, strict=True))
-        apart = [100 * (b - a) / a for a, b in whole]
+        base, ours = (statistics.fmean(x) for x in zip(*finite, strict=True))
+        apart = [100 * (b - a) / a for a, b in finite]
         mean, half = statistics.fmean(apart), half_width(apart)
         interval = (
             [f"{mean:+.2f} ± {half:.2f}", f"{mean + half:+.2f}"]
@@ -333,8 +328,8 @@ def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
         cells = [
             model,
             way,
-            str(len(whole)),
-            str(len(done) - len(whole)),
+            str(len(finite)),
+            str(len(done) - len(finite)),
             f"{base:.4f}",
             f"{ours:.4f}",
             *interval,

@@ -1,10 +1,9 @@
-"""Statistics of paired runs: the mean difference to a base at the same seed, its
-interval, and the table of them.
+"""Statistics of paired runs: the mean difference to a base at the same seed, its 95%
+interval, and their table.
 
-A 95% interval is that of a number of pairs that was decided on before. Who looks after
-each pair, and stops when the answer is clear, is wrong more often than one time in
-twenty: for that there are intervals that hold whenever they are looked at, which are
-wider.
+An ordinary 95% interval holds for a number of pairs that was fixed in advance. Who
+looks after each pair, and stops when the answer is clear, is wrong more often than one
+time in twenty. For that there are wider intervals that hold at every look.
 
 References:
     [1] Lai 1976, "On confidence sequences", Annals of Statistics 4.
@@ -27,7 +26,7 @@ EFFECTS = (
 
 
 class Outcome(NamedTuple):
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
       curve: validation loss (nats per token) after so many steps.
@@ -43,7 +42,7 @@ class Outcome(NamedTuple):
     elsewhere: float | None = None
 
     def final(self, last: int) -> float:
-        """Mean of the last validations; infinite where it diverged."""
+        """Return the mean of the last validations, infinite where it diverged."""
         return (
             math.inf
             if self.diverged
@@ -54,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class PairedDifference(NamedTuple):
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
       lr: multiple of the model's learning rate.
@@ -89,17 +88,17 @@ class PairedDifference(NamedTuple):
 
     @property
     def percent(self) -> float:
-        """The difference in percent of the base's loss."""
+        """Return the difference in percent of the base's loss."""
         return 100 * self.difference / self.base_loss
 
     @property
     def upper_percent(self) -> float:
-        """The upper end of the interval in percent of the base's loss."""
+        """Return the upper end of the interval in percent of the base's loss."""
         return 100 * (self.difference + self.half_width) / self.base_loss
 
 
 def half_width(differences: Sequence[float]) -> float:
-    """Half the 95% interval of a mean by Student's t: t(0.975, n-1) s / sqrt(n).
+    """Return half the 95% interval of a mean: t(0.975, n-1) s / sqrt(n).
 
     Infinite for a single value, and where one is not finite.
     """
@@ -110,8 +109,9 @@ def half_width(differences: Sequence[float]) -> float:
 
 
 def interval_of(scatter: float, pairs: int) -> float:
-    """Half the 95% interval that so many pairs of this standard deviation have;
-    infinite for a single one.
+    """Return half the 95% interval of `pairs` pairs of this standard deviation.
+
+    Infinite for a single pair.
     """
     return (
         float(stdtrit(pairs - 1, 0.975)) * scatter / math.sqrt(pairs)
@@ -121,11 +121,10 @@ def interval_of(scatter: float, pairs: int) -> float:
 
 
 def always(scatter: float, pairs: int) -> float:
-    """Half the interval of the mean of so many pairs of this standard deviation that
-    holds whenever it is looked at.
+    """Return half the 95% interval that holds at every look, after any number of pairs.
 
-    The chance that it is ever left by the true mean, after any number of pairs, is at
-    most 5%. Infinite for few pairs.
+    The chance that the true mean ever leaves it is at most 5%. `scatter` is the
+    standard deviation of the pairs. Infinite for few pairs.
 
     For a mean m and n pairs with t = (mean - m) / (s / sqrt(n)), the likelihood of a
     difference drawn from N(0, g s^2) over that of none is sqrt(1/(1 + n g)) ((1 +
@@ -143,11 +142,10 @@ def always(scatter: float, pairs: int) -> float:
 
 
 def settled(differences: Sequence[float], margin: float) -> str:
-    """On which side of the margin the true mean of differences surely is, in the order
-    they came: below, above, or "".
+    """Return the side of the margin on which the true mean is: below, above, or "".
 
-    It may be asked after each of them: what it says is wrong one time in twenty at
-    most, however often it is asked.
+    `differences` are in the order in which they came. It may be asked after each of
+    them: its answer is wrong one time in twenty at most, however often it is asked.
     """
     for n in range(2, len(differences) + 1):
         seen = differences[:n]
@@ -158,8 +156,8 @@ def settled(differences: Sequence[float], margin: float) -> str:
 
 
 def pairs_for(scatter: float, half: float) -> int:
-    """The fewest pairs of this standard deviation whose 95% interval is at most `half`
-    to either side.
+    """Return the fewest pairs of this standard deviation whose 95% interval is at most
+    `half` to either side.
     """
     few, many = 1, 2
     while interval_of(scatter, many) > half:
@@ -173,9 +171,9 @@ def pairs_for(scatter: float, half: float) -> int:
 
 
 def seen_with(scatter: float, pairs: int, power: float = 0.8) -> float:
-    """The true difference that so many pairs tell from none with this chance, by the
-    95% interval; infinite for one.
+    """Return the true difference that `pairs` pairs detect with probability `power`.
 
+    The test is the 95% interval; infinite for a single pair.
     The sum of both quantiles of Student's t, as is usual; the chance that follows from
     the noncentral t is 78 to 80% from five pairs on.
     """
@@ -189,14 +187,14 @@ def seen_with(scatter: float, pairs: int, power: float = 0.8) -> float:
 def percents_of(
     outcomes: Mapping[Any, Outcome], base: str, *, last: int
 ) -> dict[tuple[float, str], list[float]]:
-    """By learning rate and item, the pairs' differences in percent of the base, in the
-    order of the seeds.
+    """Return the pairs' differences in percent of the base, by learning rate and item.
 
-    Of pairs in which neither run diverged; arguments are those of `compare`.
+    They are in the order of the seeds, of pairs in which neither run diverged. The
+    arguments are those of `compare`.
     """
     final = {
-        (key.lr, key.item, key.seed): found.final(last)
-        for key, found in outcomes.items()
+        (key.lr, key.item, key.seed): outcome.final(last)
+        for key, outcome in outcomes.items()
     }
     percent: dict[tuple[float, str], list[float]] = {}
     for (lr, item, seed), loss in sorted(final.items(), key=lambda run: run[0][2]):
@@ -209,8 +207,8 @@ def percents_of(
 def scatter_of(
     outcomes: Mapping[Any, Outcome], base: str, *, last: int
 ) -> dict[tuple[float, str], tuple[float, int]]:
-    """By learning rate and item, standard deviation of what `percents_of` has, and how
-    many; of at least two.
+    """Return the standard deviation and the number of pairs' differences in percent, by
+    learning rate and item, where there are two or more.
     """
     percent = percents_of(outcomes, base, last=last)
     return {
@@ -223,7 +221,7 @@ def scatter_of(
 def compare(
     outcomes: Mapping[Any, Outcome], base: str, *, last: int
 ) -> list[PairedDifference]:
-    """A row for each learning rate and item, in the order of first appearance.
+    """Return a row for each learning rate and item, in the order of first appearance.
 
     Args:
       outcomes: by a key with `lr`, `item` and `seed`.
@@ -231,31 +229,31 @@ def compare(
       last: validations that a final loss is the mean of.
     """
     final = {
-        (key.lr, key.item, key.seed): found.final(last)
-        for key, found in outcomes.items()
+        (key.lr, key.item, key.seed): outcome.final(last)
+        for key, outcome in outcomes.items()
     }
     elsewhere = {
-        (key.lr, key.item, key.seed): found.elsewhere
-        for key, found in outcomes.items()
-        if found.elsewhere is not None
+        (key.lr, key.item, key.seed): outcome.elsewhere
+        for key, outcome in outcomes.items()
+        if outcome.elsewhere is not None
     }
     rows = []
     for lr, item in dict.fromkeys((key.lr, key.item) for key in outcomes):
-        own = {
-            key.seed: found
-            for key, found in outcomes.items()
+        by_seed = {
+            key.seed: outcome
+            for key, outcome in outcomes.items()
             if (key.lr, key.item) == (lr, item)
         }
         pairs = [
             (final[lr, item, seed], final[lr, base, seed])
-            for seed in own
+            for seed in by_seed
             if math.isfinite(final[lr, item, seed])
             and math.isfinite(final.get((lr, base, seed), math.inf))
         ]
         differences = [ours - theirs for ours, theirs in pairs]
         there = [
             (elsewhere[lr, item, seed], elsewhere[lr, base, seed])
-            for seed in own
+            for seed in by_seed
             if (lr, item, seed) in elsewhere and (lr, base, seed) in elsewhere
         ]
         apart = [ours - theirs for ours, theirs in there]
@@ -264,8 +262,8 @@ def compare(
                 lr,
                 item,
                 n=len(pairs),
-                diverged=sum(found.diverged for found in own.values()),
-                skipped=sum(found.skipped for found in own.values()),
+                diverged=sum(outcome.diverged for outcome in by_seed.values()),
+                skipped=sum(outcome.skipped for outcome in by_seed.values()),
                 loss=mean([ours for ours, _ in pairs]),
                 difference=mean(differences),
                 half_width=half_width(differences),
@@ -282,15 +280,15 @@ def compare(
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of nothing."""
+    """Return the mean, NaN of no values."""
     return statistics.fmean(values) if values else math.nan
 
 
 def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -> str:
-    """The table; a dash where there is no figure. `at most` is the upper end of the
-    interval.
+    """Format the table; a dash where there is no figure.
 
-    `elsewhere`: the other precision, of which it then has two columns.
+    `at most` is the upper end of the interval. `elsewhere` is the other precision; it
+    adds two columns.
     """
     head = [
         "lr",
@@ -341,7 +339,7 @@ def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -
 
 
 def finite(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """JSON has no NaN and no infinities: they become null."""
+    """Replace NaN and infinities, which JSON lacks, by null."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v
         for k, v in values.items()

@@ -1,5 +1,9 @@
-"""Do precisions train equally well? Paired runs: the same seeds, so the same initial
+"""Compare the losses of precisions in paired runs: same seeds, so the same initial
 weights and batches.
+
+    python -m scripts.studies.parity presets=scalify_fp8_fp16 model=llama_nano \\
+        steps=1000 trunk=300 last=1 evaluations=5 eval_batches=128 \\
+        overrides="model.lr=1e-3 schedule.min_ratio=0"
 
 An item of `presets=` is a precision with `+key=value` for each further override, such
 as `scalify_fp8_fp16+precision.weights_rounding=nearest`, or overrides alone, such as
@@ -9,15 +13,11 @@ parity.md and parity.png are written anew. With `margin=` an item gets no furthe
 once it is clear on which side of the margin its difference is, by an interval that
 holds however often it is looked at.
 
-With `trunk=STEPS` the runs of a seed share their first steps: the base's, from whose
-checkpoint the others go on in their own precision. Two trainings that drift apart from
-the first step on end in different minima, whose losses differ by chance; from a common
-trunk they stay in one, and a pair shows ten times smaller differences. What a precision
-does to the first steps it does not show.
-
-python -m scripts.studies.parity presets=scalify_fp8_fp16 model=llama_nano steps=1000
-  trunk=300 last=1 evaluations=5 eval_batches=128 overrides="model.lr=1e-3
-  schedule.min_ratio=0"
+With `trunk=STEPS` the runs of a seed share their first steps: those of the base, from
+whose checkpoint the others continue in their own precision. Two trainings that differ
+from the first step on end in different minima, whose losses differ by chance. From a
+common trunk they stay in one, and the differences of pairs are ten times smaller. The
+effect of a precision on the first steps is then not measured.
 """
 
 import json
@@ -70,7 +70,7 @@ from trainer.run.rundir import is_held
 
 @dataclass(frozen=True)
 class Arguments(Study):
-    """See `--help`."""
+    """Settings of the study; see `--help`."""
 
     fixed = (*Study.fixed, "trunk")
 
@@ -133,9 +133,9 @@ def main(args: Arguments) -> None:
         if not is_held(folders[job]):
             conclude(job, folders[job], args)
     outcomes = {
-        job: found
+        job: outcome
         for job in finished
-        if (found := read_outcome(folders[job], args.steps, args.evaluate_in))
+        if (outcome := read_outcome(folders[job], args.steps, args.evaluate_in))
     }
     report(out, args, outcomes)
     todo = [job for job in jobs if job not in outcomes]
@@ -146,11 +146,12 @@ def main(args: Arguments) -> None:
     )
     for line in power(args, outcomes):
         print(line, flush=True)
-    gone = sum(
-        found.elsewhere is None and not found.diverged for found in outcomes.values()
+    missing = sum(
+        outcome.elsewhere is None and not outcome.diverged
+        for outcome in outcomes.values()
     )
-    if args.evaluate_in and gone:
-        print(f"{gone} of them were not evaluated in {args.evaluate_in}", flush=True)
+    if args.evaluate_in and missing:
+        print(f"{missing} of them were not evaluated in {args.evaluate_in}", flush=True)
     if not args.jobs:
         return
     told = set(verdicts(args, outcomes))
@@ -159,11 +160,13 @@ def main(args: Arguments) -> None:
         commands, folders, args.jobs, lambda job: is_wanted(job, args, outcomes)
     ):
         conclude(job, folders[job], args)
-        found = read_outcome(folders[job], args.steps, args.evaluate_in)
-        assert found is not None  # its process ended well
-        outcomes[job] = found
+        outcome = read_outcome(folders[job], args.steps, args.evaluate_in)
+        assert outcome is not None  # its process ended well
+        outcomes[job] = outcome
         report(out, args, outcomes)
-        state = "diverged" if found.diverged else f"{found.final(args.last):.4f} nats"
+        state = (
+            "diverged" if outcome.diverged else f"{outcome.final(args.last):.4f} nats"
+        )
         print(
             f"{len(outcomes)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed"
             f" {job.seed}: {state}",
@@ -192,9 +195,7 @@ def main(args: Arguments) -> None:
 def verdicts(
     args: Arguments, outcomes: dict[Trial, Outcome]
 ) -> dict[tuple[float, str], str]:
-    """By learning rate and item, on which side of `margin` the difference is, where
-    that is clear.
-    """
+    """Return the side of `margin` by learning rate and item, where that is clear."""
     percents = percents_of(outcomes, args.base, last=args.last) if args.margin else {}
     return {
         key: side
@@ -204,11 +205,10 @@ def verdicts(
 
 
 def is_wanted(job: Trial, args: Arguments, outcomes: dict[Trial, Outcome]) -> bool:
-    """Return whether a run can still tell something: one of the base, if any item of
-    its learning rate is still open.
+    """Return whether a run can still change a verdict.
 
-    One that has no trunk to start from, since the base's diverged before it, tells
-    nothing.
+    One of the base can while any item of its learning rate is undecided. One without a
+    trunk to start from, since the base's run diverged before it, cannot.
     """
     if args.trunk and job.item != args.base and not trunk_of(args, job).exists():
         return False
@@ -216,23 +216,23 @@ def is_wanted(job: Trial, args: Arguments, outcomes: dict[Trial, Outcome]) -> bo
         return True
     clear = verdicts(args, outcomes)
     items = [other.item for other in jobs_of(args) if other.item != args.base]
-    asked = items if job.item == args.base else [job.item]
-    return any((job.lr, item) not in clear for item in asked)
+    undecided = items if job.item == args.base else [job.item]
+    return any((job.lr, item) not in clear for item in undecided)
 
 
 def power(args: Arguments, outcomes: dict[Trial, Outcome]) -> list[str]:
-    """What the pairs asked for will show, and how many a wanted interval needs: of each
-    item that has two pairs.
+    """Describe the precision of the study: what the pairs will show, and how many a
+    wanted interval needs.
 
-    Without any, of the assumed scatter.
+    Of each item that has two pairs; without any, from the assumed scatter.
     """
     known = scatter_of(outcomes, args.base, last=args.last)
-    found = {
+    scatters = {
         f"{item}, lr {lr:g}x, {n} pairs": scatter
         for (lr, item), (scatter, n) in known.items()
     }
     lines = []
-    for name, scatter in (found or {"assumed": args.scatter}).items():
+    for name, scatter in (scatters or {"assumed": args.scatter}).items():
         text = f"scatter of a pair {scatter:.2f}% ({name})"
         if args.seeds > 1:
             half, seen = (
@@ -257,8 +257,8 @@ def power(args: Arguments, outcomes: dict[Trial, Outcome]) -> list[str]:
 
 
 def check_arguments(args: Arguments) -> None:
-    """Raise UserError for another precision that weights cannot be evaluated in, and
-    for what no interval can be.
+    """Raise UserError for a precision that weights cannot be evaluated in, and for an
+    interval out of range.
     """
     if args.interval < 0 or args.scatter <= 0 or args.margin < 0:
         raise UserError(
@@ -294,9 +294,9 @@ def has_ended(run_dir: Path, args: Arguments) -> bool:
     It has not if it was killed between its last validation and its last checkpoint: the
     trainer continues it.
     """
-    found, checkpoints = read_outcome(run_dir, args.steps), run_dir / "checkpoints"
-    if found is None or found.diverged or not args.evaluate_in:
-        return found is not None
+    outcome, checkpoints = read_outcome(run_dir, args.steps), run_dir / "checkpoints"
+    if outcome is None or outcome.diverged or not args.evaluate_in:
+        return outcome is not None
     return (
         not checkpoints.exists()
         or (checkpoints / str(args.steps)).exists()
@@ -305,19 +305,18 @@ def has_ended(run_dir: Path, args: Arguments) -> bool:
 
 
 def conclude(job: Trial, run_dir: Path, args: Arguments) -> None:
-    """Evaluate the weights of a run that has ended, where that is asked, and remove its
-    checkpoints but the trunk.
+    """Evaluate a finished run, if asked, and remove its checkpoints but the trunk.
 
-    They stay where they could not be evaluated, which is said; the next call tries
-    again.
+    Where the evaluation fails a line says so and the checkpoints stay; the next call
+    tries again.
     """
-    found, checkpoints = read_outcome(run_dir, args.steps), run_dir / "checkpoints"
+    outcome, checkpoints = read_outcome(run_dir, args.steps), run_dir / "checkpoints"
     remove_removed(run_dir)
-    if found is None or not checkpoints.exists():
+    if outcome is None or not checkpoints.exists():
         return
     if job.item == args.base and (checkpoints / str(args.trunk)).exists():
         keep_trunk(run_dir, args.trunk)
-    if args.evaluate_in and not found.diverged:
+    if args.evaluate_in and not outcome.diverged:
         words = [
             f"run_dir={run_dir}",
             f"precisions={args.evaluate_in}",
@@ -343,7 +342,7 @@ def conclude(job: Trial, run_dir: Path, args: Arguments) -> None:
 
 
 def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome | None:
-    """What a run came to; None: it is not finished.
+    """Return the outcome of a run, or None where it is not finished.
 
     While there are checkpoints an evaluation may be anyone's, of other weights or
     batches: it does not count.
@@ -391,8 +390,8 @@ def report(out: Path, args: Arguments, outcomes: dict[Trial, Outcome]) -> None:
             for row in rows
         ],
         "runs": [
-            job._asdict() | found._asdict() | {"curve": finite(found.curve)}
-            for job, found in sorted(outcomes.items())
+            job._asdict() | outcome._asdict() | {"curve": finite(outcome.curve)}
+            for job, outcome in sorted(outcomes.items())
         ],
     }
     write_atomically(
@@ -410,7 +409,7 @@ def report(out: Path, args: Arguments, outcomes: dict[Trial, Outcome]) -> None:
 
 
 def second_table(args: Arguments, outcomes: dict[Trial, Outcome]) -> str:
-    """The same runs compared with another item than the base, where that is asked."""
+    """Format the same runs compared with a second base, if one is given."""
     if not args.against:
         return ""
     table = markdown(
@@ -420,21 +419,21 @@ def second_table(args: Arguments, outcomes: dict[Trial, Outcome]) -> str:
 
 
 def sides(args: Arguments, clear: dict[tuple[float, str], str]) -> str:
-    """What is clear by now, in a sentence each, where a margin was given."""
+    """Format the verdicts so far, if a margin is given."""
     if not args.margin:
         return ""
-    said = [
+    sentences = [
         f"{item}, lr {lr:g}x: {side} {args.margin:g}%"
         for (lr, item), side in clear.items()
     ] or ["nothing yet"]
     return (
         "\nClear, by intervals that hold whenever they are looked at (95%):"
-        f" {'; '.join(said)}.\n"
+        f" {'; '.join(sentences)}.\n"
     )
 
 
 def heading(args: Arguments) -> str:
-    """What the table's figures are of."""
+    """Format the settings that the table's figures are of."""
     return (
         f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens"
         f" ({args.steps * args.batch_tokens:,} in all); validation loss in nats per"

@@ -1,6 +1,4 @@
-"""The picture of a parity study: validation curves, and paired differences with their
-intervals.
-"""
+"""Plot a parity study: validation curves, and paired differences with intervals."""
 
 import math
 import statistics
@@ -51,7 +49,7 @@ def draw(
         figure.subplots(len(rates), 2, squeeze=False) if rates else (),
         strict=True,
     ):
-        of_rate = {key: found for key, found in outcomes.items() if key.lr == lr}
+        of_rate = {key: outcome for key, outcome in outcomes.items() if key.lr == lr}
         shown = [row for row in rows if row.lr == lr]
         draw_curves(left, lr, shown, of_rate, styles)
         draw_differences(right, shown, of_rate, styles, base, last)
@@ -67,15 +65,16 @@ def draw_curves(
     outcomes: Mapping[Any, Outcome],
     styles: Mapping[str, tuple[str, str]],
 ) -> None:
-    """The left panel. Its range leaves out the first losses, which are far above those
-    that are to be told apart.
+    """Draw the left panel.
+
+    Its range leaves out the first losses, which would squeeze the final ones together.
     """
     shown = []
     for row in rows:
         runs = [
-            found.curve
-            for key, found in outcomes.items()
-            if key.item == row.item and not found.diverged
+            outcome.curve
+            for key, outcome in outcomes.items()
+            if key.item == row.item and not outcome.diverged
         ]
         steps = sorted(set[int]().union(*runs))
         losses = [
@@ -101,10 +100,13 @@ def draw_differences(
     base: str,
     last: int,
 ) -> None:
-    """The right panel, whose rows are also the legend of the left one. Its range is
-    that of the pairs.
+    """Draw the right panel, whose rows are also the legend of the left one.
+
+    Its range is that of the pairs.
     """
-    final = {(key.item, key.seed): found.final(last) for key, found in outcomes.items()}
+    final = {
+        (key.item, key.seed): outcome.final(last) for key, outcome in outcomes.items()
+    }
     furthest = 0.0
     for y, row in enumerate(rows):
         color, dash = styles[row.item]

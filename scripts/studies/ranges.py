@@ -1,13 +1,13 @@
-"""How far from 1 is the data that enters a product? The RMS of every operand, in a
-fresh model and in a checkpoint.
+"""Measure how far matmul operands are from RMS 1, in a fresh model and a checkpoint.
 
-The model of RUN, its training batches, loss and gradient evaluated equation by equation
-with the scales of a training step. A row is a kind of operand: which product, which of
-its operands, of what shape; with the least and the largest RMS of all layers and
-batches, at initialization and in the newest checkpoint. What is aimed at are 1/4 to 4.
+The loss and gradient of RUN's model on its training batches are evaluated equation by
+equation, with the scales of a training step. A row is a kind of operand: the matmul,
+the operand's position and its shape. It has the least and the largest RMS of all
+layers and batches, at initialization and in the newest checkpoint. The aim is 1/4 to 4.
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,12 +40,12 @@ PRODUCTS = {
     "linear_cross_entropy": 2,
     "linear_cross_entropy.fwd": 2,
 }
-Found = dict[tuple[str, int, tuple[int, ...]], list[float]]
+OperandRms = dict[tuple[str, int, tuple[int, ...]], list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the measurement; see `--help`."""
 
     run_dir: str = argument(
         "a run directory with a checkpoint; its precision propagates scales"
@@ -78,13 +78,12 @@ def operands_of_products(
     params: Any,
     tokens: jax.Array,
     segments: jax.Array | None,
-    found: Found,
+    operand_rms: OperandRms,
 ) -> None:
-    """Add the RMS of the data of all matrices that loss and gradient of `tokens` [B,
-    T+1] multiply to `found`.
+    """Add the RMS of every matrix that the loss and its gradient multiply.
 
-    The model's layers are unrolled and nothing is recomputed: only what is evaluated
-    once has one value.
+    `tokens` is [B, T+1]. The model's layers are unrolled and nothing is recomputed, so
+    that every operand is evaluated once.
     """
 
     def see(eqn: Any, operands: Sequence[Any]) -> None:
@@ -93,7 +92,7 @@ def operands_of_products(
             for i, x in enumerate(operands[: PRODUCTS[name]]):
                 if isinstance(x, Value) and len(x.shape) > 1:
                     data = narrow(x).data.astype(jnp.float32)
-                    found.setdefault((name, i, x.shape), []).append(
+                    operand_rms.setdefault((name, i, x.shape), []).append(
                         float(jnp.sqrt(jnp.mean(jnp.square(data))))
                     )
 
@@ -115,9 +114,9 @@ def operands_of_products(
     Observed(measures=False, see=see)(program, list(map(interpreter.entering, leaves)))
 
 
-def measure(arguments: Arguments) -> tuple[Found, Found, int]:
-    """What is found at initialization, what in the newest checkpoint, and its step.
-    Raises UserError.
+def measure(arguments: Arguments) -> tuple[OperandRms, OperandRms, int]:
+    """Return the operands' RMS at initialization and in the newest checkpoint, and its
+    step. Raises UserError for a precision without scales.
     """
     c, w, restored = restore_training(Path(arguments.run_dir))
     if not w.model.policy.scaled:
@@ -134,8 +133,8 @@ def measure(arguments: Arguments) -> tuple[Found, Found, int]:
         w.model.policy,
         w.model.rows,
     )
-    first: Found = {}
-    now: Found = {}
+    first: OperandRms = {}
+    now: OperandRms = {}
     for number in range(arguments.batch, arguments.batch + arguments.batches):
         batch = place_batch(
             w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh
@@ -143,13 +142,13 @@ def measure(arguments: Arguments) -> tuple[Found, Found, int]:
         tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
         tokens = tokens[: arguments.sequences]
         segments = None if segments is None else segments[0][: arguments.sequences]
-        for state, found in ((build_state(c, w), first), (restored.state, now)):
-            operands_of_products(model, unstack(state.params), tokens, segments, found)
+        for state, rms in ((build_state(c, w), first), (restored.state, now)):
+            operands_of_products(model, unstack(state.params), tokens, segments, rms)
     return first, now, restored.step
 
 
-def table(first: Found, now: Found, step: int) -> str:
-    """A row for each kind of operand, the worst of all below."""
+def table(first: OperandRms, now: OperandRms, step: int) -> str:
+    """Format a row for each kind of operand, and the extremes of all below."""
     low, high = AIM
     lines = [
         f"| operand | shape | RMS at initialization | RMS after {step} steps | |",
@@ -159,17 +158,20 @@ def table(first: Found, now: Found, step: int) -> str:
         both = [
             f"{min(x):.2f} to {max(x):.2f}" for x in (first[name, i, shape], values)
         ]
-        all_of_it = [*first[name, i, shape], *values]
-        inside = low <= min(all_of_it) and max(all_of_it) <= high
+        measured = [*first[name, i, shape], *values]
+        inside = low <= min(measured) and max(measured) <= high
         sizes = " x ".join(map(str, shape))
         lines.append(
             f"| {name}, {i} | {sizes} | {both[0]} | {both[1]} |"
             f" {'' if inside else 'outside'} |"
         )
-    for what, found in (("at initialization", first), (f"after {step} steps", now)):
-        every = [x for values in found.values() for x in values]
+    for when, operand_rms in (
+        ("at initialization", first),
+        (f"after {step} steps", now),
+    ):
+        every = list(itertools.chain.from_iterable(operand_rms.values()))
         lines.append(
-            f"{what}: {min(every):.2f} to {max(every):.2f}, of {len(every)} operands"
+            f"{when}: {min(every):.2f} to {max(every):.2f}, of {len(every)} operands"
         )
     return "\n".join(lines)
 

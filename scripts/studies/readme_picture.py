@@ -1,10 +1,10 @@
-"""The README's picture: validation losses of two precisions, a line for each seed, and
-bytes of state per parameter.
+"""Draw the README's picture: validation losses of two precisions, a line for each seed,
+and bytes of state per parameter.
 
-python -m scripts.studies.readme_picture study=runs/parity out=docs/gain.svg
+    python -m scripts.studies.readme_picture study=runs/parity out=docs/gain.svg
 
-The curves are read from the runs of a parity study, of those seeds that have ended in
-both precisions; the bytes stand in docs/results.md.
+The curves come from the runs of a parity study, of the seeds that have ended in both
+precisions. The bytes come from docs/results.md.
 """
 
 import html
@@ -47,7 +47,7 @@ rect.ours { fill: #d55e00 } rect.others { fill: #8c959f } rect.kin { fill: #e8a2
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the picture; see `--help`."""
 
     out: str = argument("the SVG file")
     study: str = argument("the directory of a parity study")
@@ -62,8 +62,7 @@ class Arguments:
 
 
 class Study(NamedTuple):
-    """What is drawn of a parity study: curves of pairs, and the difference between
-    their ends.
+    """The figures of a parity study that are drawn.
 
     Attributes:
       model: the model's name.
@@ -77,31 +76,31 @@ class Study(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A plot's scales: steps across, nats up."""
+    """The scales of a plot: steps across, nats up."""
 
     across: Scale
     up: Scale
 
 
 def state_bytes(text: str) -> dict[str, float]:
-    """Bytes of state per parameter by precision, of the table of the precisions' memory
-    in docs/results.md.
-    """
+    """Read the bytes of state per parameter by precision from docs/results.md."""
     parts = text.split("## Memory of the precisions")
     rows = re.findall(
         r"^\| (\w+) \| (\d+\.\d{4}) \|", parts[-1].split("\n## ")[0], re.MULTILINE
     )
-    found = {name: float(number) for name, number in rows}
-    if len(parts) != 2 or (missing := [name for name in BARS if name not in found]):
+    by_precision = {name: float(number) for name, number in rows}
+    if len(parts) != 2 or (
+        missing := [name for name in BARS if name not in by_precision]
+    ):
         raise UserError(
             f"{RESULTS} has no table of the precisions' memory with"
             f" {', '.join(missing or BARS)}"
         )
-    return found
+    return by_precision
 
 
 def read_study(args: Arguments) -> Study:
-    """The study's pairs of runs that have ended. UserError if there is none."""
+    """Return the study's pairs of finished runs. UserError without any."""
     out = Path(args.study)
     try:
         fixed = json.loads((out / "study.json").read_text(encoding="utf-8"))
@@ -111,18 +110,17 @@ def read_study(args: Arguments) -> Study:
         ) from error
     outcomes: dict[Trial, Outcome] = {}
     for seed in seeds_of(out, args):
-        pair = {Trial(1.0, item, seed): None for item in (args.base, args.precision)}
-        found = {job: read_outcome(folder(out, job), fixed["steps"]) for job in pair}
-        outcomes |= (
-            {job: outcome for job, outcome in found.items() if outcome is not None}
-            if all(found.values())
-            else {}
-        )
+        pair = {
+            job: read_outcome(folder(out, job), fixed["steps"])
+            for job in (Trial(1.0, item, seed) for item in (args.base, args.precision))
+        }
+        if all(pair.values()):
+            outcomes |= {job: end for job, end in pair.items() if end is not None}
     if not outcomes:
         raise UserError(
             f"study={out}: no seed has ended in both {args.base} and {args.precision}"
         )
-    if min(len(found.curve) for found in outcomes.values()) < 2:
+    if min(len(outcome.curve) for outcome in outcomes.values()) < 2:
         raise UserError(
             f"study={out}: a curve needs two validations or more; give the study"
             " evaluations="
@@ -133,27 +131,27 @@ def read_study(args: Arguments) -> Study:
         if row.item == args.precision
     ]
     curves = {
-        item: [found.curve for job, found in outcomes.items() if job.item == item]
+        item: [outcome.curve for job, outcome in outcomes.items() if job.item == item]
         for item in (args.base, args.precision)
     }
     return Study(fixed["model"], curves, row)
 
 
 def seeds_of(out: Path, args: Arguments) -> list[int]:
-    """The seeds of which there are runs of the precision."""
+    """Return the seeds that have runs of the precision."""
     parent = folder(out, Trial(1.0, args.precision, 0)).parent
     return sorted(int(path.name) for path in parent.glob("*") if path.name.isdigit())
 
 
 def label(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    """A line of text."""
+    """Return a line of text as SVG."""
     words = f' class="{kind}"' if kind else ""
     end = "" if anchor == "start" else f' text-anchor="{anchor}"'
     return f'<text x="{x:.0f}" y="{y:.0f}"{words}{end}>{html.escape(text)}</text>'
 
 
 def bars(values: Mapping[str, float], left: float, precision: str) -> Iterator[str]:
-    """A bar for each precision."""
+    """Yield a bar for each precision."""
     yield label(left, 24, "bytes of state per parameter", "head")
     yield label(left, 42, "weights and optimizer", "note")
     for i, name in enumerate(BARS):
@@ -176,7 +174,7 @@ def bars(values: Mapping[str, float], left: float, precision: str) -> Iterator[s
 def plot(
     curves: Sequence[Mapping[int, float]], first: float, left: float, right: float
 ) -> Plot:
-    """The scales that hold all curves from step `first` on."""
+    """Return the scales that fit all curves from step `first` on."""
     shown = [
         (step, loss)
         for curve in curves
@@ -193,7 +191,7 @@ def plot(
 
 
 def grid(where: Plot) -> Iterator[str]:
-    """Lines and numbers of both axes."""
+    """Yield the lines and numbers of both axes."""
     across, up = where
     for values, kind in (
         (ticks(up.low, up.high, 5), "y"),
@@ -219,7 +217,7 @@ def grid(where: Plot) -> Iterator[str]:
 def lines(
     curves: Sequence[Mapping[int, float]], kind: str, where: Plot, name: str
 ) -> Iterator[str]:
-    """A thin line for each seed, which says what it is when pointed at."""
+    """Yield a thin line for each seed, with its name as a tooltip."""
     for seed, curve in enumerate(curves):
         points = [
             (s, loss)
@@ -239,7 +237,7 @@ def lines(
 
 
 def key(x: float, kind: str, text: str) -> str:
-    """A color and what it stands for."""
+    """Return an entry of the legend."""
     return (
         f'<line class="{kind}" stroke-width="2.5" x1="{x}" x2="{x + 18}" y1="38"'
         ' y2="38"/>' + label(x + 24, 42, text)
@@ -247,10 +245,10 @@ def key(x: float, kind: str, text: str) -> str:
 
 
 def curves(study: Study, precision: str, base: str) -> Iterator[str]:
-    """The left plot has whole runs, the middle one their last part."""
-    every = [curve for found in study.curves.values() for curve in found]
+    """Yield the left plot, of complete runs, and the middle one, of their last part."""
+    every = [curve for of_item in study.curves.values() for curve in of_item]
     *_, second, last = sorted({step for curve in every for step in curve})
-    whole, end = (
+    full, end = (
         plot(every, 0, 52, 300),
         plot(every, min(second, (1 - SHOWN_AT_END) * last), 366, 614),
     )
@@ -264,7 +262,7 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
     yield key(22, "base", base)
     yield key(90, "ours", precision)
     yield label(300, 42, "nats", "note", "end")
-    for where in (whole, end):
+    for where in (full, end):
         yield from grid(where)
         for item, kind in ((base, "base"), (precision, "ours")):
             yield from lines(study.curves[item], kind, where, item)
@@ -275,15 +273,15 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
             "note",
             "middle",
         )
-    x, y = whole.across(end.across.low), whole.up(end.up.high)
-    size = f'width="{whole.across.end - x:.0f}" height="{whole.up(end.up.low) - y:.0f}"'
+    x, y = full.across(end.across.low), full.up(end.up.high)
+    size = f'width="{full.across.end - x:.0f}" height="{full.up(end.up.low) - y:.0f}"'
     yield f'<rect class="zoom" x="{x:.0f}" y="{y:.0f}" {size}/>'
     yield label(366, 24, "the framed part, enlarged", "head")
     yield label(366, 42, difference(study.row), "note")
 
 
 def difference(row: PairedDifference) -> str:
-    """The mean of the paired differences, with its interval."""
+    """Format the mean of the paired differences with its interval."""
     interval = (
         f" ± {100 * row.half_width / row.base_loss:.2f}"
         if math.isfinite(row.half_width)
@@ -296,7 +294,7 @@ def difference(row: PairedDifference) -> str:
 def picture(
     study: Study, values: Mapping[str, float], precision: str, base: str
 ) -> str:
-    """The SVG."""
+    """Return the SVG."""
     spoken = (
         f"Validation loss over steps of {base} and {precision} on {study.model}, a line"
         f" for each of {len(study.curves[base])} seeds: the lines lie on each other;"
@@ -318,7 +316,7 @@ def picture(
 
 
 def main(args: Arguments) -> None:
-    """Write it and say where, and of how many pairs."""
+    """Write the picture; print its path and the number of pairs."""
     study = read_study(args)
     values = state_bytes(RESULTS.read_text(encoding="utf-8"))
     write_atomically(Path(args.out), picture(study, values, args.precision, args.base))

@@ -1,4 +1,4 @@
-"""JSON lines of finished work: who is killed while it writes one loses that one."""
+"""Rows of finished work as JSON lines: a process killed while writing loses one row."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,20 @@ from typing import Any
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a file, none when there is no file; torn ones are left out."""
-    found = []
+    """Return a file's complete rows; torn ones are left out, no file has none."""
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return rows
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Write a row; behind a torn one it begins a line of its own. ValueError for
-    numbers that JSON does not have.
+    """Append a row, on a line of its own even behind a torn one.
+
+    Raises ValueError for numbers that JSON does not have.
     """
     text = json.dumps(row, allow_nan=False)
     with path.open("a+b") as file:

@@ -1,9 +1,8 @@
-"""Studies of many short runs: what is asked for, as jobs, and the jobs as trainers that
-run beside each other.
+"""Studies of many short runs: their settings, jobs, and trainer processes.
 
 An item is a precision with `+key=value` for each further override, or overrides alone.
 Each run is `python -m trainer` in OUT/LR/ITEM/SEED, and stays there: the next call of
-the study goes on.
+the study continues.
 """
 
 import json
@@ -47,11 +46,11 @@ TRUNK = "trunk"
 
 @dataclass(frozen=True)
 class Study:
-    """What every study is asked for; see `--help`.
+    """Settings that all studies share; see `--help`.
 
     Attributes:
-      fixed: what all runs of a directory have in common; presets, seeds and learning
-          rates may be added later.
+      fixed: the settings that all runs of a directory share; presets, seeds and
+          learning rates may be added later.
     """
 
     fixed: ClassVar[tuple[str, ...]] = (
@@ -88,12 +87,12 @@ class Study:
 
     @property
     def logged(self) -> list[str]:
-        """The trainer's arguments that say how often it looks at what."""
+        """Return the trainer's arguments for how often it logs and validates."""
         return ["train.log_every=10", "metrics.numerics_every=0"]
 
     def checkpoints(self, job: "Trial") -> list[str]:
-        """The trainer's arguments that say when a run saves: at the end, or when it is
-        interrupted.
+        """Return the trainer's arguments for when a run saves: at its end, or when it
+        is interrupted.
         """
         return ["checkpoint.every=0"]
 
@@ -107,7 +106,7 @@ class Trial(NamedTuple):
 
 
 def jobs_of(args: Study) -> list[Trial]:
-    """Every run of the study, seeds outermost, the base first."""
+    """Return every run of the study, seeds outermost, the base first."""
     items, multiples = parse(args)
     return [
         Trial(m, item, args.first_seed + seed)
@@ -118,7 +117,7 @@ def jobs_of(args: Study) -> list[Trial]:
 
 
 def parse(args: Study) -> tuple[list[str], list[float]]:
-    """Items, the base first, and learning rates; UserError for what cannot be meant."""
+    """Return the items, the base first, and learning rates; UserError if invalid."""
     for name, least in (
         ("seeds", 1),
         ("steps", 1),
@@ -165,22 +164,22 @@ def parse(args: Study) -> tuple[list[str], list[float]]:
 
 
 def safe(item: str) -> str:
-    """The item as the name of a directory."""
+    """Return the item as the name of a directory."""
     return re.sub(r"[^\w.=+-]", "_", item)
 
 
 def folder(out: Path, job: Trial) -> Path:
-    """The run's directory."""
+    """Return the run's directory."""
     return out / f"{job.lr:g}x" / safe(job.item) / str(job.seed)
 
 
 def overrides(item: str) -> list[str]:
-    """The trainer's arguments that an item stands for."""
+    """Return an item's arguments for the trainer."""
     return [part if "=" in part else f"precision={part}" for part in item.split("+")]
 
 
 def claim(out: Path, args: Study) -> None:
-    """A directory holds runs of one kind. UserError if these would be of another."""
+    """Check that a directory's runs share this study's settings, else UserError."""
     fixed = {name: getattr(args, name) for name in args.fixed}
     path = out / "study.json"
     try:
@@ -190,10 +189,10 @@ def claim(out: Path, args: Study) -> None:
             f"cannot write to out={out}: {error.strerror}; choose another"
         ) from error
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
         # of a key that came after the directory
         usual = {field.name: field.default for field in fields(args)}
-        was = {name: before.get(name, usual[name]) for name in fixed}
+        was = {name: saved.get(name, usual[name]) for name in fixed}
         different = [f"{k}={v} (was {was[k]})" for k, v in fixed.items() if v != was[k]]
         if different:
             raise UserError(
@@ -204,13 +203,13 @@ def claim(out: Path, args: Study) -> None:
 
 
 def trunk_of(args: Study, job: Trial) -> Path:
-    """Where the runs of a seed find the checkpoint that they have in common."""
+    """Return the checkpoint from which the runs of a seed start."""
     return folder(Path(args.out), job._replace(item=args.base)) / TRUNK
 
 
 def keep_trunk(run_dir: Path, step: int) -> None:
-    """Put a run's checkpoint of `step`, and its configuration, where they stay; all or
-    none of it.
+    """Copy a run's checkpoint of `step` and its configuration to the trunk's place, all
+    or nothing.
     """
     trunk, half = run_dir / TRUNK, run_dir / f"{TRUNK}.part"
     if not trunk.exists():
@@ -223,8 +222,10 @@ def keep_trunk(run_dir: Path, step: int) -> None:
 
 
 def check_items(args: Study, items: Sequence[str]) -> float:
-    """`model.lr`, once the trainer has composed every item's configuration. UserError
-    in its words otherwise.
+    """Let the trainer compose every item's configuration; return `model.lr`.
+
+    Raises:
+      UserError: an item is invalid; the message is the trainer's.
     """
     lr = 0.0
     for item in reversed(items):  # the base last: the learning rate is its own
@@ -244,7 +245,7 @@ def check_items(args: Study, items: Sequence[str]) -> float:
 
 
 def last_line(text: str) -> str:
-    """What a failed process said at last, without `error: `."""
+    """Return the last line of a failed process, without `error: `."""
     lines = text.strip().splitlines()
     return (
         lines[-1].removeprefix("error: ")
@@ -254,7 +255,7 @@ def last_line(text: str) -> str:
 
 
 def command(args: Study, job: Trial, run_dir: Path, model_lr: float) -> list[str]:
-    """The run as a command."""
+    """Return the command of a run."""
     settings = [
         f"model={args.model}",
         f"train.steps={args.steps}",
@@ -281,17 +282,18 @@ def in_turn(
     count: int,
     wanted: Callable[[Trial], bool] = lambda job: True,
 ) -> Iterator[Trial]:
-    """Each job as it ends, `count` of them running at a time; when we are stopped, they
-    are stopped, and save.
+    """Run `count` jobs at a time, and yield each as it ends.
 
-    `wanted` is asked when a job's turn has come; one that is not is left out.
+    When this process is stopped, it stops the jobs, and they save. `wanted` is asked
+    when a job's turn has come; an unwanted job is left out.
 
-    Raises UserError, with the trainer's last line, for a run that failed; that it
-    diverged is a result.
+    Raises:
+      UserError: a run failed; the message has the trainer's last line. A run that
+        diverged has not failed: that is a result.
     """
     waiting, running = list(commands), dict[Trial, subprocess.Popen[bytes]]()
     stops = (signal.SIGTERM, signal.SIGHUP)
-    before = [
+    handlers = [
         signal.signal(number, lambda number, _: sys.exit(128 + number))
         for number in stops
     ]
@@ -330,14 +332,12 @@ def in_turn(
             process.terminate()
         for process in running.values():
             process.wait()
-        for number, handler in zip(stops, before, strict=True):
+        for number, handler in zip(stops, handlers, strict=True):
             signal.signal(number, handler)
 
 
 def remove_checkpoints(run_dir: Path) -> None:
-    """Remove those of a run that has ended, if it has any: most of its size. Whoever
-    kills this leaves all or none.
-    """
+    """Remove the checkpoints of a finished run, most of its size, all or none."""
     remove_removed(run_dir)
     if (run_dir / "checkpoints").exists():
         (run_dir / "checkpoints").rename(run_dir / REMOVED)
@@ -345,17 +345,16 @@ def remove_checkpoints(run_dir: Path) -> None:
 
 
 def remove_removed(run_dir: Path) -> None:
-    """Remove what a removal of checkpoints that was killed has left."""
+    """Remove what an interrupted removal of checkpoints has left."""
     shutil.rmtree(run_dir / REMOVED, ignore_errors=True)
 
 
 def code_of(run_dirs: Iterable[Path]) -> str:
-    """The versions of the code that runs were trained by, in the order of first
-    appearance, separated by commas.
+    """Return the code versions that trained the runs, separated by commas.
 
-    Not that which writes their table, which may be another one.
+    The version that writes their table may be another one.
     """
-    found: dict[str, None] = {}
+    versions: dict[str, None] = {}
     for run_dir in run_dirs:
         environment = run_dir / "environment.txt"
         lines = (
@@ -363,14 +362,14 @@ def code_of(run_dirs: Iterable[Path]) -> str:
             if environment.exists()
             else []
         )
-        found |= dict.fromkeys(
+        versions |= dict.fromkeys(
             line.removeprefix("code: ") for line in lines if line.startswith("code: ")
         )
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def given(args: Any) -> dict[str, Any]:
-    """The arguments that are not at their defaults."""
+    """Return the arguments that are not at their defaults."""
     return {
         f.name: getattr(args, f.name)
         for f in fields(args)

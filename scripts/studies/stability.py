@@ -1,14 +1,14 @@
-"""How stable is a precision? Presets x learning rates x seeds, up to rates at which
-FP32 itself diverges.
+"""Measure how stable precisions are: presets x learning rates x seeds, up to rates at
+which FP32 itself diverges.
 
 The runs are like those of `scripts.studies.parity`: items of `presets=` are named
 alike, each is `python -m trainer` in OUT/LR/ITEM/SEED, a study that is called again
 continues, and jobs run beside each other. After every run OUT/stability.json,
-stability.md and stability.png are written anew: final loss against learning rate with
-all seeds, the share of diverged runs with its interval, spikes, the largest stable
-rate, the learning-rate sensitivity of arXiv 2309.14322, and both sharpnesses over time,
-with how many steps they rose before a divergence. The module `stable` says what each of
-these means.
+stability.md and stability.png are written anew. They have the final loss against the
+learning rate with all seeds, the share of diverged runs with its interval, spikes, the
+largest stable rate, and the learning-rate sensitivity of arXiv 2309.14322. Both
+sharpnesses over time follow, with the steps by which they rose before a divergence. The
+module `stable` defines these figures.
 """
 
 import json
@@ -45,7 +45,7 @@ from trainer.run.rundir import is_held
 
 @dataclass(frozen=True)
 class Arguments(Study):
-    """See `--help`."""
+    """Settings of the study; see `--help`."""
 
     fixed: ClassVar[tuple[str, ...]] = (*Study.fixed, "looks")
     seeds: int = argument("runs at each learning rate", 4)
@@ -60,7 +60,7 @@ class Arguments(Study):
 
     @property
     def logged(self) -> list[str]:
-        """Every step's loss, for spikes and the onset of a divergence."""
+        """Return arguments that log every step's loss, for spikes and divergences."""
         every = self.steps // self.looks if self.looks else 0
         return ["train.log_every=1", f"metrics.numerics_every={every}"]
 
@@ -77,9 +77,9 @@ def main(args: Arguments) -> None:
     model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
     folders = {job: folder(out, job) for job in jobs}
     ended = {
-        job: found
+        job: result
         for job in jobs
-        if (found := read_run(folders[job], args)) is not None
+        if (result := read_run(folders[job], args)) is not None
     }
     for job in ended if args.jobs else ():
         # a run's last validation comes before its last checkpoint
@@ -96,12 +96,12 @@ def main(args: Arguments) -> None:
         in_turn(commands, folders, args.jobs) if todo else (), 1
     ):
         remove_checkpoints(folders[job])
-        found = read_run(folders[job], args)
-        assert found is not None  # its process ended well
-        ended[job] = found
+        result = read_run(folders[job], args)
+        assert result is not None  # its process ended well
+        ended[job] = result
         report(out, args, ended, rates)
         left = (time.monotonic() - started) / done * (len(todo) - done)
-        state = "diverged" if found.diverged else f"{found.final:.4f} nats"
+        state = "diverged" if result.diverged else f"{result.final:.4f} nats"
         print(
             f"{len(ended)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}:"
             f" {state}; {len(todo) - done} to go, about {left / 60:.0f} min",
@@ -110,7 +110,7 @@ def main(args: Arguments) -> None:
 
 
 def read_run(run_dir: Path, args: Arguments) -> Run | None:
-    """What a run came to; None: it has not ended."""
+    """Return the figures of a run, or None where it has not ended."""
     stopped = (run_dir / "divergence.txt").exists()
     return run_of(
         read_rows(run_dir / "metrics.jsonl"),
@@ -144,12 +144,12 @@ def report(
         ],
         "runs": [
             job._asdict()
-            | finite(found._asdict())
+            | finite(result._asdict())
             | {
-                "logits": finite(found.logits),
-                "edge": finite(found.edge),
+                "logits": finite(result.logits),
+                "edge": finite(result.edge),
             }
-            for job, found in sorted(runs.items())
+            for job, result in sorted(runs.items())
         ],
     }
     write_atomically(
@@ -162,7 +162,7 @@ def report(
 
 
 def heading(args: Arguments) -> str:
-    """What the tables' figures are of."""
+    """Format the settings that the tables' figures are of."""
     return (
         f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens; final loss:"
         f" validation, nats per token, mean of the last {args.last} of"

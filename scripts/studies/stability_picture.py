@@ -1,5 +1,5 @@
-"""The picture of a stability study: final loss against learning rate, and both
-sharpnesses over the steps.
+"""Plot a stability study: final loss against learning rate, and both sharpnesses over
+the steps.
 """
 
 import math
@@ -47,14 +47,14 @@ def draw_losses(
     rates: Sequence[float],
     styles: Mapping[str, tuple[str, str]],
 ) -> None:
-    """The left panel; items stand beside each other at each rate."""
+    """Draw the left panel; items stand beside each other at each rate."""
     for i, (name, (color, dash)) in enumerate(styles.items()):
         aside = 1 + 0.04 * (i - (len(styles) - 1) / 2)
-        own = {key: run for key, run in runs.items() if key.item == name}
+        item_runs = {key: run for key, run in runs.items() if key.item == name}
         for diverged, marker in ((False, "o"), (True, "x")):
             shown = [
                 (key.lr * aside, run.clipped)
-                for key, run in own.items()
+                for key, run in item_runs.items()
                 if run.diverged == diverged
             ]
             ax.plot(
@@ -66,7 +66,7 @@ def draw_losses(
                 alpha=0.6,
             )
         means = [
-            (lr, [run.clipped for key, run in own.items() if key.lr == lr])
+            (lr, [run.clipped for key, run in item_runs.items() if key.lr == lr])
             for lr in sorted(rates)
         ]
         line = [
@@ -94,7 +94,7 @@ def draw_looks(
     kind: str,
     title: str,
 ) -> None:
-    """A panel of one sharpness; what is not finite, or not above zero, leaves a gap."""
+    """Draw a panel of one sharpness; values not finite or not above zero leave gaps."""
     for key, run in runs.items():
         series: dict[int, float] = getattr(run, kind)
         steps = sorted(series)

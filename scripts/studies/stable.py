@@ -1,5 +1,5 @@
-"""How stable runs were: what one came to, and the figures of a precision over its
-learning rates and seeds.
+"""Figures of stability: of one run, and of a precision over its learning rates and
+seeds.
 
 References: Wortsman et al. 2023, arXiv 2309.14322 (learning-rate sensitivity); Lee et
 al. 2024, arXiv 2405.18710 (divergence and sharpness over seeds and rates); Wilson 1927
@@ -24,7 +24,7 @@ LOOKS = 3  # before which nothing is said of it
 
 
 class Run(NamedTuple):
-    """What a run came to.
+    """The figures of one run.
 
     Attributes:
       first: training loss (nats) of the first step, at the initial weights.
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
     @property
     def clipped(self) -> float:
-        """The final loss, but not more than the first one."""
+        """Return the final loss, but not more than the first one."""
         return min(self.final, self.first)
 
 
@@ -91,7 +91,7 @@ class StabilityRow(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """See `StabilityRow.leads`."""
+    """The median lead of a sharpness; see `StabilityRow.leads`."""
 
     steps: float
     rose: int
@@ -100,8 +100,8 @@ class Lead(NamedTuple):
 
 
 def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool:
-    """Whether a run was stopped, ends without a finite loss, learned nothing, or has
-    lost half of what it had learned.
+    """Return whether a run was stopped, ended without a finite loss, learned nothing,
+    or lost half of what it had learned.
 
     Args:
       first: loss at the initial weights.
@@ -114,7 +114,7 @@ def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool
 
 
 def onset_of(losses: Mapping[int, float], diverged: bool) -> int | None:
-    """The first step from which a diverged run stays above the middle between its first
+    """Return the first step from which a diverged run stays above the mean of its first
     and its lowest loss.
     """
     if not diverged or not losses:
@@ -138,19 +138,18 @@ def onset_of(losses: Mapping[int, float], diverged: bool) -> int | None:
 
 
 def spikes_in(losses: Mapping[int, float], end: int | None) -> int:
-    """How often the loss leaves the course of the WINDOW steps before by SIGMAS of
-    their scatter, and by LEAST nats.
+    """Count how often the loss leaves the course of the WINDOW steps before it.
 
-    Steps in a row are one spike; `end`: only up to there. The scatter is 1.4826 times
-    the median distance to the median, which is the standard deviation of normal numbers
-    and bears spikes.
+    A spike is SIGMAS of their scatter away, and LEAST nats. Steps in a row are one
+    spike; `end` bounds the steps. The scatter is 1.4826 times the median distance to
+    the median: the standard deviation of normal numbers, robust against spikes.
     """
     steps = [step for step in sorted(losses) if end is None or step < end]
     count, inside = 0, False
     for i in range(WINDOW, len(steps)):
-        before = [losses[step] for step in steps[i - WINDOW : i]]
-        middle = statistics.median(before)
-        scatter = 1.4826 * statistics.median([abs(x - middle) for x in before])
+        window = [losses[step] for step in steps[i - WINDOW : i]]
+        middle = statistics.median(window)
+        scatter = 1.4826 * statistics.median([abs(x - middle) for x in window])
         above = not losses[steps[i]] <= middle + max(SIGMAS * scatter, LEAST)
         count, inside = count + (above and not inside), above
     return count
@@ -159,7 +158,7 @@ def spikes_in(losses: Mapping[int, float], end: int | None) -> int:
 def run_of(
     rows: Sequence[Mapping[str, Any]], *, steps: int, last: int, stopped: bool
 ) -> Run | None:
-    """From the rows of metrics.jsonl; None: it has not ended, and was not stopped."""
+    """Return the figures of metrics.jsonl's rows, or None for an unfinished run."""
     losses = {
         row["step"]: float(row["train/loss"]) for row in rows if "train/loss" in row
     }
@@ -189,20 +188,24 @@ def run_of(
     )
 
 
-def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval of a share by Wilson; (0, 1) of nothing."""
-    if not of:
+def wilson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's interval of the share count / total; (0, 1) of a total of 0."""
+    if not total:
         return 0.0, 1.0
     z = float(ndtri((1 + confidence) / 2))
-    share, weight = count / of, 1 + z * z / of
-    center = (share + z * z / (2 * of)) / weight
-    reach = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / weight
+    share, weight = count / total, 1 + z * z / total
+    center = (share + z * z / (2 * total)) / weight
+    reach = (
+        z
+        * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+        / weight
+    )
     return max(0.0, center - reach), min(1.0, center + reach)
 
 
 def sensitivity(runs: Sequence[Run]) -> float:
-    """Of one seed's runs over learning rates: mean of min(loss, first loss), minus the
-    lowest of them; nats.
+    """Return one seed's mean of min(loss, first loss) over its learning rates, minus
+    the lowest of them (nats).
 
     Wortsman et al. write it as an expectation over rates of [min(loss, loss at
     initialization) - best loss].
@@ -212,8 +215,8 @@ def sensitivity(runs: Sequence[Run]) -> float:
 
 
 def alarm(series: Mapping[int, float], kind: str) -> list[bool]:
-    """For each look of a sharpness whether it has risen: above EDGE; of the logits,
-    RISEN times the looks before.
+    """Return for each look at a sharpness whether it has risen: above EDGE, or for the
+    logits RISEN times the earlier looks.
     """
     values = [series[step] for step in sorted(series)]
     if kind == "edge":
@@ -225,8 +228,8 @@ def alarm(series: Mapping[int, float], kind: str) -> list[bool]:
 
 
 def lead_of(run: Run, kind: str) -> int | None:
-    """By how many steps a sharpness rose before the onset, and stayed up; None: it was
-    not up by then.
+    """Return the steps by which a sharpness rose before the onset and stayed up, or
+    None where it did not.
     """
     series: dict[int, float] = getattr(run, kind)
     assert run.onset is not None
@@ -239,8 +242,8 @@ def lead_of(run: Run, kind: str) -> int | None:
 
 
 def leads(runs: Sequence[Run]) -> dict[str, Lead]:
-    """See `StabilityRow.leads`; a sharpness that was not looked at is not there."""
-    found = {}
+    """Return the `StabilityRow.leads` of every sharpness that was looked at."""
+    by_kind = {}
     for kind in ("logits", "edge"):
         lost = [
             run
@@ -248,24 +251,24 @@ def leads(runs: Sequence[Run]) -> dict[str, Lead]:
             if run.onset is not None
             and any(step <= run.onset for step in getattr(run, kind))
         ]
-        kept = [run for run in runs if not run.diverged and getattr(run, kind)]
+        stable = [run for run in runs if not run.diverged and getattr(run, kind)]
         ahead = [steps for run in lost if (steps := lead_of(run, kind)) is not None]
-        false = [any(alarm(getattr(run, kind), kind)) for run in kept]
-        if lost or kept:
+        false = [any(alarm(getattr(run, kind), kind)) for run in stable]
+        if lost or stable:
             steps = statistics.median(ahead) if ahead else math.nan
-            found[kind] = Lead(
+            by_kind[kind] = Lead(
                 steps,
                 len(ahead),
                 len(lost),
                 statistics.fmean(false) if false else math.nan,
             )
-    return found
+    return by_kind
 
 
 def figures(
     runs: Mapping[Any, Run], base: str, rates: Sequence[float]
 ) -> list[StabilityRow]:
-    """A row for each item, in the order of first appearance.
+    """Return a row for each item, in the order of first appearance.
 
     Args:
       runs: by a key with `lr`, `item` and `seed`.
@@ -274,14 +277,17 @@ def figures(
     """
     by_seed: dict[str, dict[int, float]] = {}
     for item in dict.fromkeys(key.item for key in runs):
-        own = {(key.seed, key.lr): run for key, run in runs.items() if key.item == item}
-        whole = [
+        item_runs = {
+            (key.seed, key.lr): run for key, run in runs.items() if key.item == item
+        }
+        complete = [
             s
-            for s in dict.fromkeys(seed for seed, _ in own)
-            if all((s, lr) in own for lr in rates)
+            for s in dict.fromkeys(seed for seed, _ in item_runs)
+            if all((s, lr) in item_runs for lr in rates)
         ]
         by_seed[item] = {
-            seed: sensitivity([own[seed, lr] for lr in rates]) for seed in whole
+            seed: sensitivity([item_runs[seed, lr] for lr in rates])
+            for seed in complete
         }
     return [row_of(item, runs, by_seed, base, rates) for item in by_seed]
 
@@ -293,41 +299,42 @@ def row_of(
     base: str,
     rates: Sequence[float],
 ) -> StabilityRow:
-    """The figures of an item; see `figures`."""
-    own = {key: run for key, run in runs.items() if key.item == item}
-    lost = sum(run.diverged for run in own.values())
+    """Return the figures of an item; see `figures`."""
+    item_runs = {key: run for key, run in runs.items() if key.item == item}
+    lost = sum(run.diverged for run in item_runs.values())
     values, theirs = by_seed[item], by_seed.get(base, {})
     ratios = [values[seed] / theirs[seed] for seed in values if theirs.get(seed, 0) > 0]
-    low, high = wilson(lost, len(own))
+    low, high = wilson(lost, len(item_runs))
     return StabilityRow(
         item,
-        len(own),
+        len(item_runs),
         lost,
         low,
         high,
-        statistics.fmean([run.spikes for run in own.values()]),
-        sum(run.skipped for run in own.values()),
-        largest_stable(own, rates),
+        statistics.fmean([run.spikes for run in item_runs.values()]),
+        sum(run.skipped for run in item_runs.values()),
+        largest_stable(item_runs, rates),
         len(values),
         statistics.fmean(values.values()) if values else math.nan,
         half_width(list(values.values())),
         statistics.fmean(ratios) if ratios else math.nan,
         half_width(ratios),
-        leads(list(own.values())),
+        leads(list(item_runs.values())),
     )
 
 
 def largest_stable(runs: Mapping[Any, Run], rates: Sequence[float]) -> float | None:
-    """The largest rate up to which every run that ended was stable; a rate without runs
-    ends the search.
+    """Return the largest rate up to which all finished runs were stable.
+
+    A rate without runs ends the search.
     """
-    found = None
+    largest = None
     for lr in sorted(rates):
         at = [run for key, run in runs.items() if key.lr == lr]
         if not at or any(run.diverged for run in at):
             break
-        found = lr
-    return found
+        largest = lr
+    return largest
 
 
 def markdown(
@@ -336,8 +343,9 @@ def markdown(
     base: str,
     rates: Sequence[float],
 ) -> str:
-    """Two tables: a line for each item, and the final losses by item and rate. A dash
-    where there is no figure.
+    """Format two tables: a row for each item, and the final losses by item and rate.
+
+    A dash stands where there is no figure.
     """
     head = [
         "precision",
@@ -356,7 +364,7 @@ def markdown(
     ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        own = (
+        sensitivity = (
             f"{row.sensitivity:.4f}{interval(row.half_width, 4)}" if row.seeds else "-"
         )
         ratio = (
@@ -374,7 +382,7 @@ def markdown(
         cells += [
             str(row.skipped),
             "none" if row.largest is None else f"{row.largest:g}x",
-            own,
+            sensitivity,
         ]
         cells += [
             "-" if row.item == base else ratio,
@@ -399,12 +407,12 @@ def markdown(
 
 
 def interval(width: float, digits: int) -> str:
-    """To be appended; nothing where there is none."""
+    """Format a half width to be appended; empty where it is not finite."""
     return f" ± {width:.{digits}f}" if math.isfinite(width) else ""
 
 
 def words(lead: Lead | None) -> str:
-    """A lead in a cell of the table."""
+    """Format a lead as a cell of the table."""
     if lead is None:
         return "-"
     ahead = (
@@ -418,14 +426,12 @@ def words(lead: Lead | None) -> str:
 
 
 def at_rate(runs: Sequence[Run]) -> str:
-    """The mean final loss of those that did not diverge, their range, and how many
-    did.
+    """Format the mean final loss of the stable runs, their range, and the number of
+    diverged ones.
     """
-    kept, lost = (
-        [run.final for run in runs if not run.diverged],
-        sum(run.diverged for run in runs),
-    )
-    parts = [f"{statistics.fmean(kept):.4f}"] if kept else []
-    parts += [f"({min(kept):.3f} to {max(kept):.3f})"] if len(kept) > 1 else []
+    finals = [run.final for run in runs if not run.diverged]
+    lost = sum(run.diverged for run in runs)
+    parts = [f"{statistics.fmean(finals):.4f}"] if finals else []
+    parts += [f"({min(finals):.3f} to {max(finals):.3f})"] if len(finals) > 1 else []
     parts += [f"{lost} diverged"] if lost else []
     return " ".join(parts) or "-"

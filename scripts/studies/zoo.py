@@ -1,14 +1,13 @@
-"""Gradients under scalify of models that people really use, leaf by leaf, against plain
-FP32, FP16 and BF16: a table.
+"""Tabulate gradients under scalify of widely used models against plain FP32, FP16 and
+BF16, leaf by leaf.
 
-python -m scripts.studies.zoo out=zoo.md models=llama,vit formats=fp16,fp8
+    python -m scripts.studies.zoo out=zoo.md models=llama,vit formats=fp16,fp8
 
-A row is a model. `worst` is the leaf that is furthest beyond what it may be: its error,
-that of plain code in the same format (of FP8: of FP32 code with FP8 products at the
-best scales), and its zeros where they count. `trace` and `compile` are times over those
-of plain code. Each row is kept as a JSON line beside the table when it is measured;
-called again, the table continues. Rows that other code has measured are measured again
-with `again=yes`.
+A row is a model. `worst` is the leaf that is furthest beyond its limit: its error, that
+of plain code in the same format (of FP8: of FP32 code with FP8 matmuls at the best
+scales), and its zeros where they count. `trace` and `compile` are times over those of
+plain code. Each measured row is a JSON line beside the table; called again, the table
+continues. Rows that other code has measured are measured again with `again=yes`.
 """
 
 import math
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of the table; see `--help`."""
 
     out: str = argument("the table, Markdown; its rows are beside it as .jsonl")
     models: str = argument("names, separated by commas; empty: all", "")
@@ -54,7 +53,7 @@ class Arguments:
 
 
 def main(args: Arguments) -> None:
-    """Measure what is not there, and write the table after each model."""
+    """Measure the missing rows, and write the table after each model."""
     models, formats, scales = (
         chosen("models", args.models, list(BUILDERS)),
         *columns_of(args),
@@ -68,7 +67,7 @@ def main(args: Arguments) -> None:
         if {key: row[key] for key in settings} == settings
         and (args.again != "yes" or row["code"] == version)
     }
-    asked = [(format, way) for format in formats for way in scales]
+    columns = [(format, way) for format in formats for way in scales]
     for number, model in enumerate(models, 1):
         start = time.monotonic()
         row = known.setdefault(
@@ -77,7 +76,7 @@ def main(args: Arguments) -> None:
         )
         todo = [
             (f, w)
-            for f, w in asked
+            for f, w in columns
             if f"{f} {w}" not in row["found"] and (f != "fp8" or takes_fp8(model))
         ]
         if todo or (args.rounds and row["cost"] is None):
@@ -92,13 +91,13 @@ def main(args: Arguments) -> None:
             print(f" {summary(row)} ({time.monotonic() - start:.0f} s)", flush=True)
             jax.clear_caches()
         write_atomically(
-            out, markdown([known[name] for name in models if name in known], asked)
+            out, markdown([known[name] for name in models if name in known], columns)
         )
-    print(markdown([known[name] for name in models], asked))
+    print(markdown([known[name] for name in models], columns))
 
 
 def chosen(key: str, text: str, valid: list[str]) -> list[str]:
-    """The names of a list, all if it is empty; UserError for one that is not valid."""
+    """Return the names of a list, all if it is empty; UserError for an invalid one."""
     names = split(text) or valid
     for name in names:
         if name not in valid:
@@ -107,7 +106,7 @@ def chosen(key: str, text: str, valid: list[str]) -> list[str]:
 
 
 def columns_of(args: Arguments) -> tuple[list[str], list[str]]:
-    """Formats and kinds of scales."""
+    """Return the formats and the kinds of scales."""
     return chosen("formats", args.formats, list(FORMATS)), chosen(
         "scales", args.scales, list(SCALES)
     )
@@ -116,11 +115,11 @@ def columns_of(args: Arguments) -> tuple[list[str], list[str]]:
 def fill(
     row: dict[str, Any], subject: Subject, todo: list[tuple[str, str]], rounds: int
 ) -> None:
-    """Measure what the row lacks. An exception of a model is its result."""
+    """Measure the row's missing figures. An exception of a model is its result."""
     for format, scales in todo:
         try:
-            found = measure(subject, format, scales)
-            row["found"][f"{format} {scales}"] = figures(found)
+            measured = measure(subject, format, scales)
+            row["found"][f"{format} {scales}"] = figures(measured)
             if format == "fp32":
                 worst = max(loss_scaled(subject, scales).values())
                 if subject.case.powers is not None:
@@ -141,37 +140,37 @@ def fill(
             row["cost"] = {"raises": f"{type(error).__name__}: {error}"[:300]}
 
 
-def figures(found: "Found") -> dict[str, Any]:
-    """What is kept of a measurement."""
-    worst = found.worst
+def figures(measured: "Found") -> dict[str, Any]:
+    """Return the stored figures of a measurement."""
+    worst = measured.worst
 
     def number(x: float) -> float | str:
         return x if math.isfinite(x) else "inf"
 
     return {
-        "fits": found.fits,
-        "leaves": len(found.leaves),
-        "failures": len(found.failures),
+        "fits": measured.fits,
+        "leaves": len(measured.leaves),
+        "failures": len(measured.failures),
         "leaf": worst.path,
         **{
             name: number(getattr(worst, name))
             for name in ("error", "plain", "limit", "zeros", "plain_zeros")
         },
         "most_error": number(
-            max(leaf.error for leaf in found.leaves if leaf.determined)
+            max(leaf.error for leaf in measured.leaves if leaf.determined)
         ),
         "most_plain": number(
-            max(leaf.plain for leaf in found.leaves if leaf.determined)
+            max(leaf.plain for leaf in measured.leaves if leaf.determined)
         ),
         "most_zeros": number(
-            max(leaf.zeros for leaf in found.leaves if leaf.determined)
+            max(leaf.zeros for leaf in measured.leaves if leaf.determined)
         ),
     }
 
 
 def summary(row: dict[str, Any]) -> str:
-    """A row in words, for the progress."""
-    failed = [name for name, found in row["found"].items() if not holds(found)]
+    """Describe a row in words, for the progress."""
+    failed = [name for name, result in row["found"].items() if not holds(result)]
     ratios = row["cost"]
     times = (
         f", trace {ratios['trace']:.2f}, compile {ratios['compile']:.2f}"
@@ -181,32 +180,30 @@ def summary(row: dict[str, Any]) -> str:
     return ("fails: " + ", ".join(failed) if failed else "fits") + times
 
 
-def holds(found: dict[str, Any]) -> bool:
-    """Return whether a measurement is within the figures, that with other sizes of the
-    loss too.
-    """
-    return found["fits"] and float(found.get("resized", 0)) <= 1
+def holds(result: dict[str, Any]) -> bool:
+    """Return whether a measurement is within its limits, with other loss sizes too."""
+    return result["fits"] and float(result.get("resized", 0)) <= 1
 
 
-def markdown(rows: list[dict[str, Any]], asked: list[tuple[str, str]]) -> str:
-    """The table; a dash where there is no figure."""
+def markdown(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> str:
+    """Format the table; a dash where there is no figure."""
     head = [
         "model",
-        *(f"{format} {scales}" for format, scales in asked),
+        *(f"{format} {scales}" for format, scales in columns),
         "trace",
         "compile",
         "verdict",
     ]
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        found = [row["found"].get(f"{format} {scales}") for format, scales in asked]
+        results = [row["found"].get(f"{format} {scales}") for format, scales in columns]
         ratios = row["cost"] or {}
         times = [
             f"{ratios[name]:.2f}" if name in ratios else "-" for name in Cost._fields
         ]
-        fits = all(holds(x) for x in found if x)
+        fits = all(holds(x) for x in results if x)
         verdict = "fits" if fits else "**fails**"
-        cells = [row["model"], *map(cell, found), *times, verdict]
+        cells = [row["model"], *map(cell, results), *times, verdict]
         out.append(f"| {' | '.join(cells)} |")
     return (
         "\n".join(out)
@@ -217,19 +214,19 @@ def markdown(rows: list[dict[str, Any]], asked: list[tuple[str, str]]) -> str:
     )
 
 
-def cell(found: dict[str, Any] | None) -> str:
-    """One measurement."""
-    if found is None:
+def cell(result: dict[str, Any] | None) -> str:
+    """Format one measurement."""
+    if result is None:
         return "-"
-    if "raises" in found:
-        return f"raises {found['raises'].split(':')[0]}"
-    text = f"{float(found['error']):.2g} / {float(found['plain']):.2g}"
-    if found["failures"]:
-        text = f"**{text}**, {found['failures']} of {found['leaves']}"
-    if found["most_zeros"]:
-        text += f", zeros {float(found['most_zeros']):.1%}"
-    if float(found.get("resized", 0)) > 1:
-        text += f", resized **{float(found['resized']):.2g}**"
+    if "raises" in result:
+        return f"raises {result['raises'].split(':')[0]}"
+    text = f"{float(result['error']):.2g} / {float(result['plain']):.2g}"
+    if result["failures"]:
+        text = f"**{text}**, {result['failures']} of {result['leaves']}"
+    if result["most_zeros"]:
+        text += f", zeros {float(result['most_zeros']):.1%}"
+    if float(result.get("resized", 0)) > 1:
+        text += f", resized **{float(result['resized']):.2g}**"
     return text
 
 
