@@ -336,7 +336,7 @@ def result_of(
 ) -> Result:
     """Return the result of a precision by its losses and those of the run's own."""
     loss = statistics.fmean(losses)
-    differences = [ours - own for ours, own in zip(losses, reference, strict=True)]
+    differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
     bits = loss / math.log(2) / text.bytes_per_token
     mean = statistics.fmean(differences)
     return Result(name, loss, bits, mean, half_width(differences))

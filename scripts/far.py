@@ -1,8 +1,10 @@
-"""Keep a run with DiLoCo going while machines come and go. Start this on each of them,
-under a name of its own:
+"""Keep a DiLoCo run going while machines come and go.
 
-python -m scripts.far member=a host=10.0.0.1 members=4 \\
-    trainer="run_dir=/shared/far parallel=diloco diloco.replicas=4 diloco.quorum=3"
+Start this on each machine, under a name of its own:
+
+    python -m scripts.far member=a host=10.0.0.1 members=4 \\
+        trainer="run_dir=/shared/far parallel=diloco diloco.replicas=4 \\
+        diloco.quorum=3"
 
 A process of the trainer runs on every machine. When one is lost, the others are stopped
 and go on from the newest checkpoint with the replicas that are left, if those are at
@@ -46,7 +48,7 @@ HUNG = 4
 
 @dataclass(frozen=True)
 class Arguments:
-    """See `--help`."""
+    """Settings of a machine; see `--help`."""
 
     member: str = argument("the name of this machine, unlike all others'")
     members: int = argument("how many machines there are when all are there")
@@ -71,17 +73,17 @@ class Arguments:
 
 
 class Supervisor:
-    """Starts the trainer's process of one member in round after round.
+    """A supervisor that starts one member's trainer process in round after round.
 
     Args:
-      members: the directory; the name in it has been taken.
-      count: of members when all are there.
-      quorum: members without which nothing starts.
+      members: the shared directory, in which this member's name is taken.
+      count: number of members when all are present.
+      quorum: number of members without which nothing starts.
       start: starts the process of a round.
-      saved: the newest checkpoint's step.
-      times: see `Arguments`.
-      say: is told what happens.
-      settings: what is trained, the same on all machines.
+      saved: returns the newest checkpoint's step.
+      times: the settings.
+      say: logs a line.
+      settings: the trainer's arguments, the same on all machines.
     """
 
     def __init__(
@@ -108,20 +110,21 @@ class Supervisor:
         self.paused_until = 0.0
         # Of rounds that began before this supervisor nothing runs here any more
         # (`end_orphan`); the others wait for it.
-        before = members.before
-        self.before = before.number if before else 0
+        previous = members.previous
+        self.previous = previous.number if previous else 0
         if (
-            before
-            and members.name in before.members
-            and members.name not in members.ended(before)
+            previous
+            and members.name in previous.members
+            and members.name not in members.ended(previous)
         ):
-            members.end(before.number, HUNG)
+            members.end(previous.number, HUNG)
 
     def run(self) -> int:
-        """Round after round, until one ends for good; the exit code. Raises UserError
-        where another has the name.
+        """Run rounds until one ends for good; return the exit code.
+
+        Raises UserError where another machine has the name.
         """
-        last, ran, code = self.before, None, HUNG
+        last, ran, code = self.previous, None, HUNG
         for _ in range(self.times.rounds):
             this = self.gathered(last, ran)
             if this is None:
@@ -159,11 +162,10 @@ class Supervisor:
         return HUNG
 
     def gives_up(self, this: Round, code: int) -> bool:
-        """Count a start that failed and brought no new checkpoint; whether it was one
-        too many, else set a pause.
+        """Count a failed start without a new checkpoint, and set a pause.
 
-        Where one machine's process is always the first to fail the others may do better
-        without it.
+        Returns whether it was one too many. Where one machine's process is always the
+        first to fail, the others may do better without it.
         """
         most = self.times.failures
         self.failures += 1
@@ -192,7 +194,7 @@ class Supervisor:
         return False
 
     def description(self, this: Round) -> str:
-        """A line about a round."""
+        """Describe a round in a line."""
         without = self.count - len(this.members)
         left = f", without {without} that are gone" if without else ""
         return (
@@ -201,19 +203,25 @@ class Supervisor:
         )
 
     def gathered(self, last: int, ran: int | None) -> Round | None:
-        """The next round with this member after round `last`, once no process of one
-        before it is left.
+        """Wait for the next round with this member after round `last`.
 
-        `ran`: the one that has ended here, in which another's process may seem to run
-        until that is known to be gone. None: a signal came. Raises UserError where
-        another has the name.
+        Args:
+          last: number of the last round that has ended.
+          ran: the round whose process has ended here; another member's process of it
+            may still be running.
+
+        Returns:
+          The round, once no process of an earlier one runs; None after a signal.
+
+        Raises:
+          UserError: another machine has the name.
         """
         begun, told = time.monotonic(), False
         while not self.signal:
             self.check_name()
-            found, there = self.members.newest(), self.members.present()
-            if found and self.members.is_running(found.number):
-                self.check_settings(found)
+            newest, there = self.members.newest(), self.members.present()
+            if newest and self.members.is_running(newest.number):
+                self.check_settings(newest)
             if (
                 not told
                 and len(there) < self.quorum
@@ -224,9 +232,9 @@ class Supervisor:
                     f" least {self.quorum} are needed"
                 )
                 told = True
-            if found and found.number > last and self.members.name in found.members:
-                if self.members.are_free(found.number):
-                    return found
+            if newest and newest.number > last and self.members.name in newest.members:
+                if self.members.are_free(newest.number):
+                    return newest
             elif (
                 time.monotonic() >= self.paused_until
                 and (
@@ -235,7 +243,7 @@ class Supervisor:
                 )
                 and not (ran is not None and self.members.is_running(ran))
             ):
-                taking_part = self.lead(there, found)
+                taking_part = self.lead(there, newest)
                 if not told and self.members.name not in taking_part:
                     self.say(
                         f"waiting: {', '.join(taking_part)} are there, which are all"
@@ -245,57 +253,56 @@ class Supervisor:
             time.sleep(self.times.beat_seconds)
         return None
 
-    def lead(self, there: Sequence[str], found: Round | None) -> list[str]:
-        """Propose a round of those that are there, where this is the first of them and
-        they are enough.
+    def lead(self, there: Sequence[str], newest: Round | None) -> list[str]:
+        """Propose a round if this member is the first of those present and they are
+        enough.
 
-        Returns them: where more than `count` are there, those of the newest round
-        before others.
+        Returns its members. Where more than `count` are present, those of the newest
+        round come first.
         """
-        before = found.members if found else ()
+        preferred = newest.members if newest else ()
         taking_part = sorted(
-            sorted(there, key=lambda name: (name not in before, name))[: self.count]
+            sorted(there, key=lambda name: (name not in preferred, name))[: self.count]
         )
         if (
             taking_part
             and taking_part[0] == self.members.name
             and len(taking_part) >= self.quorum
         ):
-            number = found.number + 1 if found else 1
+            number = newest.number + 1 if newest else 1
             address = f"{self.times.host}:{self.times.port + number % 64}"
             self.members.propose(
                 Round(number, tuple(taking_part), address, self.settings)
             )
         return taking_part
 
-    def check_settings(self, of: Round) -> None:
-        """Raise UserError where a round trains something else."""
-        if of.settings != self.settings:
+    def check_settings(self, this: Round) -> None:
+        """Raise UserError where a round trains with other settings."""
+        if this.settings != self.settings:
             raise UserError(
                 f"trainer= of {self.members.name} says {self.settings!r}, but round"
-                f" {of.number} ({', '.join(of.members)}) was begun with"
-                f" {of.settings!r}; give all machines the same"
+                f" {this.number} ({', '.join(this.members)}) was begun with"
+                f" {this.settings!r}; give all machines the same"
             )
 
     def check_name(self) -> None:
-        """Raise UserError where another has the name of this member."""
+        """Raise UserError where another machine has the name of this member."""
         if self.members.other is not None:
             raise UserError(name_is_taken(self.members.name, self.members.other))
 
     def watched(
         self, process: "subprocess.Popen[bytes]", this: Round
     ) -> tuple[int, bool]:
-        """The exit code of a process, and whether it was ended for other machines: some
-        are not heard of, or are back.
+        """Wait for a process; return its exit code, and whether others ended it.
 
-        It is ended when other processes are gone, too, and asked to stop when a machine
-        is back.
+        It is killed when another process is gone, and asked to stop when a machine is
+        back.
         """
         told = False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(self.times.beat_seconds), told
-            there, found = self.members.present(), self.members.newest()
+            there, newest = self.members.present(), self.members.newest()
             ended = self.members.ended(this)
             gone = [
                 name
@@ -314,20 +321,20 @@ class Supervisor:
                 # it waits for them; a checkpoint that exists is complete
                 process.kill()
                 return process.wait(), bool(gone)
-            elif self.signal or (found and found.number > this.number):
+            elif self.signal or (newest and newest.number > this.number):
                 if not told:
                     process.terminate()  # all stop together, after a checkpoint
                 told = True
             elif len(this.members) < self.count and set(there) > set(this.members):
-                self.lead(there, found)
+                self.lead(there, newest)
 
 
 class FarPlan(NamedTuple):
-    """What a machine's arguments come to.
+    """The parsed arguments of a machine.
 
     Attributes:
       words: arguments of the trainer.
-      run_dir: of the run.
+      run_dir: directory of the run.
       each: replicas of a machine.
       fewest: machines that have at least a quorum of replicas.
     """
@@ -339,8 +346,9 @@ class FarPlan(NamedTuple):
 
 
 def planned(args: Arguments) -> FarPlan:
-    """The plan. Raises UserError for what could not go on with fewer machines: now, and
-    not when one is lost.
+    """Return the plan.
+
+    Raises UserError at once for a configuration that fewer machines could not continue.
     """
     if not args.member or "." in args.member or "/" in args.member:
         raise UserError(
@@ -363,13 +371,13 @@ def planned(args: Arguments) -> FarPlan:
     if wrong:
         raise UserError(f"{', '.join(wrong)}: expected numbers above zero")
     words = shlex.split(args.trainer)
-    whole = compose_config(words)
+    config = compose_config(words)
     if not any(word.startswith(("run_dir=", "resume=")) for word in words):
         raise UserError(
             "trainer= names no run_dir, so every machine would make one of its own;"
             " give run_dir=DIR, on the disk that they share"
         )
-    replicas, quorum = whole.diloco.replicas, whole.diloco.quorum
+    replicas, quorum = config.diloco.replicas, config.diloco.quorum
     if replicas is None or quorum is None or replicas % args.members:
         raise UserError(
             f"members={args.members} need parallel=diloco with diloco.replicas, a"
@@ -380,7 +388,7 @@ def planned(args: Arguments) -> FarPlan:
     fewest = -(-quorum // each)
     for count in range(fewest, args.members):
         compose_config(merge_overrides(words, [f"diloco.replicas={count * each}"]))
-    return FarPlan(words, Path(whole.run_dir), each, fewest)
+    return FarPlan(words, Path(config.run_dir), each, fewest)
 
 
 def end_orphan(
@@ -389,16 +397,15 @@ def end_orphan(
     say: Callable[[str], None],
     processes: Path = Path("/proc"),
 ) -> None:
-    """End the process that a supervisor of this machine left behind when it was killed
-    itself, and wait until it has.
+    """Kill the process that a killed supervisor of this machine left behind.
 
     Args:
       pid: the file with its number.
-      words: arguments that it was started with, by which it is told from another
-          process of that number.
-      say: is told where that cannot be found out.
-      processes: where processes are files, which is on Linux alone; elsewhere nothing
-          is ended.
+      words: arguments that it was started with, which tell it from another process of
+          that number.
+      say: logs a line where that cannot be found out.
+      processes: the directory of processes, which only Linux has; elsewhere nothing is
+          killed.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
         number = int(pid.read_text())
@@ -418,7 +425,7 @@ def end_orphan(
 
 
 def main(args: Arguments) -> int:
-    """Supervise this machine's process; the exit code. Raises UserError."""
+    """Supervise this machine's process; return the exit code. Raises UserError."""
     plan = planned(args)
 
     def say(text: str) -> None:
@@ -431,7 +438,7 @@ def main(args: Arguments) -> int:
     pid = plan.run_dir / "members" / f"{args.member}.pid"
 
     def start(this: Round) -> "subprocess.Popen[bytes]":
-        own = [
+        overrides = [
             f"diloco.replicas={len(this.members) * plan.each}",
             "parallel.distributed=true",
         ]
@@ -440,7 +447,12 @@ def main(args: Arguments) -> int:
             "JAX_NUM_PROCESSES": str(len(this.members)),
             "JAX_PROCESS_ID": str(this.members.index(args.member)),
         }
-        command = [sys.executable, "-m", "trainer", *merge_overrides(plan.words, own)]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer",
+            *merge_overrides(plan.words, overrides),
+        ]
         process = subprocess.Popen(command, env=os.environ | variables)
         pid.write_text(str(process.pid))
         return process
@@ -468,7 +480,7 @@ def main(args: Arguments) -> int:
         return supervisor.run()
 
 
-def of_arguments() -> int:
+def run_command_line() -> int:
     """Read the command line and supervise."""
     argv = sys.argv[1:]
     if "--help" in argv or "-h" in argv:
@@ -482,4 +494,4 @@ def of_arguments() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_and_flush(of_arguments))
+    sys.exit(run_and_flush(run_command_line))

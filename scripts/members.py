@@ -1,10 +1,9 @@
-"""What the machines of a run with local steps know of each other, through a directory
-that all share.
+"""The state of a run's machines, in a directory that all of them share.
 
-It holds a file NAME, which its member writes every second, with the round whose process
-it runs and who it is; N.json, who is in round N, written once, by the first of those
-that are there; and N-NAME.ended, an exit code. Ages of files are compared with that of
-the own one, so that clocks may differ.
+The file NAME is written every second by that member, with the round that its process
+runs and an identifier. N.json has the members of round N, written once, by the first of
+those present. N-NAME.ended has an exit code. Ages of files are compared with that of
+the own file, so that clocks may differ.
 """
 
 import contextlib
@@ -30,8 +29,8 @@ class Round(NamedTuple):
     Attributes:
       number: from 1.
       members: their names, sorted; the first one's machine has the coordinator.
-      address: of the coordinator.
-      settings: what the one that began it trains; all must train the same.
+      address: host and port of the coordinator.
+      settings: the trainer's arguments, which must be the same on all.
     """
 
     number: int
@@ -41,10 +40,8 @@ class Round(NamedTuple):
 
 
 def patient[**P, T](method: Callable[P, T]) -> Callable[P, T]:
-    """A method of Members that tries again while the disk fails, for as long as others
-    wait for this one.
-
-    Raises UserError after that.
+    """Let a method of Members retry while the disk fails, until the others would count
+    this member as gone. Raises UserError after that.
     """
 
     @functools.wraps(method)
@@ -67,45 +64,42 @@ def patient[**P, T](method: Callable[P, T]) -> Callable[P, T]:
 
 
 class Members:
-    """What one member knows of the others.
+    """The members as one of them sees them.
 
     Attributes:
       running: the round whose process runs here; 0: none does.
-      before: the newest round when the name was not yet taken: in this one and earlier
-          ones an earlier process had it.
-      other: who has taken this one's name since, in words; None: nobody.
+      previous: the newest round when the name was taken; in it and earlier ones an
+          earlier process had the name.
+      other: the identifier of a process that has taken the name since, or None.
     """
 
     def __init__(self, folder: Path, name: str, gone: float) -> None:
         self.folder, self.name, self.gone = folder, name, gone
         self.running = 0
-        self.before: Round | None = None
+        self.previous: Round | None = None
         self.other: str | None = None
         self._self = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, seconds: float) -> None:
-        """Take the name. One that nobody writes for so many seconds was left by who is
-        gone, and is taken over.
+        """Take the name, also one whose file nobody has written for `seconds`.
 
-        Raises UserError where another has it.
+        Raises UserError where another process has it.
         """
-        file, self.before = self.folder / self.name, self.newest()
+        file, self.previous = self.folder / self.name, self.newest()
         while not self._put(os.link):  # one alone can, of several that try
             with contextlib.suppress(FileNotFoundError):  # it has just left
-                before, end = file.stat().st_mtime_ns, time.monotonic() + seconds
+                written, end = file.stat().st_mtime_ns, time.monotonic() + seconds
                 while time.monotonic() < end:
                     time.sleep(seconds / 20)
-                    if file.stat().st_mtime_ns != before:
+                    if file.stat().st_mtime_ns != written:
                         raise UserError(
                             name_is_taken(self.name, self._owner() or "another machine")
                         )
                 file.unlink()
 
     def beat(self) -> None:
-        """Say that this one is there, and what it runs; unless another has its name
-        now, or the disk fails.
-        """
+        """Write this member's file, unless another has its name or the disk fails."""
         with contextlib.suppress(OSError):
             owner = self._owner()
             if owner in (None, self._self):
@@ -114,16 +108,14 @@ class Members:
                 self.other = owner
 
     def _owner(self) -> str | None:
-        """Who writes under this name; None: nobody."""
+        """Return the identifier of the process that has this name, or None."""
         try:
             return (self.folder / self.name).read_text().split()[1]
         except (FileNotFoundError, IndexError):
             return None
 
     def _put(self, move: Callable[[Path, Path], None]) -> bool:
-        """Write the file of this name, whole or not at all; whether it could be put
-        there.
-        """
+        """Write the file of this name, all or nothing; return whether that worked."""
         draft = self.folder / f"{self.name}.{self._self}.{threading.get_ident()}.beat"
         draft.write_text(f"{self.running} {self._self}")
         try:
@@ -135,15 +127,13 @@ class Members:
         return True
 
     def run(self, number: int) -> None:
-        """Say so at once when a process begins, or, with 0, is gone."""
+        """Publish that a process of a round runs here, or with 0 that it has ended."""
         self.running = number
         self.beat()
 
     @patient
     def are_free(self, number: int) -> bool:
-        """Return whether none of those that are there runs a process of a round before
-        this one.
-        """
+        """Return whether no present member runs a process of another round."""
         return all(
             int((self.folder / name).read_text().split()[0]) in (0, number)
             for name in self.present()
@@ -151,21 +141,21 @@ class Members:
 
     @patient
     def is_running(self, number: int) -> bool:
-        """Return whether one of those that are there runs a process of this round."""
+        """Return whether a present member runs a process of this round."""
         return any(
             int((self.folder / name).read_text().split()[0]) == number
             for name in self.present()
         )
 
     def leave(self) -> None:
-        """Say that this one is gone."""
+        """Remove this member's file."""
         with contextlib.suppress(OSError):  # it is not heard of, then
             if self.other is None:
                 (self.folder / self.name).unlink(missing_ok=True)
 
     @patient
     def present(self) -> list[str]:
-        """The names of those that are there, sorted."""
+        """Return the names of the present members, sorted."""
         times = {}
         for path in self.folder.iterdir():
             if not path.suffix:
@@ -178,21 +168,21 @@ class Members:
 
     @patient
     def newest(self) -> Round | None:
-        """The newest round."""
+        """Return the newest round, or None."""
         numbers = [int(path.stem) for path in self.folder.glob("*.json")]
         if not numbers:
             return None
-        found = json.loads((self.folder / f"{max(numbers)}.json").read_text())
+        fields = json.loads((self.folder / f"{max(numbers)}.json").read_text())
         return Round(
             max(numbers),
-            tuple(found["members"]),
-            found["address"],
-            found.get("settings", ""),
+            tuple(fields["members"]),
+            fields["address"],
+            fields.get("settings", ""),
         )
 
     @patient
     def propose(self, proposed: Round) -> None:
-        """Begin a round, unless another member was faster."""
+        """Start a round, unless another member was faster."""
         draft = self.folder / f"{self.name}.draft"
         draft.write_text(
             json.dumps({k: v for k, v in proposed._asdict().items() if k != "number"})
@@ -204,38 +194,38 @@ class Members:
 
     @patient
     def end(self, number: int, code: int) -> None:
-        """Say how this member's process of a round has ended."""
+        """Write the exit code of this member's process of a round."""
         (self.folder / f"{number}-{self.name}.ended").write_text(str(code))
 
     @patient
-    def ended(self, of: Round) -> dict[str, int]:
-        """How the processes of a round have ended, by member."""
-        found = {}
-        for name in of.members:
+    def ended(self, this: Round) -> dict[str, int]:
+        """Return the exit codes of a round's processes by member."""
+        codes = {}
+        for name in this.members:
             # not yet, or not wholly written
             with contextlib.suppress(FileNotFoundError, ValueError):
-                found[name] = int(
-                    (self.folder / f"{of.number}-{name}.ended").read_text()
+                codes[name] = int(
+                    (self.folder / f"{this.number}-{name}.ended").read_text()
                 )
-        return found
+        return codes
 
     @patient
-    def first_ended(self, of: Round) -> str | None:
-        """Whose process of a round ended first, by the clock of the disk; None: none
-        has.
+    def first_ended(self, this: Round) -> str | None:
+        """Return the member whose process of a round ended first, by the disk's clock,
+        or None.
         """
         times = {}
-        for name in of.members:
+        for name in this.members:
             with contextlib.suppress(FileNotFoundError):
                 times[name] = (
-                    (self.folder / f"{of.number}-{name}.ended").stat().st_mtime_ns
+                    (self.folder / f"{this.number}-{name}.ended").stat().st_mtime_ns
                 )
         return min(times, key=lambda name: (times[name], name), default=None)
 
 
 @contextlib.contextmanager
 def beating(members: Members, every: float) -> Iterator[None]:
-    """Inside, a member says that it is there, whatever else its process waits for.
+    """Write this member's file every `every` seconds while the context is open.
 
     Raises UserError where another machine has its name.
     """
@@ -257,7 +247,7 @@ def beating(members: Members, every: float) -> Iterator[None]:
 
 
 def name_is_taken(name: str, owner: str) -> str:
-    """What to say of two members with one name."""
+    """Return the message about two members with one name."""
     host, number = (*owner.split(":"), "")[:2]
     return (
         f"member={name} is the name of another machine, too, which is there: {host}"

@@ -101,7 +101,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is running."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     @property

@@ -102,7 +102,7 @@ class Victim:
 
     @property
     def at_work(self) -> bool:
-        """Whether the last start has taken a step; before, signals end it at once."""
+        """Return whether a step was taken; before that, signals end it at once."""
         return "\nstep " in self.log.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, *codes: int, saying: str = "") -> None:

@@ -100,8 +100,9 @@ class Arguments(Study):
     out: str = argument("where the runs and the table go", "runs/parity")
 
     def checkpoints(self, job: Trial) -> list[str]:
-        """As of any study; with a trunk the base saves there too, and all others start
-        from it.
+        """Return the trainer's arguments for when a run saves.
+
+        With a trunk the base saves there too, and all others start from it.
         """
         if not self.trunk:
             return super().checkpoints(job)

@@ -156,13 +156,10 @@ def bars(values: Mapping[str, float], left: float, precision: str) -> Iterator[s
     yield label(left, 42, "weights and optimizer", "note")
     for i, name in enumerate(BARS):
         y = TOP + 10 + 36 * i
-        kind = (
-            "ours"
-            if name == precision
-            else "kin"
-            if name.startswith("scalify")
-            else "others"
-        )
+        if name == precision:
+            kind = "ours"
+        else:
+            kind = "kin" if name.startswith("scalify") else "others"
         yield label(left + 112, y + 16, name, anchor="end")
         yield (
             f'<rect class="{kind}" x="{left + 120:.0f}" y="{y}"'

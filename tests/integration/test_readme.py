@@ -101,7 +101,7 @@ def test_every_exit_code_is_in_the_readme():
             if isinstance(node, ast.FunctionDef) and node.name in (
                 "main",
                 "run",
-                "of_arguments",
+                "run_command_line",
             ):
                 codes = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in (

@@ -43,12 +43,12 @@ class Gpu(NamedTuple):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether its tensor cores multiply FP8: from Ada on."""
+        """Return whether the tensor cores multiply FP8: from Ada on."""
         return self.capability >= (8, 9)
 
     @property
     def is_for_fp8(self) -> bool:
-        """Whether FP8 is a main reason to have it: from Hopper on."""
+        """Return whether FP8 is a main use of the GPU: from Hopper on."""
         return self.capability >= (9, 0)
 
 

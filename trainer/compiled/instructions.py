@@ -84,7 +84,7 @@ class Instruction:
 
     @property
     def is_fusion(self) -> bool:
-        """Whether it is a generated kernel, started asynchronously or not."""
+        """Return whether it is a generated kernel, started asynchronously or not."""
         return self.opcode in ("fusion", "fusion-start")
 
     @property

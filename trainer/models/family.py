@@ -47,11 +47,11 @@ class Spec(Protocol):
 
     @property
     def scan_layers(self) -> bool:
-        """Whether the blocks' parameters are stacked and scanned."""
+        """Return whether the blocks' parameters are stacked and scanned."""
 
     @property
     def keep_fp8_weights(self) -> bool:
-        """Whether the backward pass reuses the FP8 weights of the forward pass.
+        """Return whether the backward pass reuses the FP8 weights of the forward pass.
 
         This takes a byte more per parameter and saves four kernels per layer.
         """

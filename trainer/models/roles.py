@@ -59,12 +59,12 @@ class Role:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is the kernel of a linear layer inside the model."""
+        """Return whether it is the kernel of a linear layer inside the model."""
         return self.kind in ("column", "row")
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a kernel, a table or a head, to which weight decay applies."""
+        """Return whether it is a kernel, table or head: weight decay applies."""
         return self.kind not in ("gain", "bias")
 
 

@@ -259,7 +259,7 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in the memory that JAX may use."""
+        """Return whether the step fits in the memory that JAX may use."""
         return self.measured.peak <= self.aim.usable
 
     @property

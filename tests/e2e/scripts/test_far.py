@@ -390,7 +390,7 @@ def test_a_round_that_begins_while_a_machine_starts_is_its_own(tmp_path):
         read(Arguments, ["member=b", "members=2", "trainer="]),
         None,
     )
-    assert supervisor.before == 1
+    assert supervisor.previous == 1
     assert b.ended(a.newest()) == {}
     assert b.ended(Round(1, ("a", "b"), "here:1")) == {"b": 4}
 
