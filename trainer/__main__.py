@@ -201,9 +201,8 @@ def main(argv: list[str]) -> int:
     if problems:
         return 2
     if line.saved and prints_configuration(argv):
-        print(
-            resolved_yaml(line), end=""
-        )  # Hydra would print it without the saved settings
+        # Hydra would print it without the saved settings.
+        print(resolved_yaml(line), end="")
         return 0
     jobs: list[Job] = []
     given_keys = {override_key(argument) for argument in long_forms(argv)}

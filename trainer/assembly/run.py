@@ -354,18 +354,8 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             watchdog=watchdog,
             restore=make_restore(task, batch, session.checkpointer, workload.seed),
             diagnose=make_diagnose(task),
-            meta={
-                "config": to_tree(whole_config),
-                "trainable": list(task.trainable),
-                "model": architecture(task.model.spec),
-                "precision": dataclasses.asdict(task.model.policy),
-                "rows": task.model.rows,
-                "data": workload.data.manifest.fingerprint,
-                "tokenizer": workload.data.tokenizer.name,
-                "tokenizer_fingerprint": workload.data.tokenizer.fingerprint,
-                "tracker_id": tracker.id,
-                "forked": checkpoint.meta.get("forked"),
-            },
+            meta=checkpoint_meta(whole_config, workload)
+            | {"tracker_id": tracker.id, "forked": checkpoint.meta.get("forked")},
         ),
         throughput=build_throughput(config, workload),
         state=state,
@@ -374,6 +364,21 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         logged=checkpoint.step,
         unfinished=checkpoint.meta.get("unfinished"),
     )
+
+
+def checkpoint_meta(config: schema.Config, workload: Workload) -> dict[str, Any]:
+    """Return what every checkpoint records of a run's phase, as JSON values."""
+    model, tokenizer = workload.model, workload.data.tokenizer
+    return {
+        "config": to_tree(config),
+        "trainable": list(workload.task.trainable),
+        "model": architecture(model.spec),
+        "precision": dataclasses.asdict(model.policy),
+        "rows": model.rows,
+        "data": workload.data.manifest.fingerprint,
+        "tokenizer": tokenizer.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
 
 
 def make_restore(

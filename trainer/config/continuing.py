@@ -30,7 +30,7 @@ NOT_TAKEN = ("run_dir", "resume", "dry_run")
 COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
 TASKS = "eval.tasks"
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
-NEW_NAME = "tracker.name"
+RUN_NAME = "tracker.name"
 # Groups whose values come from the choice of another group.
 SET_BY = {"diloco": "parallel"}
 
@@ -72,15 +72,60 @@ def continue_run(
     Raises:
       UserError: a damaged run directory, or arguments that contradict each other.
     """
-    given = {
-        key.lstrip("+~"): value
-        for key, _, value in (argument.partition("=") for argument in arguments)
-    }
+    pairs = (argument.partition("=") for argument in arguments)
+    given = {key.lstrip("+~"): value for key, _, value in pairs}
     written = given.get("resume.source", "auto")
     source = written.strip("'\"")
     file = Path(source) / "config.yaml"
     if source in ("auto", "none") or not file.is_file():
         return CommandLine(list(arguments), {})
+    _refuse_contradictions(given, source)
+    tree = read_saved(file)
+    run_dir = given.get("run_dir", source)
+    is_same_run = not is_sweep and os.path.realpath(run_dir) == os.path.realpath(source)
+    if is_same_run and given.get("resume.step", "null") != "null":
+        raise UserError(
+            f"resume.step={given['resume.step']} starts another run from that step of"
+            f" resume={source}; add run_dir=DIRECTORY for it"
+        )
+    chosen_groups = [group for group in groups if group in given]
+    chosen_groups += [keys for keys, group in SET_BY.items() if group in chosen_groups]
+    not_taken = {*NOT_TAKEN, *chosen_groups}
+    saved = {}
+    for key, value in flatten({k: v for k, v in tree.items() if k not in not_taken}):
+        is_given = any(overlaps(key, other) for other in given)
+        # A fork has a name of its own.
+        if not is_given and (is_same_run or key != RUN_NAME):
+            saved[key] = value
+    caches = {}
+    for key in (COMPILED, DATA_CACHE):
+        if saved.get(key) is not None:
+            caches[key] = saved.pop(key)
+    for task in saved.get(TASKS) or ():
+        if not re.fullmatch(r"[\w-]+", str(task)):
+            raise UserError(
+                f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
+                f" {TASKS}= yourself"
+            )
+    # Only these two groups have keys that depend on their choice.
+    choices = []
+    if "model" not in chosen_groups:
+        family = tree["model"]["family"]
+        if family not in families:
+            raise UserError(
+                f"resume={source} is a {family}, which is not known;"
+                f" {nearest(family, list(families))}"
+            )
+        choices.append(f"model={families[family]}")
+    optimizer = tree["optimizer"]["name"]
+    if "optimizer" not in chosen_groups and optimizer in groups["optimizer"]:
+        choices.append(f"optimizer={optimizer}")
+    place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
+    return CommandLine([*choices, *arguments, *place], saved, caches)
+
+
+def _refuse_contradictions(given: Mapping[str, str], source: str) -> None:
+    """Refuse overrides that would replace saved settings as a whole."""
     if "experiment" in given:
         raise UserError(
             f"experiment={given['experiment']}, but resume={source} takes its settings"
@@ -92,53 +137,6 @@ def continue_run(
                 f"{key}={value}: beside resume= give its keys one by one, such as"
                 f" {key}.{value[1:9]}..."
             )
-    tree = read_saved(file)
-    is_same_run = not is_sweep and os.path.realpath(
-        given.get("run_dir", source)
-    ) == os.path.realpath(source)
-    if is_same_run and given.get("resume.step", "null") != "null":
-        raise UserError(
-            f"resume.step={given['resume.step']} starts another run from that step of"
-            f" resume={source}; add run_dir=DIRECTORY for it"
-        )
-    chosen_groups = [group for group in groups if group in given]
-    chosen_groups += [keys for keys, group in SET_BY.items() if group in chosen_groups]
-    not_taken = {*NOT_TAKEN, *chosen_groups}
-    saved = {
-        key: value
-        for key, value in flatten(
-            {group: value for group, value in tree.items() if group not in not_taken}
-        )
-        if (is_same_run or key != NEW_NAME)
-        and not any(overlaps(key, other) for other in given)
-    }
-    caches = {
-        key: saved.pop(key)
-        for key in (COMPILED, DATA_CACHE)
-        if saved.get(key) is not None
-    }
-    for task in saved.get(TASKS) or ():
-        if not re.fullmatch(r"[\w-]+", str(task)):
-            raise UserError(
-                f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
-                f" {TASKS}= yourself"
-            )
-    # Only these two groups have keys that depend on their choice.
-    family, optimizer = tree["model"]["family"], tree["optimizer"]["name"]
-    choices = []
-    if "model" not in chosen_groups:
-        if family not in families:
-            raise UserError(
-                f"resume={source} is a {family}, which is not known;"
-                f" {nearest(family, list(families))}"
-            )
-        choices.append(f"model={families[family]}")
-    if "optimizer" not in chosen_groups:
-        choices += [
-            f"optimizer={name}" for name in groups["optimizer"] if name == optimizer
-        ]
-    place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
-    return CommandLine([*choices, *arguments, *place], saved, caches)
 
 
 def overlaps(key: str, other: str) -> bool:
@@ -154,11 +152,10 @@ def with_saved(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
-    # OmegaConf refuses to interpolate a missing value, which these are to it.
-    set_keys(
-        plain,
-        {key: "???" if "${" in str(value) else value for key, value in saved.items()},
-    )
+    # OmegaConf refuses to interpolate "???", its missing value: so nobody reads a saved
+    # value with ${...} in it.
+    hidden = {key: "???" for key, value in saved.items() if "${" in str(value)}
+    set_keys(plain, {**saved, **hidden})
     resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     assert isinstance(resolved, dict)
     set_keys(resolved, saved)

@@ -262,10 +262,8 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     def mean_loss(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        specs, axes = (
-            parameter_partitions(state.params, mesh, comm.roles),
-            batch_axes(mesh),
-        )
+        specs = parameter_partitions(state.params, mesh, comm.roles)
+        axes = batch_axes(mesh)
         rows = PartitionSpec(axes)
 
         def on_device(

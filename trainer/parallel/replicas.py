@@ -277,16 +277,13 @@ def make_inner(
             inputs = (states, batch, numbers, participating)
             if len(numbers) > 1:
                 return lax.scan(next_replica, None, inputs)[1]
-            return jax.tree.map(
-                lambda x: x[None],
-                next_replica(None, jax.tree.map(lambda x: x[0], inputs))[1],
-            )
+            only_replica = jax.tree.map(lambda x: x[0], inputs)
+            _, result = next_replica(None, only_replica)
+            return jax.tree.map(lambda x: x[None], result)
 
         by_replica = PartitionSpec(REPLICA)
-        numbers, participating = (
-            jnp.arange(replicas, dtype=jnp.uint32),
-            diloco.participating(hyper.seed, hyper.step),
-        )
+        numbers = jnp.arange(replicas, dtype=jnp.uint32)
+        participating = diloco.participating(hyper.seed, hyper.step)
         states, metrics = jax.shard_map(
             on_device,
             mesh=mesh,
@@ -295,28 +292,26 @@ def make_inner(
             axis_names={REPLICA},
             check_vma=False,
         )(states, jax.tree.map(rows_of_replicas, batch), numbers, participating, hyper)
-        # added up in the same order wherever replicas lie
+        # Every device gets all metrics, so that the order of the sum does not depend on
+        # which device has which replica.
         everywhere = NamedSharding(mesh, PartitionSpec())
-        return states, combine_metrics(
-            lax.with_sharding_constraint(metrics, everywhere), participating
-        )
+        metrics = lax.with_sharding_constraint(metrics, everywhere)
+        return states, combine_metrics(metrics, participating)
 
     return inner
 
 
 def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
     """Return the metrics of a step from those of the replicas, [K] each."""
-    taking_part = {
-        name: jnp.where(participating, metrics[name], 0)
-        for name in ("loss", "grad_norm")
-    }
-    figures = {
-        name: functools.reduce(jnp.add, list(x)) / jnp.sum(participating)
-        for name, x in taking_part.items()
-    }
+
+    def mean(x: jax.Array) -> jax.Array:
+        total = functools.reduce(jnp.add, list(jnp.where(participating, x, 0)))
+        return total / jnp.sum(participating)
+
     bad = jnp.max(jnp.where(participating, metrics["bad_leaf"], -1))
     return {
-        **figures,
+        "loss": mean(metrics["loss"]),
+        "grad_norm": mean(metrics["grad_norm"]),
         "finite": jnp.all(metrics["finite"] | ~participating),
         "bad_leaf": bad,
     }
@@ -349,23 +344,19 @@ def make_exchange(
     ) -> TrainState:
         saved: Replicas = state.diloco
         outer, states = trained(state.params), saved.states
-        outer_leaves, replica_leaves = (
-            tree.leaves(outer),
-            tree.leaves(trained(states.params)),
-        )
+        outer_leaves = tree.leaves(outer)
+        replica_leaves = tree.leaves(trained(states.params))
         residuals, momenta = tree.leaves(saved.residuals), tree.leaves(saved.momentum)
-        numbers = fragments_of([p.size for p in outer_leaves], diloco.fragments)[
-            fragment
-        ]
-        deltas = [
-            weights.wide(outer_leaves[i])[None] - weights.wide(replica_leaves[i])
-            for i in numbers
-        ]
-        if diloco.feedback:
-            deltas = [
-                delta + weights.wide(residuals[i])
-                for delta, i in zip(deltas, numbers, strict=True)
-            ]
+        sizes = [p.size for p in outer_leaves]
+        numbers = fragments_of(sizes, diloco.fragments)[fragment]
+        deltas = []
+        for i in numbers:
+            delta = weights.wide(outer_leaves[i])[None] - weights.wide(
+                replica_leaves[i]
+            )
+            if diloco.feedback:
+                delta = delta + weights.wide(residuals[i])
+            deltas.append(delta)
         specs = jax.tree.leaves(parameter_partitions(outer, mesh, roles))
         specs_of_fragment = [specs[i] for i in numbers]
         replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs_of_fragment]
@@ -382,25 +373,20 @@ def make_exchange(
                 everywhere,
             ),
         )(deltas, seed, step)
-        # What is not finite changes nothing: the replicas go on from the outer weights,
-        # and still have to send what earlier roundings lost.
+        # A mean that is not finite changes nothing: the replicas go on from the outer
+        # weights, and still have earlier rounding errors to send.
         accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
-        updates = means
-        if diloco.momentum:
-            speeds = [
-                diloco.momentum * weights.wide(momenta[i]) + d
-                for d, i in zip(means, numbers, strict=True)
-            ]
-            updates = [
-                d + diloco.momentum * speed
-                for d, speed in zip(means, speeds, strict=True)
-            ]
-            for i, speed in zip(numbers, speeds, strict=True):
-                momenta[i] = select(accept, storage.store(speed), momenta[i])
-        for j, i in enumerate(numbers if diloco.feedback else []):
-            residuals[i] = select(
-                accept, storage.store(lost[j], scales[j]), zero_nonfinite(residuals[i])
-            )
+        updates = []
+        for j, i in enumerate(numbers):
+            update = means[j]
+            if diloco.momentum:  # Nesterov
+                velocity = diloco.momentum * weights.wide(momenta[i]) + update
+                update = update + diloco.momentum * velocity
+                momenta[i] = select(accept, storage.store(velocity), momenta[i])
+            if diloco.feedback:
+                residual = storage.store(lost[j], scales[j])
+                residuals[i] = select(accept, residual, zero_nonfinite(residuals[i]))
+            updates.append(update)
         new = weights.apply_updates(
             [outer_leaves[i] for i in numbers],
             [-diloco.lr * update for update in updates],

@@ -88,12 +88,11 @@ class _Search:
     def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
         """Evaluate a (closed) jaxpr. Raises _Stop."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        last_use = {
-            v: n
-            for n, eqn in enumerate(inner.eqns)
-            for v in eqn.invars
-            if not isinstance(v, core.Literal)
-        }
+        last_use = {}
+        for n, eqn in enumerate(inner.eqns):
+            for v in eqn.invars:
+                if not isinstance(v, core.Literal):
+                    last_use[v] = n
         values = dict(zip(inner.constvars, jaxpr.consts, strict=True)) | dict(
             zip(inner.invars, args, strict=True)
         )
@@ -176,11 +175,8 @@ class _Search:
 
     def loop(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, body_consts, carry = (
-            inputs[:n_cond],
-            inputs[n_cond : n_cond + n_body],
-            inputs[n_cond + n_body :],
-        )
+        cond_consts, inputs = inputs[:n_cond], inputs[n_cond:]
+        body_consts, carry = inputs[:n_body], inputs[n_body:]
         i = 0
         while self.run(params["cond_jaxpr"], [*cond_consts, *carry], path)[0]:
             carry = self.run(
