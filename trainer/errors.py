@@ -61,6 +61,7 @@ def broken_pipe_code() -> int:
     pipe.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in pipe.poll(0)):
         raise
+    # Python flushes standard output once more at exit.
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)

@@ -408,6 +408,7 @@ def first_state(
         initial,
         out_shardings=shardings(jax.eval_shape(initial), task.mesh, task.model.roles),
     )()
+    # Not inside jit: given weights are read from files, and scales from the device.
     exact = replace(params)
     policy = task.model.policy
     params = store_weights(exact, policy)

@@ -77,6 +77,7 @@ def build_callbacks(
     if c.precision.scaled and c.precision.rescale_every:
         new_scales = builtin.make_rescale(w.task, batch)
         callbacks.append(builtin.rescale(c.precision.rescale_every, new_scales))
+    # Before the checkpoint: it covers what they have recorded.
     callbacks += custom
     if numerics_every:
         callbacks.append(builtin.pictures(c.checkpoint.every))

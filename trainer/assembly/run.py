@@ -38,6 +38,7 @@ from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.observe.progress import log_duration
 from trainer.observe.trackers.choose import check_kind, make_tracker
+from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
 from trainer.report.messages import (
@@ -187,7 +188,7 @@ def open_session(
 ) -> tuple[Session, Restored]:
     """Find the state to start from, record the configuration, and start the tracker."""
     config, workload, phases, hooks = experiment
-    watchdog, tree = config.watchdog, to_tree(config)
+    watchdog = config.watchdog
     with leave_after_error(watchdog.stop_seconds):
         checkpointer = Checkpointer(
             directory.path / "checkpoints",
@@ -204,7 +205,7 @@ def open_session(
             )
     check_same_run(checkpoint, config.train.steps, workload.data.manifest.fingerprint)
     with refused_together(), explain_full_disk(directory.path):
-        directory.adopt(tree)
+        directory.adopt(to_tree(config))
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
         write_environment(directory.path, facts, overrides)
         if jax.process_index() == 0:
@@ -218,24 +219,13 @@ def open_session(
         *describe_change(config, checkpoint),
     ]:
         display.message(line)
-    settings = dataclasses.asdict(config.tracker)
-    settings = {k: v for k, v in settings.items() if k != "kind" and v is not None}
-    tracker = make_tracker(
-        config.tracker.kind,
-        directory.path,
-        start=checkpoint.step,
-        redo_row=checkpoint.meta.get("unfinished") is not None,
-        config=tree,
-        run_id=checkpoint.meta.get("tracker_id"),
-        written=checkpoint.meta.get("log"),
-        init=settings | {"name": config.tracker.name or directory.path.name},
-        custom=hooks.tracker,
-    )
     session = Session(
         run_dir=directory.path,
         checkpointer=checkpointer,
-        tracker=tracker,
+        tracker=start_tracker(config, directory.path, checkpoint, hooks.tracker),
         display=display,
+        # Before the compilation, which processes may end minutes apart: its first call
+        # connects their devices.
         agree=Agreement(workload.mesh),
         timeouts=Timeouts(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
@@ -243,6 +233,25 @@ def open_session(
         own_process=hooks.own_process,
     )
     return session, checkpoint
+
+
+def start_tracker(
+    config: schema.Config, run_dir: Path, checkpoint: Restored, custom: Tracker | None
+) -> Tracker:
+    """Start the trackers of a run, which drop rows from after the checkpoint."""
+    settings = dataclasses.asdict(config.tracker)
+    settings = {k: v for k, v in settings.items() if k != "kind" and v is not None}
+    return make_tracker(
+        config.tracker.kind,
+        run_dir,
+        start=checkpoint.step,
+        redo_row=checkpoint.meta.get("unfinished") is not None,
+        config=to_tree(config),
+        run_id=checkpoint.meta.get("tracker_id"),
+        written=checkpoint.meta.get("log"),
+        init=settings | {"name": config.tracker.name or run_dir.name},
+        custom=custom,
+    )
 
 
 @dataclasses.dataclass
@@ -260,6 +269,7 @@ def closing(session: Session) -> Iterator[Ending]:
     """
     ending = Ending()
     with contextlib.ExitStack() as stack:
+        # Last in, first out: the report is written when the tracker has finished.
         stack.callback(session.checkpointer.close)
         stack.callback(report_on, session.run_dir, session.display)
         stack.callback(lambda: session.tracker.finish(ending.exit_code))

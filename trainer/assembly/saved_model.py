@@ -84,6 +84,7 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         refuse_custom(run_dir, meta)
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
+        # The run may have used more devices than there are here.
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
         c = dataclasses.replace(
             c,

@@ -82,6 +82,7 @@ def continue_run(
     _refuse_contradictions(given, source)
     tree = read_saved(file)
     run_dir = given.get("run_dir", source)
+    # A link to the run's directory is the run, too.
     is_same_run = not is_sweep and os.path.realpath(run_dir) == os.path.realpath(source)
     if is_same_run and given.get("resume.step", "null") != "null":
         raise UserError(

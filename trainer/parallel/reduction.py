@@ -120,7 +120,7 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
 def mean(
     x: jax.Array,
     split: int | None,
-    how: Reduction,
+    reduction: Reduction,
     *,
     seed: Any,
     leaf: int,
@@ -132,13 +132,13 @@ def mean(
       x: FP32, of this device.
       split: the axis of which every device of a row of `fsdp` gets its part; None: all
         get the whole.
-      how: format and order.
+      reduction: format and order.
       seed: of stochastic rounding.
       leaf: the number of the array, which has random bits of its own.
       arrange: moves data among the devices of a row of `tensor`, before it is reduced.
     """
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
-    if how.is_native:
+    if reduction.is_native:
         x = arrange(x)
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
@@ -147,9 +147,12 @@ def mean(
         if lax.axis_size("data") > 1:
             part = lax.psum(part, "data")
         return part / devices
-    scale = common_scale(x, how.format)
-    narrow = narrowed(x * (1 / scale), how.format, seed, leaf, device_index())
-    return moved_mean(arrange(narrow), split, how.format, seed=seed, leaf=leaf) * scale
+    scale = common_scale(x, reduction.format)
+    narrow = narrowed(x * (1 / scale), reduction.format, seed, leaf, device_index())
+    return (
+        moved_mean(arrange(narrow), split, reduction.format, seed=seed, leaf=leaf)
+        * scale
+    )
 
 
 def moved_mean(

@@ -154,7 +154,8 @@ def with_histories(loss_fn: LossFn) -> ValueAndGrad:
             return loss_fn(params, *batch, histories=histories)
 
         as_fm32 = jax.tree.map(lambda x: jax.lax.convert_element_type(x, fm32), scaling)
-        loss, pullback = jax.vjp(loss_of, params, as_fm32)  # `grad` refuses the type
+        # jax.grad refuses the type fm32.
+        loss, pullback = jax.vjp(loss_of, params, as_fm32)
         grads, observed = pullback(jnp.float32(1))
         observed = jax.tree.map(
             lambda x: jax.lax.convert_element_type(x, jnp.float32), observed

@@ -107,6 +107,7 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
         guard.beat(f"in step {step + 1}")
         tokens = run.data.place(batch)
         profiler.before(step + 1)
+        # Asynchronous: the host reads the metrics of the step before in the meantime.
         run.state, metrics = run.train_step(run.state, tokens, run.plan.hyper(step))
         if profiler.after(step + 1, run.state.params):
             run.session.display.event(
@@ -119,12 +120,14 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
         # Ask exactly once a step: a signal may arrive between two questions.
         if stop(f"in step {run.step}") or needs_metrics_now(run):
             row = observe(run, pending)
+            # A weight can be infinite although loss and gradients are finite.
             watchdog.inspect(run.step, first_nonfinite(run.state))
             if watchdog.verdict is not None:
                 recover(run, pending, row)
                 row |= watchdog.row()
             pending = None
             run_callbacks(run, row, tokens, stop)
+        # Report a full disk now, not at the next save.
         run.session.checkpointer.check()
         if stop.signal:
             return
@@ -320,6 +323,7 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
     up to there.
     """
     tracker = run.session.tracker
+    # A run that resumes here does not repeat these rows.
     tracker.flush()
     progress = {
         "watchdog": run.recovery.watchdog.state(),
@@ -380,6 +384,7 @@ class Profiler:
         """Write the trace if this step was the last one; return whether it did."""
         if not self.running or step != self.last:
             return False
+        # Else the trace would end before the device has computed the step.
         jax.block_until_ready(result)
         self.stop()
         return True

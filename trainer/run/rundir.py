@@ -129,6 +129,7 @@ class RunDir:
                 f"run_dir={path} is in use by {holder}; stop it, or choose another"
                 " run_dir"
             ) from None
+        # Safe under the lock: nobody else writes here.
         remove_partial(path)
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)

@@ -201,9 +201,11 @@ class Guard:
         ):
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file)
+        # The report may hang on the same file system: it gets two seconds.
         last_words = threading.Thread(target=self._tell, args=(text,), daemon=True)
         last_words.start()
         last_words.join(2)
+        # sys.exit would only end this thread.
         os._exit(code)
 
 

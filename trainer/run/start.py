@@ -136,6 +136,7 @@ def starting_point(
     Raises:
       UserError: the state is of another model, in another precision, or not finite.
     """
+    # The run's own checkpoints come first: the command that began a fork resumes it.
     if checkpointer.steps():
         task = phases.containing(checkpointer.newest()).task
         check_same_precision(

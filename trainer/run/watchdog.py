@@ -119,6 +119,7 @@ class Watchdog:
         )
         if self.spikes >= self.bounds.spike_steps:
             self.verdict = f"{self.spikes} losses in a row were spikes ({what})"
+        # One event for a series of spikes.
         if self.spikes > 1:
             return None
         return (

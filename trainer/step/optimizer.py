@@ -41,6 +41,7 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
         grad_norm: Any = None,
         **_: Any,
     ) -> tuple:
+        # The step has it already: for another sum every gradient would be read again.
         norm = optax.global_norm(updates) if grad_norm is None else grad_norm
 
         def clip(g: jax.Array) -> jax.Array:

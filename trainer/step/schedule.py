@@ -47,8 +47,8 @@ def learning_rates(
                 " constant"
             )
     count = np.arange(steps)
-    # Step i of the warm-up has (i + 1) / warmup of the peak: the first update already
-    # moves.
+    # Step i of the warm-up has (i + 1) / warmup of the peak: at a rate of 0 the first
+    # batch would be wasted.
     ramp = peak * (count + 1) / max(1, warmup)
     decayed = np.broadcast_to(
         np.asarray(jax.vmap(after)(np.maximum(count - warmup, 0))), (steps,)

@@ -171,6 +171,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Tokens, hyper: Hyper
     ) -> tuple[TrainState, Metrics]:
+        # From the step number alone, so that a resumed run has the same dropout.
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
         loss, grads, observed = reductions.gradient(
             differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB
@@ -198,6 +199,7 @@ def make_train_step(
         new_opt_state = stacks.scatter(new_opt_state, opt_state)
         if isinstance(state.opt_state, tree.Packed):
             new_opt_state = tree.pack(new_opt_state)
+        # The rate is an input of the program, so that a schedule does not recompile it.
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
         new_params, compensation = weights.apply_with_lost(
             stacked_params,
