@@ -2,13 +2,19 @@
 amax histories.
 """
 
-from scalify_core import optim, tree, weights
-from scalify_core.array import ScaledArray, as_scaled_array, asarray
-from scalify_core.composite import composite
-from scalify_core.explain import explain
-from scalify_core.explanation import Explanation
-from scalify_core.formats import FloatFormat
-from scalify_core.functional import (
+from scalify_core import optim
+from scalify_core.array import tree
+from scalify_core.array.scaled_array import ScaledArray, as_scaled_array, asarray
+from scalify_core.debug.explain import explain
+from scalify_core.debug.explanation import Explanation
+from scalify_core.debug.stats import summarize
+from scalify_core.debug.testing import check_scalify
+from scalify_core.interpreter.registry import composite_rule
+from scalify_core.interpreter.transform import scalify
+from scalify_core.numerics.formats import FloatFormat
+from scalify_core.numerics.precision_warnings import PrecisionWarning
+from scalify_core.ops.composite import composite
+from scalify_core.ops.functional import (
     attention,
     cross_entropy,
     embedding,
@@ -24,9 +30,8 @@ from scalify_core.functional import (
     softmax,
     swiglu,
 )
-from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
-from scalify_core.registry import composite_rule
-from scalify_core.rescale import (
+from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+from scalify_core.ops.rescale import (
     cast_on_backward,
     cast_on_forward,
     dynamic_rescale_max,
@@ -39,10 +44,7 @@ from scalify_core.rescale import (
     set_scaling,
     stop_scaling,
 )
-from scalify_core.stats import summarize
-from scalify_core.testing import check_scalify
-from scalify_core.transform import scalify
-from scalify_core.watch import PrecisionWarning
+from scalify_core.optim import weights
 
 __all__ = [
     "Explanation",

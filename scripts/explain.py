@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from scalify_core import Explanation, explain
-from scalify_core.tree import map_arrays
+from scalify_core.array.tree import map_arrays
 from scripts.arguments import argument, read, usage
 from trainer.assembly.build import build_state, build_workload
 from trainer.assembly.saved_model import restore_training

@@ -26,8 +26,8 @@ import numpy as np
 import optax
 
 from scalify_core import FloatFormat, cast_on_forward, weights
-from scalify_core.array import is_scaled_array
-from scalify_core.matmul import MULTIPLE
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.ops.matmul import MULTIPLE
 from scripts.arguments import argument, note, run
 from trainer.assembly.saved_model import restore_training
 from trainer.errors import UserError

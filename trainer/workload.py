@@ -11,9 +11,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, lowering, tree
-from scalify_core.stacks import NONE as NO_STACKS
-from scalify_core.stacks import Stacks
+from scalify_core import asarray, tree
+from scalify_core.numerics import compiler_hints
+from scalify_core.optim.stacking import NONE as NO_STACKS
+from scalify_core.optim.stacking import Stacks
 from trainer.models.family import Family, Spec, param_count
 from trainer.models.flops import flops_per_token
 from trainer.models.functional import Functional, Params, next_token_loss
@@ -304,7 +305,7 @@ class TrainTask(NamedTuple):
         Equal FP8 products become one kernel.
         """
         if takes_scales(self.model.policy):
-            return lowering.scales_in_products()
+            return compiler_hints.scales_in_products()
         return contextlib.nullcontext()
 
     def jit(self, fun: Callable[..., Any], **settings: Any) -> Any:

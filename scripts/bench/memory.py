@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from scalify_core.array import is_scaled_array
-from scalify_core.tree import leaves
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.array.tree import leaves
 from scripts.arguments import argument, run, split
 from scripts.studies.runs import overrides
 from trainer.assembly.build import (

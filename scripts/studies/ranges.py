@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalify_core import interpreter
-from scalify_core.array import is_scaled_array
-from scalify_core.value import Value, narrow
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.interpreter import evaluator
+from scalify_core.interpreter.value import Value, narrow
 from scripts.arguments import argument, run
 from trainer.assembly.build import build_state
 from trainer.assembly.saved_model import restore_training
@@ -56,7 +56,7 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Observed(interpreter.Evaluator):
+class Observed(evaluator.Evaluator):
     """The evaluation of a program; `see` is shown each equation and its operands."""
 
     see: Callable[[Any, Sequence[Any]], None] = lambda eqn, operands: None
@@ -111,7 +111,7 @@ def operands_of_products(
         .trace(*abstract)
         .jaxpr
     )
-    Observed(measures=False, see=see)(program, list(map(interpreter.entering, leaves)))
+    Observed(measures=False, see=see)(program, list(map(evaluator.entering, leaves)))
 
 
 def measure(arguments: Arguments) -> tuple[OperandRms, OperandRms, int]:

@@ -13,8 +13,8 @@ import pytest
 from families import whole
 
 from scalify_core import attention, fp8_dot_general
-from scalify_core.formats import FP16, counter_bits
-from scalify_core.functional.attention import _attention
+from scalify_core.numerics.formats import FP16, counter_bits
+from scalify_core.ops.functional.attention import _attention
 from trainer.compiled.fp8 import Gpu, check_step
 from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config

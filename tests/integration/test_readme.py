@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
-from scalify_core import registry
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.interpreter import registry
 from scripts import evaluate, train_tokenizer
 from scripts import export as export_run
 from scripts.arguments import read

@@ -6,7 +6,7 @@ import numpy as np
 
 import scalify_core as sc
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
-from scalify_core.formats import BF16, FP16
+from scalify_core.numerics.formats import BF16, FP16
 
 HALF = jnp.float16
 SIZES = (2.0**-60, 2.0**-20, 1.0, 2.0**20, 2.0**60)
@@ -35,7 +35,7 @@ def both(fun, *args, dtype=HALF, static=False):
         scaled = jax.tree.map(
             lambda x: ScaledArray(x.data, float(x.scale)),
             scaled,
-            is_leaf=sc.array.is_scaled_array,
+            is_leaf=sc.array.scaled_array.is_scaled_array,
         )
     return jax.jit(scalify(fun))(*scaled), jax.jit(fun)(*asarray(scaled))
 

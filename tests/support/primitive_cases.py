@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.array import ScaledArray
+from scalify_core.array.scaled_array import ScaledArray
 
 FREE, MULTIPLIES = (-100, 0, 100), (-60, 0, 60)
 # functions whose value depends on more than the scale: from tiny to beyond their knees

@@ -43,7 +43,9 @@ def test_scalify_core_needs_jax_numpy_and_ml_dtypes_only():
         name for name in graph.modules if graph.is_module_squashed(name)
     } - sys.stdlib_module_names
     assert external <= {"jax", "numpy", "ml_dtypes", "optax"}
-    assert graph.find_modules_that_directly_import("optax") == {"scalify_core.optim"}
+    assert graph.find_modules_that_directly_import("optax") == {
+        "scalify_core.optim.scaled_optimizer"
+    }
 
 
 def test_only_parallel_starts_the_processes():

@@ -39,8 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import scalify_core as sc
-from scalify_core.array import is_scaled_array
-from scalify_core.formats import BF16, E4M3, FP16, FP32
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.numerics.formats import BF16, E4M3, FP16, FP32
 from zoo import BUILDERS, takes_fp8
 from zoo.case import Case
 

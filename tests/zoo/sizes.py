@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import scalify_core as sc
-from scalify_core.array import ScaledArray, is_scaled_array
+from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
 from zoo.measure import Gradient, Subject, as_numbers, error, gradient_of, limit_of
 
 LARGEST = 120  # exponent of a scale

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from scalify_core.matmul import MULTIPLE
+from scalify_core.ops.matmul import MULTIPLE
 from trainer.assembly.data import CustomData, build_data
 from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
 from trainer.compiled.hlo import Program

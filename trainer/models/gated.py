@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from scalify_core import get_data_scale, swiglu
-from scalify_core.formats import pow2_round
+from scalify_core.numerics.formats import pow2_round
 
 SIZES = 2.0**-14, 2.0**14  # limits of channel sizes, whose inverses FP16 has too
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.formats import (
+from scalify_core.numerics.formats import (
     E4M3,
     E5M2,
     FP16,

@@ -25,7 +25,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalify_core.formats import FP16, FP32, FloatFormat, counter_bits, pow2_floor
+from scalify_core.numerics.formats import (
+    FP16,
+    FP32,
+    FloatFormat,
+    counter_bits,
+    pow2_floor,
+)
 from trainer.parallel.mesh import BATCH_AXES, Sizes
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray, as_scaled_array, tree, weights
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 from trainer.parallel.diloco import (
     REPLICA_STREAM,
     DiLoCoSettings,

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
-from scalify_core.tree import Packed, map_arrays
+from scalify_core.array.tree import Packed, map_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import REPLICA
 from trainer.step.state import REPLICA_FIELDS

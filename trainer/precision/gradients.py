@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 
 from scalify_core import asarray, scalify
-from scalify_core.tree import map_arrays
+from scalify_core.array.tree import map_arrays
 from trainer.precision.fields import DTYPES, PrecisionFields
 
 # (parameters, tokens, segments, keys) -> nats; with amax histories they are

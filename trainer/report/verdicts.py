@@ -8,7 +8,7 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from scalify_core.formats import FloatFormat
+from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.display import short
 from trainer.precision.methods import METHODS
 from trainer.report.history import AS_TRAINED, History, finite

@@ -54,9 +54,9 @@ def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, An
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if takes_scales(policy):
         # Imported here: the schema of the configuration does without JAX.
-        from scalify_core import lowering
+        from scalify_core.numerics import compiler_hints
 
-        options |= lowering.PRODUCT_OPTIONS
+        options |= compiler_hints.PRODUCT_OPTIONS
     if kernels is not Kernels.FASTEST:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
         # With that, XLA (jax 0.11.2) takes Triton off the list of those that a

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from scalify_core import FloatFormat, optim
-from scalify_core.formats import FP32
-from scalify_core.stacks import NONE as NO_STACKS
-from scalify_core.stacks import Stacks
+from scalify_core.numerics.formats import FP32
+from scalify_core.optim.stacking import NONE as NO_STACKS
+from scalify_core.optim.stacking import Stacks
 from trainer.errors import UserError
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy

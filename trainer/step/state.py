@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray, tree
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 from trainer.step.state_tree import first_nonfinite_leaf
 
 # Fields of `Replicas` whose arrays have a leading axis of replicas.
@@ -51,7 +51,7 @@ class TrainState:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static:
         constants of compiled steps.
       opt_state: of the optax transformation; its count is the number of applied
-        updates. In training it is packed (`scalify_core.tree.Packed`).
+        updates. In training it is packed (`scalify_core.array.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: state of the scaling method: amax histories, a loss scale, or ().
       diloco: `Replicas` of a run with DiLoCo, else ().

@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalify_core import lowering
-from scalify_core.array import ScaledArray, is_scaled_array
+from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
+from scalify_core.numerics import compiler_hints
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -179,7 +179,7 @@ def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
     )
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
-    return lowering.held("factors_once", (x ^ (x >> 15)) | np.uint32(1))
+    return compiler_hints.held("factors_once", (x ^ (x >> 15)) | np.uint32(1))
 
 
 def _scrambled(bits: jax.Array, which: int) -> jax.Array:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scalify_core import lowering, tree, weights
+from scalify_core import tree, weights
+from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.reductions import squares_of_rows, sums_of_squares
 from scalify_core.optim import Largest, largest_of_arrays
-from scalify_core.reductions import squares_of_rows, sums_of_squares
-from scalify_core.stacks import NONE as NO_STACKS
-from scalify_core.stacks import Stacks
+from scalify_core.optim.stacking import NONE as NO_STACKS
+from scalify_core.optim.stacking import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_part
@@ -178,7 +179,7 @@ def make_train_step(
         )
         grads = stacks.gather(update.store_gradients(trained(grads)))
         # Held, or XLA computes every gradient once more for its square.
-        squares = lowering.held(
+        squares = compiler_hints.held(
             "squares_once",
             stacks.each(weights.wide(grads), reductions.squares, squares_of_rows),
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from scalify_core.formats import pow2_floor, pow2_round
+from scalify_core.numerics.formats import pow2_floor, pow2_round
 
 
 def rescale_powers(rms: Mapping[str, float], roles: Any) -> dict[str, float]:

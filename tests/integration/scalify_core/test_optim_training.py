@@ -15,7 +15,7 @@ from scalify_core import (
     scalify,
     tree,
 )
-from scalify_core.formats import E4M3, E5M2, FP16
+from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.optim import scaled_state
 
 FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}

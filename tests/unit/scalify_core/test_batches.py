@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 import scalify_core as sc
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
-from scalify_core.formats import E4M3, E5M2, FP16
+from scalify_core.numerics.formats import E4M3, E5M2, FP16
 
 HALF = jnp.float16
 FACTORS = 10.0 ** jnp.linspace(-10, 8, 8)[:, None, None]  # 60 octaves

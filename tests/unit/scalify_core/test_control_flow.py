@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms
-from scalify_core.rules import loops
+from scalify_core.interpreter.rules import loops
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3

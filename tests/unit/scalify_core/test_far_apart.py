@@ -12,9 +12,10 @@ import pytest
 from families import quick
 from jax import lax
 
-from scalify_core import as_scaled_array, asarray, peaks, scalify
-from scalify_core.formats import FP16
-from scalify_core.measured.product_reads import reads_in
+from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core.interpreter.measured.product_reads import reads_in
+from scalify_core.numerics import amax
+from scalify_core.numerics.formats import FP16
 
 HALF = jnp.float16
 
@@ -257,7 +258,7 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
 )
 def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     x = normal(0, 4, 6, 8) * far(4)[:, None, None] * far(6)[None, :, None]
-    found = np.broadcast_to(peaks.unit_of(x, 14, parts), x.shape)
+    found = np.broadcast_to(amax.unit_of(x, 14, parts), x.shape)
     cut = [
         n
         for part, size in zip(parts, x.shape, strict=True)

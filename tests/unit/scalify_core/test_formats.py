@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from families import quick
 
-from scalify_core.formats import (
+from scalify_core.numerics.formats import (
     BF16,
     E4M3,
     E5M2,

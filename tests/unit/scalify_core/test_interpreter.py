@@ -21,10 +21,9 @@ from scalify_core import (
     asarray,
     composite,
     composite_rule,
-    registry,
-    transform,
 )
-from scalify_core.rules.composites import on_values
+from scalify_core.interpreter import registry, transform
+from scalify_core.interpreter.rules.composites import on_values
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
 PARAMS = {

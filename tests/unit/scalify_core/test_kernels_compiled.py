@@ -9,10 +9,10 @@ import pytest
 from for_h200 import AS_TRAINED, MATRIX, assert_all_fp8, compiled_text
 from propagated import scalify
 
-from scalify_core.array import ScaledArray
-from scalify_core.functional import gelu, layer_norm, materialised
-from scalify_core.matmul import Fp8DotGeneral, fp8_dot_general
-from scalify_core.reductions import largest_magnitudes, sums_of_squares
+from scalify_core.array.scaled_array import ScaledArray
+from scalify_core.numerics.reductions import largest_magnitudes, sums_of_squares
+from scalify_core.ops.functional import gelu, layer_norm, materialised
+from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
 
 
 def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):

@@ -16,11 +16,11 @@ from scalify_core import (
     dynamic_rescale_rms_grad,
     embedding,
     layer_norm,
-    lowering,
     scalify,
 )
-from scalify_core.functional.storage import materialised
-from scalify_core.stacks import Stacks
+from scalify_core.numerics import compiler_hints
+from scalify_core.ops.functional.storage import materialised
+from scalify_core.optim.stacking import Stacks
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float16)
 ONES = jnp.ones(16, jnp.float16)
@@ -46,15 +46,15 @@ def scaled(fun):
 
 PROGRAMS = {
     "stored": materialised,
-    "row_major": lowering.row_major,
-    "stored_both_ways": lowering.stored_both_ways,
-    "together": lambda x: lowering.together(x[0, 0], x[0, 1]),
-    "apart": lambda x: lowering.apart(x[:, 0]),
+    "row_major": compiler_hints.row_major,
+    "stored_both_ways": compiler_hints.stored_both_ways,
+    "together": lambda x: compiler_hints.together(x[0, 0], x[0, 1]),
+    "apart": lambda x: compiler_hints.apart(x[:, 0]),
     "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).gather([x[0], x[1]])[0],
-    "sums_at_once": lambda x: lowering.column_sums(
+    "sums_at_once": lambda x: compiler_hints.column_sums(
         x, lambda xs, axes: [held_sum(y, axes) for y in xs]
     ),
-    "once": lambda x: lowering.once(x, x + 1),
+    "once": lambda x: compiler_hints.once(x, x + 1),
     "norm_statistics": norm,
     "late_zeros": table,
 }
@@ -73,7 +73,7 @@ def marks(fun, platform):
 def test_a_case_is_in_the_program_of_its_platform_and_can_be_turned_off(name):
     fun, platform = PROGRAMS[name], "cpu" if name == "once" else "cuda"
     there = marks(lambda x: fun(x), platform)
-    with lowering.without(name):
+    with compiler_hints.without(name):
         without = marks(lambda x: fun(x), platform)
     assert without < there
 
@@ -81,13 +81,16 @@ def test_a_case_is_in_the_program_of_its_platform_and_can_be_turned_off(name):
 @pytest.mark.parametrize("fun", [norm, table, scaled(norm), scaled(bias_gradient)])
 def test_no_case_changes_a_number(fun):
     expected = jax.jit(lambda x: fun(x))(X)
-    with lowering.without(*lowering.CASES):
+    with compiler_hints.without(*compiler_hints.CASES):
         found = jax.jit(lambda x: fun(x))(X)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 def test_cases_are_turned_off_by_the_environment():
-    code = "from scalify_core import lowering; print(*sorted(lowering.turned_off()))"
+    code = (
+        "from scalify_core.numerics import compiler_hints as hints;"
+        " print(*sorted(hints.turned_off()))"
+    )
     env = os.environ | {"SCALIFY_LOWERING_OFF": "together,apart"}
     said = subprocess.run(
         [sys.executable, "-c", code],
@@ -102,6 +105,6 @@ def test_cases_are_turned_off_by_the_environment():
 def test_an_unknown_case_is_named():
     with (
         pytest.raises(ValueError, match="no case of lowering; valid: stored"),
-        lowering.without("nothing"),
+        compiler_hints.without("nothing"),
     ):
         pass

@@ -13,8 +13,8 @@ from families import quick
 from flax import nnx
 from jax import lax
 
-from scalify_core.formats import E4M3, E5M2, FP16
-from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+from scalify_core.numerics.formats import E4M3, E5M2, FP16
+from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 MATRIX = (((1,), (0,)), ((), ()))
 CASES = {  # lhs shape, rhs shape, dimension numbers

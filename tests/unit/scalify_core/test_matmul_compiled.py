@@ -21,9 +21,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import lowering
-from scalify_core.array import ScaledArray
-from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+from scalify_core.array.scaled_array import ScaledArray
+from scalify_core.numerics import compiler_hints
+from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def scales_of_lhs(text):
 
 def compiled_as_trained(shardings, fun, *shapes, dtype=jnp.float16):
     """Optimised HLO of a program whose FP8 products take their constants."""
-    with lowering.scales_in_products():
+    with compiler_hints.scales_in_products():
         return compiled_text(
-            shardings, fun, *shapes, dtype=dtype, **lowering.PRODUCT_OPTIONS
+            shardings, fun, *shapes, dtype=dtype, **compiler_hints.PRODUCT_OPTIONS
         )
 
 

@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 from propagated import scalify
 
-from scalify_core import lowering
-from scalify_core.array import ScaledArray, asarray
-from scalify_core.formats import E4M3, E5M2
-from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+from scalify_core.array.scaled_array import ScaledArray, asarray
+from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.formats import E4M3, E5M2
+from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 MATRIX = (((1,), (0,)), ((), ()))
 
@@ -271,7 +271,7 @@ def test_no_product_is_rounded_to_fp16_before_its_constant(wrap, given):
     )
     fun = scalify(jax.grad(loss, argnums=(0, 1)))
     args = ScaledArray(normal(3, 64, 64), 1.0), ScaledArray(normal(4, 32, 64), 1.0)
-    with lowering.scales_in_products() if given else contextlib.nullcontext():
+    with compiler_hints.scales_in_products() if given else contextlib.nullcontext():
         text = (
             jax.jit(lambda *args: fun(*args))
             .trace(*args)

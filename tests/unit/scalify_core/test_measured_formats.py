@@ -8,32 +8,33 @@ import pytest
 from measured_and_plain import HALF, ROUNDINGS, SIZES, both, error, normal
 
 import scalify_core as sc
-from scalify_core import ScaledArray, as_scaled_array, asarray, peaks, scalify
-from scalify_core.formats import BF16, E4M3, E5M2, FP16
-from scalify_core.measured import store
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core.interpreter.measured import quantize
+from scalify_core.numerics import amax
+from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16
 
 
 @pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, E4M3.dtype, E5M2.dtype])
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     x = normal(0, 256) * size
-    found = store.stored(x, np.dtype(dtype))
+    found = quantize.stored(x, np.dtype(dtype))
     fmt = sc.FloatFormat.of(dtype)
     np.testing.assert_allclose(
-        store.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
+        quantize.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
     )
     if dtype != jnp.bfloat16:
         peak = float(jnp.abs(found.data.astype(jnp.float32)).max())
         assert (
-            2.0 ** peaks.top_of(dtype)
+            2.0 ** amax.top_of(dtype)
             <= peak
-            <= 2.0 ** (peaks.top_of(dtype) + 1)
+            <= 2.0 ** (amax.top_of(dtype) + 1)
             <= fmt.max
         )
     np.testing.assert_array_equal(
-        store.wide(store.stored(jnp.zeros(4), np.dtype(dtype))), 0
+        quantize.wide(quantize.stored(jnp.zeros(4), np.dtype(dtype))), 0
     )
-    assert store.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
+    assert quantize.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

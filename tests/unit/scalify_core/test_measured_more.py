@@ -209,7 +209,7 @@ def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front(axis, op
     expected = jax.grad(lambda *xs: loss(*xs, dot_general=lax.dot_general), (0, 1))(
         *args
     )
-    assert error(found, expected) <= sc.formats.E5M2.epsilon / 2
+    assert error(found, expected) <= sc.numerics.formats.E5M2.epsilon / 2
 
 
 def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():

@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental.ode import odeint
 
 import scalify_core
-from scalify_core import as_scaled_array, asarray, registry
+from scalify_core import as_scaled_array, asarray
+from scalify_core.interpreter import registry
 
 
 @pytest.fixture(params=["auto", "static"])

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalify_core import ScaledArray, as_scaled_array, optim, tree
-from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
+from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
 from scalify_core.optim import Stored, scaled_state
 
 FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}

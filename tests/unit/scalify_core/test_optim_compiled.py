@@ -12,9 +12,9 @@ import pytest
 from for_h200 import h200_devices
 
 from scalify_core import ScaledArray, tree
-from scalify_core.formats import E4M3, E5M2, FP16
+from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.optim import scaled_state
-from scalify_core.weights import apply_updates
+from scalify_core.optim.weights import apply_updates
 
 FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
 

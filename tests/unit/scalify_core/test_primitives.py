@@ -12,15 +12,15 @@ import primitive_cases_program
 import primitive_cases_shape
 import pytest
 
-from scalify_core import registry
-from scalify_core.coverage import (
+from scalify_core.debug.coverage import (
     NO_FLOATS,
     PLAIN_RESULTS,
     kind_of,
     lines,
     primitives_of_jax,
 )
-from scalify_core.testing import WAYS, check_scalify
+from scalify_core.debug.testing import WAYS, check_scalify
+from scalify_core.interpreter import registry
 
 CASES = [
     *primitive_cases_elementwise.CASES,
@@ -178,5 +178,5 @@ def test_most_primitives_have_rules():
 def test_the_coverage_table_is_that_of_the_rules():
     found = (pathlib.Path(__file__).parents[3] / "docs" / "coverage.md").read_text()
     assert found == "\n".join(lines()) + "\n", (
-        "stale: python -m scalify_core.coverage > docs/coverage.md"
+        "stale: python -m scalify_core.debug.coverage > docs/coverage.md"
     )

@@ -9,8 +9,8 @@ import pytest
 from propagated import scalify
 
 from scalify_core import FloatFormat, ScaledArray, asarray, gelu
-from scalify_core.formats import E4M3, E5M2
-from scalify_core.probe import FIGURES, SLOT, figures, probe
+from scalify_core.debug.probe import FIGURES, SLOT, figures, probe
+from scalify_core.numerics.formats import E4M3, E5M2
 
 EMPTY = jnp.zeros(SLOT)
 

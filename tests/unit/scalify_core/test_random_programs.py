@@ -7,10 +7,15 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scalify_core.array import ScaledArray, as_scaled_array, asarray, is_scaled_array
-from scalify_core.formats import pow2_round
-from scalify_core.stats import Summary, summarize
-from scalify_core.transform import scalify
+from scalify_core.array.scaled_array import (
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    is_scaled_array,
+)
+from scalify_core.debug.stats import Summary, summarize
+from scalify_core.interpreter.transform import scalify
+from scalify_core.numerics.formats import pow2_round
 
 SHAPE = (3, 3)
 MASK = np.arange(9).reshape(SHAPE) % 2 == 0

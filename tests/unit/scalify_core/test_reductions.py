@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core.reductions import SMALL_ROWS, largest_magnitudes, sums_of_squares
+from scalify_core.numerics.reductions import (
+    SMALL_ROWS,
+    largest_magnitudes,
+    sums_of_squares,
+)
 
 # Small arrays of one shape, more than go into one table, between large ones, of odd
 # lengths and of more blocks.

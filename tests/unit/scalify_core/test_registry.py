@@ -8,8 +8,9 @@ import pytest
 from jax import lax
 from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, composite, registry
-from scalify_core.testing import check_scalify
+from scalify_core import ScaledArray, as_scaled_array, asarray, composite
+from scalify_core.debug.testing import check_scalify
+from scalify_core.interpreter import registry
 
 X = ScaledArray(jnp.asarray([[4.0, 16.0, 1.0], [9.0, 2.0, 0.5]]), 4.0)
 

@@ -21,12 +21,12 @@ from scalify_core import (
     as_scaled_array,
     dynamic_rescale_rms,
     dynamic_rescale_rms_grad,
-    registry,
     summarize,
 )
-from scalify_core.array import is_scaled_array
-from scalify_core.interpreter import evaluate
-from scalify_core.value import Value, narrow, value
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.interpreter import registry
+from scalify_core.interpreter.evaluator import evaluate
+from scalify_core.interpreter.value import Value, narrow, value
 
 L, B, T, D, H, V = 48, 2, 32, 32, 2, 64  # layers, batch, time, width, heads, vocabulary
 STD = 0.02 * math.sqrt(768 / D)

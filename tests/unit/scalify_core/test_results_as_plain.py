@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from scalify_core import as_scaled_array, asarray, explain, scalify
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 
 F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scalify_core import PrecisionWarning, as_scaled_array, asarray, explain, scalify
-from scalify_core.formats import FP16
+from scalify_core.numerics.formats import FP16
 
 HALF = jnp.float16
 LOWEST = float(jnp.finfo(jnp.float32).min)

@@ -9,7 +9,8 @@ from families import quick
 from jax import lax
 from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, scales
+from scalify_core import ScaledArray, as_scaled_array, asarray
+from scalify_core.numerics import scales
 
 EXPONENTS = range(-120, 121, 5)
 A, B = (np.asarray(jax.random.normal(jax.random.key(k), (4, 8))) for k in range(2))

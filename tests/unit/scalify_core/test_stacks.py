@@ -12,10 +12,10 @@ from families import quick
 from for_a_gpu import compiled_for_a_gpu
 
 from scalify_core import ScaledArray, tree
-from scalify_core.formats import E4M3, E5M2, FP16, FP32
+from scalify_core.numerics.formats import E4M3, E5M2, FP16, FP32
 from scalify_core.optim import scaled_state
-from scalify_core.stacks import NONE, Stacks
-from scalify_core.weights import LARGE, apply_updates, wide
+from scalify_core.optim.stacking import NONE, Stacks
+from scalify_core.optim.weights import LARGE, apply_updates, wide
 
 SHAPES = {
     "a": (12,),

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core.array import ScaledArray
-from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32
-from scalify_core.stats import Summary, summarize
+from scalify_core.array.scaled_array import ScaledArray
+from scalify_core.debug.stats import Summary, summarize
+from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 
 FORMATS = [E4M3, E5M2, FP16, BF16, FP32]
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core.array import ScaledArray
-from scalify_core.formats import FP16, FP32
-from scalify_core.rescale import set_scaling
-from scalify_core.testing import assert_close, check_scalify
+from scalify_core.array.scaled_array import ScaledArray
+from scalify_core.debug.testing import assert_close, check_scalify
+from scalify_core.numerics.formats import FP16, FP32
+from scalify_core.ops.rescale import set_scaling
 
 X = ScaledArray(jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.5]]), 2.0**20)
 

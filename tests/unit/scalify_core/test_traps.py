@@ -10,7 +10,7 @@ from propagated import scalify
 
 import scalify_core as sc
 from scalify_core import ScaledArray, as_scaled_array, asarray, tree
-from scalify_core.formats import E4M3, E5M2
+from scalify_core.numerics.formats import E4M3, E5M2
 
 HALF = jnp.float16
 
@@ -143,7 +143,10 @@ def adam_run(scaled, steps, dtype, tx, target):
     else:
         params, state = as_scaled_array((params, state), 1.0, dtype=dtype)
         state = tree.map_arrays(
-            lambda s: s.rescale(2.0**-4) if sc.array.is_scaled_array(s) else s, state
+            lambda s: (
+                s.rescale(2.0**-4) if sc.array.scaled_array.is_scaled_array(s) else s
+            ),
+            state,
         )
         like = params, state
         inner = scalify(step)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from scalify_core import ScaledArray
-from scalify_core.tree import Packed, global_norm, pack, unpack
+from scalify_core.array.tree import Packed, global_norm, pack, unpack
 
 
 def test_a_packed_tree_comes_back_as_it_was():

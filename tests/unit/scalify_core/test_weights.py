@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
-from scalify_core.formats import BF16, E4M3, FP16, counter_bits
-from scalify_core.weights import (
+from scalify_core.numerics.formats import BF16, E4M3, FP16, counter_bits
+from scalify_core.optim.weights import (
     apply_updates,
     apply_with_lost,
     moving_average,

@@ -11,8 +11,8 @@ import pytest
 from command import here, parameters, stopped_after, values
 from families import whole
 
-from scalify_core.probe import FIGURES
-from scalify_core.tree import leaves
+from scalify_core.array.tree import leaves
+from scalify_core.debug.probe import FIGURES
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.llama_spec import LlamaSpec

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from families import whole
 
-from scalify_core.weights import wide
+from scalify_core.optim.weights import wide
 from trainer.assembly.build import check_split
 from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from scalify_core.formats import BF16, E4M3, FP16, FP32
+from scalify_core.numerics.formats import BF16, E4M3, FP16, FP32
 from trainer.compiled.hlo import Program
 from trainer.parallel.mesh import make_mesh
 from trainer.parallel.reduction import Reduction, mean

@@ -13,7 +13,7 @@ from families import whole
 from precisions import batch, bits, copied, hyper, workload
 
 from scalify_core import weights
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 from trainer.compiled.exchange import exchanges_of
 from trainer.errors import UserError
 from trainer.parallel.diloco import DiLoCoSettings

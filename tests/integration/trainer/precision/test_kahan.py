@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from precisions import abstract, batch, bits, copied, hyper, workload
 
-from scalify_core.array import is_scaled_array
-from scalify_core.weights import wide
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.optim.weights import wide
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.roles import select_roles

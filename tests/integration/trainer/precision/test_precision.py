@@ -25,9 +25,9 @@ from precisions import (
 )
 
 from scalify_core import ScaledArray, scalify
-from scalify_core.array import asarray, is_scaled_array
-from scalify_core.tree import unpack
-from scalify_core.weights import wide
+from scalify_core.array.scaled_array import asarray, is_scaled_array
+from scalify_core.array.tree import unpack
+from scalify_core.optim.weights import wide
 from trainer.precision.arrays import dot_general_for
 from trainer.run.builtin_callbacks import make_rescale
 from trainer.run.checkpoint import Checkpointer

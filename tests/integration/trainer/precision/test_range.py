@@ -12,8 +12,8 @@ from flax import nnx
 from precisions import SPEC, batch, bits, policy, workload
 
 from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
-from scalify_core.tree import map_arrays
-from scalify_core.weights import scaled_params, wide
+from scalify_core.array.tree import map_arrays
+from scalify_core.optim.weights import scaled_params, wide
 from trainer.models.gpt2_block import SmoothSwigluMLP, SwigluMLP
 from trainer.models.layers import Factory
 from trainer.models.spec import GPT2Spec

@@ -11,8 +11,8 @@ import pytest
 from families import quick
 
 import scalify_core as sc
-from scalify_core.functional import attention, losses, norms
-from scalify_core.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
+from scalify_core.ops.functional import attention, losses, norms
+from scalify_core.ops.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 

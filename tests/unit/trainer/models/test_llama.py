@@ -13,7 +13,7 @@ from small_models import LLAMA as SPEC
 from small_models import REORDERED, TOKENS, assert_close, compiled
 
 from scalify_core import as_scaled_array, asarray, get_data_scale, scalify, swiglu, tree
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import RMSNorm
 from trainer.models.llama import Llama, functional

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scalify_core import asarray, scalify
-from scalify_core.weights import scaled_params
+from scalify_core.optim.weights import scaled_params
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 

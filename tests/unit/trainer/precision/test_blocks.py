@@ -11,7 +11,7 @@ import pytest
 # public only behind a product for GPUs
 from jax._src.cudnn.scaled_matmul_stablehlo import quantize
 
-from scalify_core.formats import E4M3, E5M2, counter_bits
+from scalify_core.numerics.formats import E4M3, E5M2, counter_bits
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.precision import blocks

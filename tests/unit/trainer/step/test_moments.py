@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from scalify_core.array import is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.roles import Role

@@ -1,0 +1,1 @@
+"""`ScaledArray`, narrow data and a power-of-two scale, and trees that hold some."""

@@ -1,0 +1,405 @@
+"""`ScaledArray`, the pair of narrow data and power-of-two scale of scaled programs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from scalify_core.array.refusals import (
+    NoNumber,
+    check_dynamic,
+    check_known,
+    check_powers,
+)
+from scalify_core.numerics import precision_warnings
+from scalify_core.numerics.formats import FloatFormat
+from scalify_core.numerics.scales import (
+    broadcast_scale,
+    checked_scale,
+    rms_scale,
+    times,
+)
+from scalify_core.numerics.storage import as_float32, saturating_cast
+
+_INSIDE = "take gradients inside, scalify(jax.grad(f))"
+_REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE}"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ScaledArray(NoNumber):
+    """The array `data * scale`. `data` is narrow and near RMS 1, `scale` a power of
+    two.
+
+    Invariants:
+        - `data` is a floating-point array; shape, dtype, ndim and size are those of the
+          data.
+        - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds.
+          *Static*: a Python float. It is part of the pytree's structure, so for `jit`
+              it is a constant of the compiled program, and another scale is
+          another compilation. *Dynamic*: an FP32 array, a leaf beside the data; 2^-126
+          is that of zeros.
+        - A dynamic scale is a scalar, or has the shape of leading axes of the data
+          ((L,) for L layers), or the rank of the data with size 1 along the axes it is
+          common to.
+
+    No arithmetic is defined on a ScaledArray, and `jax.tree.map` over trees that hold
+    some acts on data and scales separately, which is seldom meant. Compute with them
+    inside `scalify`, or through `tree.py`.
+
+    Gradients are taken inside of scalify, `scalify(jax.grad(f))`: JAX would add
+    cotangents of a ScaledArray leaf by leaf, data to data and scale to scale. So
+    differentiating with respect to one is a TypeError.
+    """
+
+    __slots__ = ("data", "scale")
+
+    def __init__(self, data: Any, scale: Any) -> None:
+        """`data`: array; `scale`: Python or NumPy number (static) or FP32 array
+        (dynamic).
+
+        The numbers of a dynamic scale on a device are not looked at: in `asarray` and
+        `scalify` one that is no power of two reads as NaN.
+
+        Raises:
+            TypeError: `data` or a dynamic scale is an array of integers, booleans or
+                complex numbers.
+            ValueError: a static scale, or a NumPy one, that is not a power of two in
+                [2^-126, 2^126]; a dynamic scale of another shape than those above.
+        """
+        if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):
+            raise TypeError(
+                f"ScaledArray: data is {data.dtype}, expected a floating-point dtype"
+            )
+        if isinstance(scale, (float, int, np.generic)) or (
+            isinstance(scale, np.ndarray) and scale.ndim == 0
+        ):
+            scale = float(scale)
+        if isinstance(scale, (float, np.ndarray)):
+            check_powers(scale)
+        if hasattr(data, "shape") and hasattr(scale, "shape"):
+            check_dynamic(data, scale)
+        self.data, self.scale = data, scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the data."""
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the data."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.data.size
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a Python number, a constant of compiled programs."""
+        return isinstance(self.scale, float)
+
+    def unscale(self, dtype: Any = jnp.float32) -> jax.Array:
+        """Return the logical value `data * scale`, as `asarray` does.
+
+        It is computed in FP32, infinite beyond it, then cast to `dtype`, saturating.
+        The scale is not looked at: in a compiled step each look would be a kernel.
+        """
+        return _unscale(self, np.dtype(dtype))
+
+    def astype(self, dtype: Any) -> ScaledArray:
+        """Return the data cast, saturating, at the same scale."""
+        return with_scale(saturating_cast(self.data, dtype), self.scale)
+
+    def rescale(self, scale: Any) -> ScaledArray:
+        """Return the same value at another scale, static or dynamic as given.
+
+        The value is the same as far as the dtype of the data holds it there.
+        """
+        check_known(scale)
+        scale = ScaledArray(self.data, scale).scale
+        if isinstance(scale, float):
+            if self.is_static and self.scale == scale:
+                return self
+        else:
+            scale = jnp.asarray(scale, jnp.float32)
+        return _rescaled(undifferentiated(self), scale)
+
+    def __getitem__(self, index: Any) -> ScaledArray:
+        """Elements, as for an array; a scale per leading index is indexed along."""
+        scale = self.scale
+        if not self.is_static and np.ndim(scale):
+            along_first = isinstance(index, (int, slice)) and scale.shape[0] == len(
+                self
+            )
+            if not along_first:
+                scale = broadcast_scale(jnp.asarray(scale), self.data)
+                scale = jnp.broadcast_to(scale, self.shape)
+            scale = scale[index]
+        return with_scale(self.data[index], scale)
+
+    def __iter__(self) -> Iterator[ScaledArray]:
+        """Along the leading axis."""
+        return (self[i] for i in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The logical value as a NumPy array, FP32 if no dtype is given."""
+        return np.asarray(self.unscale(), dtype=dtype)
+
+    def __repr__(self) -> str:
+        scale = self.scale
+        if self.is_static:
+            scale = f"2^{np.log2(scale):g}"
+        return f"ScaledArray(scale={scale}, data={self.data!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Leaves: data, and that of the scale if it is dynamic."""
+        leaves, static = self.tree_flatten()
+        return [
+            (jax.tree_util.GetAttrKey(name), x)
+            for name, x in zip(("data", "scale"), leaves, strict=False)
+        ], static
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """As `tree_flatten_with_keys`, without keys."""
+        if self.is_static:
+            return (self.data,), self.scale
+        return (self.data, self.scale), None
+
+    @classmethod
+    def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
+        """No checks: JAX puts placeholders in trees."""
+        return with_scale(children[0], children[1] if static is None else static)
+
+
+def with_scale(data: Any, scale: Any) -> ScaledArray:
+    """Return a ScaledArray without any check.
+
+    A NumPy scale is dynamic here, as `jax.device_get` makes it.
+    """
+    out = object.__new__(ScaledArray)
+    out.data, out.scale = data, scale
+    return out
+
+
+def is_scaled_array(x: Any) -> bool:
+    """For `is_leaf=` of the functions of `jax.tree`."""
+    return isinstance(x, ScaledArray)
+
+
+def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
+    """Return a tree with every floating-point array as a ScaledArray of the same value.
+
+    Outside of `jit`, a `PrecisionWarning` names arrays of which more than a tenth
+    become zeros, because one scale does not hold them beside the rest, or of which
+    more than 1% of the norm is beyond what the format holds.
+
+    Args:
+        tree: any pytree; ScaledArrays, integers, booleans, keys, and what is no array,
+            stay as they are.
+        scale: of every leaf: a number makes static scales, an FP32 array dynamic ones.
+            None: the power of two that is nearest to the RMS of each leaf, dynamic (1
+            for a leaf with infinities or NaNs, and 2^-126 for zeros, so that a state
+            that begins with zeros does not set the scale of what is added to it).
+        dtype: of the data; that of each leaf if None.
+
+    Raises:
+        ValueError: a scale that is no power of two.
+        TypeError, when differentiated: gradients are taken inside of scalify.
+
+    Example:
+        >>> as_scaled_array(jnp.full(2, 3.0), dtype=jnp.float16).scale
+        Array(4., dtype=float32)
+    """
+
+    def convert(path: Any, x: Any) -> Any:
+        if is_scaled_array(x) or not (
+            hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)
+        ):
+            return x  # a leaf that is no array, as the functions in an Equinox module
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            return x
+        x = undifferentiated(jnp.asarray(x))
+        at = ScaledArray(x, rms_scale(x) if scale is None else scale).scale
+        if not isinstance(at, float):
+            at = jnp.asarray(at, jnp.float32)
+        to = np.dtype(x.dtype if dtype is None else dtype)
+        out = _rescaled(ScaledArray(as_float32(x), 1.0), at).astype(to)
+        name = f"as_scaled_array{jax.tree_util.keystr(path)}"
+        precision_warnings.entering(name, x, out.data, out.unscale)
+        return out
+
+    check_known(scale)
+    return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=is_scaled_array)
+
+
+def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
+    """Return a tree with every ScaledArray as the plain array of its logical value.
+
+    A scale that is no power of two reads as NaN: arithmetic was done on it outside of
+    scalify. Where it is not traced, a `PrecisionWarning` names such arrays.
+
+    Args:
+        tree: any pytree; leaves that are no ScaledArrays stay as they are.
+        dtype: of the arrays, to which the FP32 product of data and scale is cast.
+
+    Raises:
+        TypeError, when differentiated with respect to a ScaledArray, other than a
+            result of a scalified function in FP32 or BF16.
+    """
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
+    leaves: list[Any] = [x for _, x in found]
+    structure: Any = jax.tree.structure(tree, is_leaf=is_scaled_array)
+    names = lambda: [jax.tree_util.keystr(path) for path, _ in found]
+    to = np.dtype(dtype)
+    checked = readable("asarray", leaves, names)
+    return structure.unflatten(
+        [_unscale(x, to) if is_scaled_array(x) else x for x in checked]
+    )
+
+
+def readable(
+    where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]
+) -> list[Any]:
+    """Return the leaves of a tree, of which ScaledArrays with a scale that is none read
+    as NaN.
+
+    A `PrecisionWarning` names those that are at hand: no tracers, and no arrays that
+    other hosts hold parts of. There a scale of zero is none, unless all of the data is
+    zero: it is what the difference of two equal scales leaves, and what
+    `jnp.zeros_like` makes of one.
+    """
+    out, unread = list(leaves), _unreadable_at_hand(leaves)
+    if unread:
+        named = names()
+        precision_warnings.unreadable(where, [named[i] for i in unread])
+    for i, x in enumerate(leaves):
+        if i in unread:
+            out[i] = with_scale(x.data, jnp.full_like(x.scale, np.nan))
+        elif is_scaled_array(x) and isinstance(x.scale, jax.core.Tracer):
+            out[i] = with_scale(
+                x.data, checked_scale(jnp.asarray(x.scale, jnp.float32))
+            )
+    return out
+
+
+def _unreadable_at_hand(leaves: Sequence[Any]) -> set[int]:
+    at_hand = {i: x for i, x in enumerate(leaves) if _is_at_hand(x)}
+    scales = jax.device_get([x.scale for x in at_hand.values()])
+    found = set()
+    for i, scale in zip(at_hand, scales, strict=True):
+        scale = np.asarray(scale, np.float32)
+        if np.all(np.frexp(scale)[0] == 0.5) or np.any(np.isnan(scale)):
+            continue
+        if np.any(scale) or np.any(jax.device_get(at_hand[i].data)):
+            found.add(i)
+    return found
+
+
+def _is_at_hand(x: Any) -> bool:
+    if not is_scaled_array(x) or x.is_static:
+        return False
+    leaves = (x.data, x.scale)
+    return all(
+        isinstance(y, (jax.Array, np.ndarray, np.generic))
+        and not isinstance(y, jax.core.Tracer)
+        and jnp.issubdtype(y.dtype, jnp.floating)
+        and getattr(y, "is_fully_addressable", True)
+        for y in leaves
+    )
+
+
+def is_unreadable(x: ScaledArray) -> jax.Array:
+    """Return whether a dynamic scale is a number and no power of two: a boolean."""
+    scale = lax.stop_gradient(jnp.asarray(x.scale, jnp.float32))
+    return jnp.any(jnp.isnan(checked_scale(scale)) & ~jnp.isnan(scale))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _barrier(x: Any, message: str) -> Any:
+    return x
+
+
+@_barrier.defjvp
+def _refuse_gradient(message: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(message)
+
+
+def undifferentiated(tree: Any, message: str = _REFUSED) -> Any:
+    """Return the tree as it is; differentiating with respect to it is a TypeError."""
+    return _barrier(tree, message)
+
+
+def has_range_of_float32(dtype: Any) -> bool:
+    """Return whether a format needs no scale to hold what FP32 holds."""
+    return FloatFormat.of(np.dtype(dtype)).max > 2.0**120
+
+
+def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
+    if x.is_static and isinstance(scale, float):
+        data = as_float32(x.data)
+        if x.scale != scale:
+            data = times(data, x.scale / scale)
+    else:
+        if isinstance(scale, float):
+            factor: Any = 1.0 / scale
+        else:
+            factor = 1 / broadcast_scale(scale, x.data)
+        # The old scale first: a ratio of two scales may leave FP32.
+        data = times(_unscaled(x.data, x.scale, np.dtype(np.float32)), factor)
+    return with_scale(saturating_cast(data, x.dtype), scale)
+
+
+def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
+    if x.is_static:
+        return _unscaled(undifferentiated(x.data), x.scale, dtype)
+    return _unscale_dynamic(x.data, x.scale, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _unscale_dynamic(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
+    return _unscaled(data, scale, dtype)
+
+
+def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+    """Differentiate a result of a scalified function, whose scale is a constant.
+
+    The scale of an argument is not: JAX differentiates with respect to all leaves.
+    """
+    (data, scale), (tangent, of_scale) = primals, tangents
+    if not isinstance(of_scale, SymbolicZero):
+        raise TypeError(_REFUSED)
+    if not has_range_of_float32(data.dtype):
+        raise TypeError(
+            f"asarray: the gradient through a result in {data.dtype} would lose what "
+            "that format does not hold; return it in FP32, x.astype(jnp.float32), or "
+            f"a scalar loss, or {_INSIDE}"
+        )
+    return _unscaled(data, scale, dtype), _unscaled(tangent, scale, dtype)
+
+
+_unscale_dynamic.defjvp(_unscale_jvp, symbolic_zeros=True)
+
+
+def _unscaled(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
+    if data.dtype != jnp.float64:
+        data = jnp.asarray(data, jnp.float32)
+    if not isinstance(scale, float):
+        scale = jnp.asarray(scale, jnp.float32)
+    return saturating_cast(times(data, scale), dtype)

@@ -1,0 +1,147 @@
+"""Functions of pytrees in which a ScaledArray is one leaf, and not two."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
+
+
+def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` in which `fun` is given whole ScaledArrays."""
+    return jax.tree.map(fun, tree, *rest, is_leaf=is_scaled_array)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """`jax.tree.leaves` in which a ScaledArray is a leaf."""
+    return jax.tree.leaves(tree, is_leaf=is_scaled_array)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A tree whose dynamic scalar scales are one array: a buffer that a compiled step
+    updates, instead of one for each.
+
+    Attributes:
+        arrays: the data of its ScaledArrays, and its other leaves, by path.
+        scales: FP32, in the order of the leaves.
+        structure: of the tree, a ScaledArray being a leaf.
+        names: the paths of the leaves, in order.
+        scaled: those of the ScaledArrays that `scales` has the scales of.
+    """
+
+    arrays: dict[str, Any]
+    scales: jax.Array
+    structure: Any = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    scaled: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def pack(tree: Any) -> Any:
+    """As `Packed`, which `unpack` undoes; a tree without dynamic scalar scales as it
+    is.
+    """
+    found, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=is_scaled_array
+    )
+    named = {jax.tree_util.keystr(path): x for path, x in found}
+    dynamic = {
+        name: x for name, x in named.items() if is_scaled_array(x) and not x.is_static
+    }
+    scales = {name: x.scale for name, x in dynamic.items() if x.scale.ndim == 0}
+    if not scales:
+        return tree
+    arrays = {name: x.data if name in scales else x for name, x in named.items()}
+    return Packed(
+        arrays, jnp.stack(list(scales.values())), structure, tuple(named), tuple(scales)
+    )
+
+
+def unpack(tree: Any) -> Any:
+    """The tree that was packed; one that was not as it is."""
+    if not isinstance(tree, Packed):
+        return tree
+    scales = dict(zip(tree.scaled, tree.scales, strict=True))
+    arrays = ((name, tree.arrays[name]) for name in tree.names)
+    return jax.tree.unflatten(
+        tree.structure,
+        [with_scale(x, scales[n]) if n in scales else x for n, x in arrays],
+    )
+
+
+def with_static_scales(tree: Any) -> Any:
+    """Every dynamic scalar scale as a static one, a constant of the programs that are
+    compiled next.
+
+    Reads the scales from the device; a ScaledArray with one scale per layer stays as it
+    is.
+    """
+
+    def convert(x: Any) -> Any:
+        if is_scaled_array(x) and not x.is_static and x.scale.ndim == 0:
+            return ScaledArray(x.data, float(x.scale))
+        return x
+
+    return map_arrays(convert, tree)
+
+
+def with_dynamic_scales(tree: Any) -> Any:
+    """Every static scale as an FP32 array, a buffer of its own: the form for
+    checkpoints and donated state.
+    """
+
+    def convert(x: Any) -> Any:
+        return (
+            ScaledArray(x.data, jnp.full((), x.scale, jnp.float32))
+            if is_scaled_array(x) and x.is_static
+            else x
+        )
+
+    return map_arrays(convert, tree)
+
+
+def rescaled_like(tree: Any, like: Any) -> Any:
+    """Every ScaledArray brought to the scale and dtype of the one at its place in
+    `like`, saturating.
+    """
+
+    def convert(x: Any, y: Any) -> Any:
+        return (
+            x.rescale(y.scale).astype(y.dtype)
+            if is_scaled_array(x) and is_scaled_array(y)
+            else x
+        )
+
+    return map_arrays(convert, tree, like)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Return the Euclidean norm of all floating-point values of a tree, an FP32 scalar.
+
+    `optax.global_norm` squares FP16 leaves in FP16, so from 256 on it is infinite, and
+    it takes data and scale of a ScaledArray for two arrays. Here logical values are
+    squared in FP32, in units of the largest.
+
+    Args:
+        tree: ScaledArrays and plain arrays; others are left out.
+    """
+    values = [
+        x.unscale() if is_scaled_array(x) else jnp.asarray(x) for x in leaves(tree)
+    ]
+    values = [
+        x.astype(jnp.float32) for x in values if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    largest = (
+        jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))
+        if values
+        else jnp.float32(0)
+    )
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares = [jnp.sum(jnp.square(x / unit)) for x in values]
+    return unit * jnp.sqrt(sum(squares, jnp.float32(0)))

@@ -1,0 +1,1 @@
+"""Tools that say where a scaled program loses values: `explain`, checks for tests."""

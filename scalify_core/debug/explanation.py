@@ -1,0 +1,416 @@
+"""What `explain` found: rows of figures, the first place where values are lost, and a
+table of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from scalify_core.numerics.source_location import Place
+
+# octaves between the expected RMS and the one that is due: rounding is not hurt by as
+# many yet
+ASTRAY = 4.0
+TOP = 24  # rows of a printed table
+Blame = dict[tuple[Place, str], float]
+_TITLES = (
+    "equation",
+    "shape",
+    "format",
+    "scale",
+    "expected",
+    "measured",
+    "drift",
+    "flushed",
+    "saturated",
+    "error",
+)
+
+
+class Figures(NamedTuple):
+    """Figures of one tensor at one time.
+
+    Attributes:
+        scale: its scale, a power of two; the largest, where it has several.
+        expected: the RMS that the rules expect of its data (rho), which is about 1.
+        measured: the RMS that its data has.
+        due: the RMS that its data would have, were nothing lost.
+        flushed: share of its elements that are zero here and not in plain FP32.
+        flushed_norm: their share of the tensor's norm, in plain FP32.
+        vanished: share of its elements that are zero here, and that plain data of the
+            same format would hold.
+        saturated: share of its elements at the format's largest number, or not finite,
+            that are finite in plain FP32.
+        error: norm of its difference from plain FP32, over the norm of that.
+        operand_error: the largest error of what it is computed from.
+        operand_vanished: the largest share that has vanished of what it is computed
+            from.
+        drift: octaves of `astray` that this equation adds to what follows from its
+            operands.
+    """
+
+    scale: float
+    expected: float
+    measured: float
+    due: float
+    flushed: float
+    flushed_norm: float
+    vanished: float
+    saturated: float
+    error: float
+    operand_error: float
+    operand_vanished: float
+    drift: float = 0.0
+
+    @property
+    def astray(self) -> float:
+        """Octaves from the expected RMS to the one that is due; negative: the scale is
+        too large. 0 of zeros.
+        """
+        if not (0 < self.due < math.inf and self.expected > 0):
+            return 0.0
+        return math.log2(self.due / self.expected)
+
+    def loses(self, tolerance: float, epsilon: float, least: float) -> bool:
+        """Whether values are lost here, not before, to a tensor's range, not to a
+        rounding.
+
+        `tolerance`: of the error, and of the share that vanishes beside larger numbers,
+        however small its part in the norm; `epsilon`: of the narrowest format that
+        takes part, whose noise an error may be. If that is coarser than the tolerance
+        (FP8), or operands are as wrong, what vanishes is no more than noise. `least`:
+        the smallest normal number of the data; not far above it, bits are lost before
+        numbers are.
+        """
+        reason = (
+            self.flushed_norm > tolerance / 2
+            or self.saturated > 0
+            or 0 < self.due < 2**ASTRAY * least
+        )
+        wrong = self.error > max(tolerance, epsilon, 2 * self.operand_error)
+        vanishes = max(epsilon, self.operand_error) <= tolerance
+        vanishes = vanishes and self.vanished > max(
+            tolerance, 2 * self.operand_vanished
+        )
+        return (reason and wrong) or vanishes
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """One result of one equation; in a loop, of all its turns.
+
+    Attributes:
+        place: the user's line.
+        primitive: of the equation; the name of a composite.
+        shape: of the result.
+        dtype: the format of its data.
+        figures: of the first turn that loses values; if none does, of the turn with the
+            largest error.
+        turns: how often the equation was evaluated.
+        lost_at: the number of the evaluation, counted over the program, that first lost
+            values; None: none did.
+        blame: the octaves that its scale is astray by, as sums of what each place and
+            primitive added to them.
+    """
+
+    place: Place
+    primitive: str
+    shape: tuple[int, ...]
+    dtype: str
+    figures: Figures
+    turns: int = 0
+    lost_at: int | None = None
+    blame: Blame = dataclasses.field(default_factory=dict)
+
+    def see(self, figures: Figures, blame: Blame, when: int, *, loses: bool) -> None:
+        """Takes in the figures of evaluation `when`, or of its result as it is
+        stored.
+        """
+        first = loses and self.lost_at in (None, when)
+        if first or (self.lost_at is None and figures.error >= self.figures.error):
+            self.figures, self.blame = figures, blame
+        if first:
+            self.lost_at = when
+
+    def figures_by_name(self) -> dict[str, Any]:
+        """All but the place, as plain numbers and strings."""
+        own = {
+            "primitive": self.primitive,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "turns": self.turns,
+        }
+        return {
+            **own,
+            "lost": self.lost_at is not None,
+            **self.figures._asdict(),
+            "astray": self.figures.astray,
+        }
+
+    @property
+    def weight(self) -> tuple[bool, float, float]:
+        """What tables choose by: losses, then what is flushed or saturates, then how
+        far a scale is astray.
+        """
+        f = self.figures
+        return (
+            self.lost_at is not None,
+            round(max(f.flushed_norm, f.vanished) + f.saturated, 2),
+            abs(f.astray),
+        )
+
+
+@dataclasses.dataclass
+class Explanation:
+    """Rows in program order, and what they come to; `str` of it is a table of the most
+    telling ones.
+
+    Attributes:
+        rows: a Row for each floating-point result with a scale, of each equation.
+        errors: the error of each floating-point result of the function, in the order of
+            its leaves.
+        tolerance: the error from which on values count as lost.
+        turned: where booleans or integers, such as comparisons, first differ from plain
+            FP32; None: nowhere.
+        unknown: why it is not known which products plain code has in FP32; None: it is.
+    """
+
+    rows: list[Row]
+    errors: list[float]
+    tolerance: float
+    turned: str | None = None
+    unknown: str | None = None
+
+    @property
+    def first_row(self) -> Row | None:
+        """The first row, in the order of evaluation, where values are lost."""
+        lost = [row for row in self.rows if row.lost_at is not None]
+        return min(
+            lost, key=lambda row: (row.lost_at or 0, self.rows.index(row)), default=None
+        )
+
+    @property
+    def first_loss(self) -> str | None:
+        """One sentence: where values are first lost, which, why, and what to do. None
+        where nothing is lost.
+        """
+        row = self.first_row
+        return None if row is None else _sentence(row)
+
+    def lines(self) -> dict[Place, list[Row]]:
+        """The rows of each line of the user's, in program order; both passes of a line
+        stand together.
+        """
+        found: dict[Place, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.place.line_alone, []).append(row)
+        return found
+
+    def table(self, top: int | None = None) -> str:
+        """The `top` most telling rows, or all, in program order under the lines that
+        they belong to.
+        """
+        wanted = (
+            self.rows
+            if top is None
+            else sorted(self.rows, key=lambda row: row.weight, reverse=True)[:top]
+        )
+        chosen = {id(row) for row in wanted}
+        blocks = [
+            (place, [_cells(row) for row in rows if id(row) in chosen])
+            for place, rows in self.lines().items()
+        ]
+        blocks = [(place, cells) for place, cells in blocks if cells]
+        found = [row for _, cells in blocks for row in cells]
+        widths = [max(map(len, column)) for column in zip(_TITLES, *found, strict=True)]
+        return "\n".join(_aligned(blocks, widths))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, top: int = TOP) -> str:
+        """What it comes to, and a table of the `top` most telling rows."""
+        count = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
+        worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
+        loss = (
+            f"first loss: {self.first_loss}"
+            if self.first_loss
+            else self._without_loss()
+        )
+        shown = (
+            "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
+        )
+        unknown = (
+            "\nproducts that plain code has in FP32 may be narrow in this program:"
+            f" {self.unknown}"
+            if self.unknown
+            else ""
+        )
+        return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
+
+    def _without_loss(self) -> str:
+        """What is said where no equation loses much: results may be off all the
+        same.
+        """
+        off = [x for x in self.errors if not x <= self.tolerance]
+        if not off:
+            return (
+                f"nothing is lost (beyond {self.tolerance:.1%} of a"
+                f" norm){self._flushed()}"
+            )
+        reason = (
+            self.turned
+            or "roundings are left where larger numbers cancel, or the format is coarse"
+        )
+        return (
+            f"no equation loses much (beyond {self.tolerance:.1%}), but a result is off"
+            f" by {max(off):.1e}: {reason}"
+        )
+
+    def _flushed(self) -> str:
+        """Where most elements are zero of what loses none of its norm, to be appended;
+        nothing where few are.
+        """
+        row = max(self.rows, key=lambda row: row.figures.flushed, default=None)
+        if row is None or row.figures.flushed <= self.tolerance:
+            return ""
+        return (
+            f"; but zero in {row.dtype} beside much larger ones are"
+            f" {row.figures.flushed:.1%} of the elements of {row.place},"
+            f" {_named(row.primitive, row.place)}"
+        )
+
+
+def _is_float32(row: Row) -> bool:
+    """Whether a row is of what is stored nowhere in a narrow format."""
+    return row.dtype == "float32"
+
+
+def _sentence(row: Row) -> str:
+    f = row.figures
+    what = []
+    if f.flushed > 0:
+        zero = (
+            "zero, which are not in plain FP32"
+            if _is_float32(row)
+            else f"zero in {row.dtype}"
+        )
+        what.append(
+            f"{f.flushed:.1%} of its elements ({f.flushed_norm:.1%} of its norm) are"
+            f" {zero}"
+        )
+    if f.saturated > 0:
+        what.append(f"{f.saturated:.1%} of its elements saturate in {row.dtype}")
+    lost = " and ".join(what) or (
+        "it differs" if _is_float32(row) else f"its last bits are lost in {row.dtype}"
+    )
+    turn = "" if row.turns < 2 else f", in one of {row.turns} turns"
+    where = f"{row.place}, {_named(row.primitive, row.place)}{turn}"
+    return f"{where}: {lost}, an error of {_error(f.error)}, because {_reason(row)}"
+
+
+def _reason(row: Row) -> str:
+    """Why values are lost, and what to do."""
+    astray = row.figures.astray
+    if abs(astray) <= ASTRAY and _is_float32(row):
+        return (
+            "what it is computed from, in FP32, was rounded before: a comparison, a"
+            " maximum or a sign went the other way there, or what was small beside"
+            " others in an operand of a product counts here (check=True names such"
+            " products); compare with a margin, or give what is compared or multiplied"
+            " to more digits, x.astype(jnp.float32)"
+        )
+    if abs(astray) <= ASTRAY:
+        return (
+            "one scale does not hold numbers so far apart; keep the large and the small"
+            " ones in tensors of their own, or give them a wider format"
+        )
+    octaves, (place, name) = _origin(row)
+    rescale = "dynamic_rescale_rms_grad" if place.backward else "dynamic_rescale_rms"
+    size = "large" if astray < 0 else "small"
+    if place == row.place and name == row.primitive:
+        return f"its scale is 2^{abs(astray):.1f} too {size}; put {rescale} there"
+    return (
+        f"its scale is 2^{abs(astray):.1f} too {size}, 2^{octaves:.1f} of it from"
+        f" {place}, {_named(name, place)}; put {rescale} there"
+    )
+
+
+def _origin(row: Row) -> tuple[float, tuple[Place, str]]:
+    """Where most of the octaves come from that the scale of a row is astray by, and how
+    many.
+    """
+    sign = math.copysign(1.0, row.figures.astray)
+    return max(
+        ((sign * octaves, source) for source, octaves in row.blame.items()),
+        key=lambda found: found[0],
+    )
+
+
+def _named(primitive: str, place: Place) -> str:
+    return primitive + (" of the backward pass" if place.backward else "")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    f = row.figures
+    name = row.primitive + (" (backward)" if row.place.backward else "")
+    if row.place.library:
+        name += f" in {row.place.library}"
+    return (
+        _cut(name, 34),
+        "x".join(map(str, row.shape)) or "scalar",
+        row.dtype,
+        _power(f.scale),
+        _power(f.expected) if f.expected else "-",
+        _power(f.measured),
+        f"{f.drift:+.1f}" if abs(f.drift) >= 0.05 else "-",
+        _share(f.flushed),
+        _share(f.saturated),
+        _error(f.error) + (" <- lost" if row.lost_at is not None else ""),
+    )
+
+
+def _aligned(
+    blocks: Sequence[tuple[Place, list[tuple[str, ...]]]], widths: Sequence[int]
+) -> Iterator[str]:
+    yield _line(_TITLES, widths)
+    for place, cells in blocks:
+        yield str(place)
+        yield from (_line(row, widths) for row in cells)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names stand on the left, figures on the right."""
+    padded = [
+        f"{cell:{'<' if i < 3 else '>'}{widths[i]}}" for i, cell in enumerate(cells)
+    ]
+    return "  ".join(["", *padded]).rstrip()
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 2] + ".."
+
+
+def _power(x: float) -> str:
+    if not 0 < x < math.inf:
+        return str(x)
+    exponent = round(math.log2(x), 1) + 0.0  # which is no negative zero
+    return f"2^{exponent:g}"
+
+
+def _share(x: float) -> str:
+    return "-" if x == 0 else f"{x:.2%}"
+
+
+def _error(x: float) -> str:
+    return f"{x:.1e}"
+
+
+def epsilon(*dtypes: str) -> float:
+    """The coarsest epsilon of some formats."""
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)

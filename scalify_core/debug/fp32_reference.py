@@ -1,0 +1,120 @@
+"""Equations in plain FP32: what a scaled program is compared with, equation by
+equation.
+
+A program that rounds on purpose is not rounded here: casts to narrower floats, FP8
+products and `cast_on_forward` keep what they are given. So a shadow says what the
+numbers are, not what some narrower program makes of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from scalify_core.interpreter.registry import bind
+from scalify_core.numerics.storage import as_float32, materialise
+
+_DTYPES = ("new_dtype", "preferred_element_type", "dtype")
+
+
+def in_float32(eqn: Any, *operands: Any) -> list[Any]:
+    """The results of an equation on plain operands, in FP32 where it asks for a
+    narrower float.
+    """
+    if not eqn.outvars:  # what is printed is printed once, by the scaled program
+        return []
+    out = _results(eqn, *map(materialise, operands))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def wide(x: Any) -> Any:
+    """A plain operand, in FP32 if it is a narrower float; a reference to an array
+    (`jax.new_ref`) is as it is.
+    """
+    return (
+        as_float32(x)
+        if not isinstance(x, jax.Ref) and _is_narrow(jnp.result_type(x))
+        else x
+    )
+
+
+def of_its_own(x: Any) -> Any:
+    """What enters the plain program, `wide`; of a reference another one, which the
+    scaled program does not write to.
+    """
+    return jax.new_ref(x[...]) if isinstance(x, jax.Ref) else wide(x)
+
+
+def _results(eqn: Any, *operands: Any) -> Any:
+    is_composite = eqn.primitive.name == "scalify_composite"
+    if is_composite and (exact := _EXACT.get(eqn.params["call"].name)) is not None:
+        return eqn.params["call"].replace(fun=exact)(*map(wide, operands))
+    if not any(_is_narrow(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars)):
+        return bind(eqn, *operands)
+    if is_composite:
+        return [wide(y) for y in eqn.params["call"](*map(wide, operands))]
+    if (
+        eqn.primitive.name == "bitcast_convert_type"
+        or next(iter(jaxprs_in_params(eqn.params)), None) is not None
+    ):
+        as_traced = [
+            _as(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)
+        ]
+        return jax.tree.map(wide, bind(eqn, *as_traced))
+    params = {
+        k: np.dtype(np.float32) if k in _DTYPES and _is_narrow(v) else v
+        for k, v in eqn.params.items()
+    }
+    return bind(eqn.replace(params=params), *map(wide, operands))
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(x, dtype) if _is_narrow(dtype) else x
+
+
+def _is_narrow(dtype: Any) -> bool:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return np.dtype(dtype).itemsize < 4
+
+
+def _dot(product: Any) -> Any:
+    return functools.partial(
+        lax.dot_general, dimension_numbers=product.dims, precision=lax.Precision.HIGHEST
+    )
+
+
+def _product(lhs: Any, rhs: Any, *, product: Any) -> Any:
+    return _dot(product)(lhs, rhs)
+
+
+def _product_fwd(lhs: Any, rhs: Any, *, product: Any) -> tuple[Any, tuple]:
+    """The residuals of the plain program: the operands, and those of their scales that
+    are measured, here 1.
+    """
+    scales = (
+        None if isinstance(scale, float) else jnp.float32(1)
+        for scale in product.scaling[:2]
+    )
+    return _dot(product)(lhs, rhs), (lhs, rhs, *scales)
+
+
+def _product_bwd(residuals: tuple, gradient: Any, *, product: Any) -> tuple[Any, Any]:
+    lhs, rhs, *_ = residuals
+    return jax.vjp(_dot(product), lhs, rhs)[1](gradient)
+
+
+_EXACT = {
+    "fp8_dot_general": _product,
+    "fp8_dot_general.fwd": _product_fwd,
+    "fp8_dot_general.bwd": _product_bwd,
+    "cast_on_forward": lambda x, **_: x,
+    "cast_on_forward.fwd": lambda x, **_: (x, None),
+    "cast_on_backward.bwd": lambda _, gradient, **__: (gradient,),
+}

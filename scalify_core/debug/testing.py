@@ -1,0 +1,320 @@
+"""`check_scalify`, the one checker: a scaled function gives what the plain one gives,
+in FP32, and keeps its word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.array.scaled_array import ScaledArray, asarray, is_scaled_array
+from scalify_core.interpreter.reference_trace import (
+    TraceError,
+    dtypes_of_results,
+    reference_trace,
+)
+from scalify_core.interpreter.transform import Scales, scalify
+from scalify_core.numerics.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
+
+WAYS = ("eager", "jit", "dynamic")
+
+
+def check_scalify(
+    fun: Callable,
+    *args: Any,
+    dtype: Any = jnp.float32,
+    roundings: int = 4,
+    reduction: int = 1,
+    grad: bool = False,
+    ways: Sequence[str] = WAYS,
+    strict: bool = True,
+    scales: Scales = "auto",
+) -> Any:
+    """Assert that `scalify(fun)(*args)` is `fun(*args)`.
+
+    Args:
+        fun: function of pytrees of arrays, to pytrees of arrays.
+        args: its arguments; the ScaledArrays in them are what it is scaled in, with the
+            scales they have. At least one is needed. `fun` itself is run on their
+            logical values in FP32.
+        dtype: of the data of the scaled arguments, which are cast to it first (so the
+            cast is not part of the error).
+        roundings: how many roundings to `dtype` lie between arguments and result, on
+            one path.
+        reduction: length of the longest sum. Of a sum, an element may be wrong by a
+            rounding of the largest element of the result for each term; without sums
+            (1) each element is held to its own size.
+        grad: check the gradient, too: of a weighted sum of all floating-point results,
+            with respect to the scaled arguments, as `scalify(jax.grad(...))`.
+        ways: of running it; leave some out where one function is checked many times.
+        strict: whether what plain data of the format keeps must be kept. Without it, an
+            element may be lost that is below the smallest numbers of its data, whatever
+            the scale: also of one that is astray.
+        scales: as for `scalify`.
+
+    Plain data of the format is what a program without scales has: the arguments'
+    logical values rounded to `dtype`, the function of them, its result rounded to its
+    format. An element that this keeps, within the error that is granted here, must come
+    out of the scaled function so, too. Where it does not (it overflows, or is below the
+    format's smallest numbers), an element may be lost that is below the smallest number
+    of its data times its scale.
+
+    Checked are, eagerly and under jit with static scales, and under jit with dynamic
+    ones: the tree of the result; values, within (roundings + reduction) x epsilon;
+    infinities and NaNs, which must stand where the plain function has them; that scales
+    are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16
+    for the results of arithmetic on FP8), or that of the plain result where the
+    function itself asks for another; FP32 with measured scales only where plain code of
+    the format has FP32, and with the tolerance of `dtype`.
+
+    Returns:
+        The result of the first way.
+
+    Raises:
+        AssertionError: naming the result, how it was run, and the worst element.
+        ValueError: none of the arguments is a ScaledArray.
+    """
+    args = jax.tree.map(
+        lambda x: x.astype(dtype) if is_scaled_array(x) else x,
+        args,
+        is_leaf=is_scaled_array,
+    )
+    leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
+    if not any(is_scaled_array(x) for x in leaves):
+        raise ValueError("check_scalify: give at least one ScaledArray")
+    held = functools.partial(_check, reduction=reduction, strict=strict, scales=scales)
+    first = held(fun, leaves, tree, ways, roundings)
+    if grad:
+        scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
+        gradient = _gradient_of(fun, tree, tuple(scaled))
+        held(
+            gradient,
+            leaves,
+            jax.tree.structure((0,) * len(leaves)),
+            ways,
+            2 * roundings,
+        )
+    return first
+
+
+def _check(
+    fun: Callable,
+    leaves: Sequence[Any],
+    tree: Any,
+    ways: Sequence[str],
+    roundings: int,
+    *,
+    reduction: int,
+    strict: bool,
+    scales: Scales,
+) -> Any:
+    """One function, all ways to run it."""
+    formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
+    assert len(formats) == 1, f"one format at a time: {formats}"
+    (fmt,) = formats
+    static = [
+        ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x
+        for x in leaves
+    ]
+    dynamic = [
+        (
+            ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32))
+            if is_scaled_array(x)
+            else x
+        )
+        for x in leaves
+    ]
+    plain, scaled, jitted = _functions(fun, tree, scales)
+    expected = plain(*asarray(leaves))
+    narrow = (
+        plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
+    )
+    wide = _are_wide(plain, leaves) if scales == "auto" else None
+    first = None
+    for way in ways:
+        found = (scaled if way == "eager" else jitted)(
+            *(dynamic if way == "dynamic" else static)
+        )
+        limits = {"roundings": roundings, "reduction": reduction}
+        assert_close(
+            found, expected, fmt, **limits, narrow=narrow, wide=wide, where=way
+        )
+        first = found if first is None else first
+    return first
+
+
+@functools.lru_cache(maxsize=32)
+def _functions(
+    fun: Callable, tree: Any, scales: Scales
+) -> tuple[Callable, Callable, Callable]:
+    """The plain function of leaves under jit, and the scaled one without and with it;
+    compiled once for all calls.
+    """
+
+    def on_leaves(*leaves: Any) -> Any:
+        return fun(*jax.tree.unflatten(tree, leaves))
+
+    scaled = scalify(on_leaves, scales=scales)
+    return jax.jit(on_leaves), scaled, jax.jit(scaled)
+
+
+def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
+    """Which results are FP32 in plain code, of arrays of the formats of the leaves;
+    None: it cannot be traced so.
+    """
+    try:
+        narrow = reference_trace(fun, leaves)
+    except TraceError:
+        return None
+    return [dtype == np.float32 for dtype in dtypes_of_results(narrow.jaxpr)]
+
+
+def _rounded(x: Any, dtype: Any) -> Any:
+    """A plain float array rounded to a format, in its own dtype; what is too large is
+    not finite.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    with np.errstate(all="ignore"):
+        return np.asarray(x).astype(dtype).astype(x.dtype)
+
+
+def assert_close(
+    found: Any,
+    expected: Any,
+    fmt: FloatFormat,
+    *,
+    roundings: int = 4,
+    reduction: int = 1,
+    narrow: Any = None,
+    wide: Sequence[bool] | None = None,
+    where: str = "given",
+) -> None:
+    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain
+    tree (see `check_scalify`).
+
+    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing
+    is known of it. `wide`: which of its leaves may be FP32; None: none, but where `fmt`
+    is.
+    """
+    found_leaves, found_tree = jax.tree.flatten(found, is_leaf=is_scaled_array)
+    expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
+    assert str(found_tree) == str(expected_tree), (
+        f"{where}: tree {found_tree}, expected {expected_tree}"
+    )
+    narrow_leaves = (
+        [None] * len(found_leaves) if narrow is None else jax.tree.leaves(narrow)
+    )
+    may_be_wide = [False] * len(found_leaves) if wide is None else wide
+    for x, (path, y), z, is_wide in zip(
+        found_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True
+    ):
+        name = f"{where}: result{jax.tree_util.keystr(path)}"
+        if is_scaled_array(x):
+            _assert_invariants(x, y, fmt, is_wide, name)
+        _assert_leaf_close(x, y, z, fmt, roundings, reduction, name)
+
+
+def _assert_leaf_close(
+    x: Any,
+    y: Any,
+    narrow: Any,
+    fmt: FloatFormat,
+    roundings: int,
+    reduction: int,
+    where: str,
+) -> None:
+    assert x.shape == y.shape, f"{where}: shape {x.shape}, expected {y.shape}"
+    if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    scale: Any = 1.0
+    if is_scaled_array(x):
+        # of FP32 the digits are those of what it was computed from
+        own = FloatFormat.of(x.dtype)
+        fmt, scale = fmt if own is FP32 else own, np.max(np.asarray(x.scale))
+    else:
+        assert x.dtype == y.dtype, f"{where}: plain {x.dtype}, expected {y.dtype}"
+    x, y = np.asarray(x), np.asarray(y)
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        assert np.array_equal(x, y), f"{where}: {x}, expected {y}"
+        return
+    wide = np.complex128 if jnp.issubdtype(y.dtype, jnp.complexfloating) else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    finite = np.isfinite(y)
+    same = finite == np.isfinite(x)
+    same &= finite | (np.isnan(x) & np.isnan(y)) | (x == y)
+    assert same.all(), (
+        f"{where}: infinities or NaNs differ: {x[~same].ravel()[:4]}, expected"
+        f" {y[~same].ravel()[:4]}"
+    )
+    x, y = np.where(finite, x, 0), np.where(finite, y, 0)
+    size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
+    bound = (roundings + reduction) * fmt.epsilon * size + roundings * FP32.min_normal
+    # What is below the smallest numbers of the data, or of the plain program, may be
+    # lost, but not what plain data keeps. Those below the normal numbers of FP32 are,
+    # on devices that flush them.
+    least = roundings * max(fmt.min_subnormal, FP32.min_normal)
+    of_data, of_plain = bound + least * scale, bound + least * min(scale, 1.0)
+    bound = of_data
+    if narrow is not None:
+        kept = np.asarray(_rounded(narrow, fmt.dtype)).astype(wide)
+        # a program that overflows keeps nothing of use
+        if np.isfinite(kept).sum() == finite.sum():
+            bound = np.where(
+                np.abs(np.where(finite, kept, 0) - y) <= of_plain, of_plain, of_data
+            )
+    error = np.abs(x - y)
+    if np.any(error > bound):
+        at = tuple(
+            int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape)
+        )
+        limit = np.broadcast_to(bound, error.shape)[at]
+        raise AssertionError(
+            f"{where}: {x[at]} at {at}, expected {y[at]} within {limit:.3g}"
+        )
+
+
+def _assert_invariants(
+    x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, where: str
+) -> None:
+    """Of one ScaledArray: a format that is allowed, scales that are."""
+    assert jnp.issubdtype(y.dtype, jnp.floating), (
+        f"{where}: a ScaledArray, expected {y.dtype}"
+    )
+    allowed = {y.dtype} if y.dtype != jnp.float32 else {fmt.dtype}
+    if y.dtype == jnp.float32 and fmt in (E4M3, E5M2):
+        allowed.add(np.dtype(np.float16))
+    if y.dtype == jnp.float32 and is_wide:
+        allowed.add(y.dtype)
+    assert x.dtype in allowed, f"{where}: data is {x.dtype}, expected {allowed}"
+    for scale in np.ravel(np.asarray(x.scale, np.float32)):
+        assert pow2_round(scale) == scale, (
+            f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
+    """The gradient of a weighted sum of the floating-point results, with respect to the
+    leaves `scaled`.
+    """
+
+    def loss(*leaves: Any) -> jax.Array:
+        total = jnp.float32(0)
+        for y in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))):
+            if jnp.issubdtype(y.dtype, jnp.floating):
+                total += jnp.sum(
+                    y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
+                )
+        return total
+
+    return jax.grad(loss, argnums=scaled)
+
+
+def _has_scalar_scale(x: Any) -> bool:
+    return is_scaled_array(x) and np.ndim(x.scale) == 0

@@ -1,0 +1,230 @@
+"""Evaluating a jaxpr with scales: the one loop behind `scalify`.
+
+Where no operand of an equation is a `Value`, the equation runs as it is. Else the scale
+policy decides: rules propagate scales (`registry`, `scales="static"`), or scales are
+measured where values are stored (`measuring`, `scales="auto"`). Control flow is
+evaluated by the same rules under both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+import scalify_core.interpreter.measured.composites
+import scalify_core.interpreter.rules  # noqa: F401  (fills the table)
+from scalify_core.array.scaled_array import is_scaled_array, with_scale
+from scalify_core.interpreter import registry
+from scalify_core.interpreter.measured import policy as measuring
+from scalify_core.interpreter.value import Value, in_format, narrow, value
+from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.name_scopes import scope_of, within
+from scalify_core.numerics.precision_warnings import Reporter
+from scalify_core.numerics.scales import as_numbers
+from scalify_core.numerics.storage import materialise
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates jaxprs under a scale policy: call it with a jaxpr and its operands.
+
+    Attributes:
+        measures: whether scales are measured where values are stored; else rules
+            propagate them.
+        reporter: what the program tells what its casts lose; None: it has no callbacks.
+        place: tells evaluators with a reporter apart. What is traced inside an equation
+            belongs to its place, and must not be reused for another.
+    """
+
+    measures: bool
+    reporter: Reporter | None = None
+    place: object = None
+
+    def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Return the results of a jaxpr on operands that are `Value`s or plain."""
+        env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if type(atom) is Literal else env[atom]
+
+        for scope, eqns in itertools.groupby(needed(jaxpr), scope_of):
+            with within(*scope):
+                for eqn in eqns:
+                    with self._reported(eqn):
+                        out = self.results(eqn, list(map(read, eqn.invars)), jaxpr)
+                    env |= zip(eqn.outvars, out, strict=True)
+        return list(map(read, jaxpr.outvars))
+
+    def _reported(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
+        return (
+            contextlib.nullcontext() if self.reporter is None else self.reporter.at(eqn)
+        )
+
+    def results(
+        self,
+        eqn: Any,
+        operands: Sequence[Any],
+        jaxpr: Any,
+        inner: Any = None,
+    ) -> list[Any]:
+        """Return the results of one equation.
+
+        Args:
+            eqn: the equation.
+            operands: `Value`s and plain operands.
+            jaxpr: that the equation stands in.
+            inner: what evaluates inner jaxprs; None: an evaluator like this one.
+        """
+        if inner is None:
+            inner = self
+            if self.reporter is not None:
+                inner = dataclasses.replace(self, place=object())
+        several = eqn.primitive.multiple_results
+        if Value not in map(type, operands):
+            out = registry.plain(eqn, *operands)
+            return out if several else [out]
+        if self.measures:
+            out = measuring.results(eqn, operands, jaxpr, evaluate=inner)
+            return out if several else [out]
+        rule = registry.rule_of(eqn)
+        operands = [rule.bring(x) if type(x) is Value else x for x in operands]
+        if rule.control:
+            out = rule.fun(eqn, *operands, evaluate=inner)
+        else:
+            out = rule.fun(eqn, *operands)
+        stored = stored_variables(jaxpr)
+        return [
+            _stored_once(x) if var in stored and type(x) is Value else x
+            for var, x in zip(eqn.outvars, out if several else [out], strict=True)
+        ]
+
+    def arrays(
+        self,
+        jaxpr: Any,
+        leaves: Sequence[Any],
+        dtypes: Sequence[np.dtype | None] = (),
+    ) -> list[Any]:
+        """Return the results of a jaxpr of arrays and ScaledArrays, as such.
+
+        Args:
+            jaxpr: traced with float32 arrays for what is scaled.
+            leaves: its arguments.
+            dtypes: of the results in plain code; None where they are not known. They
+                count where scales are measured.
+        """
+        args = list(map(entering, leaves))
+        out = self(jaxpr, args)
+        if self.measures:
+            made = measuring.leaving(jaxpr, args, out, dtypes, self.reporter)
+            given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
+            left = [given.get(id(x), x) for x in made]
+        else:
+            if self.reporter is not None:
+                pairs = zip(jaxpr.outvars, out, strict=True)
+                out = [
+                    _rounded_where_made(self.reporter, jaxpr, *pair) for pair in pairs
+                ]
+            left = _leaving(out)
+        if self.reporter is not None:
+            self.reporter.call_is_done(left)
+        return left
+
+
+evaluate = Evaluator(measures=False)
+
+
+def _stored_once(x: Value) -> Value:
+    return in_format(x) if x.shape and not x.guard else x
+
+
+@per_jaxpr
+def needed(jaxpr: Any) -> list[Any]:
+    """Return the equations that a result follows from, and those with effects."""
+    read = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            read.update(atom for atom in eqn.invars if type(atom) is not Literal)
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any:
+    """Return a result in its format.
+
+    What that loses is reported at the equation that makes it, inside calls of jit.
+    """
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    if not isinstance(x, Value) or type(var) is Literal or var not in makers:
+        return x
+    eqn = makers[var]
+    with reporter.at(eqn):
+        if eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"]
+            var = inner.outvars[eqn.outvars.index(var)]
+            x = _rounded_where_made(reporter, inner, var, x)
+        return narrow(x)
+
+
+@per_jaxpr
+def stored_variables(jaxpr: Any) -> frozenset[Any]:
+    """Return the variables that are rounded once, for all who read them.
+
+    Those that several equations read and not all of them elementwise: they are stored
+    in any case. What only elementwise equations read stays in FP32: rounding an
+    optimizer's second moment before its root is taken would flush it to zero. So do
+    guards: a divisor's 1e-12 would become a zero.
+    """
+    readers: Counter = Counter()
+    narrow_readers = set()
+    for eqn in reversed(jaxpr.eqns):
+        rule = registry.rule_of(eqn)
+        if rule.passes is not None:  # who reads the new name reads the variable
+            variable, new = eqn.invars[rule.passes[0]], eqn.outvars[rule.passes[1]]
+            readers[variable] += readers[new]
+            if new in narrow_readers:
+                narrow_readers.add(variable)
+            continue
+        variables = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        readers.update(variables)
+        if not rule.wide:
+            narrow_readers |= variables
+    return frozenset(var for var in narrow_readers if readers[var] > 1)
+
+
+def entering(x: Any) -> Any:
+    """Return an argument as an operand: a ScaledArray as a `Value`."""
+    if not is_scaled_array(x):
+        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    scale = x.scale
+    if not x.is_static:
+        scale = jnp.asarray(scale, jnp.float32)
+        if scale.size == 1:
+            scale = scale.reshape(())
+        elif scale.ndim < x.ndim:  # of leading axes
+            scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+    return value(
+        x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale
+    )
+
+
+def _leaving(out: Sequence[Any]) -> list[Any]:
+    scales = iter(as_numbers([x.multiple for x in out if isinstance(x, Value)]))
+    return [
+        (
+            with_scale(narrow(x).data, next(scales))
+            if isinstance(x, Value)
+            else materialise(x)
+        )
+        for x in out
+    ]

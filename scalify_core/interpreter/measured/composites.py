@@ -1,0 +1,190 @@
+"""Composites under measured scales: rescaling is the identity, FP8 products are FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.array.scaled_array import ScaledArray, with_scale
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.measured import quantize
+from scalify_core.interpreter.measured.batch_axes import (
+    Labels,
+    labels,
+    labels_of_result,
+    scale_for,
+    shared,
+)
+from scalify_core.interpreter.measured.policy import (
+    composite_rule,
+    like,
+    stored,
+    stored_value,
+    wide,
+    wide_value,
+)
+from scalify_core.interpreter.measured.product_reads import Reading
+from scalify_core.interpreter.measured.products import each_index
+from scalify_core.interpreter.rules.composites import in_order
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import amax, storage
+from scalify_core.numerics.formats import FloatFormat
+from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
+
+_F32 = np.dtype(np.float32)
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
+_RESCALES = (
+    "dynamic_rescale_rms",
+    "dynamic_rescale_max",
+    "dynamic_rescale_rms_grad",
+    "dynamic_rescale_max_grad",
+)
+_SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialised")
+
+
+@composite_rule(*(f"{name}{part}" for name in _SAME for part in ("", ".fwd", ".bwd")))
+@composite_rule("stop_scaling.bwd")
+@composite_rule(
+    "set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd"
+)
+def _same(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
+    """Scales are measured wherever they matter, so what rescales has nothing to do."""
+    x = operands[-1]
+    return [like(x, in_order(call, wide(x)))] * len(eqn.outvars)
+
+
+@composite_rule("stop_scaling", "stop_scaling.fwd")
+def _stop(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
+    return [in_order(call, wide(x))] * len(eqn.outvars)
+
+
+@composite_rule("set_scaling", "set_scaling.fwd")
+def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
+    data = in_order(call, wide(x))
+    if type(x) is not Value:
+        return [data]
+    scale = dict(call.static)["scale"]
+    dtype = v.result_dtype(x)
+    return [stored_value(ScaledArray(data, 1.0).rescale(scale).astype(dtype))]
+
+
+@composite_rule("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
+def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
+    """Rounded to a format at a measured scale, as a store in it would be."""
+    fmt: FloatFormat = dict(call.static)["fmt"]
+    x = operands[-1]
+    data = in_order(call, wide(x))
+    unit = amax.unit_of(data, int(np.log2(fmt.max)) - 1)
+    return [like(x, fmt.quantise(data * (1 / unit)) * unit)]
+
+
+@composite_rule("get_data_scale")
+def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
+    if type(x) is not Value:
+        return [wide(x), jnp.float32(1)]
+    found = quantize.result(in_order(call, wide(x)), x.dtype)
+    return [storage.as_float32(found.data), jnp.asarray(found.scale, jnp.float32)]
+
+
+@composite_rule("fp8_dot_general", "fp8_dot_general.fwd")
+def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
+    """Each entry of a batch, its own or that of a vmap of both operands, is cast at its
+    own scale.
+    """
+    product = dict(call.static)["product"]
+    of = _labels(call, eqn, product, (0, 1))
+    lhs, rhs = (
+        _stored(x, _E4M3, axes) for x, axes in zip(operands, shared(of), strict=True)
+    )
+    unused = [
+        jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
+    ]
+
+    def forward(lhs8: Any, rhs8: Any) -> Any:
+        return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True), lhs8, rhs8, *unused
+
+    # The residuals, too: under vmap all results have the axis of the batch in front,
+    # whatever that of the operands is.
+    out, lhs8, rhs8, *unused = _on_data(call, forward, lhs.data, rhs.data)
+    batch, vmaps = len(product.dims[1][0]), len(call.in_axes)
+    result = labels_of_result(
+        [*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps
+    )
+    scales = (
+        scale_for(x, axes, result) for x, axes in zip((lhs, rhs), of, strict=True)
+    )
+    value = wide_value(quantize.scaled_by(out, *scales), v.result_dtype(*operands))
+    if call.name == "fp8_dot_general":
+        return [value]
+    kept = (
+        stored_value(
+            with_scale(x8, scale_for(x, axes, labels_of_result(_own(axes), vmaps)))
+        )
+        for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), of, strict=True)
+    )
+    return [value, *kept, *unused]
+
+
+@composite_rule("fp8_dot_general.bwd")
+def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
+    product, last = dict(call.static)["product"], len(operands) - 1
+    of = _labels(call, eqn, product, (0, 1, last))
+    formats = (_E4M3, _E4M3, product.gradient.dtype)
+    read = (*operands[:2], operands[last])
+    lhs, rhs, gradient = (
+        _stored(x, np.dtype(dtype), axes)
+        for x, dtype, axes in zip(read, formats, shared(of), strict=True)
+    )
+    unused = map(wide, operands[2:-1])
+
+    def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
+        d_lhs = lhs_gradient(rest[-1], rhs8, product.dims, _F32)
+        return d_lhs, rhs_gradient(lhs8, rest[-1], product.dims, _F32)
+
+    d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *unused, gradient.data)
+    of_lhs, of_rhs, of_gradient = of
+    out = []
+    for found, own, other, of_other in (
+        (d_lhs, of_lhs, rhs, of_rhs),
+        (d_rhs, of_rhs, lhs, of_lhs),
+    ):
+        result = labels_of_result(_own(own), len(call.in_axes))
+        scales = (
+            scale_for(gradient, of_gradient, result),
+            scale_for(other, of_other, result),
+        )
+        out.append(
+            wide_value(quantize.scaled_by(found, *scales), v.result_dtype(*operands))
+        )
+    return out
+
+
+def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> ScaledArray:
+    """Return an operand in a format, each index along these axes at its own scale."""
+    shape = x.shape if type(x) is Value else np.shape(x)
+    reading = Reading(*(each_index(shape, axes),) * 2)
+    return stored(x, dtype, reading, reading)
+
+
+def _labels(call: Any, eqn: Any, product: Any, operands: Sequence[int]) -> list[Labels]:
+    """Return the labels of the operands of these numbers, axis by axis."""
+    _, (lhs, rhs) = product.dims
+    own = (lhs, rhs, range(len(lhs)))
+    mapped = ([axes[i] for axes in call.in_axes] for i in operands)
+    ranks = (len(eqn.invars[i].aval.shape) for i in operands)
+    return [labels(*each) for each in zip(ranks, own, mapped, strict=False)]
+
+
+def _own(of: Labels) -> Labels:
+    """The axes that are none of a vmap."""
+    return [label for label in of if not isinstance(label, tuple)]
+
+
+def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
+    """`fun` on the data, under the vmaps of the call."""
+    in_tree = jax.tree.structure(operands)
+    return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

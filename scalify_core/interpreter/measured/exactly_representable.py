@@ -1,0 +1,150 @@
+"""Which plain FP32 numbers of a program a narrow format holds as they are: masks,
+one-hot vectors, small integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from scalify_core.numerics.caches import per_jaxpr
+
+# what a number came from: a narrow dtype, or a number of the program
+Origin = np.dtype | float
+Origins = frozenset[Origin] | None  # of the elements of a value; None: any
+
+# Their results have elements of their operands, or those negated.
+_SAME = frozenset(
+    {
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "rev",
+        "slice",
+        "dynamic_slice",
+        "gather",
+    }
+)
+_SAME |= {
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "name",
+    "expand_dims",
+    "neg",
+    "concatenate",
+    "pad",
+    "max",
+    "min",
+    "abs",
+}
+_SAME |= {
+    "select_n",
+    "dynamic_update_slice",
+    "split",
+    "tile",
+    "reduce_max",
+    "reduce_min",
+    "sort",
+}
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+@per_jaxpr
+def origins_in(
+    jaxpr: Any, given: tuple[Origins, ...]
+) -> tuple[dict[Any, Origins], tuple[Origins, ...]]:
+    """The origins of the variables of a jaxpr, and those of its results, its arguments
+    having those `given`.
+    """
+    known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> Origins:
+        if type(atom) is Literal:
+            return _of_number(atom)
+        return known.get(atom) or (
+            frozenset({atom.aval.dtype}) if atom.aval.dtype == np.bool_ else None
+        )
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+            known.update(
+                zip(
+                    eqn.outvars,
+                    origins_in(inner, tuple(map(of, eqn.invars)))[1],
+                    strict=True,
+                )
+            )
+        elif name == "convert_element_type":
+            (x,) = eqn.invars
+            known[eqn.outvars[0]] = (
+                frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else of(x)
+            )
+        elif name == "mul":
+            if all(is_mask(of(x)) for x in eqn.invars):
+                known[eqn.outvars[0]] = _joined([of(x) for x in eqn.invars])
+        elif name in _SAME:
+            found = _joined([of(x) for x in _elements(eqn)])
+            known.update(dict.fromkeys(eqn.outvars, found))
+    return known, tuple(map(of, jaxpr.outvars))
+
+
+def _elements(eqn: Any) -> Sequence[Any]:
+    """The operands whose elements are those of the result; the others say which."""
+    if eqn.primitive.name == "select_n":
+        return eqn.invars[1:]
+    return [
+        x for x in eqn.invars if not jnp.issubdtype(x.aval.dtype, jnp.integer)
+    ] or eqn.invars
+
+
+def _joined(found: Sequence[Origins]) -> Origins:
+    if any(x is None for x in found):
+        return None
+    return frozenset(origin for x in found if x is not None for origin in x)
+
+
+def _of_number(atom: Any) -> Origins:
+    is_real = not jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
+    return frozenset({float(atom.val)}) if is_real and np.ndim(atom.val) == 0 else None
+
+
+def are_powers(origins: Origins) -> bool:
+    """Whether numbers of these origins are zeros and powers of two, of either sign: a
+    product with one copies.
+    """
+    return origins is not None and all(
+        x == np.bool_ or (isinstance(x, float) and math.frexp(x)[0] in (0, 0.5, -0.5))
+        for x in origins
+    )
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Whether it has less than 16 bits, or is a float of 16."""
+    return dtype.itemsize == 1 or (
+        dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating)
+    )
+
+
+def is_mask(origins: Origins) -> bool:
+    """Whether numbers of these origins are zeros and ones: booleans, or what the
+    program says in numbers.
+    """
+    return (
+        origins is not None
+        and bool(origins)
+        and origins <= {np.dtype(np.bool_), 0.0, 1.0}
+    )

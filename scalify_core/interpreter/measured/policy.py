@@ -1,0 +1,438 @@
+"""The policy of measured scales: FP32 between stores, a measured power of two at each.
+
+Every equation runs on logical values in FP32, but for products, casts and FP8
+composites. These read their operands in narrow formats; the scale of a stored operand
+follows from its largest magnitude. A `Value` is either *wide*, FP32 data at scale 1, or
+data as it is stored. It keeps the copies that were stored of it, so that one rounding
+serves all products that read it alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from scalify_core.array.scaled_array import ScaledArray, with_scale
+from scalify_core.interpreter import registry
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.measured import (
+    additive_uses,
+    exactly_representable,
+    mask_constants,
+    nonzero_results,
+    quantize,
+)
+from scalify_core.interpreter.measured.product_reads import (
+    CALLS,
+    IN_FULL,
+    KEEP_AXES,
+    MOVES,
+    PRODUCTS,
+    Reading,
+    is_narrow_product,
+    of_operands,
+    reads_in,
+)
+from scalify_core.interpreter.measured.products import (
+    Parts,
+    is_finer,
+    lines,
+    readings,
+    scales_of_result,
+)
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import compiler_hints, precision_warnings, storage
+from scalify_core.numerics.scales import broadcast_scale
+
+_SMALLEST_LINE = 2.0**-20  # of the largest: smaller ones do not count
+_F32 = np.dtype(np.float32)
+
+rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
+
+
+def rule(*keys: str) -> Callable[[Callable], Callable]:
+    """Decorator: the rule of these equations where scales are measured."""
+
+    def register(fun: Callable) -> Callable:
+        rules.update(dict.fromkeys(keys, fun))
+        return fun
+
+    return register
+
+
+def composite_rule(*names: str) -> Callable:
+    """Decorator: the rule of the composite calls of these names.
+
+    It takes the call, the equation and its operands.
+    """
+
+    def register(fun: Callable) -> Callable:
+        def of_call(eqn: Any, *operands: Any) -> Any:
+            return fun(eqn.params["call"], eqn, *operands)
+
+        rule(*(registry.COMPOSITE + name for name in names))(of_call)
+        return fun
+
+    return register
+
+
+def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> Any:
+    """Return the results of an equation of which an operand is a `Value`.
+
+    Args:
+        eqn: the equation.
+        operands: values and plain operands.
+        jaxpr: that the equation stands in.
+        evaluate: evaluates inner jaxprs.
+    """
+    store_for_products(eqn, operands, jaxpr)
+    special = rules.get(registry.key_of(eqn))
+    if special is not None:
+        return special(eqn, *operands)
+    if eqn.primitive.name in PRODUCTS:
+        return _product(eqn, operands, jaxpr, evaluate)
+    static = registry.rule_of(eqn)
+    if static.control:
+        return static.fun(eqn, *operands, evaluate=evaluate)
+    if static.kind == "composite":
+        return _composite(eqn, *operands)
+    return in_float32(eqn, *operands)
+
+
+def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
+    """Store what products read behind a move, or inside of a call or a loop.
+
+    It is stored before it moves, and outside of the call: so products here and there
+    read the same copy, and a loop does not store it in every turn.
+    """
+    name = eqn.primitive.name
+    if name not in CALLS and name not in MOVES and name != "scan":
+        return
+    reads = reads_in(jaxpr)
+    of_results = [reads.get(var) for var in eqn.outvars]
+    readings = of_operands(eqn, of_results)
+    for atom, x, reading in zip(eqn.invars, operands, readings, strict=True):
+        if type(x) is Value and reading is not None and not is_stored(x):
+            dtype = v.result_dtype(x)
+            if dtype.itemsize < 4:
+                stored(x, dtype, reading, reads[atom], is_masked(atom, jaxpr))
+
+
+def is_masked(atom: Any, jaxpr: Any) -> bool:
+    """Return whether elements of a variable may be the lowest numbers, of masks."""
+    return type(atom) is not Literal and atom in mask_constants.lowest_in(jaxpr)
+
+
+def wide_value(data: Any, dtype: Any) -> Value:
+    """Return a value of format `dtype` that is not stored: FP32 data at scale 1."""
+    return v.value(storage.as_float32(data), 1.0, v.UNKNOWN, dtype)
+
+
+def like(x: Any, data: Any) -> Any:
+    """Return a result that is a value where `x` is one."""
+    return wide_value(data, x.dtype) if type(x) is Value else data
+
+
+def stored_value(x: ScaledArray) -> Value:
+    """Return a value as it is stored."""
+    return v.value(x.data, x.scale, v.UNKNOWN, x.dtype)
+
+
+def is_stored(x: Value) -> bool:
+    """Return whether the data of a value is narrow, at a scale."""
+    return x.data.dtype.itemsize < 4
+
+
+def wide(x: Any) -> Any:
+    """Return the logical value, in FP32; a plain operand as an array."""
+    if type(x) is not Value:
+        return storage.materialise(x)
+    return quantize.wide(as_array(x))
+
+
+def widened(x: Any) -> Any:
+    """Return an operand whose data, if it is a value, is FP32 at scale 1."""
+    if type(x) is not Value or not (is_stored(x) or x.static != 1.0):
+        return x
+    return wide_value(wide(x), x.dtype)
+
+
+def as_array(x: Value) -> Any:
+    """Return a value as a `ScaledArray` if it is stored, else as an FP32 array."""
+    if not is_stored(x):
+        return quantize.wide(with_scale(x.data, x.scale)) if x.static != 1.0 else x.data
+    return with_scale(x.data, x.scale)
+
+
+def in_float32(eqn: Any, *operands: Any) -> Any:
+    """Bind an equation on the logical values in FP32."""
+    out = registry.in_float32(eqn, *map(widened, operands))
+    several = isinstance(out, (list, tuple))
+    found = [_wide_result(x) for x in (out if several else [out])]
+    return found if several else found[0]
+
+
+def _wide_result(x: Any) -> Any:
+    return wide_value(x.data, x.dtype) if type(x) is Value else x
+
+
+def stored(
+    x: Any, dtype: np.dtype, reading: Reading, common: Reading, masked: bool = False
+) -> ScaledArray:
+    """Return an operand in a narrow format, at a measured scale.
+
+    Args:
+        x: a value or a plain operand.
+        dtype: the format.
+        reading: the parts that this reader must have, and may have.
+        common: what all who read it can do with.
+        masked: whether elements may be the lowest numbers, of masks.
+    """
+    suits = is_finer(common.may, reading.must)
+    parts = common.may if suits else reading.may
+    if type(x) is not Value:
+        x = storage.as_float32(storage.materialise(x))
+        return quantize.stored(x, dtype, parts, masked=masked)
+    if is_stored(x) and x.data.dtype == dtype:
+        array = as_array(x)
+        if quantize.scaled_in(array, reading.may):
+            return array
+    for (name, own), copy in x.copies.items():
+        suits = is_finer(own, reading.must) and is_finer(reading.may, own)
+        if name == dtype.name and suits:
+            return copy
+    copy = quantize.stored(as_array(x), dtype, parts, masked=masked)
+    x.copies[dtype.name, parts] = copy
+    return copy
+
+
+@rule(*MOVES)
+def _move(eqn: Any, x: Any, *rest: Any) -> Any:
+    if type(x) is not Value or any(type(y) is Value for y in rest):
+        return in_float32(eqn, x, *rest)
+    fill = eqn.params.get("fill_value")
+    keeps = fill is None or fill == 0 or not np.isfinite(fill)
+    if is_stored(x) and keeps:
+        scale = _moved_scale(eqn, as_array(x))
+        if scale is not None:
+            return _bound_on(
+                eqn,
+                x.data,
+                rest,
+                lambda y: v.value(y, scale, v.UNKNOWN, v.result_dtype(x)),
+            )
+    out = in_float32(eqn, x, *rest)
+    if type(out) is Value and keeps:
+        for (name, parts), copy in x.copies.items():
+            scale = _moved_scale(eqn, copy)
+            moved = _moved_parts(eqn, parts)
+            if scale is not None and moved is not None:
+                y = registry.bind(eqn, copy.data, *map(storage.materialise, rest))
+                out.copies[name, moved] = with_scale(y, scale)
+    return out
+
+
+def _moved_parts(eqn: Any, parts: Parts) -> Parts | None:
+    if eqn.primitive.name in KEEP_AXES:
+        return parts
+    if eqn.primitive.name == "transpose":
+        return tuple(parts[i] for i in eqn.params["permutation"])
+    is_whole = max(parts, default=1) == 1
+    return (1,) * len(eqn.outvars[0].aval.shape) if is_whole else None
+
+
+def _bound_on(eqn: Any, data: Any, rest: Sequence[Any], made: Callable) -> Any:
+    out = registry.bind(eqn, data, *map(storage.materialise, rest))
+    return list(map(made, out)) if eqn.primitive.multiple_results else made(out)
+
+
+def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
+    """Return the scale of `x` moved as its elements are; None: it is not known how."""
+    if x.is_static or jnp.ndim(x.scale) == 0 or eqn.primitive.name in KEEP_AXES:
+        return x.scale
+    if eqn.primitive.name == "transpose" and jnp.ndim(x.scale) == x.ndim:
+        return lax.transpose(x.scale, eqn.params["permutation"])
+    return None
+
+
+def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> Any:
+    a, b, *rest = operands
+    aval = eqn.outvars[0].aval
+    fmt = v.result_dtype(a, b)
+    if (
+        fmt.itemsize >= 4
+        or not jnp.issubdtype(aval.dtype, jnp.floating)
+        or not is_narrow_product(eqn)
+    ):
+        return in_float32(eqn, *operands)
+    if _copies(eqn, operands, jaxpr):
+        precision = eqn.params["precision"] or IN_FULL
+        eqn = eqn.replace(params={**eqn.params, "precision": precision})
+        return in_float32(eqn, *operands)
+    reads, found = reads_in(jaxpr), []
+    for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
+        own = Reading(*parts)
+        common = own if type(atom) is Literal else reads.get(atom, own)
+        found.append(stored(x, fmt, own, common, is_masked(atom, jaxpr)))
+    a8, b8 = found
+    # BF16 has the range of FP32, and XLA's CPU backend has no BF16 product with an
+    # FP32 result.
+    result = _F32 if quantize.has_own_range(fmt) else fmt
+    others = list(map(storage.materialise, rest))
+    out = eqn.primitive.bind(
+        *registry.as_traced(eqn, [a8.data, b8.data]),
+        *others,
+        **{**eqn.params, "preferred_element_type": result},
+    )
+    scales = scales_of_result(eqn, a8, b8, *others)
+    if evaluate.reporter is not None:
+        evaluate.reporter.multiplied(
+            str(fmt), _lines_lost(eqn, jaxpr, (a, b), (a8, b8), others, scales)
+        )
+    out = quantize.scaled_by(storage.as_float32(out), *scales)
+    wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
+    return wide_value(out, np.dtype(aval.dtype) if wider else fmt)
+
+
+def _lines_lost(
+    eqn: Any,
+    jaxpr: Any,
+    operands: Sequence[Any],
+    copies: Sequence[ScaledArray],
+    rest: Sequence[Any],
+    scales: Any,
+) -> Any:
+    """Return the shares of the rows and columns of a product that are lost."""
+    resized = additive_uses.resized(jaxpr, (True,) * len(jaxpr.outvars))
+    full = {**eqn.params, "preferred_element_type": _F32, "precision": IN_FULL}
+    left, right = (
+        (_in_units_of(x, copy), copy.data)
+        for x, copy in zip(operands, copies, strict=True)
+    )
+    return precision_warnings.lines_lost(
+        lambda a, b: eqn.primitive.bind(a, b, *rest, **full),
+        lines(eqn),
+        left,
+        right,
+        scales,
+        0.0 if eqn.outvars[0] in resized else _SMALLEST_LINE,
+    )
+
+
+def _in_units_of(x: Any, copy: ScaledArray) -> Any:
+    """Return a logical value over the scale of what it is stored as, FP32."""
+    (data,) = compiler_hints.once(storage.as_float32(wide(x)))
+    scale = jnp.asarray(copy.scale, jnp.float32)
+    return data * broadcast_scale(jnp.float32(1) / scale, data)
+
+
+def _copies(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> bool:
+    """Return whether a product may copy an operand, with the other's zeros and powers.
+
+    What is copied is often compared with what it was copied from, so all digits are
+    read. So the patches of a convolution are made, permutations, and means of pairs.
+    """
+    precision = eqn.params["precision"]
+    chosen = precision is not None and not isinstance(precision, tuple)
+    if eqn.primitive.name == "ragged_dot_general" or chosen:  # an algorithm by name
+        return False
+    origins, _ = exactly_representable.origins_in(jaxpr, (None,) * len(jaxpr.invars))
+    return any(
+        type(x) is not Value
+        and type(atom) is not Literal
+        and exactly_representable.are_powers(origins.get(atom))
+        # Equal numbers add up, and copy nothing.
+        and origins[atom] != frozenset({1.0})
+        and not (type(other) is Value and is_stored(other))
+        for atom, x, other in zip(
+            eqn.invars, operands[:2], operands[1::-1], strict=False
+        )
+    )
+
+
+@rule("convert_element_type")
+def _convert(eqn: Any, x: Value) -> Any:
+    dtype = np.dtype(eqn.params["new_dtype"])
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return registry.bind(
+            eqn, storage.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
+        )
+    if dtype.itemsize < 4:  # the user's wish to round
+        return stored_value(quantize.stored(as_array(x), dtype))
+    return wide_value(wide(x), dtype)
+
+
+def _composite(eqn: Any, *operands: Any) -> Any:
+    call = eqn.params["call"]
+    arrays = [storage.as_float32(x) if _is_float(x) else x for x in map(wide, operands)]
+    dtype = v.result_dtype(*operands)
+    return [wide_value(y, dtype) if _is_float(y) else y for y in call.bind(*arrays)]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def leaving(
+    jaxpr: Any,
+    args: Sequence[Any],
+    out: Sequence[Any],
+    dtypes: Sequence[np.dtype | None],
+    reporter: Any = None,
+) -> list[Any]:
+    """Return the results of a program as they are stored: ScaledArrays and arrays.
+
+    An argument that is returned, and not only cast to FP32, is itself.
+
+    Args:
+        jaxpr: the program.
+        args: its operands.
+        out: its results, values and plain arrays.
+        dtypes: of the results in plain code; None where they are not known.
+        reporter: who is told what is lost, at the equation that makes a result.
+    """
+    given = {id(x) for x in args}
+    formats = [x.dtype if type(x) is Value else None for x in args]
+    constants = mask_constants.constants_in(
+        jaxpr, mask_constants.of_arguments(args, formats)
+    )
+    nonzero, _ = nonzero_results.taken_of(jaxpr, (False,) * len(out))
+    made = []
+    for i, x in enumerate(out):
+        if type(x) is not Value:
+            made.append(x if id(x) in given else storage.materialise(x))
+            continue
+        dtype = result_format(x.dtype, dtypes[i] if i < len(dtypes) else None)
+        if id(x) in given and x.dtype.itemsize >= dtype.itemsize:
+            made.append(x)
+            continue
+        with _made_at(reporter, jaxpr, jaxpr.outvars[i]):
+            y = quantize.result(as_array(x), dtype, constants[i], nonzero=nonzero[i])
+            if reporter is not None and quantize.has_own_range(dtype):
+                lost = precision_warnings.beside_lost(wide(x), quantize.wide(y))
+                reporter.returned(str(dtype), lost)
+        made.append(y)
+    return made
+
+
+def _made_at(reporter: Any, jaxpr: Any, var: Any) -> Any:
+    makers = [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
+    if reporter is None or not makers:
+        return contextlib.nullcontext()
+    return reporter.at(makers[0])
+
+
+def result_format(dtype: np.dtype, plain: np.dtype | None) -> np.dtype:
+    """Return the format of a result: that of plain code, if it is known.
+
+    8 bits count as FP16 there.
+    """
+    if plain is None or not jnp.issubdtype(plain, jnp.floating):
+        return dtype
+    return dtype if dtype.itemsize == 1 and plain.itemsize < 4 else plain

@@ -1,0 +1,227 @@
+"""The trace of a function in the formats of its data: what plain narrow code computes.
+
+`scalify` traces with FP32 arrays, where a cast to FP32 is none. So the function is
+traced once more, with arrays as narrow as the data, and the products of both traces are
+laid beside each other by position. A product with an FP32 operand there, by a cast or
+by promotion, is FP32 here.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.interpreter.measured.product_reads import CALLS, PRODUCTS
+from scalify_core.numerics.caches import per_jaxpr
+
+_IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+_LIBRARIES = (
+    os.path.dirname(jax.__file__),
+    os.path.dirname(os.path.dirname(__file__)),  # scalify_core
+)
+# By primitive: the parameters that are inner jaxprs, whose products are compared.
+_INNER = {
+    **dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr")),
+    "scan": ("jaxpr",),
+    "cond": ("branches",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+}
+
+
+class TraceError(Exception):
+    """A function cannot be traced with arrays in the formats of its data."""
+
+
+class DifferentProductsError(Exception):
+    """Two traces of a function do not have the same products in the same order."""
+
+
+def aval_of(x: Any) -> Any:
+    """Return what the function that is traced in FP32 sees of a leaf."""
+    if is_scaled_array(x):
+        return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
+    if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype"):
+        return x  # a Python number
+    return jax.typeof(x)
+
+
+def aval_in_format(x: Any) -> Any:
+    """Return what plain code sees of a leaf.
+
+    JAX has no arithmetic in 8 bits, which count as FP16.
+    """
+    if not is_scaled_array(x):
+        return aval_of(x)
+    dtype = np.dtype(x.dtype)
+    return aval_of(x).update(
+        dtype=np.dtype(np.float16) if dtype.itemsize == 1 else dtype
+    )
+
+
+def has_narrow_data(leaves: Sequence[Any]) -> bool:
+    """Return whether a leaf has data that plain code may have in FP32."""
+    return any(is_scaled_array(x) and np.dtype(x.dtype).itemsize < 4 for x in leaves)
+
+
+def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
+    """Return what `jax.jit(fun).trace` gives for arguments like these."""
+    # JAX takes the gradient of integers as an array only.
+    is_none = [getattr(x, "dtype", None) == jax.dtypes.float0 for x in avals]
+    arguments = [
+        np.zeros(x.shape, x.dtype) if none else x
+        for x, none in zip(avals, is_none, strict=True)
+    ]
+    return jax.jit(fun).trace(*arguments)
+
+
+def reference_trace(fun: Callable, leaves: Sequence[Any]) -> Any:
+    """Return the trace of a function of arrays in the formats of these leaves.
+
+    Raises:
+        TraceError: it needs more than a narrow format has, as `jnp.linalg` does.
+    """
+    try:
+        # What is narrow only here is nothing to warn of.
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return trace_of(fun, list(map(aval_in_format, leaves)))
+    except Exception as error:  # whatever the function raises for another dtype
+        raise TraceError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+    ]
+    place = ""
+    if frames:
+        name = os.path.basename(frames[-1].f_code.co_filename)
+        place = f" at {name}:{frames[-1].f_lineno}"
+    text = str(error).strip().partition("\n")[0]
+    return (
+        f"it cannot be traced with arrays in the formats of its data{place}"
+        f" ({type(error).__name__}: {text})"
+    )
+
+
+def with_fp32_products(jaxpr: Any, reference: Any) -> Any:
+    """Return a jaxpr in which the products are FP32 that are so in the reference.
+
+    They have the highest precision, which is what FP32 is called in a jaxpr: at the
+    default precision GPUs read FP32 operands in TF32, with as few digits as FP16.
+
+    Args:
+        jaxpr: traced with FP32 arrays. It is returned itself if nothing changes, so
+            that what several calls share stays shared.
+        reference: of the same function, traced with arrays in the formats of the data.
+
+    Raises:
+        DifferentProductsError: they do not have the same products.
+    """
+    replaced = _replaced(jaxpr, reference)
+    return jaxpr if replaced is None else replaced
+
+
+@per_jaxpr
+def _replaced(jaxpr: Any, reference: Any) -> Any:
+    """As `with_fp32_products`; None where nothing changes: a cache must not hold its
+    key.
+    """
+    own, others = _products(jaxpr), _products(reference)
+    if [key for _, key in own] != [key for _, key in others]:
+        raise DifferentProductsError
+    eqns = list(jaxpr.eqns)
+    for (i, _), (j, _) in zip(own, others, strict=True):
+        eqns[i] = _as_in(eqns[i], reference.eqns[j])
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return None
+    return jaxpr.replace(eqns=eqns)
+
+
+@per_jaxpr
+def _products(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
+    """The equations that are products, or have some inside: numbers and what they
+    are.
+    """
+    found: list[tuple[int, Any]] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        name = eqn.primitive.name
+        if name in PRODUCTS:
+            shapes = tuple(x.aval.shape for x in eqn.invars)
+            params = eqn.params.items()
+            dims = [str(x) for key, x in params if key.endswith("dimension_numbers")]
+            found.append((i, (name, shapes, dims[0])))
+        else:
+            inner = [x for _, x in _inner_jaxprs(eqn)]
+            if any(map(has_products, inner)):
+                found.append((i, (name, len(inner))))
+    return tuple(found)
+
+
+def has_products(jaxpr: Any) -> bool:
+    """Return whether there is a product, here or further in."""
+    return bool(_products(jaxpr))
+
+
+def _inner_jaxprs(eqn: Any) -> list[tuple[str, Any]]:
+    found = []
+    for key in _INNER.get(eqn.primitive.name, ()):
+        value = eqn.params.get(key, ())
+        for jaxpr in value if isinstance(value, tuple) else (value,):
+            found.append((key, jaxpr))
+    return found
+
+
+def _as_in(eqn: Any, reference: Any) -> Any:
+    if eqn.primitive.name in PRODUCTS:
+        # Numbers of Python are FP32 arrays of a weak type, which takes part in no
+        # promotion.
+        is_fp32 = any(
+            x.aval.dtype.itemsize >= 4 and not x.aval.weak_type
+            for x in reference.invars[:2]
+        )
+        precisions = (eqn.params["precision"], reference.params["precision"])
+        # An algorithm that was chosen by name says itself what it reads, as that of
+        # jax.nn.dot_product_attention, of FP16 data, does for the gradients, too.
+        is_algorithm = any(
+            x is not None and not isinstance(x, tuple) for x in precisions
+        )
+        if not is_fp32 or is_algorithm:
+            return eqn
+        return eqn.replace(params={**eqn.params, "precision": _IN_FULL})
+    pairs = zip(_inner_jaxprs(eqn), _inner_jaxprs(reference), strict=True)
+    new: dict[str, list[Any]] = {}
+    changed = False
+    for (key, jaxpr), (_, other) in pairs:
+        new.setdefault(key, []).append(with_fp32_products(jaxpr, other))
+        changed |= new[key][-1] is not jaxpr
+    if not changed:
+        return eqn
+    params = {
+        key: tuple(found) if isinstance(eqn.params[key], tuple) else found[0]
+        for key, found in new.items()
+    }
+    return eqn.replace(params={**eqn.params, **params})
+
+
+def dtypes_of_results(reference: Any) -> list[np.dtype | None]:
+    """Return the dtypes of the results of a reference trace; None for typed keys."""
+    return [
+        (
+            None
+            if jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+            else np.dtype(aval.dtype)
+        )
+        for aval in reference.out_avals
+    ]

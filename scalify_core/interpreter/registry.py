@@ -1,0 +1,387 @@
+"""The table of scale propagation rules, and the one-line definers that fill it.
+
+Primitives are named by `primitive.name`, as jaxprs print them; the calls of composites
+are in the same table, see `composite_rule`.
+
+A rule is a function `rule(eqn, *operands) -> result` (a list of results where the
+primitive has several). An operand is a `Value`, or plain: an array, a number or a
+constant that no scale belongs to. At least one operand is a `Value`. So is a result
+that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equation,
+traced with float32 where the data may be narrower.
+
+    structural("transpose")                  # the operation on the data, the scale as
+    it is unscaled("exp")                          # on the logical value in FP32,
+    result of scale 1
+
+    @rule("mul")
+    def _mul(eqn, a, b): ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import scales as sc
+from scalify_core.numerics import storage
+from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.shard_map_types import as_traced
+
+COMPOSITE = "composite "  # before the names of composites, in keys of the table
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one primitive, or the calls of one composite, propagate scales.
+
+    Attributes:
+        fun: the rule.
+        kind: the definer's name: what docs/coverage.md says.
+        wide: whether operands may come with FP32 data that has not yet been rounded to
+            its format.
+        lazy: whether operands may come with a factor that is not yet in their data.
+        guards: whether guards (see `Value`) keep their FP32 data where other operands
+            are rounded.
+        control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword
+            `evaluate`.
+        passes: the numbers of an operand and of the result that is this operand, the
+            equation only looking at it.
+    """
+
+    fun: Callable
+    kind: str
+    wide: bool = True
+    lazy: bool = False
+    control: bool = False
+    guards: bool = False
+    passes: tuple[int, int] | None = None
+
+    def bring(self, x: Value) -> Value:
+        """An operand as the rule reads it."""
+        if self.wide:
+            return x if self.lazy else v.settle(x)
+        if self.lazy:
+            return v.in_format(x)
+        return v.settle(x) if self.guards and x.guard else v.narrow(x)
+
+
+rules: dict[str, Rule] = {}  # by `key_of` the equation
+
+
+def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
+    """Decorator: a hand-written rule."""
+    return _definer("rule", primitives, wide=wide, lazy=lazy)
+
+
+def control(*primitives: str, wide: bool = False, guards: bool = False) -> Callable:
+    """Decorator: a rule of a primitive with inner jaxprs, called with `evaluate=`."""
+    return _definer("control", primitives, wide=wide, control=True, guards=guards)
+
+
+def structural(*primitives: str, along: Callable | None = None) -> None:
+    """The same operation on the data; each result has the scale of the value at its
+    place, or of the only value.
+
+    Args:
+        primitives: their names.
+        along: for those of one value, what becomes of a scale that differs along axes,
+            of the rank of the data: `along(eqn, scale, *other_operands)` gives the
+            scale of the result (a list where there are several), or None where the
+            largest is to be taken for all, as without `along`.
+    """
+    _definer("structural", primitives, lazy=True)(
+        functools.partial(on_data, along=along)
+    )
+
+
+def unscaled(*primitives: str, as_traced: bool = False) -> None:
+    """The operation on the logical value in FP32; the result has scale 1.
+
+    With `as_traced`, where the user cast to a narrower dtype, in that: for equations
+    with inner jaxprs of it.
+    """
+    _definer("unscaled", primitives, lazy=True)(_unscaled if as_traced else in_float32)
+
+
+def logical(*primitives: str) -> None:
+    """The operation on the logical value in FP32; the result is brought back to the
+    first operand's scale.
+    """
+    _definer("logical", primitives, lazy=True)(on_logical)
+
+
+def rule_of(eqn: Any) -> Rule:
+    """The rule of an equation: that of its primitive, or of the composite that it
+    calls.
+    """
+    return rules.get(key_of(eqn), DEFAULT)
+
+
+def key_of(eqn: Any) -> str:
+    """What an equation's rule is registered under: the primitive's name, or the
+    composite's behind `COMPOSITE`.
+    """
+    name = eqn.primitive.name
+    return COMPOSITE + eqn.params["call"].name if name == "scalify_composite" else name
+
+
+def composite_rule(
+    name: str,
+    *,
+    wide: bool = False,
+    lazy: bool = False,
+    passes: tuple[int, int] | None = None,
+) -> Callable:
+    """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd",
+    "gelu.bwd").
+
+    The rule takes the `Call` and its operands in the tree of the function's arguments
+    (`Value`, plain or None); it returns the results in the tree of the function's
+    results. Flags are those of `Rule`: by default operands have their data in their
+    formats, and with `lazy` alone, as it is stored, with a factor beside it. `passes`
+    counts all leaves; the program is evaluated as without the call.
+    """
+
+    def register(fun: Callable) -> Callable:
+        def flat(eqn: Any, *operands: Any) -> list[Any]:
+            call = eqn.params["call"]
+            out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
+            return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
+
+        _definer("composite", (COMPOSITE + name,), wide=wide, lazy=lazy, passes=passes)(
+            flat
+        )
+        return fun
+
+    return register
+
+
+def default(eqn: Any, *operands: Any) -> Any:
+    """For primitives and composites without a rule: as `unscaled`. They are right
+    without one, so nobody is warned.
+    """
+    return _unscaled(eqn, *operands)
+
+
+DEFAULT = Rule(default, "default", lazy=True)
+
+
+def bind(eqn: Any, *operands: Any) -> Any:
+    """The equation's primitive on plain operands."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return eqn.primitive.bind(*as_traced(eqn, operands), **params)
+
+
+def plain(eqn: Any, *operands: Any) -> Any:
+    """An equation that no scale takes part in. Uniform constants stay known: a loop's
+    zeros must not get a scale.
+    """
+    numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
+    several = eqn.primitive.multiple_results
+    if None in numbers or not numbers:  # what has no results is there for what it does
+        out = bind(eqn, *map(storage.materialise, operands))
+    else:
+        out = [None] * len(numbers) if several else None
+    results = [
+        (
+            y
+            if number is None
+            else np.broadcast_to(
+                np.asarray(number).astype(var.aval.dtype), var.aval.shape
+            )
+        )
+        for y, number, var in zip(
+            out if several else [out], numbers, eqn.outvars, strict=True
+        )
+    ]
+    return results if several else results[0]
+
+
+def known(x: Any) -> Any:
+    """A NumPy array of one number as a uniform constant; anything else as it is."""
+    if (
+        not isinstance(x, np.ndarray)
+        or not x.size
+        or not jnp.issubdtype(x.dtype, jnp.floating)
+    ):
+        return x
+    first = x[(0,) * x.ndim]
+    return np.broadcast_to(first, x.shape) if (x == first).all() else x
+
+
+def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
+    """For each result the number that all its elements are, or None where that is not
+    known.
+    """
+    if eqn.primitive.name == "jit":
+        return _numbers_of(eqn.params["jaxpr"], operands)
+    fold = _FOLDED.get(eqn.primitive.name)
+    if fold is None or None in operands or not _is_float(eqn.outvars[0].aval):
+        return [None] * len(eqn.outvars)
+    dtype = eqn.outvars[0].aval.dtype
+    with np.errstate(all="ignore"):
+        return [float(fold(*(np.asarray(c).astype(dtype) for c in operands)))]
+
+
+@per_jaxpr
+def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | None]:
+    numbers = dict(
+        zip(jaxpr.constvars, map(v.uniform, map(known, jaxpr.consts)), strict=True)
+    )
+    numbers |= dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> float | None:
+        return v.uniform(atom.val) if isinstance(atom, Literal) else numbers[atom]
+
+    for eqn in jaxpr.eqns:
+        numbers |= dict(
+            zip(eqn.outvars, _numbers(eqn, tuple(map(read, eqn.invars))), strict=True)
+        )
+    return list(map(read, jaxpr.outvars))
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+_FOLDED: dict[str, Callable] = {
+    **dict.fromkeys(
+        (
+            "broadcast_in_dim",
+            "convert_element_type",
+            "reshape",
+            "squeeze",
+            "copy",
+            "copy_p",
+            "pvary",
+        ),
+        _same,
+    ),
+    **{
+        "neg": np.negative,
+        "add": np.add,
+        "add_any": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+    },
+}
+
+
+def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
+    def register(fun: Callable) -> Callable:
+        rules.update(dict.fromkeys(keys, Rule(fun, kind, **flags)))
+        return fun
+
+    return register
+
+
+def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
+    """As `structural`."""
+    if (
+        along is not None
+        and not sc.is_static(operands[0].scale)
+        and operands[0].scale.size > 1
+    ):
+        scales = along(eqn, operands[0].scale, *operands[1:])
+        if scales is not None:
+            return _moved(eqn, scales, *operands)
+    # A negative factor would turn maxima into minima.
+    operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
+    out = bind(
+        eqn,
+        *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
+    )
+    first = next(x for x in operands if isinstance(x, Value))
+    if not eqn.primitive.multiple_results:
+        return v.value(
+            out,
+            first.multiple,
+            first.rho,
+            first.dtype,
+            first.factor,
+            first.excess,
+            first.guard,
+        )
+    like = operands if len(out) == len(operands) else [first] * len(out)
+    return [
+        (
+            v.value(y, x.multiple, x.rho, x.dtype, x.factor)
+            if isinstance(x, Value) and _is_float(y)
+            else y
+        )
+        for x, y in zip(like, out, strict=True)
+    ]
+
+
+def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
+    out = bind(eqn, x.data, *map(storage.materialise, rest))
+    several = eqn.primitive.multiple_results
+    results = [
+        v.value(
+            y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor
+        )
+        for y, scale in zip(
+            out if several else [out], scales if several else [scales], strict=True
+        )
+    ]
+    return results if several else results[0]
+
+
+def _one_scale(x: Value) -> Value:
+    x = v.scalar_scale(x)
+    return x if x.factor > 0 else v.settle(x)
+
+
+def _unscaled(eqn: Any, *operands: Any) -> Any:
+    args = [
+        v.unscaled(x, var.aval.dtype)
+        for x, var in zip(operands, eqn.invars, strict=True)
+    ]
+    return _of_scale_1(bind(eqn, *args), operands)
+
+
+def in_float32(eqn: Any, *operands: Any) -> Any:
+    """The operation on the logical values in FP32, also where the user cast them to a
+    narrower dtype; scale 1.
+    """
+    args = [
+        storage.as_float32(v.unscaled(x))
+        if _is_float(var.aval) and var.aval.dtype.itemsize < 4
+        else v.unscaled(x, var.aval.dtype)
+        for x, var in zip(operands, eqn.invars, strict=True)
+    ]
+    return _of_scale_1(bind(eqn, *args), operands)
+
+
+def _of_scale_1(out: Any, operands: tuple) -> Any:
+    dtype = v.result_dtype(*operands)
+    if not isinstance(out, (list, tuple)):
+        return v.value(out, 1.0, 1.0, dtype) if _is_float(out) else out
+    return [v.value(y, 1.0, 1.0, dtype) if _is_float(y) else y for y in out]
+
+
+def at_scale(x: Value, scale: Any, rho: float = 1.0) -> Value:
+    """The value with another scale."""
+    return v.value(v.at_scale(x, scale), scale, rho, x.dtype)
+
+
+def on_logical(eqn: Any, *operands: Any) -> Any:
+    """As `logical`."""
+    out = _unscaled(eqn, *operands)
+    if not isinstance(out, Value):
+        return out
+    first = next(x for x in operands if isinstance(x, Value))
+    return at_scale(out, first.scale, first.rho)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)

@@ -1,0 +1,150 @@
+"""Rules of attention and of rotary positions.
+
+Of attention, the kernel reads the narrow data, the scales of q and k are in that of the
+logits. A rotation changes no size: the scale stays, the data is rotated before it is
+rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.registry import composite_rule
+from scalify_core.interpreter.rules.composites import (
+    SQRT_2,
+    as_value,
+    kernel_operands,
+    moved,
+    on_data,
+    unbatched_shape,
+)
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import scales as sc
+from scalify_core.numerics import storage
+
+
+def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
+    """q, k and v as a kernel reads them, and the scales that are in their data;
+    attention is linear in v.
+    """
+    q, k, values = (as_value(x, *operands) for x in operands)
+    (q, k, static), scales = kernel_operands(
+        q, k, v.value(values.data, 1.0, values.rho, values.dtype)
+    )
+    values = v.value(static.data, values.scale, values.rho, values.dtype)
+    return [q, k, values], scales
+
+
+def _attention_growth(call: Any, q: Value, k: Value) -> float:
+    """RMS of a row of probabilities, times sqrt(keys): after t keys of equal weight
+    1/sqrt(t), averaged over t.
+    """
+    causal = dict(call.static)["causal"]
+    queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
+    return math.sqrt(max(math.log(queries), 1) / queries) if causal else keys**-0.5
+
+
+def _attend(
+    call: Any, q: Any, k: Any, values: Any, segments: Any
+) -> tuple[Value, list[Any], Value]:
+    (q, k, values), _ = _attention_operands(q, k, values)
+    static = dict(call.static)
+    out = on_data(
+        call,
+        q,
+        k,
+        values,
+        segments,
+        logit_scale=static["logit_scale"] * q.scale * k.scale,
+    )
+    growth = _attention_growth(call, q, k)
+    return (
+        v.settled(out[0], values.scale, values.rho * growth, q.dtype, SQRT_2),
+        out,
+        values,
+    )
+
+
+@composite_rule("attention")
+def _attention(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
+    return _attend(call, q, k, values, segments)[0]
+
+
+@composite_rule("attention.fwd")
+def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
+    y, out, static = _attend(call, q, k, values, segments)
+    # The kernel's own output, at the scale of v, is what its backward reads.
+    kept = v.value(out[0], static.scale, static.rho, y.dtype)
+    return y, (q, k, values, segments, kept, out[-1])
+
+
+@composite_rule("attention.bwd", wide=True)
+def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    *qkv, segments, kept, log_norm = residuals
+    (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
+    gradient = as_value(gradient, q)
+    static = dict(call.static)
+    growth = _attention_growth(call, q, k)
+    # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal
+    # numbers: up, and down again.
+    lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
+    raised = storage.saturating_cast(sc.times(v.wide(gradient), lift), q.data.dtype)
+    residuals = (q, k, values, segments, kept, log_norm)
+    out = on_data(
+        call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale
+    )
+    heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
+    # queries of so many heads add to the gradients of one key and one value
+    shared = math.sqrt(heads / groups)
+    # of the logits, whose gradient the function takes with respect to the data
+    both = k.scale * q.scale
+    sizes = (
+        (
+            sc.ratio(sc.product(gradient.multiple, values.scale), q.scale),
+            gradient.rho * values.rho * k.rho * both,
+        ),
+        (
+            sc.ratio(sc.product(gradient.multiple, values.scale), k.scale),
+            gradient.rho * values.rho * q.rho * both * shared,
+        ),
+        (gradient.multiple, gradient.rho * shared),
+    )
+    return [
+        moved(
+            v.settled(
+                x, sc.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2
+            ),
+            own,
+        )
+        for x, (scale, rho), y, own in zip(
+            out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
+        )
+    ]
+
+
+def _as_rotated(x: Value, out: Any) -> Value:
+    """The rotated data of `x`, of the size of `x`."""
+    return v.value(out, x.multiple, x.rho, x.dtype, x.factor, x.excess)
+
+
+@composite_rule("rope", wide=True)
+def _rope(call: Any, x: Any, *tables: Any) -> Any:
+    x = as_value(x, *tables)
+    out, *_ = on_data(call, v.wide(x), *map(v.unscaled, tables))
+    return _as_rotated(x, out)
+
+
+@composite_rule("rope.fwd", wide=True)
+def _rope_fwd(call: Any, x: Any, *tables: Any) -> Any:
+    return _rope(call, x, *tables), tables
+
+
+@composite_rule("rope.bwd", wide=True)
+def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
+    gradient = as_value(gradient, *tables)
+    (out,) = on_data(call, tuple(map(v.unscaled, tables)), v.wide(gradient))
+    return _as_rotated(gradient, out), None, None

@@ -1,0 +1,116 @@
+"""Collectives over mesh axes, inside shard_map, and over those of vmap. A static scale
+is the same on every device.
+
+An axis of a vmap inside the function has become one of the array: a number, where that
+of a mesh, or of a vmap outside, is a name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.registry import bind, rule
+from scalify_core.interpreter.rules.matmul import saturated
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import scales as sc
+from scalify_core.numerics import storage
+
+
+def equal_scale(x: Value, axes: tuple) -> Value:
+    """The value with a scale that is the same along axes: the largest, where a dynamic
+    one may differ.
+
+    Only of a mesh axis that the data is known to vary over can it be known that the
+    scale does not. Under `vmap`, and in a `shard_map` that does not check, nothing is
+    known of either.
+    """
+    x = v.scalar_scale(x)
+    axes = tuple(axis for axis in axes if not isinstance(axis, int))
+    if sc.is_static(x.scale):
+        return x
+    data, scale = (jax.typeof(y).mat.varying for y in (x.data, x.scale))
+    varying = tuple(axis for axis in axes if axis in scale)
+    unknown = tuple(axis for axis in axes if axis not in scale and axis not in data)
+    if not varying and not unknown:
+        return x
+    largest = x.scale
+    # one `pmax` takes no axes of both kinds
+    for group in filter(None, (varying, unknown)):
+        largest = lax.pmax(largest, group)
+    return v.value(v.at_scale(x, largest), largest, x.rho, x.dtype)
+
+
+def _axes(eqn: Any) -> tuple:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+
+
+def _collective(
+    eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = True
+) -> Any:
+    axes = _axes(eqn)
+    if mixes:
+        operands = tuple(
+            equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
+        )
+    out = bind(
+        eqn,
+        *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
+    )
+    results = [
+        (
+            v.settled(
+                saturated(y) if adds else y,
+                x.multiple,
+                x.rho * (_growth(eqn, x) if adds else 1.0),
+                x.dtype,
+            )
+            if isinstance(x, Value)
+            else y
+        )
+        for x, y in zip(
+            operands, out if eqn.primitive.multiple_results else [out], strict=True
+        )
+    ]
+    return results if eqn.primitive.multiple_results else results[0]
+
+
+def _growth(eqn: Any, x: Value) -> float:
+    """Of the expected RMS in a sum over axes."""
+    groups = eqn.params.get("axis_index_groups")
+    if groups:
+        return math.sqrt(len(groups[0]))
+    return math.sqrt(
+        math.prod(
+            x.shape[a] if isinstance(a, int) else lax.axis_size(a) for a in _axes(eqn)
+        )
+    )
+
+
+@rule("psum", "psum_invariant", "reduce_scatter", wide=False)
+def _psum(eqn: Any, *operands: Any) -> Any:
+    return _collective(eqn, operands, adds=True)
+
+
+@rule(
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "ppermute",
+    "pbroadcast",
+    wide=False,
+)
+def _moved(eqn: Any, *operands: Any) -> Any:
+    return _collective(eqn, operands)
+
+
+@rule("pvary", "preduced", wide=False)
+def _retyped(eqn: Any, *operands: Any) -> Any:
+    return _collective(eqn, operands, mixes=False)

@@ -1,0 +1,460 @@
+"""How rules of composites call their function; the rules of activations and norms.
+
+Where a rule calls the function on *data*, it passes the scales in its static parameters
+(the scale of attention's logits, a norm's epsilon), so that kernels read the narrow
+arrays as they are. Where a scale is not static, it is multiplied into the data first,
+which is then in FP32 (`with_static_scale`); what comes out is near RMS 1 only after the
+powers of two are taken out again (`moved`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.registry import composite_rule
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import compiler_hints, storage
+from scalify_core.numerics import scales as sc
+from scalify_core.numerics.formats import pow2_round
+
+_SQRT_HALF = math.sqrt(0.5)
+SQRT_2 = math.sqrt(2)
+
+
+def is_value(x: Any) -> bool:
+    return isinstance(x, Value)
+
+
+def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
+    """The call's flat results on the data of `args` (pytrees of values and plain
+    arrays), with other parameters.
+    """
+    leaves = [
+        x.data if is_value(x) else storage.materialise(x)
+        for x in jax.tree.leaves(args, is_leaf=is_value)
+    ]
+    return call.replace(static={**dict(call.static), **static}).bind(*leaves)
+
+
+def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Value]:
+    """The call in FP32 on the logical values of `args`; result i gets `results[i]`, its
+    expected size and format.
+    """
+    leaves = [
+        v.unscaled(x) if _is_float(x) else x
+        for x in jax.tree.leaves(args, is_leaf=is_value)
+    ]
+    out = call.bind(*(storage.materialise(x) for x in leaves))
+    return [
+        brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)
+    ]
+
+
+def on_gradient(
+    call: Any, results: list[tuple[float, Any]], residuals: Any, gradient: Value
+) -> list[Value]:
+    """As `on_values` of `(residuals, gradient)`, linear in the gradient, whose scale
+    stays out of the arithmetic.
+
+    `results`: the expected sizes for a gradient of size 1, and the formats.
+    """
+    if sc.is_static(gradient.scale) or not all(
+        sc.is_static(size) for size, _ in results
+    ):
+        sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
+        return on_values(call, sized, residuals, gradient)
+    data = v.value(gradient.data, 1.0, gradient.rho, gradient.dtype, gradient.factor)
+    out = on_values(
+        call, [(gradient.rho * size, dtype) for size, dtype in results], residuals, data
+    )
+    scales = [sc.product(x.scale, gradient.multiple) for x in out]
+    return [
+        v.value(x.data, s, x.rho, x.dtype, x.factor, gradient.excess)
+        for x, s in zip(out, scales, strict=True)
+    ]
+
+
+def brought(x: Any, size: Any, dtype: Any) -> Value:
+    """A plain FP32 array as a value of this expected size: a number, or an FP32
+    scalar.
+    """
+    scale, rho = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
+    return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rho, dtype)
+
+
+def _is_float(x: Any) -> bool:
+    return is_value(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
+    """As a value whose scale is static, and 1; of a dynamic scale, with it multiplied
+    into FP32 data, and the scale.
+    """
+    if not is_value(x):
+        return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
+    x = v.scalar_scale(x)
+    return (
+        (x, 1.0)
+        if sc.is_static(x.scale)
+        else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
+    )
+
+
+def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
+    """As `with_static_scale`, with the data in its format; of all operands in FP32
+    where FP16 or FP8 must hold a scale.
+
+    (On a GPU the fused attention kernel then has no part in it: it reads 16 bits.)
+    """
+    dtype = v.result_dtype(*operands)
+    values, scales = zip(
+        *(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands),
+        strict=True,
+    )
+    if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:
+        return [v.narrow(x) for x in values], list(scales)
+    return [v.value(v.wide(x), x.scale, x.rho, x.dtype) for x in values], list(scales)
+
+
+def moved(x: Value, scale: Any) -> Value:
+    """The same value, a dynamic scale taken out of its data, which is FP32."""
+    if sc.is_static(scale):
+        return x
+    data = sc.times(v.wide(x), sc.ratio(1.0, scale))
+    return v.value(data, sc.product(x.scale, scale), x.rho, x.dtype, x.factor)
+
+
+def in_order(call: Any, x: Any) -> Any:
+    """The one operand of a call as results have it: the axes of the vmaps around it in
+    front, the outermost first.
+    """
+    axes = [axis for (axis,) in reversed(call.in_axes)]
+    if not any(axes):
+        return x
+    if is_value(x):
+        x = v.scalar_scale(x)
+        return dataclasses.replace(x, data=in_order(call, x.data), before=None)
+    for depth, axis in enumerate(axes):
+        x = jnp.moveaxis(x, depth + axis, depth)
+    return x
+
+
+def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
+    """The shape that operand `index` has inside the function: without the axes of the
+    vmaps around the call.
+    """
+    shape = list(x.shape)
+    for axes in reversed(call.in_axes):  # the outermost last
+        if axes[index] is not None:
+            del shape[axes[index]]
+    return tuple(shape)
+
+
+def size_of(*factors: Any) -> Any:
+    """The product of sizes, of which some may be dynamic."""
+    out: Any = 1.0
+    for factor in factors:
+        out = (
+            out * factor
+            if sc.is_static(out) and sc.is_static(factor)
+            else sc.as_number(sc.product(out, factor))
+        )
+    return out
+
+
+def as_value(x: Any, *others: Any) -> Value:
+    return v.scalar_scale(x) if is_value(x) else v.lift(x, v.result_dtype(*others))
+
+
+def dtype_of(parameter: Any, x: Value) -> np.dtype:
+    return parameter.dtype if is_value(parameter) else x.dtype
+
+
+# Activations: x * g(x). What comes out of a Gaussian of the expected size is known:
+# near zero, gelu only halves.
+
+
+def _relu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.maximum(x, 0), (x > 0).astype(x.dtype)
+
+
+def _silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    sigmoid = (1 + np.tanh(x / 2)) / 2
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
+def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # The error function's form, which differs from the tanh form by less than 1e-3, has
+    # the simpler slope.
+    below = np.asarray([math.erfc(-y * _SQRT_HALF) / 2 for y in x])
+    return x * below, below + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+_ACTIVATIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu}
+# Nodes and weights of the mean over a standard normal variable.
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
+_WEIGHTS /= _WEIGHTS.sum()
+
+
+@functools.lru_cache(maxsize=4096)
+def activated(name: str, size: float) -> tuple[float, float]:
+    """RMS of an activation of Gaussian numbers of RMS `size`, and of its slope
+    there.
+    """
+    # Beyond 2^30 all are relu; the squares of larger numbers would leave FP64.
+    y, slope = _ACTIVATIONS[name](_NODES * min(size, 2.0**30))
+    rms, slope_rms = (math.sqrt(float(_WEIGHTS @ x**2)) for x in (y, slope))
+    return rms * max(size / 2.0**30, 1.0), slope_rms
+
+
+def _sizes(name: str, x: Value) -> tuple[Any, float]:
+    """As `activated`; of a size that is not known while tracing, what holds for a large
+    one.
+    """
+    return (
+        activated(name, x.size)
+        if sc.is_static(x.scale)
+        else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
+    )
+
+
+def _activation(name: str) -> None:
+    @composite_rule(name)
+    def _(call: Any, x: Value) -> Any:
+        return on_values(call, [(_sizes(name, x)[0], x.dtype)], v.scalar_scale(x))
+
+    @composite_rule(f"{name}.fwd")
+    def _(call: Any, x: Value) -> Any:
+        out, _ = on_values(
+            call, [(_sizes(name, x)[0], x.dtype), (1.0, x.dtype)], v.scalar_scale(x)
+        )
+        return out, x
+
+    @composite_rule(f"{name}.bwd")
+    def _(call: Any, x: Any, gradient: Any) -> Any:
+        gradient, x = as_value(gradient, x), as_value(x, gradient)
+        return on_gradient(call, [(_sizes(name, x)[1], gradient.dtype)], x, gradient)
+
+
+for _name in ("silu", "relu"):
+    _activation(_name)
+
+
+def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
+    """Both as values, and a value of the size of their sum, with the data of `x`."""
+    x = as_value(x, bias)
+    if bias is None:
+        return x, None, x
+    bias = as_value(bias, x)
+    scale, rho, _ = v.hypot(x, bias)
+    return x, bias, v.value(x.data, scale, rho, x.dtype)
+
+
+@composite_rule("gelu", lazy=True)
+def _gelu_rule(call: Any, x: Any, bias: Any) -> Any:
+    x, bias, total = _biased(x, bias)
+    return on_values(call, [(_sizes("gelu", total)[0], x.dtype)], x, bias)[0]
+
+
+@composite_rule("gelu.fwd", lazy=True)
+def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
+    x, bias, total = _biased(x, bias)
+    unused = [(1.0, each.dtype) for each in (x, bias) if each is not None]
+    out, *_ = on_values(call, [(_sizes("gelu", total)[0], x.dtype), *unused], x, bias)
+    return out, (x, bias)
+
+
+@composite_rule("gelu.bwd", lazy=True)
+def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    x, bias, total = _biased(*residuals)
+    gradient = as_value(gradient, x)
+    size = _sizes("gelu", total)[1]
+    if bias is None:
+        return on_gradient(call, [(size, gradient.dtype)], (x, None), gradient)
+    rows = math.prod(x.shape[:-1])
+    results = [(size, gradient.dtype), (size * math.sqrt(rows), np.dtype(np.float32))]
+    dx, dbias = on_gradient(call, results, (x, bias), gradient)
+    dx = v.narrow(dx)
+    if not call.in_axes:
+        # Its rows are added up as they are rounded for the next product. They are
+        # computed twice, `stored` telling them apart: the compiler then makes one
+        # kernel of the sum and the cast to FP8; else it stores them in between.
+        apart = v.value(compiler_hints.stored(v.unscaled(bias)), 1.0)
+        again = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
+        added = jnp.sum(
+            again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32
+        )
+        dbias = v.settled(
+            added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32)
+        )
+    return dx, dbias
+
+
+@composite_rule("swiglu")
+def _swiglu(call: Any, gate: Any, up: Any) -> Any:
+    gate, up = (as_value(x, gate, up) for x in (gate, up))
+    return on_values(
+        call,
+        [(size_of(_sizes("silu", gate)[0], up.size), v.result_dtype(gate, up))],
+        gate,
+        up,
+    )
+
+
+@composite_rule("swiglu.fwd")
+def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
+    values = [as_value(x, gate, up) for x in (gate, up)]
+    size = size_of(_sizes("silu", values[0])[0], values[1].size)
+    out, *_ = on_values(
+        call,
+        [
+            (size, v.result_dtype(gate, up)),
+            (1.0, values[0].dtype),
+            (1.0, values[1].dtype),
+        ],
+        *values,
+    )
+    return out, (gate, up)
+
+
+@composite_rule("swiglu.bwd")
+def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    gate, up, gradient = (
+        as_value(x, *residuals, gradient) for x in (*residuals, gradient)
+    )
+    silu, slope = _sizes("silu", gate)
+    return on_gradient(
+        call,
+        [(size_of(up.size, slope), gate.dtype), (silu, up.dtype)],
+        (gate, up),
+        gradient,
+    )
+
+
+# What is stored is in its format.
+
+
+@composite_rule("materialised")
+def _materialised(call: Any, x: Any) -> Any:
+    x = in_order(call, x)
+    return (
+        dataclasses.replace(x, data=compiler_hints.stored(x.data)) if is_value(x) else x
+    )
+
+
+@composite_rule("materialised.fwd")
+def _materialised_fwd(call: Any, x: Any) -> Any:
+    return _materialised(call, x), None
+
+
+composite_rule("materialised.bwd", wide=True)(
+    lambda call, _, gradient: (in_order(call, gradient),)
+)
+
+
+# Norms. The data is normalised as it is; epsilon stays that of the logical value.
+
+
+def _normalised(
+    call: Any, x: Any, weight: Any, *bias: Any
+) -> tuple[Value, list[Any], Value]:
+    """The result, all flat results of the call on data, and `x` with the static scale
+    that the call was made with.
+    """
+    x, _ = with_static_scale(x, weight)
+    weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
+    unit = 1.0
+    if (
+        others
+        and others[0] is not None
+        and sc.is_static(weight.scale)
+        and sc.is_static(others[0].scale)
+    ):
+        # The bias as it is stored, the result being multiplied by its scale: a multiple
+        # of a whole vector could become a kernel of its own. Not at the scale of zeros,
+        # far from all others.
+        near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
+        unit = others[0].scale if near else 1.0
+    parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
+    eps = dict(call.static)["eps"]
+    # Not below FP32's smallest number: a row of zeros must stay one.
+    out = on_data(
+        call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
+    )
+    return brought(sc.times(out[0], unit), _weight_size(weight), x.dtype), out, x
+
+
+def _weight_size(weight: Any) -> float:
+    """What the weight says about the size of a norm's output."""
+    return weight.size if is_value(weight) and sc.is_static(weight.scale) else 1.0
+
+
+def _norm(call: Any, *args: Any) -> Any:
+    return _normalised(call, *args)[0]
+
+
+def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
+    y, out, static = _normalised(call, x, weight, *bias)
+    f32 = np.dtype(np.float32)
+    # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are
+    # those of the data.
+    *mean, rstd = out[2 : -1 - len([b for b in bias if b is not None])]
+    statistics = [
+        *(v.value(m, static.scale, 1.0, f32) for m in mean),
+        v.value(rstd, 1 / static.scale, 1.0, f32),
+    ]
+    return y, (x, *statistics, weight, *bias)
+
+
+def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    x, *statistics, weight, bias = (
+        residuals if call.name == "layer_norm.bwd" else (*residuals, None)
+    )
+    gradient, (x, scale) = as_value(gradient, x, weight), with_static_scale(x, weight)
+    parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
+    rest = (
+        (*statistics, *parameters)
+        if call.name == "layer_norm.bwd"
+        else (*statistics, parameters[0])
+    )
+    dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
+    # What the norm divided by: the row's size, or the root of epsilon where that is
+    # larger.
+    least = math.sqrt(dict(call.static)["eps"])
+    size, divisor = x.rho, sc.largest(scale, pow2_round(least))
+    if sc.is_static(scale):
+        size, divisor = max(x.rho, least / x.scale), 1.0
+    rho = gradient.rho * _weight_size(weight) / size
+    rows = math.prod(x.shape[:-1])
+    dx = v.settled(dx, sc.ratio(gradient.multiple, x.scale), rho, x.dtype, SQRT_2)
+    if sc.is_static(divisor):
+        # It is measured and rescaled next, so read several times.
+        dx = v.narrow(dx)
+        dx = dataclasses.replace(dx, data=compiler_hints.stored(dx.data))
+    return [
+        moved(dx, sc.ratio(1.0, divisor)),
+        *(
+            v.settled(
+                d,
+                gradient.multiple,
+                gradient.rho * math.sqrt(rows),
+                dtype_of(p, x),
+                SQRT_2,
+            )
+            for d, p in zip(sums, (weight, bias), strict=False)
+        ),
+    ]
+
+
+for _name in ("layer_norm", "rms_norm"):
+    composite_rule(_name)(_norm)
+    composite_rule(f"{_name}.fwd")(_norm_fwd)
+    composite_rule(f"{_name}.bwd", wide=True)(_norm_bwd)

@@ -1,0 +1,246 @@
+"""Calls, branches and meshes: the rules of the inner equations apply; structure, names
+and donation are kept.
+
+A value crosses into a traced function as a pytree whose static scale, expected RMS and
+format are part of its structure, so JAX's own transformations carry them, and static
+scales stay static on the other side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from scalify_core.interpreter.registry import control
+from scalify_core.interpreter.rules.bodies import measures, run, shape_of, traced_body
+from scalify_core.interpreter.rules.carries import common_form, to_form, wide_form
+from scalify_core.interpreter.rules.collectives import equal_scale
+from scalify_core.interpreter.value import Constant, Value, pack, unpack
+from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.shard_map_types import agreeing
+from scalify_core.numerics.storage import materialise
+
+
+@control(
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "closed_call",
+    "core_call",
+    "composite",
+    wide=True,
+)
+def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    """What such a call carries for transformations is of no use here: they happen
+    before evaluation.
+    """
+    return evaluate(
+        next(
+            eqn.params[name]
+            for name in ("call_jaxpr", "jaxpr", "call")
+            if name in eqn.params
+        ),
+        operands,
+    )
+
+
+@control("jit", wide=True)
+def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    params = eqn.params
+    donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
+    shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
+    kept = params["name"], donated, params["inline"], params["keep_unused"]
+    packed = pack(operands, _integers_made_floats(params["jaxpr"]))
+    out = unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*packed))
+    # An argument that comes back is that argument: no copy, and no new scale.
+    returned = _arguments_returned(params["jaxpr"])
+    return [
+        # What is donated is gone, if it is called eagerly.
+        y if i is None or i in donated else operands[i]
+        for i, y in zip(returned, out, strict=True)
+    ]
+
+
+@per_jaxpr
+def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
+    """For each result, the number of the argument that it is; None: another value."""
+    origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            inner = _arguments_returned(eqn.params["jaxpr"])
+            for var, i in zip(eqn.outvars, inner, strict=True):
+                atom = None if i is None else eqn.invars[i]
+                is_variable = atom is not None and type(atom) is not Literal
+                origins[var] = origins.get(atom) if is_variable else None
+    return tuple(
+        None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars
+    )
+
+
+@per_jaxpr
+def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
+    """The positions of integers that the jaxpr converts: the 0 of
+    `jnp.where(mask, x, 0)`, of `jnp.clip` or `jnp.pad`.
+
+    Such a constant must not set the scale of what it is chosen or padded beside. Other
+    integers, as indices, are no part of a traced function's structure: each of them
+    would be traced anew.
+    """
+    made = {
+        variable
+        for eqn in jaxpr.eqns
+        for i, variable in enumerate(eqn.invars)
+        if not isinstance(variable, Literal) and _is_made_float(eqn, i)
+    }
+    return frozenset(
+        i
+        for i, x in enumerate(jaxpr.invars)
+        if x in made and jnp.issubdtype(x.aval.dtype, jnp.integer)
+    )
+
+
+def _is_made_float(eqn: Any, operand: int) -> bool:
+    if eqn.primitive.name == "jit":
+        return operand in _integers_made_floats(eqn.params["jaxpr"])
+    return eqn.primitive.name == "convert_element_type" and jnp.issubdtype(
+        eqn.params["new_dtype"], jnp.floating
+    )
+
+
+@per_jaxpr
+def _jitted(
+    jaxpr: Any,
+    evaluate: Callable,
+    name: str,
+    donated: tuple,
+    inline: bool,
+    keep_unused: bool,
+    shardings: tuple,
+) -> Callable:
+    """One jitted function per inner jaxpr, so that what is called often is traced
+    once.
+    """
+    found = weakref.ref(jaxpr)  # which is forgotten with its program
+
+    def fun(*operands: Any) -> list[Any]:
+        constrained = map(_constrain, unpack(operands), shardings[0])
+        return pack(map(_constrain, evaluate(found(), list(constrained)), shardings[1]))
+
+    fun.__name__ = name
+    return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)
+
+
+def _constrain(x: Any, sharding: Any) -> Any:
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return x
+    if isinstance(x, Value):
+        return dataclasses.replace(
+            x, data=lax.with_sharding_constraint(x.data, sharding)
+        )
+    return lax.with_sharding_constraint(x, sharding)
+
+
+@control("remat2", guards=True)
+def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    packed = pack(operands)
+    traced = traced_body(eqn.params["jaxpr"], evaluate, packed)
+    # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier
+    # against common subexpressions.
+    jaxpr = partial_eval.convert_constvars_jaxpr(traced.jaxpr)
+    out = eqn.primitive.bind(
+        *traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr}
+    )
+    return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
+
+
+@control("cond", guards=True)
+def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
+    branches = [
+        functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
+    ]
+    outs = [shape_of(branch, operands) for branch in branches]
+    common = wide_form if measures(evaluate) else common_form
+    forms = [common(alternatives) for alternatives in zip(*outs, strict=True)]
+
+    def formed(branch: Callable) -> Callable:
+        return lambda *xs: pack(
+            to_form(x, form) for x, form in zip(branch(unpack(xs)), forms, strict=True)
+        )
+
+    return unpack(
+        lax.switch(
+            index,
+            agreeing([formed(x) for x in branches], *pack(operands)),
+            *pack(operands),
+        )
+    )
+
+
+@control("shard_map", guards=True)
+def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    params = eqn.params
+    axes = tuple(params["newly_manual_axes"])
+    packed = pack(operands)
+    specs = [
+        _specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)
+    ]
+    mapped = functools.partial(
+        jax.shard_map,
+        mesh=params["mesh"],
+        in_specs=tuple(specs),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )
+    shapes: list[Any] = []
+
+    def body(*xs: Any) -> list:
+        out = run(params["jaxpr"], evaluate, unpack(xs))
+        # A constant is of a device's shape here: only as an array does it get the shape
+        # that all of them have.
+        return pack(
+            (
+                equal_scale(x, axes)
+                if isinstance(x, Value)
+                else jnp.asarray(materialise(x))
+            )
+            for x in out
+        )
+
+    def look(*xs: Any) -> list:
+        shapes[:] = jax.eval_shape(body, *xs)
+        return []
+
+    jax.eval_shape(mapped(look, out_specs=[]), *packed)
+    out_specs = [
+        _specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)
+    ]
+    return unpack(mapped(body, out_specs=out_specs)(*packed))
+
+
+def _specs(x: Any, spec: Any) -> Any:
+    """The data is split as the logical array was; a scale with it, along the axes that
+    it differs along.
+    """
+    if isinstance(x, Value):
+        dynamic, excess = (
+            None if s is None else _spec_of_scale(s, spec)
+            for s in (x.dynamic, x.excess)
+        )
+        return dataclasses.replace(x, data=spec, dynamic=dynamic, excess=excess)
+    return x if isinstance(x, Constant) else spec
+
+
+def _spec_of_scale(scale: Any, spec: Any) -> Any:
+    entries = (*spec, *(None,) * (scale.ndim - len(spec)))[: scale.ndim]
+    return jax.sharding.PartitionSpec(
+        *(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True))
+    )

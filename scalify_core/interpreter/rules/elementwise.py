@@ -1,0 +1,417 @@
+"""Elementwise arithmetic. It runs in FP32, in the logical value's own order of
+operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.registry import (
+    at_scale,
+    bind,
+    in_float32,
+    logical,
+    rule,
+    structural,
+    unscaled,
+)
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import compiler_hints, storage
+from scalify_core.numerics import scales as sc
+from scalify_core.numerics.formats import pow2_floor, pow2_round
+
+_LARGE = 2.0**104
+
+structural("abs", "copy", "real", "stop_gradient", along=lambda _, scale: scale)
+unscaled(
+    "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
+    "cos", "acos", "atan2", "cosh", "acosh", "erfc", "lgamma", "digamma", "polygamma",
+    "zeta",
+    "igamma", "igammac", "igamma_grad_a", "random_gamma", "regularized_incomplete_beta",
+    "bessel_i0e", "bessel_i1e", "pow",
+)  # fmt: skip
+logical("nextafter", "reduce_precision")
+
+
+def _has_any_scale(constant: float | None) -> bool:
+    """Whether this is the number of a constant, zero or not finite."""
+    return constant is not None and (constant == 0 or not math.isfinite(constant))
+
+
+def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
+    """The operands as values, and the format of an arithmetic result."""
+    dtype = v.result_dtype(*operands)
+    return [x if isinstance(x, Value) else v.lift(x, dtype) for x in operands], dtype
+
+
+@rule("add", "sub", "add_any", lazy=True)
+def _add(eqn: Any, a: Any, b: Any) -> Value:
+    if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
+        return a
+    if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
+        return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
+    (a, b), dtype = lifted(a, b)
+    (a, b), sources = zip(*map(v.before_rescaling, (a, b)), strict=True)
+    scale, rho, excess = v.hypot(a, b)
+    if excess is None or scale.ndim:
+        return v.value(
+            bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)),
+            scale,
+            rho,
+            dtype,
+            excess=excess,
+        )
+    scale, excess, *changes = compiler_hints.together(
+        scale, excess, *(sc.ratio(x.multiple, scale) for x in sources)
+    )
+    data = [
+        sc.times(sc.times(storage.as_float32(x.data), x.factor), c)
+        for x, c in zip(sources, changes, strict=True)
+    ]
+    return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
+
+
+@rule("mul", lazy=True)
+def _mul(eqn: Any, a: Any, b: Any) -> Value:
+    for x, other in ((a, b), (b, a)):
+        constant = v.uniform(x)
+        if (
+            constant is not None
+            and math.isfinite(constant)
+            and other.shape == eqn.outvars[0].aval.shape
+        ):
+            return _times_constant(other, constant)
+    (a, b), dtype = lifted(a, b)
+    scale, rest = sc.product_and_rest(a.multiple, b.multiple)
+    data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    return v.settled(data, scale, a.rho * b.rho, dtype, factor=a.factor * b.factor)
+
+
+def _times_constant(x: Value, constant: float) -> Value:
+    """The power of two goes into the scale, the rest into the factor; no operation."""
+    dtype = v.result_dtype(x)
+    if constant == 0:
+        return v.value(sc.times(x.data, 0.0), x.scale, x.rho, dtype)
+    size = x.rho * abs(constant)
+    factor = pow2_round(size)
+    if not sc.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
+        # Far enough to leave the range of scales: not an operation for every constant
+        # near 1.
+        scale, rest = sc.product_and_rest(x.multiple, factor)
+        return v.value(
+            sc.times(v.wide(x), rest),
+            scale,
+            size / factor,
+            dtype,
+            x.factor * (constant / factor),
+            x.excess,
+        )
+    scale = sc.product(x.multiple, factor)
+    if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
+        scale = pow2_round(scale)
+        factor = scale / x.scale
+    return v.value(
+        x.data, scale, size / factor, dtype, x.factor * (constant / factor), x.excess
+    )
+
+
+@rule("neg", lazy=True)
+def _neg(eqn: Any, x: Value) -> Value:
+    del eqn
+    return v.value(x.data, x.multiple, x.rho, v.result_dtype(x), -x.factor, x.excess)
+
+
+@rule("div", lazy=True)
+def _div(eqn: Any, a: Any, b: Any) -> Value:
+    constant = v.uniform(b)
+    if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
+        return _times_constant(a, 1 / constant)
+    (a, b), dtype = lifted(a, b)
+    b = (
+        v.value(b.data, 1.0, 1.0, dtype)
+        if _has_any_scale(constant)
+        else v.as_divisor(b)
+    )
+    scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
+    data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    return v.settled(data, scale, a.rho / b.rho, dtype, factor=a.factor / b.factor)
+
+
+@rule("integer_pow", "square", lazy=True)
+def _integer_pow(eqn: Any, x: Value) -> Value:
+    n = eqn.params.get("y", 2)
+    if abs(n) > 4:  # the data's own power would leave FP32
+        return in_float32(eqn, x)
+    dtype = v.result_dtype(x)
+    x = v.as_divisor(x) if n < 0 else x
+    if sc.is_static(x.scale):
+        return v.settled(
+            bind(eqn, v.wide(x)), x.scale**n, x.rho**n, dtype, factor=x.factor**n
+        )
+    x = v.exact(x)
+    scale, rest = sc.product_and_rest(1.0, x.scale if n > 0 else sc.ratio(1.0, x.scale))
+    base = scale
+    for _ in range(abs(n) - 1):
+        scale, further = sc.product_and_rest(scale, base)
+        rest = sc.product(rest, further)
+    return v.settled(
+        sc.times(bind(eqn, v.wide(x)), rest), scale, x.rho**n, dtype, factor=x.factor**n
+    )
+
+
+def _root(degree: int, inverse: bool) -> Any:
+    """Rule of the root: the scale becomes the power of two whose power it is; the
+    remainder goes into the data.
+    """
+
+    def root(eqn: Any, x: Value) -> Value:
+        dtype, x = v.result_dtype(x), v.exact(x)
+        if sc.is_static(x.scale):
+            out: Any = 2.0 ** (round(math.log2(x.scale)) // degree)
+            rest: Any = x.scale / out**degree
+        else:
+            # A little up before rounding down: the root of a power of two must not fall
+            # short of itself.
+            out = pow2_floor(
+                lax.mul(
+                    lax.pow(x.scale, np.float32(1 / degree)), np.float32(1 + 2**-12)
+                )
+            )
+            # of which the root is zeros, or infinities
+            zeros = lax.lt(x.scale, np.float32(sc.OF_ZEROS))
+            out = lax.select(
+                zeros, lax.full_like(out, 1.0 if inverse else sc.MIN_SCALE), out
+            )
+            rest = x.scale
+            for _ in range(degree):
+                rest = sc.ratio(rest, out)
+        data = bind(eqn, sc.times(v.wide(x), rest))
+        rho = x.rho * rest if sc.is_static(rest) else x.rho
+        rho = rho ** (-1 / degree if inverse else 1 / degree)
+        return v.settled(data, sc.ratio(1.0, out) if inverse else out, rho, dtype)
+
+    return root
+
+
+rule("sqrt")(_root(2, inverse=False))
+rule("rsqrt")(_root(2, inverse=True))
+rule("cbrt")(_root(3, inverse=False))
+
+
+@rule(
+    "expm1",
+    "log1p",
+    "tanh",
+    "sin",
+    "tan",
+    "asin",
+    "atan",
+    "sinh",
+    "asinh",
+    "atanh",
+    "erf",
+    "erf_inv",
+    lazy=True,
+)
+def _odd(eqn: Any, x: Value) -> Value:
+    """Functions that are their argument, or nearly, where that is small: then they have
+    its scale.
+    """
+    y = in_float32(eqn, x)
+    if sc.is_static(x.scale):
+        return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
+    return at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
+
+
+@rule("floor", "ceil", "round", lazy=True)
+def _to_integers(eqn: Any, x: Value) -> Value:
+    """At a scale below 1 an integer would be a large number."""
+    return at_scale(in_float32(eqn, x), sc.largest(x.scale, 1.0), x.rho)
+
+
+@rule("rem", lazy=True)
+def _rem(eqn: Any, a: Any, b: Any) -> Value:
+    """The remainder is smaller than either."""
+    sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
+    values, _ = lifted(*sized)
+    return at_scale(
+        in_float32(eqn, a, b), functools.reduce(sc.smallest, (x.scale for x in values))
+    )
+
+
+@rule("sign")
+def _sign(eqn: Any, x: Value) -> Value:
+    return v.value(bind(eqn, x.data), 1.0, 1.0, x.dtype)
+
+
+@rule("is_finite")
+def _is_finite(eqn: Any, x: Value) -> Any:
+    return bind(eqn, x.data)
+
+
+@rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to")
+def _compare(eqn: Any, a: Any, b: Any) -> Any:
+    for x, other in ((a, b), (b, a)):
+        constant = v.uniform(x)
+        if _has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
+            number = np.asarray(constant, other.data.dtype)
+            return bind(
+                eqn, *((number, other.data) if x is a else (other.data, number))
+            )
+    (a, b), _ = lifted(a, b)
+    scale = sc.largest(a.scale, b.scale)
+    return bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale))
+
+
+def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
+    """Data of all operands at the largest of their scales; constants take that of the
+    others.
+
+    In FP32, unless all are there already and the format holds the constants. A mask's
+    -1e9 beside logits of 2^-30 must not become the format's -65504 * 2^-30, nor a
+    divisor's 1e-12 its zero: they saturate when they are stored.
+    """
+    values = [x for x in operands if isinstance(x, Value)]
+    dtype = v.result_dtype(*values)
+    arrays = [
+        x if isinstance(x, Value) or v.uniform(x) is not None else v.lift(x, dtype)
+        for x in operands
+    ]
+    values = [x for x in arrays if isinstance(x, Value)]
+    scale = sc.largest(*(x.scale for x in values))
+    rho = max(
+        x.rho
+        for x in values
+        if x.scale is scale or not sc.is_static(scale) or x.scale == scale
+    )
+    if float(jnp.finfo(dtype).max) > sc.MAX_SCALE and not sc.near(
+        [x.scale for x in values]
+    ):
+        # The range of FP32 has room for all of them, but not below the largest.
+        scale = sc.between([x.scale for x in values])
+    constants = [
+        c
+        for c in (v.uniform(x) for x in arrays if not isinstance(x, Value))
+        if c and math.isfinite(c)
+    ]
+    if constants and not sc.is_static(scale):
+        # Beside zeros a constant keeps its own scale: at theirs it would saturate at
+        # nearly nothing.
+        scale = sc.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
+    keep = all(x.data.dtype == dtype and sc.same_scale(x.scale, scale) for x in values)
+    keep = keep and all(_holds(dtype, c, scale) for c in constants)
+    data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
+            else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
+    return data, scale, rho, dtype
+
+
+def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
+    """Whether a format is known to hold a constant at this scale exactly."""
+    if not sc.is_static(scale):
+        return False
+    number = constant / scale
+    return (
+        abs(number) <= float(jnp.finfo(dtype).max)
+        and float(np.asarray(number, dtype)) == number
+    )
+
+
+def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
+    """A uniform constant at a scale, in the format (`keep`) or in FP32, saturating
+    unless it is infinite or NaN.
+    """
+    constant: Any = v.uniform(x)
+    out_dtype = dtype if keep else np.dtype(np.float32)
+    if _has_any_scale(constant):
+        return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
+    # In FP32 that stands for a narrower format there is room for what follows, such as
+    # differences of two.
+    limit = float(jnp.finfo(dtype).max) if out_dtype == dtype else _LARGE
+    if sc.is_static(scale):
+        number = min(max(constant / scale, -limit), limit)
+        return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
+    # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave
+    # FP32 and is then the limit.
+    number = lax.clamp(
+        np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit)
+    )
+    number = lax.convert_element_type(number, out_dtype)
+    return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
+
+
+def _guards(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
+    """Whether one of the operands is a constant that the format does not hold, or may
+    hold one.
+    """
+    if any(isinstance(x, Value) and x.guard for x in operands):
+        return True
+    constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
+    return not all(_holds(dtype, c, scale) for c in constants)
+
+
+@rule("max", "min", "clamp")
+def _extreme(eqn: Any, *operands: Any) -> Value:
+    if eqn.primitive.name == "clamp" and not isinstance(operands[1], Value):
+        operands = (
+            operands[0],
+            v.lift(operands[1], v.result_dtype(*operands)),
+            operands[2],
+        )
+    data, scale, rho, dtype = common(*operands)
+    return v.value(
+        bind(eqn, *data), scale, rho, dtype, guard=_guards(dtype, scale, operands)
+    )
+
+
+@rule("select_n")
+def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
+    # Not for static scales: clipping by a global norm is such a choice, and would make
+    # all of an optimiser dynamic.
+    if not np.shape(which) and any(
+        isinstance(x, Value) and not sc.is_static(x.scale) for x in cases
+    ):
+        return _select_whole(eqn, storage.materialise(which), *cases)
+    data, scale, rho, dtype = common(*cases)
+    return v.value(
+        bind(eqn, storage.materialise(which), *data),
+        scale,
+        rho,
+        dtype,
+        guard=_guards(dtype, scale, cases),
+    )
+
+
+def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
+    """One case whole, with its scale: that of a case which is not selected does not
+    count.
+    """
+    values, dtype = lifted(*cases)
+    values = [v.scalar_scale(v.exact(x)) for x in values]
+    scale = lax.select_n(which, *(jnp.asarray(x.scale, jnp.float32) for x in values))
+    return v.value(
+        bind(eqn, which, *(v.wide(x) for x in values)),
+        scale,
+        max(x.rho for x in values),
+        dtype,
+    )
+
+
+@rule("convert_element_type")
+def _convert(eqn: Any, x: Value) -> Any:
+    dtype = np.dtype(eqn.params["new_dtype"])
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
+    return v.value(storage.saturating_cast(x.data, dtype), x.multiple, x.rho, dtype)
+
+
+@rule("bitcast_convert_type")
+def _bitcast(eqn: Any, x: Value) -> Any:
+    out = bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
+    return v.value(out, 1.0) if jnp.issubdtype(out.dtype, jnp.floating) else out

@@ -1,0 +1,269 @@
+"""Loops: one form of the carry for all turns (see `carries`), the rules of the body's
+equations in each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.array.scaled_array import ScaledArray, with_scale
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.registry import control
+from scalify_core.interpreter.rules.bodies import measures, run, shape_of
+from scalify_core.interpreter.rules.carries import (
+    after,
+    carry_forms,
+    chosen,
+    coarse,
+    first_carry,
+    needs_scale,
+    next_carry,
+    to_form,
+    wide_carry_forms,
+    wide_form,
+)
+from scalify_core.interpreter.value import Constant, Value, pack, unpack
+from scalify_core.numerics import scales as sc
+from scalify_core.numerics import shard_map_types, storage
+
+
+def _loop(fun: Callable) -> Callable:
+    """A loop's rule. In another loop, what is handed to it is of an expected RMS that
+    is a power of two.
+
+    The outer loop looks at the inner one with a carry after one turn, and after two. It
+    would be evaluated anew for each, and a loop in that for each of these: so mostly
+    they are the same to it.
+    """
+
+    @functools.wraps(fun)
+    def rule(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+        token = _depth.set(_depth.get() + 1)
+        try:
+            return fun(eqn, *_handed(operands), evaluate=evaluate)
+        finally:
+            _depth.reset(token)
+
+    return rule
+
+
+_depth: ContextVar[int] = ContextVar("depth", default=0)  # of loops
+
+
+def _handed(operands: Sequence[Any]) -> Sequence[Any]:
+    """What is handed to a loop, or from turn to turn."""
+    return list(map(coarse, operands)) if _depth.get() > 1 else operands
+
+
+@control("scan", guards=True)
+@_loop
+def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    params = eqn.params
+    length, jaxpr, backwards = params["length"], params["jaxpr"], params["reverse"]
+    consts, init, xs = (
+        list(part) for part in params["ft_in"].update(operands).unpack()
+    )
+    # scales are multiplied out before the loop, not in it
+    consts = unpack(pack(consts))
+    sliced, whole = zip(*map(_slices, xs), strict=True) if xs else ((), ())
+
+    def step(carry: Sequence[Any], slices: Any) -> list:
+        return run(
+            jaxpr,
+            evaluate,
+            [*consts, *carry, *map(_of_slice, slices, whole)],
+            len(init),
+        )
+
+    def turn(carry: Sequence[Any]) -> list:
+        return step(carry, jax.tree.map(lambda x: _end(x, backwards), sliced))[
+            : len(init)
+        ]
+
+    carry, forms = _before(turn, init, length, jaxpr, evaluate)
+
+    def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
+        last = unpack(carry)
+        out = step(last, slices)
+        return pack(map(next_carry, out[: len(init)], forms, last)), pack(
+            out[len(init) :]
+        )
+
+    ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
+    agreed, carry = shard_map_types.agreeing_carry(
+        lambda carry: formed(carry, ends)[0], carry
+    )
+
+    def turned(carry: Any, slices: Any) -> tuple[Any, Any]:
+        carry, ys = formed(carry, slices)
+        return agreed(carry), ys
+
+    carry, ys = lax.scan(
+        turned, carry, sliced, length, reverse=backwards, unroll=params["unroll"]
+    )
+    return [*unpack(carry), *(_stacked(y, length) for y in ys)]
+
+
+@control("while", guards=True)
+@_loop
+def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    """Where the predicate is one of a batch, elements for which it is false stay as
+    they are, as in JAX.
+    """
+    params = eqn.params
+    n_cond, n_body, jaxpr = (
+        params["cond_nconsts"],
+        params["body_nconsts"],
+        params["body_jaxpr"],
+    )
+    consts, init = (
+        unpack(pack(operands[: n_cond + n_body])),
+        list(operands[n_cond + n_body :]),
+    )
+    is_batch = bool(params["cond_jaxpr"].out_avals[0].shape)
+
+    def going(carry: Sequence[Any]) -> Any:
+        return run(params["cond_jaxpr"], evaluate, [*consts[:n_cond], *carry])[0]
+
+    def turn(carry: Sequence[Any]) -> list:
+        new = run(jaxpr, evaluate, [*consts[n_cond:], *carry], len(init))
+        if not is_batch:
+            return new
+        which = going(carry)
+        return [chosen(which, x, old) for x, old in zip(new, carry, strict=True)]
+
+    carry, forms = _before(turn, init, None, jaxpr, evaluate)
+
+    def formed(carry: Any) -> Any:
+        last = unpack(carry)
+        return pack(map(next_carry, turn(last), forms, last))
+
+    agreed, carry = shard_map_types.agreeing_carry(formed, carry)
+    keep_on = (
+        (lambda carry: jnp.any(going(unpack(carry))))
+        if is_batch
+        else (lambda carry: going(unpack(carry)))
+    )
+    return unpack(lax.while_loop(keep_on, lambda carry: agreed(formed(carry)), carry))
+
+
+def _before(
+    turn: Callable,
+    init: Sequence[Any],
+    length: int | None,
+    jaxpr: Any,
+    evaluate: Callable,
+) -> tuple[list[Any], list[Any]]:
+    """The carry before the first turn, packed, and the forms of its parts."""
+    if measures(evaluate):
+        init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
+        forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
+        return pack(map(to_form, init, forms)), forms
+    forms, turns = carry_forms(
+        lambda carry: _handed(shape_of(turn, carry)), init, length
+    )
+    forms, scales = list(_handed(forms)), [None] * len(forms)
+    if any(map(needs_scale, forms)):
+        scales = _scales_after(turn, turns, init, jaxpr)
+    return pack(map(first_carry, init, forms, scales)), forms
+
+
+def _scales_after(
+    turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any
+) -> list[Any]:
+    """The run-time scales that the parts of a carry have after the first turns, before
+    which they are constants.
+
+    The turns are not taken: of what is computed here the compiler keeps what scales
+    follow from, and that is scales. A body that does more than compute is not looked at
+    so; then what it starts at has scale 1.
+    """
+    if jaxpr.effects:
+        return [1.0] * len(init)
+    carry = list(init)
+    for _ in range(turns):
+        carry = list(map(after, carry, turn(carry)))
+    return [v.scalar_scale(x).scale if isinstance(x, Value) else 1.0 for x in carry]
+
+
+def _slices(x: Any) -> tuple[Any, Any]:
+    """A scanned operand as what is cut along the leading axis (data, scales that run
+    along it), and the whole.
+    """
+    if not isinstance(x, Value):
+        return (storage.materialise(x), None, {}), None
+    copies = {}
+    for (name, parts), copy in x.copies.items():
+        along = copy.scale if np.size(copy.scale) > 1 else None
+        if along is None or len(along) == len(x.data):
+            copies[name, parts[1:]] = (copy.data, along)
+    if sc.is_static(x.scale) or x.scale.ndim == 0:
+        return (x.data, None, copies), x
+    if x.scale.shape[0] == 1:
+        scale = x.scale[0]
+        return (x.data, None, copies), v.value(
+            x.data, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype
+        )
+    return (x.data, x.scale, copies), x
+
+
+def _end(x: Any, last: bool) -> Any:
+    """The first slice or the last one; of an empty array, what would be one."""
+    return x[-1 if last else 0] if len(x) else lax.full_like(x, 0, shape=x.shape[1:])
+
+
+def _of_slice(pieces: Any, whole: Any) -> Any:
+    data, scale, copies = pieces
+    if whole is None:
+        return data
+    scales = {parts[1:]: copy.scale for (_, parts), copy in whole.copies.items()}
+    made = {
+        key: with_scale(y, _scalar(scales[key[1]] if of_y is None else of_y))
+        for key, (y, of_y) in copies.items()
+    }
+    if scale is None:
+        scale = whole.scale
+    elif scale.size == 1:
+        scale = scale.reshape(())
+    out = v.value(data, scale, whole.rho, whole.dtype)
+    return dataclasses.replace(out, copies=made) if made else out
+
+
+def _scalar(scale: Any) -> Any:
+    """A scale as a scalar, if it is one for all."""
+    return scale if isinstance(scale, float) or scale.size > 1 else scale.reshape(())
+
+
+def _stacked(y: Any, length: int) -> Any:
+    """A stacked result: a constant is repeated, a scale per turn stands along the
+    leading axis.
+    """
+    if isinstance(y, Constant):
+        (y,) = unpack([y])
+        return np.broadcast_to(y[(0,) * y.ndim], (length, *y.shape))
+    if isinstance(y, Value) and y.copies:
+        copies = {
+            (name, (length, *parts)): _stacked_copy(copy, length)
+            for (name, parts), copy in y.copies.items()
+        }
+        y = dataclasses.replace(y, copies=copies)
+    if isinstance(y, Value) and not sc.is_static(y.scale):
+        ones = (1,) * (y.data.ndim - 1)
+        scale = y.scale.reshape((length, *ones)) if y.scale.ndim == 1 else y.scale
+        return dataclasses.replace(y, dynamic=scale)
+    return y
+
+
+def _stacked_copy(x: ScaledArray, length: int) -> ScaledArray:
+    if x.is_static or x.scale.ndim > 1:
+        return x
+    return with_scale(x.data, x.scale.reshape((length,) + (1,) * (x.ndim - 1)))

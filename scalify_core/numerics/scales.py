@@ -1,0 +1,357 @@
+"""Arithmetic of scales, while tracing or in the compiled program.
+
+A scale is *static* when it is a Python float: arithmetic on it happens while tracing
+and leaves nothing in the compiled program. Otherwise it is an FP32 array, a scalar or
+broadcastable to the data. Every scale is a power of two in [2^-126, 2^126].
+
+The smallest is that of zeros, and says nothing about other values. It stays what it is
+whatever it is multiplied by, and what is computed of other scales is larger: so zeros,
+and sums and products of them, are told from small numbers wherever they come from.
+Where a product leaves the range of scales, the remainder is for the data.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+from scalify_core.numerics.formats import pow2_inverse, pow2_round
+from scalify_core.numerics.storage import as_float32
+
+Scale = Any  # float: static; FP32 jax.Array: dynamic
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+# A scale below this one is that of zeros. What is computed of other scales is from here
+# on, and so is its inverse.
+OF_ZEROS = 2.0**-125
+_TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
+
+
+@jax.jit
+def checked_scale(scale: jax.Array) -> jax.Array:
+    """Return FP32 run-time scales as they are, but NaN where one is no power of two.
+
+    Arithmetic on the leaves of ScaledArrays, outside of scalify, is seen so. Zero is
+    what `jnp.zeros_like` of a state makes of its scales; it counts as that of zeros.
+    """
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    is_power = (bits & np.int32((1 << 23) - 1)) == 0
+    in_range = (scale >= np.float32(MIN_SCALE)) & (scale <= np.float32(MAX_SCALE))
+    checked = jnp.where(is_power & in_range, scale, np.float32(np.nan))
+    return jnp.where(scale == 0, np.float32(MIN_SCALE), checked)
+
+
+class Multiple(NamedTuple):
+    """A run-time scale times a static power of two, not yet multiplied.
+
+    A chain of such powers, as every product adds one, is so one number, and data that
+    is multiplied by the scale is multiplied by both: it leaves no operation on scalars
+    in the program, which on a GPU would be a kernel each.
+    """
+
+    base: Any  # FP32 scalar
+    by: float
+
+
+def is_static(scale: Scale) -> bool:
+    """Whether the scale is known while tracing."""
+    return isinstance(scale, float)
+
+
+def same_scale(a: Scale, b: Scale) -> bool:
+    """Whether two scales are known to be equal."""
+    both = of_one_base(a, b)
+    return a is b or (
+        both[0] == both[1] if both else is_static(a) and is_static(b) and a == b
+    )
+
+
+def near(scales: Sequence[Scale]) -> bool:
+    """Whether scales are static and so near that what has the smallest loses nothing at
+    the largest.
+    """
+    return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
+
+
+def as_number(scale: Scale | Multiple) -> Scale:
+    """A scale that is multiplied out, within the range of scales."""
+    return (
+        _multiplied(scale.base, np.float32(scale.by), scale.base)
+        if isinstance(scale, Multiple)
+        else scale
+    )
+
+
+def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
+    """`a * b` within the range of scales; where `smaller`, of the two, is that of
+    zeros, it stays that.
+    """
+    zeros = lax.lt(smaller, np.float32(OF_ZEROS))
+    return lax.select(
+        zeros, lax.full_like(smaller, MIN_SCALE), clip_scale(lax.mul(a, b))
+    )
+
+
+def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
+    """`as_number` of each. Multiples of scalars are multiplied out together: one by
+    one, each is a kernel on a GPU.
+
+    Of scalars that jit traces, and of one type: those of vmap may be batched or not,
+    arrays be on different devices.
+    """
+    found = list(scales)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(scales):
+        if (
+            isinstance(x, Multiple)
+            and isinstance(x.base, DynamicJaxprTracer)
+            and x.base.ndim == 0
+        ):
+            alike.setdefault(jax.typeof(x.base), []).append(i)
+    blocks = [
+        same[i : i + _TOGETHER]
+        for same in alike.values()
+        for i in range(0, len(same), _TOGETHER)
+    ]
+    for block in blocks:
+        bases, by = (
+            [scales[i].base for i in block],
+            np.array([scales[i].by for i in block], np.float32),
+        )
+        numbers = _multiplied(stacked := jnp.stack(bases), by, stacked)
+        for place, i in enumerate(block):
+            found[i] = numbers[place]
+    return [as_number(x) for x in found]
+
+
+def ratio(a: Any, b: Any) -> Any:
+    """`a / b`, to multiply data by; a `Multiple` where `b` is static and `a` a run-time
+    scalar.
+
+    Static for multiples of one run-time scalar. Else it is at most 2^126, and where it
+    is too small for FP32, so is what data near 1 becomes: 0.
+    """
+    if is_static(b):
+        return product(a, 1 / b)
+    if (both := of_one_base(a, b)) is not None:
+        return both[0] / both[1]
+    a, by = a if isinstance(a, Multiple) else (a, 1.0)
+    a, b = _arrays(a, b)
+    quotient = lax.mul(a, pow2_inverse(b))
+    quotient = lax.min(
+        quotient if by == 1.0 else lax.mul(quotient, np.float32(by)),
+        np.float32(MAX_SCALE),
+    )
+    if isinstance(a, np.generic):
+        return quotient
+    # What has any scale may be infinite: times 0 it would be NaN.
+    zeros = lax.lt(a, np.float32(OF_ZEROS))
+    return lax.max(
+        quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0))
+    )
+
+
+def product(a: Any, b: Any) -> Any:
+    """`a * b`, within the range of scales where dynamic; a `Multiple` where one is
+    static and one a run-time scalar.
+    """
+    if is_static(a) and is_static(b):
+        return a * b
+    if is_static(a) or is_static(b):
+        static, dynamic = (a, b) if is_static(a) else (b, a)
+        if static == 1.0:
+            return dynamic
+        base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
+        if (
+            base.ndim == 0
+            and MIN_SCALE <= by * static <= MAX_SCALE
+            and math.frexp(static)[0] == 0.5
+        ):
+            return base if by * static == 1.0 else Multiple(base, by * static)
+        return _multiplied(dynamic := as_number(dynamic), np.float32(static), dynamic)
+    a, b = _arrays(a, b)
+    return _multiplied(a, b, lax.min(a, b))
+
+
+def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
+    """`a * b` as `product`, and the power of two by which that falls short of it, for
+    the data (1 where static).
+    """
+    if is_static(a) and is_static(b):
+        return a * b, 1.0
+    (a, rest_a), (b, rest_b) = number_and_rest(a), number_and_rest(b)
+    scale = as_number(product(a, b))
+    if scale is a or scale is b:
+        return scale, _without_ones(rest_a, rest_b)
+    # Within FP32: the smaller over the product is at most the inverse of the larger, or
+    # the scale is at its limit.
+    rest = lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
+    return scale, _without_ones(rest, rest_a, rest_b)
+
+
+def number_and_rest(scale: Any) -> tuple[Scale, Scale]:
+    """As `as_number`, and the power of two by which that falls short of the scale, for
+    the data.
+    """
+    if not isinstance(scale, Multiple):
+        return scale, 1.0
+    number = as_number(scale)
+    small, large = (f(scale.base, np.float32(scale.by)) for f in (lax.min, lax.max))
+    return number, lax.mul(lax.div(small, number), large)
+
+
+def _without_ones(*factors: Any) -> Any:
+    factors = tuple(x for x in factors if not is_static(x) or x != 1.0)
+    return (
+        functools.reduce(lambda a, b: lax.mul(*_arrays(a, b)), factors)
+        if factors
+        else 1.0
+    )
+
+
+def largest(*scales: Scale) -> Scale:
+    """The largest."""
+    if all(map(is_static, scales)):
+        return max(scales)
+    if (multiples := of_one_base(*scales)) is not None:
+        return scales[multiples.index(max(multiples))]
+    return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
+
+
+def between(scales: Sequence[Scale]) -> Scale:
+    """The largest, or where the smallest that is not of zeros is 2^64 below it, the
+    power of two halfway between.
+    """
+    top = largest(*scales)
+    if all(map(is_static, scales)):
+        low = min(scales)
+        return (
+            top if top <= low * 2.0**64 else pow2_round(math.sqrt(top) * math.sqrt(low))
+        )
+    if len(scales) == 1 or of_one_base(*scales) is not None:
+        return top
+    top = as_number(top)
+    numbers = [jnp.asarray(as_number(s), jnp.float32) for s in scales]
+    low = functools.reduce(
+        jnp.minimum, (jnp.where(s < np.float32(OF_ZEROS), top, s) for s in numbers)
+    )
+    middle = pow2_round(jnp.sqrt(top) * jnp.sqrt(low))
+    return jnp.where(top > low * np.float32(2.0**64), middle, top)
+
+
+def smallest(a: Scale, b: Scale) -> Scale:
+    """The smaller."""
+    return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
+
+
+def unless_of_zeros(scale: Any, other: Any) -> Any:
+    """A dynamic scale, or `other` (a number) where it is that of zeros."""
+    return lax.select(
+        lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale
+    )
+
+
+def rounded(size: float) -> tuple[float, float]:
+    """The scale of data of this expected size, and its rho."""
+    scale = pow2_round(size)
+    return scale, size / scale
+
+
+def clip_scale(scale: Any) -> Any:
+    """Keep a dynamic scale that is not of zeros within [2^-125, 2^125]."""
+    return lax.clamp(np.float32(OF_ZEROS), scale, np.float32(1 / OF_ZEROS))
+
+
+def times(x: Any, factor: Scale | Multiple) -> Any:
+    """`x * factor`, exact for a power of two and else rounded in FP32; no operation
+    where the factor is 1.
+    """
+    if isinstance(factor, Multiple):
+        # data of a narrow format times more could leave FP32 on the way
+        if not 2.0**-60 <= factor.by <= 2.0**60:
+            number, rest = number_and_rest(factor)
+            return times(times(x, number), rest)
+        return times(times(as_float32(x), factor.by), factor.base)
+    if isinstance(factor, float):
+        if factor == 1.0:
+            return x
+        if isinstance(x, np.float32):  # a literal: the product is one too
+            return np.float32(float(x) * factor)
+        if (
+            factor
+            and math.isfinite(factor)
+            and not MIN_SCALE <= abs(factor) <= MAX_SCALE
+        ):
+            # too large or small for one FP32 number
+            step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE
+            return times(times(as_float32(x), step), factor / step)
+        in_format = (
+            x.dtype.itemsize == 2
+            and 2.0**-14 <= abs(factor) <= 1
+            and math.frexp(factor)[0] in (0.5, -0.5)
+        )
+        x = x if in_format else as_float32(x)
+        return lax.mul(x, x.dtype.type(factor))
+    return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
+
+
+def broadcast_scale(scale: Any, x: Any) -> Any:
+    """A dynamic scale for data `x`: a scalar, or of the rank of the data; what is of
+    lower rank is of leading axes.
+    """
+    if scale.ndim in (0, x.ndim):
+        return scale
+    return lax.reshape(scale, scale.shape + (1,) * (x.ndim - scale.ndim))
+
+
+def of_one_base(*scales: Any) -> tuple[float, ...] | None:
+    """The static parts of scales that are multiples of one run-time scalar; None: they
+    are not.
+    """
+    parts = [
+        s if isinstance(s, Multiple) else Multiple(s, 1.0)
+        for s in scales
+        if not is_static(s)
+    ]
+    one = len(parts) == len(scales) and all(
+        part.base is parts[0].base for part in parts
+    )
+    return tuple(part.by for part in parts) if one and parts[0].base.ndim == 0 else None
+
+
+def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
+    """Both as FP32 arrays of one rank."""
+    a, b = (np.float32(s) if is_static(s) else as_number(s) for s in (a, b))
+    if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
+        a, b = jnp.broadcast_arrays(a, b)
+    return a, b
+
+
+def rms_scale(x: Any) -> jax.Array:
+    """The power of two nearest to the RMS of `x`, FP32; 2^-126 where it is zero, 1
+    where it is not finite.
+    """
+    rms = rms_of(x)
+    scale = jnp.where(
+        rms > 0, jnp.clip(pow2_round(rms), OF_ZEROS, MAX_SCALE), jnp.float32(MIN_SCALE)
+    )
+    return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
+
+
+def rms_of(x: Any) -> jax.Array:
+    """The RMS of `x`, an FP32 scalar, of numbers of any size; NaN where one is not
+    finite.
+    """
+    x = jnp.abs(jnp.asarray(x, jnp.float32))
+    peak = jnp.minimum(jnp.max(x, initial=0.0), jnp.float32(1 / OF_ZEROS))
+    # Relative to the peak: squares of 2^100 or 2^-100 leave FP32, as does the inverse
+    # of 2^127.
+    inverse = 1 / jnp.where(peak > 0, peak, 1)
+    return peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))

@@ -1,0 +1,347 @@
+"""Functions that `scalify` sees whole: one primitive, which survives differentiation,
+batching and partitioning.
+
+A composite is a plain JAX function under a name. Wherever it is traced, and in every
+derivative of it, it stands in the jaxpr as *one* call, which a rule registered under
+that name (`registry.composite_rule`) can give scales. Without `scalify` the call is
+compiled as the function's own equations.
+
+    @composite
+    def squared_relu(x):
+        return jnp.square(jax.nn.relu(x))
+
+    @composite_rule("squared_relu")             # optional: without it, FP32 and scale 1
+    def _(call, x):
+        return on_values(call, [(x.size**2, x.dtype)], x)
+
+Differentiation (reverse mode; forward mode raises JAX's TypeError for custom_vjp) calls
+`name.fwd` and `name.bwd`. By default the residuals are the arguments and the backward
+is `jax.vjp` of the function; `defvjp` gives better ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.caches import per_jaxpr
+
+composite_p = Primitive("scalify_composite")
+composite_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one `composite_p` equation calls: a parameter of the equation, and the first
+    argument of its rule.
+
+    Attributes:
+        name: of the rule: "gelu", "gelu.fwd" (returns `(out, residuals)`), "gelu.bwd"
+            (takes `(residuals, gradient)`).
+        fun: the function, of positional pytrees of arrays and static keyword arguments.
+        static: the keyword arguments of this call.
+        in_tree: tree of the tuple of positional arguments; the equation's operands are
+            its leaves.
+        cuda: what is lowered for CUDA devices in place of `fun`, or None.
+        in_axes: the axes of the operands, for each `vmap` around the call, innermost
+            first.
+    """
+
+    name: str
+    fun: Callable
+    static: tuple[tuple[str, Any], ...]
+    in_tree: Any
+    cuda: Callable | None = None
+    in_axes: tuple[tuple[int | None, ...], ...] = ()
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        """The flat results of `fun` on flat operands, under the call's vmaps."""
+        flat = self._flat
+        for axes in self.in_axes:
+            flat = jax.vmap(flat, in_axes=axes)
+        return flat(*operands)
+
+    def _flat(self, *operands: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(
+            self.fun(*jax.tree.unflatten(self.in_tree, operands), **dict(self.static))
+        )
+
+    def bind(self, *operands: Any) -> list[jax.Array]:
+        """One composite equation that makes this call: for rules, which call their own
+        function on data.
+        """
+        fun = (
+            _jitted_call(self, compiler_hints.turned_off())
+            if self.in_axes
+            else jax.jit(_unflattened(self))
+        )
+        jaxpr = fun.trace(*operands).jaxpr
+        return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
+
+    def replace(self, **changes: Any) -> Call:
+        """The same call with other fields; `static` may be given as a dict."""
+        if isinstance(changes.get("static"), dict):
+            changes["static"] = tuple(sorted(changes["static"].items()))
+        return dataclasses.replace(self, **changes)
+
+
+class Composite:
+    """A function made by `composite`: call it with positional pytrees of arrays and
+    static keyword arguments.
+    """
+
+    def __init__(self, fun: Callable, name: str, cuda: Callable | None) -> None:
+        """Use `composite`."""
+        functools.update_wrapper(self, fun)
+        self.fun, self.name, self.cuda = fun, name, cuda
+        self.cuda_fwd: Callable | None = None
+        self.cuda_bwd: Callable | None = None
+        self._differentiable = functools.lru_cache(maxsize=512)(
+            self._make_differentiable
+        )
+
+    def defvjp(
+        self,
+        fwd: Callable,
+        bwd: Callable,
+        *,
+        cuda: tuple[Callable, Callable] | None = None,
+    ) -> None:
+        """Set `fwd(*args, **static) -> (out, residuals)` and
+        `bwd(residuals, gradient, **static) -> gradients`.
+
+        The gradients are a tuple, one for each argument, None for arguments without one
+        (integers). `cuda` is the same pair for CUDA devices; its residuals must have
+        the shapes and dtypes of the first pair's.
+        """
+        self.fwd, self.bwd = fwd, bwd  # type: ignore[method-assign]
+        if cuda is not None:
+            self.cuda_fwd, self.cuda_bwd = cuda
+
+    def fwd(self, *args: Any, **static: Any) -> tuple[Any, Any]:
+        """The result and the residuals."""
+        return self.fun(*args, **static), args
+
+    def bwd(self, residuals: Any, gradient: Any, **static: Any) -> tuple:
+        """The gradients of the arguments."""
+        leaves, tree = jax.tree.flatten(residuals)
+        is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+        def fun(*floats: jax.Array) -> Any:
+            rest = iter(floats)
+            args = [
+                next(rest) if f else leaf
+                for f, leaf in zip(is_float, leaves, strict=True)
+            ]
+            return self.fun(*jax.tree.unflatten(tree, args), **static)
+
+        floats = [leaf for f, leaf in zip(is_float, leaves, strict=True) if f]
+        grads = iter(jax.vjp(fun, *floats)[1](gradient))
+        return jax.tree.unflatten(tree, [next(grads) if f else None for f in is_float])
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        """Call the function."""
+        args = jax.tree.map(jnp.asarray, args)
+        args = _equally_varying(args)
+        return self._differentiable(tuple(sorted(static.items())))(*args)
+
+    def _make_differentiable(self, static: tuple) -> Callable:
+        call = functools.partial(_bind, static=static)
+
+        @jax.custom_vjp
+        def function(*args: Any) -> Any:
+            return call(self.name, self.fun, self.cuda, args)
+
+        def fwd(*args: Any) -> tuple[Any, Any]:
+            return call(
+                f"{self.name}.fwd", self.fwd, self.cuda_fwd, args, residuals=True
+            )
+
+        def bwd(residuals: Any, gradient: Any) -> Any:
+            return call(
+                f"{self.name}.bwd", self.bwd, self.cuda_bwd, (residuals, gradient)
+            )
+
+        function.defvjp(fwd, bwd)
+        return function
+
+
+def composite(
+    fun: Callable | None = None,
+    *,
+    name: str | None = None,
+    cuda: Callable | None = None,
+) -> Any:
+    """Make `fun` a composite (a decorator).
+
+    Args:
+        fun: function of positional pytrees of arrays and of keyword-only, hashable,
+            static arguments.
+        name: what its rules are registered under; the function's name if not given.
+        cuda: an equivalent function that is lowered instead where the program is
+            compiled for CUDA devices. The choice is made by the platform the program is
+            lowered for, never by the default backend.
+    """
+    if fun is None:
+        return functools.partial(composite, name=name, cuda=cuda)
+    return Composite(fun, name or fun.__name__, cuda)
+
+
+def _equally_varying(args: Any) -> Any:
+    """Inside shard_map: make all arguments vary over the same mesh axes, so that AD
+    sums the gradients of the rest.
+    """
+    varying = [jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(args)]
+    union = frozenset().union(*varying)
+    if all(v == union for v in varying):
+        return args
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = union - jax.typeof(x).mat.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, args)
+
+
+def _bind(
+    name: str,
+    fun: Callable,
+    cuda: Callable | None,
+    args: tuple,
+    static: tuple,
+    *,
+    residuals: bool = False,
+) -> Any:
+    leaves, in_tree = jax.tree.flatten(args)
+    call = Call(name, fun, static, in_tree, cuda)
+    traced = jax.jit(_unflattened(call)).trace(*leaves)
+    out = composite_p.bind(*leaves, jaxpr=traced.jaxpr, call=call)
+    if residuals:
+        # One that is an argument stays that argument: no copy, and no new scale. A
+        # result never does: the rule of a function that returns its argument may change
+        # the scale.
+        first = len(jax.tree.leaves(traced.out_info[0]))
+        argument = dict(zip(traced.jaxpr.invars, leaves, strict=True))
+        out[first:] = [
+            argument.get(var, x) if _is_var(var) else x
+            for var, x in zip(traced.jaxpr.outvars[first:], out[first:], strict=True)
+        ]
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+@functools.lru_cache(maxsize=512)
+def _unflattened(call: Call) -> Callable:
+    """A function of flat operands that returns the tree: one object for equal calls, so
+    that traces are cached.
+    """
+
+    def fun(*operands: jax.Array) -> Any:
+        return call.fun(
+            *jax.tree.unflatten(call.in_tree, operands), **dict(call.static)
+        )
+
+    fun.__name__ = call.name
+    return fun
+
+
+@per_jaxpr
+def _jitted(jaxpr: Any, name: str) -> Callable:
+    found = weakref.ref(jaxpr)
+
+    def fun(*operands: jax.Array) -> Any:
+        jaxpr: Any = found()
+        return jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *operands)
+
+    fun.__name__ = name
+    return jax.jit(fun)
+
+
+@functools.lru_cache(maxsize=512)
+def _jitted_call(call: Call, without: frozenset[str]) -> Any:
+    """One jitted function for equal calls and the same cases of `lowering` turned
+    off.
+    """
+
+    def fun(*operands: jax.Array) -> Any:
+        return call(*operands)
+
+    fun.__name__ = call.name
+    return jax.jit(fun)
+
+
+@composite_p.def_impl
+def _impl(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
+    return _compiled(jaxpr, call)(*operands)
+
+
+@per_jaxpr
+def _compiled(jaxpr: Any, call: Call) -> Callable:
+    """For calls outside of jit: one compiled function per shape, not one per call."""
+    found = weakref.ref(jaxpr)
+    return jax.jit(
+        lambda *operands: composite_p.bind(*operands, jaxpr=found(), call=call)
+    )
+
+
+@composite_p.def_abstract_eval
+def _abstract_eval(*_: Any, jaxpr: Any, call: Call) -> Sequence[Any]:
+    return [aval.strip_weak_type() for aval in jaxpr.out_avals]
+
+
+def _lower(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
+    return _jitted(jaxpr, call.name)(*operands)
+
+
+def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
+    if call.cuda is None:
+        return _jitted(jaxpr, call.name)(*operands)
+    return _jitted_call(call.replace(fun=call.cuda), compiler_hints.turned_off())(
+        *operands
+    )
+
+
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call
+) -> tuple[Any, Any]:
+    """Second derivatives: those of the call's equations (the first are taken by
+    custom_vjp, above this primitive).
+    """
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    return jax.jvp(
+        lambda *xs: jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs),
+        tuple(primals),
+        tuple(tangents),
+    )
+
+
+def _batch(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: Any, call: Call
+) -> tuple[Any, Any]:
+    del jaxpr
+    call = call.replace(in_axes=(*call.in_axes, tuple(axes)))
+    out = call.bind(*operands)
+    return out, [0] * len(out)
+
+
+mlir.register_lowering(composite_p, mlir.lower_fun(_lower))
+mlir.register_lowering(composite_p, mlir.lower_fun(_lower_cuda), platform="cuda")
+# cuDNN's attention, which stands in a cuda lowering, asks for the devices it is
+# compiled for. JAX hands them on only where a primitive is in this set, which is not
+# public; without it every program with that attention fails to lower.
+dispatch.prim_requires_devices_during_lowering.add(composite_p)
+ad.primitive_jvps[composite_p] = _jvp
+batching.primitive_batchers[composite_p] = _batch

@@ -1,0 +1,33 @@
+"""Functions of transformers with hand-written gradients, made with `composite` so that
+`scalify` has rules for them.
+"""
+
+from scalify_core.ops.functional.activations import gelu, relu, silu, swiglu
+from scalify_core.ops.functional.attention import attention
+from scalify_core.ops.functional.embedding import embedding
+from scalify_core.ops.functional.losses import (
+    cross_entropy,
+    linear_cross_entropy,
+    log_softmax,
+    softmax,
+)
+from scalify_core.ops.functional.norms import layer_norm, rms_norm
+from scalify_core.ops.functional.rope import rope
+from scalify_core.ops.functional.storage import materialised
+
+__all__ = [
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "log_softmax",
+    "materialised",
+    "relu",
+    "rms_norm",
+    "rope",
+    "silu",
+    "softmax",
+    "swiglu",
+]

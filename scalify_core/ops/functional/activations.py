@@ -1,0 +1,138 @@
+"""Activations: FP32 inside, result in the dtype of the input, only the inputs saved for
+the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.ops.composite import composite
+
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Gaussian error linear unit in the tanh form of GPT-2:
+    `0.5 y (1 + tanh(sqrt(2/pi) (y + 0.044715 y^3)))`.
+
+    Args:
+        x: [..., F], any float dtype.
+        bias: [F], added to `x` in FP32: `y = x + bias` is never stored. None: `y = x`.
+
+    Returns:
+        Array of the shape and dtype of `x`.
+
+    References:
+        Hendrycks and Gimpel, 2016 (https://arxiv.org/abs/1606.08415).
+    """
+    return _gelu(x, bias)
+
+
+def silu(x: jax.Array) -> jax.Array:
+    """`x * sigmoid(x)`."""
+    return _silu(x)
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """`max(x, 0)`, with gradient 0 at 0."""
+    return _relu(x)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """`silu(gate) * up`, in the dtype of `gate`.
+
+    References:
+        Shazeer, GLU Variants Improve Transformer, 2020
+        (https://arxiv.org/abs/2002.05202).
+    """
+    return _swiglu(gate, up)
+
+
+@composite(name="gelu")
+def _gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    x32 = _biased(x, bias)
+    tanh = jnp.tanh(_SQRT_2_OVER_PI * x32 * (1 + _CUBIC * x32 * x32))
+    return (0.5 * x32 * (1 + tanh)).astype(x.dtype)
+
+
+def _gelu_bwd(
+    residuals: tuple[jax.Array, jax.Array | None], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    # tanh is computed again: cheaper to do than to keep, and the input has to be kept
+    # in any case.
+    x, bias = residuals
+    x32 = _biased(x, bias)
+    square = x32 * x32
+    tanh = jnp.tanh(_SQRT_2_OVER_PI * x32 * (1 + _CUBIC * square))
+    slope = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * (
+        _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * square)
+    )
+    dx = (gradient.astype(jnp.float32) * slope).astype(x.dtype)
+    if bias is None:
+        return dx, None
+    return dx, jnp.sum(dx, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32).astype(
+        bias.dtype
+    )
+
+
+def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    return (
+        x32
+        if bias is None
+        else x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
+    )
+
+
+@composite(name="silu")
+def _silu(x: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.nn.sigmoid(x32)).astype(x.dtype)
+
+
+def _silu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    x32 = x.astype(jnp.float32)
+    return (
+        (gradient.astype(jnp.float32) * _silu_slope(x32, jax.nn.sigmoid(x32))).astype(
+            x.dtype
+        ),
+    )
+
+
+@composite(name="relu")
+def _relu(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, x, jnp.zeros_like(x))
+
+
+def _relu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jnp.where(x > 0, gradient, jnp.zeros_like(gradient)).astype(x.dtype),)
+
+
+@composite(name="swiglu")
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate32 = gate.astype(jnp.float32)
+    return (gate32 * jax.nn.sigmoid(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _swiglu_bwd(
+    residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    gate, up = residuals
+    gate32, g = gate.astype(jnp.float32), gradient.astype(jnp.float32)
+    sigmoid = jax.nn.sigmoid(gate32)
+    dgate = g * up.astype(jnp.float32) * _silu_slope(gate32, sigmoid)
+    return dgate.astype(gate.dtype), (g * gate32 * sigmoid).astype(up.dtype)
+
+
+def _silu_slope(x: jax.Array, sigmoid: jax.Array) -> jax.Array:
+    return sigmoid * (1 + x * (1 - sigmoid))
+
+
+_gelu.defvjp(lambda x, bias: (_gelu.fun(x, bias), (x, bias)), _gelu_bwd)
+_silu.defvjp(lambda x: (_silu.fun(x), x), _silu_bwd)
+_relu.defvjp(lambda x: (_relu.fun(x), x), _relu_bwd)
+_swiglu.defvjp(lambda gate, up: (_swiglu.fun(gate, up), (gate, up)), _swiglu_bwd)

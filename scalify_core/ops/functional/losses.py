@@ -1,0 +1,413 @@
+"""Softmax, log-softmax and cross entropy. FP32 inside.
+
+Shape legend: N tokens, V vocabulary (may be padded), D model width, C tokens of a
+chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.numerics import compiler_hints
+from scalify_core.ops.composite import composite
+
+# Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32
+# gradient of the whole head.
+_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
+_MAX_UNROLLED = 8
+_LOWEST = -1e30
+
+
+def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`."""
+    return _softmax(x, axis=axis)
+
+
+def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`x - log(sum(exp(x)))` along `axis`, in the dtype of `x`."""
+    return _log_softmax(x, axis=axis)
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, vocab_size: int | None = None
+) -> jax.Array:
+    """Mean over the tokens of `-log softmax(logits)[target]`, in nats.
+
+    Args:
+        logits: [N, V], any float dtype.
+        targets: [N], integers in [0, vocab_size).
+        vocab_size: columns from here on are padding and take no part; V if None.
+
+    Returns:
+        FP32 scalar.
+    """
+    return _cross_entropy(
+        logits,
+        targets,
+        vocab_size=logits.shape[-1] if vocab_size is None else vocab_size,
+    )
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    masked: bool = False,
+    narrow_logits: bool = False,
+) -> jax.Array:
+    """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole
+    batch.
+
+    The tokens are taken in chunks. When differentiated, the gradients are made in the
+    same pass over the chunks (three matrix products, no logits kept or computed twice)
+    and only multiplied by the incoming gradient later.
+
+    Args:
+        x: [N, D]; its dtype is the one the matrix products read.
+        head: [V, D], cast to the dtype of `x`.
+        targets: [N], integers in [0, vocab_size).
+        vocab_size: columns from here on are padding and take no part; V if None.
+        masked: whether targets may be negative: such a token has no loss and no
+            gradient, the mean is still over N.
+        chunk: most tokens in a chunk; if None, as many as keep the chunk's logits
+            within 64 MiB, on a GPU 256.
+        narrow_logits: whether the product writes the logits in the dtype of `x`, under
+            `scalify` in that of its data: half the memory traffic, and a rounding of
+            each by 2^-12 of its size in FP16. Beyond the largest number they are that.
+            All that is computed of them is FP32.
+
+    Returns:
+        FP32 scalar, mean nats.
+    """
+    vocab_size = head.shape[0] if vocab_size is None else vocab_size
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "chunk": chunk,
+        "masked": masked,
+        "narrow": narrow_logits,
+    }
+    return _linear_cross_entropy(x, head, targets, **settings, logit_scale=1.0)
+
+
+@composite(name="softmax")
+def _softmax(x: jax.Array, *, axis: int) -> jax.Array:
+    return jax.nn.softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
+
+
+def _softmax_bwd(y: jax.Array, gradient: jax.Array, *, axis: int) -> tuple[jax.Array]:
+    y32, g = y.astype(jnp.float32), gradient.astype(jnp.float32)
+    return ((y32 * (g - jnp.sum(y32 * g, axis=axis, keepdims=True))).astype(y.dtype),)
+
+
+@composite(name="log_softmax")
+def _log_softmax(x: jax.Array, *, axis: int) -> jax.Array:
+    return jax.nn.log_softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
+
+
+def _log_softmax_bwd(
+    y: jax.Array, gradient: jax.Array, *, axis: int
+) -> tuple[jax.Array]:
+    g = gradient.astype(jnp.float32)
+    return (
+        (
+            g - jnp.exp(y.astype(jnp.float32)) * jnp.sum(g, axis=axis, keepdims=True)
+        ).astype(y.dtype),
+    )
+
+
+@composite(name="cross_entropy")
+def _cross_entropy(
+    logits: jax.Array, targets: jax.Array, *, vocab_size: int
+) -> jax.Array:
+    return _cross_entropy_fwd(logits, targets, vocab_size=vocab_size)[0]
+
+
+def _cross_entropy_fwd(
+    logits: jax.Array, targets: jax.Array, *, vocab_size: int
+) -> tuple:
+    loss, log_norm = _nats(
+        _mask_padding(logits.astype(jnp.float32), vocab_size), targets
+    )
+    return jnp.mean(loss), (logits, log_norm, targets)
+
+
+def _cross_entropy_bwd(
+    residuals: tuple, gradient: jax.Array, *, vocab_size: int
+) -> tuple:
+    logits, log_norm, targets = residuals
+    error = _error(
+        _mask_padding(logits.astype(jnp.float32), vocab_size), log_norm, targets
+    )
+    return (error * (gradient / targets.shape[0])).astype(logits.dtype), None
+
+
+@composite(name="linear_cross_entropy")
+def _linear_cross_entropy(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    narrow: bool,
+    logit_scale: float,
+) -> jax.Array:
+    head = head.astype(x.dtype)
+    chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
+
+    def step(
+        total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array
+    ) -> tuple[jax.Array, None]:
+        logits = _logits(x_CxD, head, vocab_size, logit_scale, narrow)
+        return (
+            total + jnp.sum(_kept(_nats(logits, targets_C)[0], targets_C, masked)),
+            None,
+        )
+
+    return _over_chunks(step, jnp.float32(0), x, targets, chunk)[0] / x.shape[0]
+
+
+def _linear_cross_entropy_fwd(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    narrow: bool,
+    logit_scale: float,
+) -> tuple:
+    """The loss, and as residuals its gradients times N / logit_scale: sizes that do not
+    depend on the batch (FP16).
+    """
+    step = _gradient_step(
+        head.astype(x.dtype), vocab_size, logit_scale, _nats, masked, narrow
+    )
+    start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
+    chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
+    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
+
+
+def _linear_cross_entropy_fwd_cuda(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    narrow: bool,
+    logit_scale: float,
+) -> tuple:
+    """The same in larger chunks, of which two passes read the logits: one for all sums,
+    one for the error.
+    """
+    step = _gradient_step(
+        head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked, narrow
+    )
+    # A constant would be there from the beginning, and be taken for other zeros of this
+    # size to the end.
+    zero, x = compiler_hints.held("late_zeros", (jnp.float32(0), x))
+    start = (jnp.float32(0), jnp.full(head.shape, zero))
+    chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, x, head, narrow)
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled=1)
+    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
+
+
+def _gradient_step(
+    head_VxD: jax.Array,
+    vocab_size: int,
+    logit_scale: float,
+    nats: Callable,
+    masked: bool,
+    narrow: bool,
+) -> Callable:
+    """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that
+    of the chunk's tokens.
+    """
+    # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this
+    # power of two brings it to 1.
+    lift = 2.0 ** round(math.log2(head_VxD.shape[0]) / 2)
+
+    def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
+        total, dhead = carry
+        logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale, narrow)
+        loss, log_norm = nats(logits, targets_C)
+        error = _kept(_error(logits, log_norm, targets_C), targets_C[:, None], masked)
+        error = (error * lift).astype(x_CxD.dtype)
+        dx = _dot(error, head_VxD, ((1,), (0,))) / lift
+        dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
+        return (total + jnp.sum(_kept(loss, targets_C, masked)), dhead), dx.astype(
+            x_CxD.dtype
+        )
+
+    return step
+
+
+def _kept(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
+    """`x`, or zero where a target is negative; without `masked` none is."""
+    return jnp.where(targets >= 0, x, 0) if masked else x
+
+
+def _tokens_within(size: int, x: jax.Array, head: jax.Array, narrow: bool) -> int:
+    """How many tokens' logits are within so many bytes."""
+    return max(1, size // ((x.dtype.itemsize if narrow else 4) * head.shape[0]))
+
+
+def _linear_cross_entropy_bwd(
+    residuals: tuple,
+    gradient: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    narrow: bool,
+    logit_scale: float,
+) -> tuple:
+    del vocab_size, chunk, masked, narrow
+    dx, dhead, like_head = residuals
+    factor = gradient * (logit_scale / dx.shape[0])
+    return (
+        (dx.astype(jnp.float32) * factor).astype(dx.dtype),
+        (dhead * factor).astype(like_head.dtype),
+        None,
+    )
+
+
+def _over_chunks(
+    step: Callable,
+    carry: Any,
+    x: jax.Array,
+    targets: jax.Array,
+    chunk: int,
+    max_unrolled: int = _MAX_UNROLLED,
+) -> tuple[Any, Any]:
+    """Fold `step(carry, x_CxD, targets_C) -> (carry, y_CxD or None)` over chunks of at
+    most `chunk` tokens.
+
+    A chunk takes every n-th token, so that tokens that are sharded in contiguous blocks
+    are in every chunk evenly.
+    """
+    count = -(-x.shape[0] // chunk)
+    # Rather some more chunks than a small one that is left over.
+    count = next((n for n in range(count, 2 * count) if x.shape[0] % n == 0), count)
+    size, rest = divmod(x.shape[0], count)
+    body = size * count
+    xs = x[:body].reshape(size, count, x.shape[1])
+    ts = targets[:body].reshape(size, count)
+    if count <= max_unrolled:
+        rows = []
+        for i in range(count):
+            carry, row = step(carry, xs[:, i], ts[:, i])
+            rows.append(row)
+        ys = None if rows[0] is None else jnp.stack(rows, axis=1)
+    else:
+        carry, ys = jax.lax.scan(
+            lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1))
+        )
+        ys = None if ys is None else ys.swapaxes(0, 1)
+    if rest:
+        carry, y = step(carry, x[body:], targets[body:])
+    if ys is not None:
+        ys = ys.reshape(body, x.shape[1])
+        ys = jnp.concatenate([ys, y]) if rest else ys
+    return carry, ys
+
+
+def _logits(
+    x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float, narrow: bool
+) -> jax.Array:
+    """FP32; with `narrow` the product has rounded them to the dtype of `x`."""
+    logits = _dot(x_CxD, head_VxD, ((1,), (1,)), x_CxD.dtype if narrow else jnp.float32)
+    if logits.dtype != jnp.float32:
+        top = float(jnp.finfo(logits.dtype).max)
+        logits = jnp.clip(logits.astype(jnp.float32), -top, top)
+    return _mask_padding(logits if scale == 1 else logits * scale, vocab_size)
+
+
+def _dot(
+    a: jax.Array, b: jax.Array, contract: tuple, dtype: Any = jnp.float32
+) -> jax.Array:
+    return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
+
+
+def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    if vocab_size == logits.shape[-1]:
+        return logits
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.where(column < vocab_size, logits, -jnp.inf)
+
+
+def _nats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """FP32 (-log softmax(logits)[target], log of the normaliser), both [N]."""
+    log_norm = jax.nn.logsumexp(logits, axis=-1)
+    return (
+        log_norm - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0],
+        log_norm,
+    )
+
+
+def _nats_in_one_pass(
+    logits: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `_nats`: largest logit, sum of the exponentials relative to it and the
+    target's logit, in one reduction.
+    """
+    column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    target = jnp.where(column == targets[:, None], logits, 0)
+
+    def add(left: tuple, right: tuple) -> tuple:
+        (peak_l, sum_l, target_l), (peak_r, sum_r, target_r) = left, right
+        peak = jnp.maximum(peak_l, peak_r)
+        return (
+            peak,
+            sum_l * jnp.exp(peak_l - peak) + sum_r * jnp.exp(peak_r - peak),
+            target_l + target_r,
+        )
+
+    # Finite in place of the -inf of padding: two of those would give NaN.
+    operands = jnp.maximum(logits, _LOWEST), jnp.ones_like(logits), target
+    start = jnp.float32(_LOWEST), jnp.float32(0), jnp.float32(0)
+    peak, total, picked = jax.lax.reduce(operands, start, add, (1,))
+    log_norm = peak + jnp.log(total)
+    return log_norm - picked, log_norm
+
+
+def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Array:
+    """`softmax(logits) - onehot(targets)`, [N, V] FP32: the gradient of the sum of the
+    losses.
+    """
+    column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    probability = jnp.exp(logits - log_norm[:, None])
+    return jnp.where(column == targets[:, None], probability - 1, probability)
+
+
+def _softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
+    y = _softmax.fun(x, axis=axis)
+    return y, y
+
+
+def _log_softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
+    y = _log_softmax.fun(x, axis=axis)
+    return y, y
+
+
+_softmax.defvjp(_softmax_fwd, _softmax_bwd)
+_log_softmax.defvjp(_log_softmax_fwd, _log_softmax_bwd)
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+_linear_cross_entropy.defvjp(
+    _linear_cross_entropy_fwd,
+    _linear_cross_entropy_bwd,
+    cuda=(_linear_cross_entropy_fwd_cuda, _linear_cross_entropy_bwd),
+)

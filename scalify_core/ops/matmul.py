@@ -1,0 +1,488 @@
+"""The FP8 matrix product: E4M3 operands forward, E5M2 for the gradient of the output,
+or E4M3 on request.
+
+    y  = X8 W8             X8, W8: saturating casts to E4M3; fast accumulation
+    dX = G8 W8^T           G8: a saturating cast of dy to E5M2, or E4M3
+    dW = X8^T G8           residuals of the forward pass are X8 and W8, never the wide
+    operands
+
+The operands of every product are real FP8 arrays, and the algorithm is named in the
+program: what XLA needs to choose cuBLASLt's FP8 kernels, and what it cannot undo. Wide
+operands that were rounded to FP8 and back, scales that are vectors, or a derivative
+left to AD would silently run in BF16. Programs compiled for other platforms than CUDA
+multiply the same FP8 numbers in FP32.
+
+References:
+    Micikevicius et al., FP8 formats for deep learning, 2022
+    (https://arxiv.org/abs/2209.05433).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.formats import (
+    E4M3,
+    E5M2,
+    FP16,
+    MIN_SCALE_EXPONENT,
+    FloatFormat,
+    pow2_floor,
+    pow2_round,
+)
+from scalify_core.ops.composite import composite
+
+# of rows, columns and contracted elements: what cuBLASLt's FP8 kernels ask for
+MULTIPLE = 16
+
+Scale = float | Literal["rms", "amax"]
+Axes = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+
+
+class Scaling(NamedTuple):
+    """What each tensor is divided by before its cast to FP8, in plain programs; the
+    product is multiplied by it.
+
+    A number, better a power of two, is a constant of the program. "rms": the power of
+    two nearest to the root mean square. "amax": the one that puts the largest magnitude
+    into [128, 256) for E4M3, [16384, 32768) for E5M2. Under `scalify` the propagated
+    scales take the place of all three.
+    """
+
+    lhs: Scale = 1.0
+    rhs: Scale = 1.0
+    gradient: Scale = 1.0
+
+
+class Fp8DotGeneral:
+    """`jax.lax.dot_general` in FP8, for a Flax layer's `dot_general` argument (Linen or
+    NNX).
+
+    A product whose rows, columns or contracted elements are not multiples of 16 is done
+    by `jax.lax.dot_general` in the operands' dtype, with a warning that names it, once
+    per shape. `converted` and `skipped` tell what happened, so that a trainer can
+    count: they fill while the layer is traced.
+
+    Differentiable once. A gradient of a gradient through the product has no meaning, as
+    the FP8 operands that the first one keeps have none: in plain programs it is NaN,
+    under `scalify` JAX raises ValueError about the FP8 precision.
+
+    Attributes:
+        name: of the layer, for the warning.
+        keep_rhs: under `scalify`, a 16-bit right operand, which is a parameter, is kept
+            for the backward pass in FP8: a byte an element. Of (rows, k) (k, columns)
+            one kernel writes both orders that the GEMMs read. Otherwise it is cast
+            again. Operands of other widths, and plain programs, keep the FP8 copy in
+            any case.
+        rhs_gradient: under `scalify`, the dtype that the data of the gradient of the
+            right operand is cast to where it is computed, so that a loop over layers
+            stacks it in this; None: that of the result.
+        gradient: what the gradient of the result is cast to, E5M2 or E4M3, which has a
+            digit more and 14 octaves less.
+        converted: the (rows, columns, contracted) of the products that were traced as
+            FP8.
+        skipped: of those that were not.
+    """
+
+    def __init__(
+        self,
+        name: str = "fp8_dot_general",
+        scaling: Scaling = Scaling(),  # noqa: B008, immutable
+        *,
+        keep_rhs: bool = False,
+        rhs_gradient: Any = None,
+        gradient: FloatFormat = E5M2,
+    ) -> None:
+        """Raise ValueError for a scale that is neither a positive number, "rms" nor
+        "amax", or another format.
+        """
+        if gradient not in (E4M3, E5M2):
+            raise ValueError(
+                f"{name}: the gradient of an FP8 product is cast to e5m2 or e4m3, not"
+                f" {gradient}"
+            )
+        for scale in scaling:
+            if scale not in ("rms", "amax") and not (
+                isinstance(scale, int | float) and 0 < scale < math.inf
+            ):
+                raise ValueError(
+                    f'{name}: scale {scale!r} is neither a positive number, "rms" nor'
+                    ' "amax"'
+                )
+        self.name = name
+        self.scaling = Scaling(
+            *(scale if isinstance(scale, str) else float(scale) for scale in scaling)
+        )
+        self.keep_rhs = keep_rhs
+        self.rhs_gradient = (
+            None if rhs_gradient is None else str(jnp.dtype(rhs_gradient))
+        )
+        self.gradient = gradient
+        self.converted: set[tuple[int, int, int]] = set()
+        self.skipped: set[tuple[int, int, int]] = set()
+
+    def __repr__(self) -> str:
+        kept = (
+            f"keep_rhs={self.keep_rhs}, rhs_gradient={self.rhs_gradient},"
+            f" gradient={self.gradient}"
+        )
+        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, {kept})"
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: None = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: None = None,
+    ) -> jax.Array:
+        """The product of `lhs` and `rhs`, with the dimensions of `jax.lax.dot_general`.
+
+        Args:
+            lhs: float array.
+            rhs: float array.
+            dimension_numbers: ((lhs contracted, rhs contracted), (lhs batch, rhs
+                batch)) axes.
+            precision: must be None: the precision of an FP8 product is given.
+            preferred_element_type: FP32, BF16 or FP16; by default the dtype that the
+                operands promote to.
+            out_sharding: must be None: explicitly sharded axes are not supported, let
+                the compiler place the result.
+
+        Raises:
+            ValueError: `precision` or `out_sharding` is given.
+            TypeError: an operand is not of a floating-point dtype, or the result's
+                dtype is none of the three.
+        """
+        if precision is not None or out_sharding is not None:
+            raise ValueError(
+                f"{self.name}: FP8 takes no precision ({precision}) and no out_sharding"
+                f" ({out_sharding})"
+            )
+        dtype = jnp.dtype(
+            preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+        )
+        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise TypeError(
+                f"{self.name}: the result of an FP8 product is float32, bfloat16 or"
+                f" float16, not {dtype}"
+            )
+        for operand in (lhs, rhs):
+            if not jnp.issubdtype(operand.dtype, jnp.floating):
+                raise TypeError(
+                    f"{self.name}: operands of an FP8 product are floats, not"
+                    f" {operand.dtype}"
+                )
+        dims = normalised(dimension_numbers)
+        sizes = matrix_sizes(lhs.shape, rhs.shape, dims)
+        if any(size % MULTIPLE for size in sizes):
+            if sizes not in self.skipped:
+                self.skipped.add(sizes)
+                warnings.warn(
+                    f"{self.name}: not FP8 but {dtype}, because (rows, columns,"
+                    f" contracted) = {sizes} are not all multiples of {MULTIPLE}",
+                    stacklevel=2,
+                )
+            return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
+        self.converted.add(sizes)
+        dtypes = str(lhs.dtype), str(rhs.dtype), str(dtype)
+        product = Product(
+            dims,
+            sizes,
+            dtypes,
+            self.scaling,
+            self.keep_rhs,
+            self.rhs_gradient,
+            self.gradient,
+        )
+        return _fp8_dot(lhs, rhs, product=product)
+
+
+fp8_dot_general = Fp8DotGeneral()
+
+
+def normalised(dimension_numbers: Any) -> DimensionNumbers:
+    """Hashable dimension numbers: tuples all the way down."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    return (tuple(lhs_contract), tuple(rhs_contract)), (
+        tuple(lhs_batch),
+        tuple(rhs_batch),
+    )
+
+
+def matrix_sizes(
+    lhs: Sequence[int], rhs: Sequence[int], dims: DimensionNumbers
+) -> tuple[int, int, int]:
+    """(rows, columns, contracted elements) of each matrix of a product of these shapes;
+    batch axes do not count.
+    """
+    (lhs_contract, _), (lhs_batch, rhs_batch) = dims
+    contracted = math.prod(lhs[axis] for axis in lhs_contract)
+    rows = math.prod(lhs[axis] for axis in _rest(len(lhs), lhs_contract, lhs_batch))
+    columns = math.prod(rhs[axis] for axis in _rest(len(rhs), dims[0][1], rhs_batch))
+    return rows, columns, contracted
+
+
+def _rest(rank: int, *taken: Axes) -> Axes:
+    """The axes that are in none of `taken`, in order."""
+    return tuple(axis for axis in range(rank) if axis not in sum(taken, ()))
+
+
+class Product(NamedTuple):
+    """The static description of one product, which its rule sees.
+
+    Attributes:
+        dims: dimension numbers.
+        sizes: rows, columns and contracted elements.
+        dtypes: of lhs, rhs and the result.
+        scaling: of plain programs.
+        keep_rhs, rhs_gradient, gradient: see `Fp8DotGeneral`.
+    """
+
+    dims: DimensionNumbers
+    sizes: tuple[int, int, int]
+    dtypes: tuple[str, str, str]
+    scaling: Scaling
+    keep_rhs: bool
+    rhs_gradient: str | None
+    gradient: FloatFormat
+
+
+@composite(name="fp8_dot_general")
+def _fp8_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
+    return _forward(lhs, rhs, product=product)[0]
+
+
+def _forward(
+    lhs: jax.Array, rhs: jax.Array, *, product: Product
+) -> tuple[jax.Array, tuple]:
+    """The product, and as residuals the FP8 operands and those of their scales that are
+    not constants.
+    """
+    lhs8, lhs_scale = _cast(lhs, E4M3, product.scaling.lhs)
+    rhs8, rhs_scale = _cast(rhs, E4M3, product.scaling.rhs)
+    dot = functools.partial(dot_fp8, lhs8, rhs8, product.dims, fast=True)
+    traced = tuple(
+        None if isinstance(scale, float) else scale for scale in (lhs_scale, rhs_scale)
+    )
+    return _scaled(dot, product.dtypes[2], lhs_scale, rhs_scale), (lhs8, rhs8, *traced)
+
+
+def _backward(
+    residuals: tuple, gradient: jax.Array, *, product: Product
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of lhs and rhs, in their dtypes."""
+    dims, dtypes, scaling = product.dims, product.dtypes, product.scaling
+    lhs8, rhs8, *traced = residuals
+    scales: list[Any] = [
+        c if t is None else t for c, t in zip(scaling[:2], traced, strict=True)
+    ]
+    gradient8, scale = _cast(gradient, product.gradient, scaling.gradient)
+    d_lhs = functools.partial(lhs_gradient, gradient8, rhs8, dims)
+    d_rhs = functools.partial(rhs_gradient, lhs8, gradient8, dims)
+    return _scaled(d_lhs, dtypes[0], scale, scales[1]), _scaled(
+        d_rhs, dtypes[1], scales[0], scale
+    )
+
+
+_fp8_dot.defvjp(_forward, _backward)
+
+
+def lhs_gradient(
+    gradient8: jax.Array,
+    rhs8: jax.Array,
+    dims: DimensionNumbers,
+    dtype: Any,
+    alpha: float = 1.0,
+) -> jax.Array:
+    """The gradient of lhs, in its axes: the FP8 product of the output's gradient and
+    rhs, times `alpha`.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    rhs_kept = _rest(rhs8.ndim, rhs_contract, rhs_batch)
+    # The axes of the output's gradient are (batch, kept of lhs, kept of rhs).
+    batch, columns = (
+        _range(0, len(lhs_batch)),
+        _range(gradient8.ndim - len(rhs_kept), gradient8.ndim),
+    )
+    out = dot_fp8(
+        gradient8,
+        rhs8,
+        ((columns, rhs_kept), (batch, rhs_batch)),
+        dtype,
+        alpha,
+        fast=False,
+    )
+    # Here: (batch, kept of lhs, contracted in the order of rhs's axes).
+    contracted = tuple(
+        axis for _, axis in sorted(zip(rhs_contract, lhs_contract, strict=True))
+    )
+    return _moved(
+        out, (*lhs_batch, *_rest(out.ndim, lhs_contract, lhs_batch), *contracted)
+    )
+
+
+def rhs_gradient(
+    lhs8: jax.Array,
+    gradient8: jax.Array,
+    dims: DimensionNumbers,
+    dtype: Any,
+    alpha: float = 1.0,
+) -> jax.Array:
+    """The gradient of rhs, in its axes: the FP8 product of lhs and the output's
+    gradient, times `alpha`.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch)
+    batch, rows = (
+        _range(0, len(lhs_batch)),
+        _range(len(lhs_batch), len(lhs_batch) + len(lhs_kept)),
+    )
+    out = dot_fp8(
+        lhs8,
+        gradient8,
+        ((lhs_kept, rows), (lhs_batch, batch)),
+        dtype,
+        alpha,
+        fast=False,
+    )
+    # Here: (batch, contracted in the order of lhs's axes, kept of rhs).
+    contracted = tuple(
+        axis for _, axis in sorted(zip(lhs_contract, rhs_contract, strict=True))
+    )
+    return _moved(
+        out, (*rhs_batch, *contracted, *_rest(out.ndim, rhs_contract, rhs_batch))
+    )
+
+
+def _range(start: int, stop: int) -> Axes:
+    return tuple(range(start, stop))
+
+
+def _moved(x: jax.Array, axes: Axes) -> jax.Array:
+    """`x`, its axis i moved to be axis `axes[i]`."""
+    return lax.transpose(x, [axes.index(i) for i in range(len(axes))])
+
+
+def _contracted_last(x: jax.Array, contracted: Axes, batch: Axes) -> jax.Array:
+    """`x` with its axes in the order batch, kept, contracted."""
+    return lax.transpose(x, (*batch, *_rest(x.ndim, contracted, batch), *contracted))
+
+
+def _cast(
+    x: jax.Array, fmt: FloatFormat, scale: Scale
+) -> tuple[jax.Array, float | jax.Array]:
+    """`x / scale` in FP8, and the scale: a float when it is a constant, else an FP32
+    scalar.
+    """
+    x = x.astype(jnp.float32)
+    if scale == "rms":
+        statistic = jnp.sqrt(jnp.mean(jnp.square(x)))
+        power = pow2_round(statistic)
+    elif scale == "amax":
+        statistic = jnp.max(jnp.abs(x))
+        power = jnp.maximum(
+            pow2_floor(statistic) * (2 / pow2_floor(fmt.max)), 2.0**MIN_SCALE_EXPONENT
+        )
+    else:
+        return fmt.cast(x if scale == 1 else x * (1 / scale)), float(scale)
+    power = jnp.where(statistic == 0, jnp.float32(1), power)
+    return fmt.cast(x * (1 / power)), power
+
+
+def _scaled(dot: Callable, dtype: str, *scales: float | jax.Array) -> jax.Array:
+    """`dot(dtype, alpha)` times the scales."""
+    if all(isinstance(scale, float) for scale in scales):
+        return dot(dtype, math.prod(scales))
+    # The unscaled product can leave the range of FP16, where the scaled one does not.
+    wide = "bfloat16" if dtype == "bfloat16" else "float32"
+    return (dot(wide) * (jnp.float32(scales[0]) * scales[1])).astype(dtype)
+
+
+def dot_fp8(
+    lhs8: jax.Array,
+    rhs8: jax.Array,
+    dims: DimensionNumbers,
+    dtype: Any,
+    alpha: float = 1.0,
+    *,
+    fast: bool,
+) -> jax.Array:
+    """The product of two FP8 arrays times a constant, accumulated in FP32, rounded to
+    `dtype`.
+
+    On CUDA it is cuBLASLt's, where `fast` keeps some 14 bits in the accumulator: good
+    enough for the forward pass. The constant is the GEMM's own
+    (`lowering.scales_in_products`), or multiplies its result before that is rounded to
+    FP16; in no case is an FP16 result stored that still lacks it, which would overflow
+    early. The choice is made by the platform that the program is lowered for, so a
+    CPU-only machine compiles for a GPU. Not differentiable: the derivative would not be
+    FP8.
+    """
+    dtype = jnp.dtype(dtype)
+    preset = lax.DotAlgorithmPreset
+    algorithm = (
+        preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
+    )
+    fits = float(np.asarray(alpha, dtype)) == alpha and (
+        dtype != jnp.float16 or alpha >= FP16.min_normal
+    )
+    given = alpha != 1 and compiler_hints.products_take_scales()
+
+    def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
+        # Contracted axes last in both operands, which is the layout that cuBLASLt
+        # wants. And in programs for several devices XLA's partitioner forgets the
+        # algorithm of every product written as (rows, k) (k, columns), after which the
+        # product would no longer be FP8.
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+        lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
+        rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
+        batch, n = _range(0, len(lhs_batch)), len(lhs_contract)
+        last = _range(lhs8.ndim - n, lhs8.ndim), _range(rhs8.ndim - n, rhs8.ndim)
+        product = functools.partial(
+            lax.dot_general, dimension_numbers=(last, (batch, batch))
+        )
+        if given:
+            # FP8 arrays that are widened, the left one times a constant: XLA's rewriter
+            # makes of the constant the scale of the operand. It is the GEMM's argument,
+            # so equal products are one kernel, whatever their scales.
+            wide = dtype if fits else np.dtype(np.float32)
+            lhs, rhs = (compiler_hints.stored(x).astype(wide) for x in (lhs8, rhs8))
+            # the highest: no fast accumulation
+            exact = None if fast else lax.Precision.HIGHEST
+            out = product(
+                lhs * np.asarray(alpha, wide),
+                rhs,
+                precision=exact,
+                preferred_element_type=wide,
+            )
+            return out.astype(dtype)
+        # XLA makes one of equal constants, and folds into the GEMM none that several
+        # products use.
+        result = (
+            dtype
+            if alpha == 1 or (fits and dtype != jnp.float16)
+            else np.dtype(np.float32)
+        )
+        out = product(lhs8, rhs8, precision=algorithm, preferred_element_type=result)
+        return out if alpha == 1 else (out * np.asarray(alpha, result)).astype(dtype)
+
+    def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
+        lhs, rhs = lhs8.astype(jnp.float32), rhs8.astype(jnp.float32)
+        out = lax.dot_general(lhs, rhs, dims, precision=lax.Precision.HIGHEST)
+        return (out if alpha == 1 else out * np.float32(alpha)).astype(dtype)
+
+    return lax.platform_dependent(lhs8, rhs8, cuda=cuda, default=default)

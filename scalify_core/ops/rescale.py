@@ -1,0 +1,145 @@
+"""Functions that act on scales. Without `scalify` each is the identity (the casts
+round, as they say).
+
+A user places them in a model or an optimiser; under `scalify` they move powers of two
+between data and scale, or take statistics of the data at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.numerics.formats import FloatFormat, pow2_round
+from scalify_core.ops.composite import composite
+
+
+def set_scaling(x: jax.Array, scale: float) -> jax.Array:
+    """`x`; under `scalify`, with this static scale, its data rescaled to it,
+    saturating.
+
+    Raises ValueError for what is not a power of two in [2^-126, 2^126].
+    """
+    return _set_scaling(x, scale=_power_of_two("set_scaling", scale))
+
+
+def stop_scaling(x: jax.Array) -> jax.Array:
+    """`x`; under `scalify`, as a plain FP32 array: what follows propagates no scale
+    from it.
+    """
+    return _stop_scaling(x)
+
+
+def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays, for
+    statistics. Not differentiable.
+    """
+    return _get_data_scale(jax.lax.stop_gradient(x))
+
+
+def rebalance(x: jax.Array, factor: float) -> jax.Array:
+    """`x`; under `scalify`, the data divided and the scale multiplied by `factor`.
+
+    Raises ValueError for what is not a power of two in [2^-126, 2^126].
+    """
+    return _rebalance(x, factor=_power_of_two("rebalance", factor))
+
+
+def rebalance_grad(x: jax.Array, factor: float) -> jax.Array:
+    """`x`; under `scalify`, its *gradient* is rebalanced as by `rebalance`."""
+    return _rebalance_grad(x, factor=_power_of_two("rebalance_grad", factor))
+
+
+def cast_on_forward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """`x` rounded to the numbers of `fmt`, saturating; the gradient passes as it is.
+
+    Under `scalify` it is the data that is rounded. The rounding is there in the
+    differentiated function too, and is made of integer operations, which no compiler
+    removes. The dtype of `x` stays.
+    """
+    return _cast_on_forward(x, fmt=fmt)
+
+
+def cast_on_backward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """`x`; its *gradient* is rounded to the numbers of `fmt`, saturating (under
+    `scalify` the gradient's data).
+    """
+    return _cast_on_backward(x, fmt=fmt)
+
+
+def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
+    """`x`; under `scalify`, its scale becomes the power of two nearest to its RMS,
+    measured at run time in FP32.
+
+    A tensor that is all zero or not finite keeps its scale. The result's scale is
+    dynamic.
+    """
+    return _dynamic_rescale_rms(x)
+
+
+def dynamic_rescale_max(x: jax.Array) -> jax.Array:
+    """As `dynamic_rescale_rms`, with the largest magnitude in place of the RMS."""
+    return _dynamic_rescale_max(x)
+
+
+def dynamic_rescale_rms_grad(x: jax.Array, *, columns: bool = False) -> jax.Array:
+    """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_rms`.
+
+    `columns`: in front of it stands the sum with a bias, of which the gradient is the
+    sum over all axes but the last; it is then taken in the pass that measures the RMS.
+    """
+    return _dynamic_rescale_rms_grad(x, columns=columns)
+
+
+def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:
+    """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_max`."""
+    return _dynamic_rescale_max_grad(x)
+
+
+def _power_of_two(name: str, number: float) -> float:
+    number = float(number)
+    if not number > 0 or pow2_round(number) != number:
+        raise ValueError(f"{name}: {number} is no power of two in [2^-126, 2^126]")
+    return number
+
+
+def _with_cotangent(name: str, fun: Callable, cotangent: Callable) -> Any:
+    """A composite of one array that acts by `fun`, and by `cotangent` on its
+    gradient.
+    """
+    made = composite(fun, name=name)
+    made.defvjp(
+        lambda x, **static: (fun(x, **static), None),
+        lambda _, g, **static: (cotangent(g, **static),),
+    )
+    return made
+
+
+def _identity(x: jax.Array, **_: Any) -> jax.Array:
+    return x
+
+
+def _quantised(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
+    return fmt.quantise(x).astype(x.dtype)
+
+
+_set_scaling = _with_cotangent("set_scaling", _identity, _identity)
+_stop_scaling = _with_cotangent("stop_scaling", _identity, _identity)
+_rebalance = _with_cotangent("rebalance", _identity, _identity)
+_rebalance_grad = _with_cotangent("rebalance_grad", _identity, _identity)
+_cast_on_forward = _with_cotangent("cast_on_forward", _quantised, _identity)
+_cast_on_backward = _with_cotangent("cast_on_backward", _identity, _quantised)
+_dynamic_rescale_rms = _with_cotangent("dynamic_rescale_rms", _identity, _identity)
+_dynamic_rescale_max = _with_cotangent("dynamic_rescale_max", _identity, _identity)
+_dynamic_rescale_rms_grad = _with_cotangent(
+    "dynamic_rescale_rms_grad", _identity, _identity
+)
+_dynamic_rescale_max_grad = _with_cotangent(
+    "dynamic_rescale_max_grad", _identity, _identity
+)
+_get_data_scale = composite(
+    lambda x: (x, jnp.ones((), jnp.float32)), name="get_data_scale"
+)

@@ -1,0 +1,21 @@
+"""Optimizer state, weights and stacks of layers in narrow formats, around Optax."""
+
+from scalify_core.optim.moment_storage import Largest, Stored, largest_of_arrays
+from scalify_core.optim.scaled_optimizer import (
+    ScaledStateState,
+    narrow_state,
+    propagated_state,
+    scaled_state,
+    wide_state,
+)
+
+__all__ = [
+    "Largest",
+    "ScaledStateState",
+    "Stored",
+    "largest_of_arrays",
+    "narrow_state",
+    "propagated_state",
+    "scaled_state",
+    "wide_state",
+]

@@ -1,0 +1,446 @@
+"""How the chosen fields of an optimiser's state are stored between steps: widened,
+given scales, and narrowed again.
+
+`optim.scaled_state` says what comes of it, and why; here a state is a flat list of
+arrays, each with its plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
+from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.formats import (
+    FP16,
+    FP32,
+    FloatFormat,
+    pow2_floor,
+    pow2_inverse,
+)
+from scalify_core.numerics.reductions import largest_magnitudes, largest_of_rows
+from scalify_core.optim.weights import (
+    LARGE,
+    Rounding,
+    check_rounding,
+    round_to,
+    words_of,
+)
+
+# of widened second moments: times any usual decay it is still a normal FP32 number
+_SQUARE_FLOOR = 2.0**-120
+# in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
+_QUOTIENT_TOP = 28.0
+
+
+# Of groups of arrays, the moments of one parameter of one shape, and the paths of their
+# parameters in the state: the largest magnitude of each array, FP32 [number of arrays].
+Largest = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
+
+
+def largest_of_arrays(
+    groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]
+) -> jax.Array:
+    """The `Largest` of arrays that are whole on each device."""
+    return largest_magnitudes(groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a field of an optimiser's state is stored between steps.
+
+    Attributes:
+        format: of the data; one with a native dtype.
+        sqrt: store the square root. For fields that are not negative: second moments.
+        rounding: to "nearest" (ties to even), or "stochastic": to one of the two
+            neighbours such that the expectation of what is stored is exact. (Rounding a
+            root so that its square's is exact has been tried: the second moment is then
+            exact on average, but the steps, which go with 1/root, are twice as far
+            off.) To nearest, an average stops moving where a step changes it by less
+            than half an ulp: a second moment with its root in E5M2 and a decay of 0.95
+            at a quarter of its value when it grows, and it never falls.
+        relative_to: store the quotient of the field and the root of this other field of
+            the same state (as stored): "nu", for a first moment. In Adam it is at most
+            (1-b1) / sqrt((1-b2)(1-b1^2/b2)), 1.2 at (0.9, 0.95) and 7.3 at (0.9,
+            0.999), however small the gradients of a row are beside those of others;
+            saturates at 28.
+    """
+
+    format: FloatFormat
+    sqrt: bool = False
+    rounding: Rounding = "stochastic"
+    relative_to: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a format that cannot be stored or an unknown
+        rounding.
+        """
+        check_rounding(self.rounding)
+        if self.format.dtype is None:
+            raise ValueError(
+                f"Stored: {self.format} has no native dtype to store it in"
+            )
+
+
+def stored_fields(
+    mu: Any, nu: Any, rounding: Literal["auto"] | Rounding, fields: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """How each field is stored, by name. ValueError for one that is given twice, or
+    relative to a relative one.
+
+    TypeError for one that is no `Stored`.
+    """
+    for name, how in fields.items():
+        if not isinstance(how, Stored):
+            raise TypeError(
+                f"scaled_state: fields[{name!r}] is {how!r}, expected a Stored, such as"
+                " Stored(FP16)"
+            )
+    stored = dict(fields)
+    for name, given, sqrt in (("mu", mu, False), ("nu", nu, True)):
+        fmt = given if isinstance(given, FloatFormat) else FloatFormat.of(given)
+        if fmt is FP32:
+            continue
+        if name in stored:
+            raise ValueError(
+                f"scaled_state: {name} is given twice, as {name}={fmt} and in fields"
+            )
+        precise = fmt.mantissa_bits >= 10 and not sqrt
+        automatic: Rounding = "nearest" if precise else "stochastic"
+        stored[name] = Stored(fmt, sqrt, automatic if rounding == "auto" else rounding)
+    if (
+        "mu" in stored
+        and "nu" in stored
+        and "mu" not in fields
+        and stored["mu"].format.mantissa_bits <= 3
+    ):
+        stored["mu"] = dataclasses.replace(stored["mu"], relative_to="nu")
+    for name, how in stored.items():
+        if (
+            how.relative_to in stored
+            and stored[how.relative_to].relative_to is not None
+        ):
+            raise ValueError(
+                f"scaled_state: {name} is relative to {how.relative_to}, which is"
+                " relative itself"
+            )
+    return stored
+
+
+class Plan(NamedTuple):
+    """How one array of a state is stored."""
+
+    how: Stored | None  # None: as it is
+    other: int | None  # the index of the array that it is relative to
+    # what the stored arrays that belong to one parameter have in common: the path
+    # without the field
+    parameter: Any
+
+
+def flatten(
+    state: Any, stored: Mapping[str, Stored]
+) -> tuple[list[Any], list[Plan], Any]:
+    """Arrays of a state, their plans, and the structure.
+
+    Raises:
+        ValueError: a field of `stored`, or one that it is relative to, has no float
+            array in this state.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_scaled_array)
+    places = {
+        path: i
+        for i, (path, x) in enumerate(flat)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    plans, missing = [], set(stored)
+    for path, _ in flat:
+        field = next(
+            (
+                key
+                for key in path
+                if isinstance(key, jax.tree_util.GetAttrKey) and key.name in stored
+            ),
+            None,
+        )
+        if field is None or path not in places:
+            plans.append(Plan(None, None, None))
+            continue
+        how, other = stored[field.name], None
+        missing.discard(field.name)
+        if how.relative_to is not None:
+            partner = jax.tree_util.GetAttrKey(how.relative_to)
+            other = places.get(tuple(partner if key is field else key for key in path))
+            missing |= {how.relative_to} if other is None else set()
+        plans.append(Plan(how, other, tuple(key for key in path if key is not field)))
+    if missing:
+        # A scalar costs nothing as it is, and what is added up in it is lost in a
+        # narrow format.
+        arrays = [path for path, i in places.items() if flat[i][1].shape]
+        attributes = [
+            [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+            for path in arrays
+        ]
+        has = sorted({names[-1] for names in attributes if names})
+        raise ValueError(
+            f"scaled_state: the state has no float array in a field {min(missing)!r};"
+            f" it has some in {has}{_instead(stored, missing, has)}"
+        )
+    return [x for _, x in flat], plans, treedef
+
+
+# In optax: means of squares, which are stored as their roots.
+_SQUARES = frozenset({"nu", "nu_max", "exp_avg_sq", "sum_of_squares", "e_g", "e_x"})
+# Copies of parameters, and names that are squares in one optimizer and first moments in
+# another.
+_NOT_OFFERED = frozenset({"z", "params0", "v", "v_row", "v_col", "n"})
+
+
+def _instead(
+    stored: Mapping[str, Stored], missing: set[str], has: Sequence[str]
+) -> str:
+    """Return what to give to `scaled_state` in place of fields that a state does not
+    have, to be appended.
+    """
+    absent = [name for name in stored if name in missing]
+    others = [name for name in has if name not in stored and name not in _NOT_OFFERED]
+    if not absent:  # of the user's own `relative_to`
+        return ""
+    if not others:
+        return f": leave {' and '.join(absent)} out" + (
+            "" if has else ", there is nothing to store"
+        )
+    fields = []
+    for name in others:
+        is_square = name in _SQUARES
+        how = stored["nu" if is_square and "nu" in absent else absent[0]]
+        root = ", sqrt=True" if is_square else ""
+        fields.append(
+            f"{name!r}: optim.Stored(FloatFormat.of(jnp.{how.format.dtype}){root})"
+        )
+    return f": in place of {' and '.join(absent)} give fields={{{', '.join(fields)}}}"
+
+
+def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:
+    """The arrays of a state in FP32, with their meaning for the optimiser."""
+    values = [x.unscale() if is_scaled_array(x) else x for x in arrays]
+    # The maximum also catches squares that leave FP32.
+    values = [
+        jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
+        for x, (how, *_) in zip(values, plans, strict=True)
+    ]
+    return [
+        x if i is None else x * _divisor(values[i])
+        for x, (_, i, _) in zip(values, plans, strict=True)
+    ]
+
+
+def _divisor(square: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.maximum(square, _SQUARE_FLOOR))
+
+
+def held(tree: Any, scales: Any) -> tuple[Any, Any]:
+    """Both, of which a compiler does not know that they are: what follows comes after
+    both, and is computed again.
+
+    The scales in the tree are left alone: parts of one array as they are, each would
+    have to be made an array.
+    """
+    found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    data, scales = compiler_hints.held(
+        "computed_again", ([x.data if is_scaled_array(x) else x for x in found], scales)
+    )
+    held = [
+        with_scale(d, x.scale) if is_scaled_array(x) else d
+        for d, x in zip(data, found, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, held), scales
+
+
+class Scales(NamedTuple):
+    """The scales at which arrays are stored.
+
+    Attributes:
+        numbers: FP32, of all one after the other.
+        places: of an array, by its number in the state: where its scale is, or those of
+            the rows of a stack.
+    """
+
+    numbers: jax.Array
+    places: dict[int, int | slice]
+
+    def of(self, leaf: int, like: Any) -> jax.Array:
+        """Of an array that looks like this one, a scalar; `[n, 1, ...]` of a stack."""
+        place = self.places[leaf]
+        return (
+            self.numbers[place].reshape(-1, *[1] * (like.ndim - 1))
+            if isinstance(place, slice)
+            else self.numbers[place]
+        )
+
+
+def new_scales(
+    new: list[Any],
+    plans: list[Plan],
+    old: list[Any],
+    accept: Any = None,
+    largest_of: Largest = largest_of_arrays,
+) -> Scales:
+    """The scales at which new values are stored; one without a largest magnitude keeps
+    its own, of `old`.
+
+    Where `accept` is given and false, all do. The array of an old scale that is no
+    scalar is a stack.
+    """
+    is_stack = [np.ndim(scale) > 0 for scale in old]
+    groups: dict[Any, list[int]] = {}
+    for leaf, plan in enumerate(plans):
+        if plan.how is not None and plan.how.relative_to is None:
+            groups.setdefault(
+                (plan.parameter, new[leaf].shape, is_stack[leaf]), []
+            ).append(leaf)
+    alone = [(key[0], group) for key, group in groups.items() if not key[-1]]
+    stacks = [group for key, group in groups.items() if key[-1]]
+    measured = [
+        leaf for group in (*(group for _, group in alone), *stacks) for leaf in group
+    ]
+    fixed = [
+        leaf
+        for leaf, plan in enumerate(plans)
+        if plan.how is not None and leaf not in set(measured)
+    ]
+    rows = {
+        leaf: len(new[leaf]) if is_stack[leaf] else 1 for leaf in (*measured, *fixed)
+    }
+
+    def of_rows(
+        numbers: Sequence[float], leaves: Sequence[int], dtype: Any = np.float32
+    ) -> np.ndarray:
+        return np.repeat(np.asarray(numbers, dtype), [rows[leaf] for leaf in leaves])
+
+    found = []
+    if measured:
+        is_root = of_rows([plans[leaf].how.sqrt for leaf in measured], measured, bool)  # type: ignore[union-attr]
+        top = of_rows([_top(plans[leaf].how) for leaf in measured], measured)  # type: ignore[arg-type]
+        # All at once: hundreds of scalars would be as many operations, in one kernel
+        # that takes long to compile.
+        peaks = [
+            largest_of(
+                [[new[leaf] for leaf in group] for _, group in alone],
+                [path for path, _ in alone],
+            )
+        ]
+        peaks += [
+            x
+            for group in stacks
+            for x in largest_of_rows([new[leaf] for leaf in group])
+        ]
+        largest = jnp.concatenate(peaks)
+        largest = jnp.where(is_root, _square_root(largest), largest)
+        is_new = jnp.isfinite(largest) & (largest > 0)
+        is_new = is_new if accept is None else is_new & accept
+        # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
+        before = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
+        found = [jnp.where(is_new, pow2_floor(largest * (2 / top)), before)]
+    constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
+    ends = np.cumsum([rows[leaf] for leaf in (*measured, *fixed)])
+    places = {
+        leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
+        for leaf, end in zip((*measured, *fixed), ends, strict=True)
+    }
+    return Scales(jnp.concatenate([*found, of_rows(constants, fixed)]), places)
+
+
+def _top(how: Stored) -> float:
+    """The largest number that is stored. BF16 data gets the place of FP16 data, not
+    2^127.
+    """
+    return min(how.format.max, FP16.max)
+
+
+def _square_root(x: jax.Array) -> jax.Array:
+    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
+
+
+def narrow_arrays(
+    new: list[Any],
+    plans: list[Plan],
+    scales: Scales,
+    seed: int,
+    step: Any,
+    keep: Callable[[int, Any], Any] = lambda leaf, x: x,
+    numbers: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The arrays of a state as they are stored.
+
+    Args:
+        new: their FP32 values.
+        plans: how they are stored, `scales`: at which scales.
+        seed, step: of the stochastic rounding.
+        keep: of an array's number and of what would be stored, what is stored: it may
+            put back old values.
+        numbers: which tell the random bits of arrays apart, see `weights.words_of`;
+            None: 0, 1, ...
+    """
+    fresh, stored = list(new), list(scales.places)
+    own_numbers = list(range(len(new))) if numbers is None else numbers
+    # A stack, however large, is many small arrays, which kernels for many take apart
+    # again.
+    is_large = [
+        x.size >= LARGE and np.ndim(n) == 0
+        for x, n in zip(new, own_numbers, strict=True)
+    ]
+    words = words_of(seed, step, own_numbers, is_large)
+    # of all: one by one, some would be a kernel each
+    inverses = scales._replace(numbers=pow2_inverse(scales.numbers))
+    inverse = {leaf: inverses.of(leaf, new[leaf]) for leaf in stored}
+    large = [leaf for leaf in stored if is_large[leaf] and inverse[leaf].ndim == 0]
+    if large:
+        inverse |= zip(
+            large,
+            compiler_hints.apart(jnp.stack([inverse[leaf] for leaf in large])),
+            strict=True,
+        )
+
+    def narrow(leaf: int) -> ScaledArray:
+        how, other, _ = plans[leaf]
+        assert how is not None
+        x = _square_root(new[leaf]) if how.sqrt else new[leaf]
+        if other is not None:
+            # By the root that will be read, so that its rounding does not enter.
+            x = x / _divisor(widen([fresh[other]], [plans[other]])[0])
+        data = x * inverse[leaf]
+        if how.sqrt:
+            # FP32 subnormals may count as zero
+            smallest = max(how.format.min_subnormal, FP32.min_normal)
+            data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
+        return with_scale(
+            round_to(data, how.format, how.rounding, words[leaf]), scales.of(leaf, x)
+        )
+
+    groups: dict[Any, list[int]] = {}
+    for leaf in sorted(stored):
+        groups.setdefault(plans[leaf].parameter, []).append(leaf)
+    out = [
+        x if plan.how else keep(leaf, x)
+        for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))
+    ]
+    before = list[int]()
+    for group in groups.values():
+        if any(is_large[leaf] for leaf in group):
+            # One parameter after the other: equal code for many would be merged into
+            # kernels that spill to memory.
+            finished, own = held([out[i] for i in before], [inverse[i] for i in group])
+            for i, x in zip(before, finished, strict=True):
+                out[i] = x
+            inverse |= zip(group, own, strict=True)
+            before = group
+        for i in sorted(group, key=lambda i: plans[i].other is not None):
+            fresh[i] = narrow(i)
+            out[i] = keep(i, fresh[i])
+    return out

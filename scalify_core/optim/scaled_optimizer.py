@@ -1,0 +1,379 @@
+"""Optax optimisers whose state is stored narrow.
+
+    tx = optim.scaled_state(optax.adamw(1e-3, b2=0.95), mu=E4M3, nu=E5M2, seed=0)
+    params = weights.scaled_params(params, jnp.float16)
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, number, batch):
+        grads = ...                                                   # plain or
+        ScaledArrays, any float dtype updates, state = tx.update(grads, state, params)
+        # FP32 return weights.apply_updates(params, updates, rounding="stochastic",
+        seed=0, step=number), state
+
+Between steps the chosen fields of the state are ScaledArrays: narrow data and one
+power-of-two scale. In a step they are widened to FP32, the optimiser computes in FP32,
+and the new values are narrowed again. Compiled for a GPU, all of it fuses to a pass for
+the scales and one that stores, parameter by parameter. What is particular about it:
+
+- **The scale comes from the largest magnitude**, which then lies in the upper octave of
+  the format. Moments reach far down (rows of an embedding that are seldom seen), not
+  up, and nothing saturates. A maximum does not depend on the order of reduction either:
+  the state is bitwise the same on any sharding.
+- **A first moment in FP8 is stored relative to the root of the second**, a quotient
+  near 1 for rows of any frequency: E4M3 has normal numbers over 15 octaves only. Its
+  scale is a constant.
+- **A second moment is stored as its square root**, which spans half the octaves. A
+  positive one is never stored as zero, or a first moment that survives would be divided
+  by epsilon alone. One that is zero is widened to 2^-120, so that a row never seen
+  gives 0/2^-60, not 0/0, even without an epsilon.
+- **Random bits are a hash** of seed, step, leaf and element (`formats.counter_bits`),
+  so nothing else is to be saved.
+
+The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_state`: the
+optimiser itself under `scalify`, in FP16 data. It rounds to nearest, stores the second
+moment as it is, and lets the rules choose scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from scalify_core.array.scaled_array import as_scaled_array, is_scaled_array, with_scale
+from scalify_core.array.tree import map_arrays
+from scalify_core.interpreter.transform import scalify
+from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.formats import FP32, FloatFormat
+from scalify_core.numerics.scales import MIN_SCALE
+from scalify_core.ops.rescale import dynamic_rescale_rms
+from scalify_core.optim.moment_storage import (
+    Largest,
+    Stored,
+    flatten,
+    held,
+    largest_of_arrays,
+    narrow_arrays,
+    new_scales,
+    stored_fields,
+    widen,
+)
+from scalify_core.optim.weights import LARGE, Rounding, wide
+
+
+class ScaledStateState(NamedTuple):
+    """State of `scaled_state`."""
+
+    step: jax.Array  # shape=(), dtype=int32: updates made, a counter of the random bits
+    # of the wrapped transformation, the arrays of the stored fields being ScaledArrays
+    inner_state: Any
+
+
+def scaled_state(
+    tx: optax.GradientTransformation,
+    *,
+    mu: FloatFormat | Any = FP32,
+    nu: FloatFormat | Any = FP32,
+    rounding: Literal["auto"] | Rounding = "auto",
+    fields: Mapping[str, Stored] | None = None,
+    seed: int,
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` with the named fields of its state stored narrow, and everything computed in
+    FP32.
+
+    Args:
+        tx: any transformation; its states are searched for fields at every depth
+            (chain, masked, inject_hyperparams).
+        mu: the format (or dtype) of the fields called `mu`, first moments. FP32: they
+            are left alone. In FP8, with a narrow `nu` beside it, it is stored relative
+            to that.
+        nu: the format of the fields called `nu`, second moments, stored as square
+            roots. FP32: they are left alone.
+        rounding: of `mu` and `nu`. "auto": stochastic, but to nearest for a `mu` of ten
+            mantissa bits or more (FP16): what that loses is at most epsilon/2/(1-b1),
+            0.5% at b1 = 0.9.
+        fields: how other fields are stored ("trace" of momentum, "v_row" of Adafactor),
+            by name; or `mu` and `nu`, for all that `Stored` can say.
+        seed: of the stochastic rounding; with the step in the state it determines every
+            bit.
+
+    `update` takes `accept`, a boolean scalar: where it is false, the new state is the
+    old one, at no cost of its own (the old values are read in any case). It takes
+    `largest_of`, a `Largest`: where arrays are split over devices, one by which nothing
+    but the maxima moves between them. And `numbers`, a tree like the inner state of
+    integers: they tell the random bits of its arrays apart (by default their places in
+    it); an array of them makes an array a stack, whose rows have scales of their own.
+    Other keyword arguments are handed on to `tx`.
+
+    Gradients and parameters may be given as plain arrays or ScaledArrays of any float
+    dtype; the transformation gets FP32, and updates are plain FP32 arrays. A tensor
+    with infinities or NaNs keeps its scale and stays not finite: it is the caller who
+    puts the old state back. Scales are FP32 scalars, each a buffer of its own (they can
+    be donated).
+
+    Raises:
+        ValueError: from `init`, where the state has no array in a field of a given
+            name; also a field given twice, a format without a native dtype, an unknown
+            rounding.
+    """
+    stored = stored_fields(mu, nu, rounding, fields or {})
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> ScaledStateState:
+        def narrow(params: Any) -> ScaledStateState:
+            new, plans, treedef = flatten(tx.init(wide(params)), stored)
+            # Of constants, the compiler would compute statistics and roundings itself,
+            # for minutes.
+            one = compiler_hints.held("not_folded", jnp.float32(1))
+            new = [
+                x if plan.how is None else x * one.astype(x.dtype)
+                for x, plan in zip(new, plans, strict=True)
+            ]
+            like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
+            scales = new_scales(new, plans, [like] * len(new))
+            # To nearest: first states are constants, and the program is much smaller.
+            plans = [
+                plan._replace(
+                    how=plan.how and dataclasses.replace(plan.how, rounding="nearest")
+                )
+                for plan in plans
+            ]
+            step = jnp.zeros((), jnp.int32)
+            return ScaledStateState(
+                step, treedef.unflatten(narrow_arrays(new, plans, scales, seed, step))
+            )
+
+        # Compiled, the FP32 state that `tx.init` makes is never allocated.
+        return jax.jit(narrow)(params)
+
+    def update(
+        updates: Any,
+        state: ScaledStateState,
+        params: Any = None,
+        *,
+        accept: Any = None,
+        largest_of: Largest = largest_of_arrays,
+        numbers: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, ScaledStateState]:
+        def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
+            arrays, plans, treedef = flatten(inner_state, stored)
+            moments = treedef.unflatten(widen(arrays, plans))
+            updates, inner_state = tx.update(
+                wide(updates), moments, wide(params), **extra
+            )
+            new, _, treedef = flatten(inner_state, stored)
+            return updates, new, treedef
+
+        if not stored:
+            updates, inner_state = tx.update(
+                wide(updates), state.inner_state, wide(params), **extra
+            )
+            return updates, _unless(
+                accept, ScaledStateState(state.step + 1, inner_state), state
+            )
+        old, plans, treedef = flatten(state.inner_state, stored)
+        first, new, _ = advance(updates, state.inner_state)
+        kept = [
+            x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)
+        ]
+        scales = new_scales(new, plans, kept, accept, largest_of)
+        # Computed again once the scales are known: the compiler would hold the new
+        # moments in FP32 in between. Of the first time only what the scales depend on
+        # is compiled, and the updates of small arrays: the moments of many are stored
+        # by one kernel, and what still read the old ones then would read a copy of
+        # each. (A stack is a copy by itself.) Of large arrays each scale is put apart,
+        # so that equal ones run the same program. Small gradients are not held: their
+        # casts, of which each would be a kernel, become part of what reads them.
+        gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
+        stacks = [is_scaled_array(x) and np.ndim(x.scale) > 0 for x in gradients]
+        small = {
+            i: x
+            for i, x in enumerate(jax.tree.leaves(first))
+            if x.size < LARGE and not stacks[i]
+        }
+        found = _apart([*old, *gradients])
+        inner_state, gradients = treedef.unflatten(found[: len(old)]), found[len(old) :]
+        large = {
+            i: x for i, x in enumerate(gradients) if x.size >= LARGE and not stacks[i]
+        }
+        (large, inner_state, small), known = held(
+            (large, inner_state, small), scales.numbers
+        )
+        updates, new, treedef = advance(
+            jax.tree.unflatten(form, _with(gradients, large)), inner_state
+        )
+        found, form = jax.tree.flatten(updates)
+        updates = jax.tree.unflatten(form, _with(found, small))
+        old, step = flatten(inner_state, stored)[0], state.step + 1
+
+        def keep(leaf: int, x: Any) -> Any:
+            if plans[leaf].how is None:
+                return _unless(accept, x, old[leaf])
+            data = compiler_hints.held("rows", x.data) if x.scale.ndim else x.data
+            return with_scale(_unless(accept, data, old[leaf].data), x.scale)
+
+        own = None if numbers is None else jax.tree.leaves(numbers)
+        arrays = narrow_arrays(
+            new, plans, scales._replace(numbers=known), seed, step, keep, own
+        )
+        return updates, ScaledStateState(
+            _unless(accept, step, state.step), treedef.unflatten(arrays)
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def propagated_state(
+    tx: optax.GradientTransformation,
+    *,
+    fields: Mapping[str, FloatFormat],
+    compute: Any = jnp.float16,
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` itself under `scalify`: gradients, parameters and state enter as scaled
+    arrays with `compute` data.
+
+    What the rules make of its arithmetic is the update, in `compute` data too. The new
+    state gets the scale of its RMS each time, since the rules' caution would add up
+    over the steps, and each of its fields the format of `fields`, rounded to nearest.
+    Compare with `scaled_state`, whose state this one's has the form of.
+
+    Args:
+        tx: any transformation.
+        fields: formats with a native dtype, by the names of the state's fields; others
+            stay in `compute` data.
+        compute: a float dtype.
+
+    Raises:
+        ValueError: from `init`, where the state has no array in a field of a given
+            name; also a format without a native dtype.
+    """
+    stored = {name: Stored(fmt, rounding="nearest") for name, fmt in fields.items()}
+    tx = optax.with_extra_args_support(tx)
+
+    def in_compute(tree: Any) -> Any:
+        scaled = as_scaled_array(tree, dtype=compute)
+        return map_arrays(
+            lambda x: x.astype(compute) if is_scaled_array(x) else x, scaled
+        )
+
+    def store(state: Any) -> Any:
+        flat, plans, treedef = flatten(state, stored)
+        return treedef.unflatten(
+            [
+                x.astype(plan.how.format.dtype) if plan.how else x
+                for x, plan in zip(flat, plans, strict=True)
+            ]
+        )
+
+    def init(params: Any) -> ScaledStateState:
+        return ScaledStateState(
+            jnp.zeros((), jnp.int32), store(in_compute(jax.jit(tx.init)(wide(params))))
+        )
+
+    def update(
+        updates: Any,
+        state: ScaledStateState,
+        params: Any = None,
+        *,
+        accept: Any = None,
+        grad_norm: Any = None,
+        largest_of: Any = None,
+        numbers: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, ScaledStateState]:
+        del grad_norm  # a plain number: here the norm has a scale, too
+        del largest_of, numbers  # scales come from the RMS, and nothing is random
+
+        def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            updates, inner_state = tx.update(updates, inner_state, params, **extra)
+            return updates, jax.tree.map(
+                lambda x: (
+                    dynamic_rescale_rms(x)
+                    if jnp.issubdtype(x.dtype, jnp.floating)
+                    else x
+                ),
+                inner_state,
+            )
+
+        inner_state = in_compute(state.inner_state)
+        updates, inner_state = scalify(advance, scales="static")(
+            in_compute(updates), inner_state, in_compute(params)
+        )
+        return updates, _unless(
+            accept, ScaledStateState(state.step + 1, store(inner_state)), state
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
+    """A state with all its moments in FP32 and with their own meaning, as the optimiser
+    would have it unstored.
+
+    `settings`: `mu`, `nu`, `rounding` and `fields`, as `scaled_state` was given them.
+    """
+    arrays, plans, treedef = flatten(
+        state.inner_state, stored_fields(**_DEFAULTS | settings)
+    )
+    return ScaledStateState(state.step, treedef.unflatten(widen(arrays, plans)))
+
+
+def narrow_state(
+    state: ScaledStateState, *, seed: int, **settings: Any
+) -> ScaledStateState:
+    """The inverse of `wide_state`, for these settings: a state can so go on in other
+    formats. Rounds once.
+    """
+    new, plans, treedef = flatten(
+        state.inner_state, stored_fields(**_DEFAULTS | settings)
+    )
+    scales = new_scales(new, plans, [jnp.float32(MIN_SCALE)] * len(new))
+    return ScaledStateState(
+        state.step,
+        treedef.unflatten(narrow_arrays(new, plans, scales, seed, state.step)),
+    )
+
+
+_DEFAULTS: dict[str, Any] = {"mu": FP32, "nu": FP32, "rounding": "auto", "fields": {}}
+
+
+def _apart(arrays: list[Any]) -> list[Any]:
+    """The arrays, the run-time scales of the large ones held apart
+    (`lowering.apart`).
+    """
+    large = [
+        i
+        for i, x in enumerate(arrays)
+        if is_scaled_array(x) and x.size >= LARGE and np.ndim(x.scale) == 0
+    ]
+    large = [i for i in large if not arrays[i].is_static]
+    scales = (
+        compiler_hints.apart(jnp.stack([arrays[i].scale for i in large]))
+        if large
+        else ()
+    )
+    return _with(
+        arrays,
+        {i: with_scale(arrays[i].data, x) for i, x in zip(large, scales, strict=True)},
+    )
+
+
+def _unless(accept: Any, new: Any, old: Any) -> Any:
+    """`new`; where `accept` is given and false, `old`."""
+    return (
+        new
+        if accept is None
+        else jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
+    )
+
+
+def _with(arrays: list[Any], others: Mapping[int, Any]) -> list[Any]:
+    """The arrays; in place of some, by index, others."""
+    return [others.get(i, x) for i, x in enumerate(arrays)]
