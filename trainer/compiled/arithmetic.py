@@ -102,4 +102,6 @@ def clocks_of(instruction: Instruction, computation: Computation) -> int:
         return SPECIAL * elements
     if instruction.opcode == "tanh":
         return TANH * elements
-    return (INTEGER if instruction.shapes[0].dtype[0] in "su" else 1) * elements
+    if instruction.shapes[0].dtype[0] in "su":
+        return INTEGER * elements
+    return elements

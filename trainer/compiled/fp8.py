@@ -248,7 +248,9 @@ def check_step(
     broken = [
         layer for layer in layers if layer.is_chosen and not model.policy.simulate
     ]
-    if broken and (gpu.is_for_fp8 if require is None else require):
+    if require is None:
+        require = gpu.is_for_fp8
+    if broken and require:
         more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
         raise UserError(
             f"compiled for {gpu.kind}, {broken[0].path} is not FP8:"

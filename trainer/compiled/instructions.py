@@ -111,7 +111,9 @@ class Instruction:
             r"(?:calls|body|condition|to_apply|\w+_computation)=%([^\s,}]+)", self.text
         )
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.text)
-        return names + re.findall(r"%([^\s,]+)", branches[1] if branches else "")
+        if branches:
+            names += re.findall(r"%([^\s,]+)", branches[1])
+        return names
 
     @property
     def trip_count(self) -> int | None:

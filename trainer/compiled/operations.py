@@ -77,7 +77,8 @@ class Attention(NamedTuple):
 
         One of the five recomputes the logits.
         """
-        return 2 * math.prod(self.sizes) * (5 if self.backward else 2) * self.times
+        matmuls = 5 if self.backward else 2
+        return 2 * math.prod(self.sizes) * matmuls * self.times
 
 
 class Collective(NamedTuple):

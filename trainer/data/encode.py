@@ -163,7 +163,8 @@ class Encoder:
             if budget <= 0:
                 break
             count += 1
-            budget -= len(self.tokenizer.encode_array(text)) + 1 if text else 0
+            if text:
+                budget -= len(self.tokenizer.encode_array(text)) + 1
         return Rows(rows.texts[:count], rows.position)
 
 
@@ -183,7 +184,8 @@ def split_texts(
     train: list[str] = []
     val: list[str] = []
     for text in texts:
-        (val if uniform(text) < val_fraction else train).append(text)
+        part = val if uniform(text) < val_fraction else train
+        part.append(text)
     return train, val
 
 

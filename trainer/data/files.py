@@ -326,7 +326,8 @@ def remaining_patterns(
             inside = [path for path in paths if path.is_relative_to(root)]
         bad_suffixes = {path.suffix for path in inside if path in bad}
         if not inside:
-            entries += [] if Path(root) in bad else [entry]
+            if Path(root) not in bad:
+                entries.append(entry)
         elif not bad_suffixes:
             entries.append(entry)
         else:

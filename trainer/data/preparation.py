@@ -217,14 +217,12 @@ def validation_start(corpus: Corpus, val_fraction: float) -> int | None:
 
 def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
     """Yield the texts of a corpus that `prepare` uses for training, in pieces."""
-    cut, chars = validation_start(corpus, val_fraction), 0
+    cut = validation_start(corpus, val_fraction)
     for rows in corpus.read(None):
-        texts = list(filter(None, rows.texts))
-        train, _ = split_texts(
-            texts, None if cut is None else cut - chars, val_fraction
-        )
+        train, _ = split_texts(list(filter(None, rows.texts)), cut, val_fraction)
         yield from train
-        chars += sum(map(len, rows.texts))
+        if cut is not None:
+            cut -= sum(map(len, rows.texts))
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:

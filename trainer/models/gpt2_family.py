@@ -14,11 +14,11 @@ def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
     """Raise UserError where heads or channels cannot be split over the devices."""
     widths = spec.d_model, spec.mlp_width
     if spec.n_head % devices or any(width % (devices * multiple) for width in widths):
+        parts = f"multiples of {multiple}" if multiple > 1 else "equal parts"
         raise UserError(
             f"parallel.tensor={devices} does not divide model.n_head={spec.n_head}"
             f" heads, width {spec.d_model} and {spec.mlp_width} hidden channels into"
-            f" {f'multiples of {multiple}' if multiple > 1 else 'equal parts'}; valid:"
-            " a divisor of all"
+            f" {parts}; valid: a divisor of all"
         )
     if spec.value_gain is not None:
         raise UserError(

@@ -16,12 +16,12 @@ def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
     if spec.n_kv_head % devices or any(
         width % (devices * multiple) for width in (queries, keys, spec.mlp_width)
     ):
+        parts = f"multiples of {multiple}" if multiple > 1 else "equal parts"
         raise UserError(
             f"parallel.tensor={devices} does not divide"
             f" model.n_kv_head={spec.n_kv_head} heads of keys and values, their {keys}"
             f" channels, the queries' {queries} and {spec.mlp_width} hidden channels"
-            f" into {f'multiples of {multiple}' if multiple > 1 else 'equal parts'};"
-            " valid: a divisor of all"
+            f" into {parts}; valid: a divisor of all"
         )
 
 

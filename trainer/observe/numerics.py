@@ -231,7 +231,8 @@ def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
     """Return the moments that `precision.KEY` stores, by parameter name."""
     moments: dict[str, Any] = {}
     for moment in ENTRIES[optimizer].moments:
-        moments |= named(state, moment.field) if moment.key == key else {}
+        if moment.key == key:
+            moments |= named(state, moment.field)
     return moments
 
 

@@ -39,9 +39,11 @@ def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
 def decode_row(line: str) -> dict[str, Any]:
     """Return the values of a row of numbers, without its step."""
     row = json.loads(line)
-    return {
-        k: float(v) if isinstance(v, str) else v for k, v in row.items() if k != "step"
-    }
+    row.pop("step", None)
+    for name, value in row.items():
+        if isinstance(value, str):  # JSON has no NaN and no infinities
+            row[name] = float(value)
+    return row
 
 
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -146,8 +148,9 @@ def cut_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
         figures = "event" not in row
         if row["step"] > start or (redo_row and figures and row["step"] == start):
             break
-            break
-        last, size = row["step"] if figures else last, end
+        if figures:
+            last = row["step"]
+        size = end
     _truncate(path, size)
     return last
 
@@ -207,7 +210,9 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
         for figure in ("underflow", "saturated"):
             short_row[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
         nonzero = arrays["rms"] != 0
-        for figure in ("rms", "exponent") if nonzero.any() else ():
+        if not nonzero.any():
+            continue
+        for figure in ("rms", "exponent"):
             values = arrays[figure][nonzero]
             short_row[f"numerics/{kind}/{figure}_min"] = float(values.min())
             short_row[f"numerics/{kind}/{figure}_max"] = float(values.max())

@@ -98,9 +98,9 @@ def make_losses(
         histories: Any = None,
     ) -> jax.Array:
         bound = model.training.bind(params, histories)
-        return bound.last_logits(
-            tokens[:, :-1], None if segments is None else segments[:, :-1]
-        )
+        if segments is not None:
+            segments = segments[:, :-1]
+        return bound.last_logits(tokens[:, :-1], segments)
 
     def losses(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None

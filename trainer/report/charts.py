@@ -279,7 +279,9 @@ def draw(line: Line, across: Scale, up: Scale) -> Iterator[str]:
         path = "L".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch)
         kind = ' class="faint"' if line.faint else ""
         yield f'<path{kind} stroke="{line.color}" d="M{path}"/>'
-        for x, y in stretch if line.dots or len(stretch) == 1 else ():
+        if not line.dots and len(stretch) > 1:
+            continue
+        for x, y in stretch:
             text = html.escape(f"{line.name} {y:.6g} after step {x:,.0f}")
             place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'
             yield (

@@ -140,7 +140,7 @@ def charts(h: History) -> list[str]:
                     drawn_lines.append(Line(name, line.xs, ys, COLORS[i], dots=True))
         return drawn_lines
 
-    def underflow() -> list[Line]:
+    def relative_underflow() -> list[Line]:
         """Return lines of the worst underflow, in percent of the tensor's RMS."""
         worst = [
             losses(figures, h.settings, h.wide_layers, "underflow")
@@ -155,13 +155,19 @@ def charts(h: History) -> list[str]:
                 drawn_lines.append(Line(name, steps, sizes, COLORS[i], dots=True))
         return drawn_lines
 
-    underflowed, ratio = underflow(), over_critical(h)
+    ratio = over_critical(h)
     at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLORS[6])] if ratio.ys else []
 
     def limited(lines: list[Line], limit: float) -> list[Line]:
         if not lines:
             return []
         return [*lines, Line("limit", span, (100 * limit,) * 2, COLORS[6])]
+
+    underflow = limited(relative_underflow(), LOST[0])
+    underflow_unit = "at most so many % of a tensor's RMS, worst layer"
+    if not underflow:
+        underflow = extremes("underflow", "max", times=100)
+        underflow_unit = "at most so many % of the values, worst layer"
 
     def drawn(
         title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False
@@ -190,16 +196,7 @@ def charts(h: History) -> list[str]:
             from_zero=True,
         ),
         drawn("Memory", memory, "GiB, peak so far", from_zero=True),
-        drawn(
-            "Underflow",
-            limited(underflowed, LOST[0]) or extremes("underflow", "max", times=100),
-            (
-                "at most so many % of a tensor's RMS, worst layer"
-                if underflowed
-                else "at most so many % of the values, worst layer"
-            ),
-            from_zero=True,
-        ),
+        drawn("Underflow", underflow, underflow_unit, from_zero=True),
         drawn(
             "Saturation",
             limited(extremes("saturated", "max", times=100), SATURATED[0]),

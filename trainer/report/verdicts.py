@@ -489,11 +489,12 @@ def _slow_steps(h: History, limit: float) -> str:
     ]
     if not slow:
         return ""
-    every = h.settings.get("checkpoint.every") or 0
+    every = h.settings.get("checkpoint.every")
     saving = 0
-    for step in slow if every else ():
-        since_save = step - every * ((step - 1) // every)
-        saving += step > every and 0 < since_save <= SAVING
+    if every:
+        for step in slow:
+            since_save = step - every * ((step - 1) // every)
+            saving += step > every and 0 < since_save <= SAVING
     beside = f", {saving} of them while a checkpoint was being written" * bool(saving)
     return (
         f"; of {len(line.xs):,} timed steps {len(slow):,} fell below {SLOWER:.0%} of"

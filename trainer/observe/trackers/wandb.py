@@ -268,7 +268,9 @@ def choose_run_id(run_dir: Path, run_id: str | None) -> str:
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
-    known = run_id or (file.read_text(errors="replace") if file.is_file() else "")
+    known = run_id or ""
+    if not known and file.is_file():
+        known = file.read_text(errors="replace")
     if not RUN_ID.fullmatch(known):  # W&B uses it in a path
         known = uuid.uuid4().hex[:8]
     write_atomically(file, known)
