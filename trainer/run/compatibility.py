@@ -95,13 +95,13 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
     """Refuse the state of another run that has moments of other parameters."""
     saved = saved_trainable(meta)
     if task._replace(trainable=saved).trained_roles != task.trained_roles:
-        theirs, ours = (
+        saved_key, key = (
             f"train.trainable=[{','.join(names)}]" for names in (saved, task.trainable)
         )
         raise UserError(
-            f"resume={source} was trained with {theirs}, this is {ours}: its optimizer"
-            f" has moments of other parameters; set {theirs}, or take the weights"
-            f" alone: init_from={source}"
+            f"resume={source} was trained with {saved_key}, this is {key}: its"
+            f" optimizer has moments of other parameters; set {saved_key}, or take the"
+            f" weights alone: init_from={source}"
         )
 
 

@@ -56,8 +56,8 @@ def vocabulary_of(source: Path) -> Vocabulary:
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
-        theirs = load_saved(meta["tokenizer"], source)
-        return Vocabulary(theirs.tokens, theirs.eot, meta["model"]["vocab_size"])
+        tokenizer = load_saved(meta["tokenizer"], source)
+        return Vocabulary(tokenizer.tokens, tokenizer.eot, meta["model"]["vocab_size"])
     directory = huggingface.directory_of(source)
     tokens = ids_beside(directory)
     if tokens is None:
@@ -106,15 +106,15 @@ def end_of(directory: Path, ids: Container[int]) -> int | None:
     return beside
 
 
-def shared_with(theirs: Vocabulary, ours: Tokenizer, source: Path) -> Shared:
+def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
     """Return the tokens that both have. Raises UserError if only the end of a document
     is shared.
     """
-    shared = Shared.match(ours.tokens, theirs.tokens, (ours.eot, theirs.end))
-    if len(shared.new) <= (theirs.end is not None):
+    shared = Shared.match(new.tokens, old.tokens, (new.eot, old.end))
+    if len(shared.new) <= (old.end is not None):
         raise UserError(
-            f"init_from={source} and data.tokenizer={ours.name} have no token in"
-            f" common, of {theirs.size:,} and {ours.vocab_size:,}: no row can be made"
+            f"init_from={source} and data.tokenizer={new.name} have no token in"
+            f" common, of {old.size:,} and {new.vocab_size:,}: no row can be made"
             " of others; set init.embeddings=random, or another tokenizer"
         )
     return shared
@@ -139,23 +139,23 @@ def weights_for_tokenizer(
         shared token.
     """
     tokenizer = data.tokenizer
-    theirs = vocabulary_of(source)
+    old_vocabulary = vocabulary_of(source)
     if method == "random":
         shared = Shared.match({}, {}, (0, None))
     else:
-        shared = shared_with(theirs, tokenizer, source)
+        shared = shared_with(old_vocabulary, tokenizer, source)
     mixture = None
     if method == "focus":
         mixture = RowMixture.from_vectors(vectors_of(data), shared)
     tables = vocabulary_tables(spec)
-    old = old_weights(source, spec, theirs.size, tables, like)
+    old = old_weights(source, spec, old_vocabulary.size, tables, like)
 
     def place(is_table: bool, old: Any, fresh: jax.Array) -> jax.Array:
         if not is_table:
             return jax.device_put(old.astype(fresh.dtype), fresh.sharding)
         # Padding, and rows above the tokenizer's ids, stay fresh.
         rows = np.array(jax.device_get(fresh), np.float32)
-        old_rows = np.asarray(jax.device_get(old), np.float32)[: theirs.size]
+        old_rows = np.asarray(jax.device_get(old), np.float32)[: old_vocabulary.size]
         n = tokenizer.vocab_size
         rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
         return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
@@ -230,17 +230,16 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
     )
 
 
-def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
+def describe_embeddings(source: Path, new: Tokenizer, method: Method) -> str:
     """Return a line about the rows of the tables."""
-    theirs, ids = vocabulary_of(source), f"{ours.vocab_size:,}"
+    old, ids = vocabulary_of(source), f"{new.vocab_size:,}"
     weights_line = f"weights from {source}, init.embeddings={method}"
     if method == "random":
         return (
-            f"{weights_line}: all {ids} rows are new, none of its {theirs.size:,} is"
-            " kept"
+            f"{weights_line}: all {ids} rows are new, none of its {old.size:,} is kept"
         )
-    shared = len(shared_with(theirs, ours, source).new)
-    others = {
+    shared = len(shared_with(old, new, source).new)
+    new_rows_text = {
         "focus": "are means of those of similar tokens (FOCUS)",
         "mean": "are the mean of all",
         "gaussian": "are drawn with the mean and deviation of all",
@@ -248,5 +247,5 @@ def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
     }[method]
     return (
         f"{weights_line}: {shared:,} of {ids} tokens have the rows that they have there"
-        f" ({theirs.size:,} tokens); the others' {others}"
+        f" ({old.size:,} tokens); the others' {new_rows_text}"
     )

@@ -243,21 +243,21 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
     parts, owners = [], []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.sharding, NamedSharding):
-            first = {
+            first_copies = {
                 shard.device
                 for shard in leaf.addressable_shards
                 if shard.replica_id == 0
             }
             part_sums = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
-            mine = [
+            leaf_parts = [
                 shard.data
                 for shard in part_sums.addressable_shards
-                if shard.device in first
+                if shard.device in first_copies
             ]
         else:
-            mine = [_checksum(leaf)]
-        parts += mine
-        owners += [i] * len(mine)
+            leaf_parts = [_checksum(leaf)]
+        parts += leaf_parts
+        owners += [i] * len(leaf_parts)
     sums = np.zeros((len(leaves), 2), np.uint32)
     for i, pair in zip(owners, jax.device_get(parts), strict=True):
         sums[i] += pair.reshape(2)
