@@ -267,18 +267,18 @@ def command() -> NoReturn:
     """Run the program `python -m trainer`, installed as `scalify-trainer`."""
     EARLY.install()
     arguments = sys.argv[1:]
+    long = [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
     try:
-        # The shell turns `paths=[*.{a,b}]` into two arguments.
-        refuse_twice(
-            [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
-        )
-        code = main(arguments)
-        sys.stdout.flush()
+        try:
+            # The shell turns `paths=[*.{a,b}]` into two arguments.
+            refuse_twice(long)
+            code = main(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = broken_pipe_code()
     except UserError as error:
         complain(error)
         code = error.exit_code
-    except BrokenPipeError:
-        code = broken_pipe_code()
     except Exception as error:
         if not is_distributed():
             raise
