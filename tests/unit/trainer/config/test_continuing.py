@@ -2,6 +2,7 @@
 before its first job."""
 
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -26,10 +27,9 @@ from trainer.errors import UserError
 from trainer.models.specs import SPECS
 
 
-@pytest.fixture
-def run_dir(tmp_path, monkeypatch):
-    """A directory of a run with unusual settings, `old`."""
-    monkeypatch.chdir(tmp_path)
+@functools.cache
+def unusual():
+    """A configuration with unusual settings."""
     given = [
         "run_dir=old",
         "optimizer=sgd",
@@ -45,9 +45,16 @@ def run_dir(tmp_path, monkeypatch):
         "dry_run=true",
     ]
     c = compose_config(given)
-    c = dataclasses.replace(
+    return dataclasses.replace(
         c, sample=dataclasses.replace(c.sample, prompt="it's ${x}, a=b ")
     )
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    """A directory of a run with unusual settings, `old`."""
+    monkeypatch.chdir(tmp_path)
+    c = unusual()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(to_tree(c)))
     return c

@@ -3,6 +3,7 @@ do."""
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -12,11 +13,20 @@ from trainer.errors import UserError
 from trainer.files import write_atomically
 
 
-@pytest.fixture
-def directory(jsonl, gpt2_dir, tmp_path):
+@pytest.fixture(scope="module")
+def prepared(jsonl, gpt2_dir, tmp_path_factory):
     return prepare(
-        TextSource((str(jsonl),), "jsonl"), str(gpt2_dir), tmp_path, shard_bytes=60_000
+        TextSource((str(jsonl),), "jsonl"),
+        str(gpt2_dir),
+        tmp_path_factory.mktemp("prepared"),
+        shard_bytes=60_000,
     )
+
+
+@pytest.fixture
+def directory(prepared, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(prepared, tmp_path / prepared.name)
 
 
 def flip(path, offset=-1):
