@@ -8,8 +8,8 @@ So do the trainers that they start, but for one that is killed again and again a
 of the short parity study, which are compiled as for users. Everything is, with
 `XLA_FLAGS="" make test`.
 
-`make test` runs a sample of the large families, and `make test-all` everything
-(`sampling`).
+`make test` leaves out tests with the mark `whole`, and `make test-all` runs everything
+(`families`).
 
 With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX's
 own choice.
@@ -33,7 +33,7 @@ if not ON_GPU:
         " --xla_cpu_parallel_codegen_split_count=1",
     )
 # Smaller programs compile about as quickly as they are written and read.
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 
 from scalify_core import (
     PrecisionWarning,
@@ -85,9 +86,7 @@ def test_numbers_far_below_the_scale_are_zeros_and_those_far_above_saturate():
 def test_an_optimiser_step_with_narrow_moments_is_better_done_outside():
     sizes = 10.0 ** jnp.linspace(-4, 3, 64)[:, None]
     tx = optax.adam(1e-2)
-    params = as_scaled_array(
-        jax.random.normal(jax.random.key(1), (64, 8)), dtype=jnp.float16
-    )
+    params = as_scaled_array(draw_normal(1, (64, 8)), dtype=jnp.float16)
     gradient = jax.grad(lambda p: jnp.sum(sizes * jnp.tanh(p) ** 2))
 
     def step(p, state):
@@ -129,7 +128,7 @@ def test_an_optimiser_step_with_narrow_moments_is_better_done_outside():
 
 
 def test_the_lowest_number_masks_after_a_product():
-    q = as_scaled_array(jax.random.normal(jax.random.key(0), (4, 3)), dtype=jnp.float16)
+    q = as_scaled_array(draw_normal(0, (4, 3)), dtype=jnp.float16)
 
     def masked(q, number):
         return (
@@ -155,7 +154,7 @@ def test_the_lowest_number_masks_after_a_product():
 
 def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():
     x, order = as_scaled_array(
-        (jax.random.normal(jax.random.key(0), (8, 8)), jnp.eye(8)[::-1]),
+        (draw_normal(0, (8, 8)), jnp.eye(8)[::-1]),
         dtype=jnp.float16,
     )
 

@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 
 from scalify_core import as_scaled_array, asarray, explain, scalify, weights
 
 HALF, E4M3 = jnp.float16, jnp.float8_e4m3fn
-X = jax.random.normal(jax.random.key(0), (4, 8))
+X = draw_normal(0, (4, 8))
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 
 from scalify_core import (
     PrecisionWarning,
@@ -17,7 +18,7 @@ from scalify_core import (
     tree,
 )
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
+X = draw_normal(0, (4, 8))
 
 
 def test_logical_value_is_data_times_scale():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 from jax.extend.core import jaxprs_in_params
@@ -21,7 +22,7 @@ MATRICES = (((1,), (0,)), ((), ()))
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 A, B, WEIGHTS = normal(0, 8, 16, 32), normal(1, 8, 32, 16), normal(2, 8, 16, 16)

@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 
@@ -16,7 +17,7 @@ HALF = jnp.float16
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 @composite

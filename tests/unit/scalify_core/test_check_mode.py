@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 
@@ -18,7 +19,7 @@ import scalify_core as sc
 
 
 def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def scaled(tree, scale=None):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -22,7 +23,7 @@ RTOL = 8 * float(jnp.finfo(jnp.float32).eps)
 
 
 def rows():
-    return jax.random.normal(jax.random.key(0), (8, 4))
+    return draw_normal(0, (8, 4))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -101,7 +102,7 @@ def means_in_turns(t):
     "fun", [differences_of_sums, moves, normalised_over_the_batch, means_in_turns]
 )
 def test_collectives_over_the_axis_of_a_vmap(fun, inside, kind):
-    x = jax.random.normal(jax.random.key(1), (8, 8))
+    x = draw_normal(1, (8, 8))
     if kind == "each its own":
         scaled = ScaledArray(x, SCALES)
     else:
@@ -139,7 +140,7 @@ def test_sum_over_axes_of_a_mesh_and_of_a_vmap_at_once(kind):
             lambda t: lax.psum(t, ("i", "d")) * lax.pmax(t, "i") + 1.0, axis_name="i"
         )(x)
 
-    x = jax.random.normal(jax.random.key(1), (16, 4))
+    x = draw_normal(1, (16, 4))
     found = jax.jit(scalify(fun))(as_scaled_array(x, 1.0 if kind == "static" else None))
     expected = fun(x)
     np.testing.assert_allclose(
@@ -222,7 +223,7 @@ def test_control_flow_on_each_device(fun, check_vma, kind, dtype):
     fun = jax.shard_map(
         fun, mesh=mesh_of_devices(), in_specs=spec, out_specs=spec, check_vma=check_vma
     )
-    x = jax.random.normal(jax.random.key(1), (16, 4))
+    x = draw_normal(1, (16, 4))
     scaled = as_scaled_array(x, 1.0 if kind == "static" else None, dtype=dtype)
     expected = jax.jit(fun)(sc.asarray(scaled))
     # Eight turns of a few roundings each, and sums of 16 terms.

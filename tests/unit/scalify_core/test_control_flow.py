@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 from jax.sharding import AxisType
@@ -16,11 +17,11 @@ from propagated import scalify
 from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms
 from scalify_core.interpreter.rules import loops
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
-W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
-LAYERS = jax.random.normal(jax.random.key(2), (12, 8, 8)) / 3
-IMAGE = jax.random.normal(jax.random.key(3), (2, 8, 8, 3))
-KERNEL = jax.random.normal(jax.random.key(4), (3, 3, 3, 4))
+X = draw_normal(0, (4, 8))
+W = draw_normal(1, (8, 8)) / 3
+LAYERS = draw_normal(2, (12, 8, 8)) / 3
+IMAGE = draw_normal(3, (2, 8, 8, 3))
+KERNEL = draw_normal(4, (3, 3, 3, 4))
 
 
 def layer(c, w):
@@ -286,7 +287,7 @@ def test_layers_of_a_scan_have_scales_of_their_own():
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_branches_whose_scales_are_far_apart_keep_their_own(which):
     x = as_scaled_array(
-        jax.random.normal(jax.random.key(0), (16,)) * 2.0**-20,
+        draw_normal(0, (16,)) * 2.0**-20,
         2.0**-20,
         dtype=jnp.float16,
     )
@@ -321,7 +322,7 @@ def test_constants_that_begin_a_loop_have_any_scale_however_they_are_used():
         return jax.lax.scan(body, (0, jnp.zeros(8), -jnp.inf * jnp.ones(8)), x)
 
     x = as_scaled_array(
-        jax.random.normal(jax.random.key(0), (16, 8)) * 2.0**-20,
+        draw_normal(0, (16, 8)) * 2.0**-20,
         2.0**-20,
         dtype=jnp.float16,
     )

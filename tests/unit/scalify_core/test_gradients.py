@@ -5,13 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from jax import lax
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
 
 F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
-X = jax.random.normal(jax.random.key(0), (4, 8))
-W = jax.random.normal(jax.random.key(1), (8, 8)) / 4
+X = draw_normal(0, (4, 8))
+W = draw_normal(1, (8, 8)) / 4
 INSIDE = r"scalify\(jax.grad\(f\)\)"
 ROUNDINGS = {F32: 1e-6, jnp.bfloat16: 2.0**-7, HALF: 2.0**-9, E4M3: 2.0**-9}
 

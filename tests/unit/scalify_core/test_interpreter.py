@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,12 +26,12 @@ from scalify_core import (
 from scalify_core.interpreter import registry, transform
 from scalify_core.interpreter.rules.composites import on_values
 
-X = jax.random.normal(jax.random.key(0), (16, 64))
+X = draw_normal(0, (16, 64))
 PARAMS = {
-    "w1": jax.random.normal(jax.random.key(1), (64, 128)) / 8,
-    "w2": jax.random.normal(jax.random.key(2), (128, 8)) / 11,
+    "w1": draw_normal(1, (64, 128)) / 8,
+    "w2": draw_normal(2, (128, 8)) / 11,
 }
-Y = jax.random.normal(jax.random.key(3), (16, 8))
+Y = draw_normal(3, (16, 8))
 
 
 def loss_fn(params, x, y):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,12 +15,10 @@ from scalify_core import ScaledArray, asarray
 
 EXPONENTS = np.asarray([-30.0, 0.0, -12.0, 20.0])
 STACK = ScaledArray(
-    jax.random.normal(jax.random.key(0), (4, 6, 8)).astype(jnp.float16),
+    draw_normal(0, (4, 6, 8)).astype(jnp.float16),
     jnp.asarray(2.0**EXPONENTS, jnp.float32),
 )
-ROW = ScaledArray(
-    jax.random.normal(jax.random.key(1), (6, 8)).astype(jnp.float16), 2.0**-5
-)
+ROW = ScaledArray(draw_normal(1, (6, 8)).astype(jnp.float16), 2.0**-5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 
@@ -175,7 +176,7 @@ def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scal
         for size in (2.0**-20, 1.0, 2.0**40):
             if program is logsumexp and size != 1.0:
                 continue
-            x = jax.random.normal(jax.random.key(0), (16, 8)) * size
+            x = draw_normal(0, (16, 8)) * size
             scaled = as_scaled_array(x, size if kind == "static" else None, dtype=dtype)
             close(fun(scaled), plain(program, start)(asarray(scaled)), dtype)
 
@@ -184,7 +185,7 @@ def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scal
 @pytest.mark.parametrize("kind", quick(["static", "dynamic"], "static"))
 @pytest.mark.parametrize("start", quick([LOWEST, -1e30], LOWEST))
 def test_start_of_a_loop_under_other_transformations(start, kind, dtype, scalify):
-    x = jax.random.normal(jax.random.key(0), (3, 16, 8))
+    x = draw_normal(0, (3, 16, 8))
     scaled = as_scaled_array(x, 1.0 if kind == "static" else None, dtype=dtype)
     fun = online_softmax(start)
     for program in (
@@ -222,7 +223,7 @@ def test_a_start_that_nothing_was_compared_with_stays_far_away(
 
     jitted = jax.jit(scalify(fun))
     for size in (2.0**-10, 1.0, 2.0**10):
-        x = jax.random.normal(jax.random.key(0), (16, 8)) * size
+        x = draw_normal(0, (16, 8)) * size
         scaled = as_scaled_array(x, size if kind == "static" else None, dtype=dtype)
         found = asarray(jitted(scaled))
         expected = fun(asarray(scaled))
@@ -237,7 +238,7 @@ def test_scales_that_differ_from_turn_to_turn_carry_a_start_along(kind, scalify)
     """The maximum of layers of 2^-30, 2^30, 2^-30, ..., some of whose elements are
     masked throughout."""
     exponents = jnp.array([-30.0, 30.0, -30.0, 0.0])
-    x = jax.random.normal(jax.random.key(0), (4, 8))
+    x = draw_normal(0, (4, 8))
     scaled = (
         ScaledArray(x, 2.0**exponents) if kind == "dynamic" else as_scaled_array(x, 1.0)
     )
@@ -266,7 +267,7 @@ def test_a_large_start_that_counts_is_not_lost(scalify):
     def fun(x):
         return lax.scan(lambda c, t: (0.5 * c + t, c), jnp.full(8, 1e6), x)
 
-    x = jax.random.normal(jax.random.key(0), (40, 8))
+    x = draw_normal(0, (40, 8))
     for scale in (1.0, None):
         for dtype, rtol in ((jnp.float32, 1e-5), (jnp.float16, 0.02)):
             scaled = as_scaled_array(x, scale, dtype=dtype)
@@ -288,7 +289,7 @@ def test_a_body_with_effects_is_run_as_often_as_it_turns(scalify):
 
         return lax.scan(body, jnp.full(8, -1e30), x)[0]
 
-    x = jax.random.normal(jax.random.key(0), (16, 8))
+    x = draw_normal(0, (16, 8))
     found = asarray(jax.jit(scalify(fun))(as_scaled_array(x)))
     jax.effects_barrier()
     np.testing.assert_allclose(found, x.max(0), rtol=1e-6)

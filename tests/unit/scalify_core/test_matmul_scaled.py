@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from jax import lax
 from propagated import scalify
 
@@ -228,8 +229,8 @@ def test_products_beyond_the_range_of_fp16_saturate_forward_and_backward(dot):
 
 def test_a_product_of_bf16_that_is_wanted_in_fp32_is_fp32():
     a, b = (
-        jax.random.normal(jax.random.key(0), (16, 64)),
-        jax.random.normal(jax.random.key(1), (64, 16)),
+        draw_normal(0, (16, 64)),
+        draw_normal(1, (64, 16)),
     )
 
     def product(a, b):

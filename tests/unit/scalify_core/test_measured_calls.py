@@ -4,6 +4,7 @@ call that it is."""
 import jax
 import jax.numpy as jnp
 import numpy as np
+from draws import draw_normal
 from jax.extend.core import jaxprs_in_params
 
 from scalify_core import ScaledArray, as_scaled_array, scalify
@@ -12,7 +13,7 @@ HALF = jnp.float16
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def scaled(*arrays):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import propagated
 import pytest
+from draws import draw_normal
 from families import quick
 from jax import lax
 from jax.experimental.ode import odeint
@@ -83,7 +84,7 @@ def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(
 @pytest.mark.parametrize("scale", quick([1.0, None], None))
 @pytest.mark.parametrize("kinds", [(branch, turns), (turns, counted)])
 def test_nested_control_flow_gives_the_plain_values(kinds, scale, scalify):
-    x = jax.random.normal(jax.random.key(0), (8,))
+    x = draw_normal(0, (8,))
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.float16, 0.02)):
         scaled = as_scaled_array(x, scale, dtype=dtype)
         fun = nest(4, *kinds)

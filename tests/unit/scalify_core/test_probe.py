@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from propagated import scalify
 
 from scalify_core import FloatFormat, ScaledArray, asarray, gelu
@@ -16,7 +17,7 @@ EMPTY = jnp.zeros(SLOT)
 
 
 def normal(seed, shape=(64, 32)):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def seen(**formats):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
@@ -28,7 +29,7 @@ def promote_to_float32(*xs):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def factor(w):

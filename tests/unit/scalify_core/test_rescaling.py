@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from propagated import scalify
 
 import scalify_core as sc
@@ -21,7 +22,7 @@ def rms(x):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 @pytest.mark.parametrize("name", ["dynamic_rescale_rms", "dynamic_rescale_max"])

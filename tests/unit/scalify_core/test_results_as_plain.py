@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 
 from scalify_core import as_scaled_array, asarray, explain, scalify
 from scalify_core.array.scaled_array import is_scaled_array
@@ -15,7 +16,7 @@ F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def dtypes(tree):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 from propagated import scalify
 
 import scalify_core as sc
@@ -20,7 +21,7 @@ def rms(x):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 # 1. Creep.

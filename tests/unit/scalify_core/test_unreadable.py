@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 
 from scalify_core import (
     PrecisionWarning,
@@ -23,8 +24,8 @@ HALF = jnp.float16
 told_elsewhere = pytest.mark.filterwarnings(
     "ignore:.*reads as NaN:scalify_core.PrecisionWarning"
 )
-X = jax.random.normal(jax.random.key(0), (4, 8))
-W = 0.01 * jax.random.normal(jax.random.key(1), (8, 8))
+X = draw_normal(0, (4, 8))
+W = 0.01 * draw_normal(1, (8, 8))
 READ = {
     "asarray": asarray,
     "jit of asarray": jax.jit(asarray),

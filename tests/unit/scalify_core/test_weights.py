@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -98,10 +99,8 @@ def test_fp32_parameters_get_the_plain_sum_and_updates_may_be_scaled():
 
 
 def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and_step():
-    params = scaled_params(
-        {"w": jax.random.normal(jax.random.key(0), (64, 32))}, jnp.float16
-    )
-    update = {"w": 1e-4 * jax.random.normal(jax.random.key(1), (64, 32))}
+    params = scaled_params({"w": draw_normal(0, (64, 32))}, jnp.float16)
+    update = {"w": 1e-4 * draw_normal(1, (64, 32))}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
 
@@ -217,7 +216,7 @@ def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_run_time_scale_follows_weights_that_shrink(dtype):
     """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
-    p = as_scaled_array(jax.random.normal(jax.random.key(0), (64,)), dtype=dtype)
+    p = as_scaled_array(draw_normal(0, (64,)), dtype=dtype)
     exact = asarray(p)
     shrink = jax.jit(
         lambda p, n: apply_updates(
@@ -284,7 +283,7 @@ def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
 
 
 def test_weights_and_what_they_lost_of_their_values_are_nearly_those():
-    exact = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    exact = {"w": draw_normal(0, (64, 64))}
     params = scaled_params(exact, jnp.float16)
     lost = remainders(exact, params)
     error = np.abs(

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
@@ -49,8 +50,8 @@ def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
         return y * jnp.where((a == 0) | (b == 0), 1.0, a / b)
 
     x, y = (
-        size * jax.random.normal(jax.random.key(0), (64,)),
-        other * jax.random.normal(jax.random.key(1), (64,)),
+        size * draw_normal(0, (64,)),
+        other * draw_normal(1, (64,)),
     )
     found = asarray(jax.jit(scalify(ratio))(scaled(x, dtype), scaled(y, dtype)))
     # Roundings of the data and of the result, and what a sum of 64 squares is off by in
@@ -74,17 +75,14 @@ def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
     ],
 )
 def test_what_is_not_selected_does_not_flush_what_is(fun, dtype):
-    good = scaled(jax.random.normal(jax.random.key(0), (64,)), dtype)
+    good = scaled(draw_normal(0, (64,)), dtype)
     found = jax.jit(scalify(fun))(good, scaled(np.zeros(64), dtype))
     np.testing.assert_array_equal(asarray(found), asarray(good))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
-    big, small = (
-        scaled(s * jax.random.normal(jax.random.key(0), (8,)), dtype)
-        for s in (2.0**60, 2.0**-60)
-    )
+    big, small = (scaled(s * draw_normal(0, (8,)), dtype) for s in (2.0**60, 2.0**-60))
     select = jax.jit(scalify(lambda which, a, b: jnp.where(which, a, b)))
     for which, expected in ((True, big), (False, small)):
         found = select(which, big, small)

@@ -62,9 +62,16 @@ def batch(w):
 
 
 @functools.cache
-def row(preset, spec=SPEC):
+def made(preset, spec=SPEC):
+    """The task and its numerics, compiled once for all states of a form."""
     w = workload(preset, spec)
-    return make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
+    return w, make_numerics(w, 1e-3)
+
+
+@functools.cache
+def row(preset, spec=SPEC):
+    w, numerics = made(preset, spec)
+    return numerics(first_state(w, seed=0), batch(w), 0)
 
 
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32", whole("bf16")])
@@ -205,7 +212,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
 
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", whole("sim")])
 def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset):
-    w = workload(preset)
+    w, numerics = made(preset)
     state = first_state(w, seed=0)
     h = state.params["h"][0]
 
@@ -218,7 +225,7 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     h["attn"]["c_proj"]["kernel"] = times(
         h["attn"]["c_proj"]["kernel"], 2.0**-9 if preset == "sim" else 2.0**-13
     )
-    found = make_numerics(w, 1e-3)(state, batch(w), 0)
+    found = numerics(state, batch(w), 0)
     assert found["numerics/weights/h.0.mlp.c_fc.kernel/saturated"] > 0.3
     assert found["numerics/activations/h.0.mlp.c_proj.in/saturated"] > 0.1
     assert found["numerics/weights/h.0.attn.c_proj.kernel/underflow"] > 0.9
@@ -230,10 +237,8 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     "preset", ["fp32", whole("scalify_fp8_fp16"), whole("scalify_fp8_fp8")]
 )
 def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
-    w = workload(preset)
-    state = first_state(w, seed=0)
-    numerics = make_numerics(w, 1e-3)
-    found = numerics(state, batch(w), 0)
+    w, numerics = made(preset)
+    state, found = first_state(w, seed=0), row(preset)
     zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
     for name in [
         *zeros,

@@ -99,13 +99,14 @@ def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas(
 
 
 def test_replicas_differ_inside_a_round_and_have_the_outer_weights_after_it():
-    state, _ = trained(1, NARROW)
+    one_device = (NARROW, "fp32", 1)  # its step is that of the tests below
+    state, _ = trained(1, *one_device)
     assert any(
         (a != b).any()
         for a, b in zip(of_replica(state, 0), of_replica(state, 1), strict=True)
     )
     outer = bits(state.params)
-    state, _ = trained(2, NARROW, start=1, state=state)
+    state, _ = trained(2, *one_device, start=1, state=state)
     assert bits(state.params) != outer
     for k in range(2):
         assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from families import quick
 
 import scalify_core as sc
@@ -18,7 +19,7 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def layer_norm(x, w, b):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draw_normal
 from families import quick
 
 import scalify_core
@@ -23,7 +24,7 @@ scalify = functools.partial(scalify_core.scalify, scales="static")
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return draw_normal(seed, shape)
 
 
 def assert_near(found, expected, rtol=RTOL):

@@ -1,0 +1,26 @@
+"""Random arrays for tests, without a program compiled for each shape."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SIZE = 2**14
+
+
+@functools.cache
+def _draws(seed: int) -> np.ndarray:
+    return np.asarray(jax.random.normal(jax.random.key(seed), (SIZE,)))
+
+
+def draw_normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Return `jax.random.normal(jax.random.key(seed), shape)`, bit for bit.
+
+    JAX draws each number from the key and the number's flat index alone, so all shapes
+    are beginnings of one draw.
+    """
+    size = int(np.prod(shape))
+    if size > SIZE:
+        return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(_draws(seed)[:size].reshape(shape))
