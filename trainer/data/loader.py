@@ -155,6 +155,7 @@ class Loader:
 def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
     """Return the number of end-of-text tokens before each position of a row, int32."""
     ends = (tokens == eot).astype(np.int32)
+    # An end-of-text token belongs to the document that it ends, not to the next.
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
 
@@ -172,6 +173,7 @@ def prefetch(
     def put(item: tuple[int, Batch] | BaseException) -> None:
         while not closed.is_set():
             try:
+                # The consumer may stop reading while the queue is full.
                 return ready.put(item, timeout=0.1)
             except queue.Full:
                 continue

@@ -179,6 +179,7 @@ class Manifest:
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """Return the shards of a split as read-only memory maps [tokens]."""
+        # Shards are little-endian, whatever the machine that reads them.
         dtype = np.dtype(self.dtype).newbyteorder("<")
         return [
             np.memmap(self.directory / shard.name, dtype, mode="r")
@@ -196,6 +197,7 @@ class Manifest:
             if known.get(shard.name) != stamps[shard.name]
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
+            # An error of a worker is only raised when its result is read.
             for _ in pool.map(self._check_crc, unknown):
                 pass
         if unknown and not small and os.access(self.directory, os.W_OK):

@@ -23,6 +23,7 @@ def empty_cache(
     n_layer: int, batch: int, context: int, heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
     """Return an empty cache of `context` positions."""
+    # Of full size from the start: with fixed shapes decoding is compiled once.
     shape = (n_layer, batch, context, heads, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 

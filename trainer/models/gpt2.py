@@ -135,6 +135,7 @@ class GPT2(nnx.Module):
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
         """Return logits of the tied head, FP32 `[N, vocab_size]`, without padding."""
+        # A padding row is zero, so its token would have a logit of 0.
         wte_VxD = self.wte.embedding[: self.spec.vocab_size].astype(self.compute_dtype)
         return jnp.einsum(
             "nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32

@@ -211,6 +211,7 @@ class Factory:
 
         `kind`, `groups`, `gated` and `scaled_rows` are those of `Role`.
         """
+        # A device's columns of several groups would not be contiguous; see `Role`.
         by_rows = kind == "row" or groups > 1
         kernel_role = Role(
             kind,
@@ -236,6 +237,7 @@ class Factory:
             kernel_metadata={"role": kernel_role},
             bias_metadata={"role": bias_role},
         )
+        # A device with some of the rows has a partial sum of every output.
         linear.partial = self.split if kind == "row" else None
         return linear
 
@@ -323,6 +325,7 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
         kind: Literal["table", "head"] = "table",
     ) -> None:
+        # Drawn without the padding, on whose size initial values must not depend.
         table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
         padding = padded_rows - rows
         self.embedding = nnx.Param(

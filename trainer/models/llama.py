@@ -68,7 +68,8 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.
     """
     frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
-        # rotations within the original context
+        # Pairs that turn often in the original context stay, as they tell neighbors
+        # apart; slow ones are stretched to the new context, with a ramp in between.
         turns_P = scaling.original_context * frequency_P / (2 * math.pi)
         between = scaling.high_freq_factor - scaling.low_freq_factor
         share_P = np.clip((turns_P - scaling.low_freq_factor) / between, 0, 1)
@@ -335,6 +336,7 @@ class Llama(nnx.Module):
         """Return the rotation of `length` positions from `position` on."""
         spec = self.spec
         frequency_P = frequencies(spec.head_width, spec.rope_theta, spec.rope_scaling)
+        # in FP32: above 256, BF16 has no odd numbers
         position_T = (position + jnp.arange(length)).astype(jnp.float32)
         angle_TxP = position_T[:, None] * frequency_P[None]
         return Rotation(jnp.cos(angle_TxP), jnp.sin(angle_TxP))
@@ -373,6 +375,7 @@ class Llama(nnx.Module):
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
         """Return logits, FP32 `[N, vocab_size]`, without padding."""
+        # A padding row is zero, so its token would have a logit of 0.
         head_VxD = self.head_VxD[: self.spec.vocab_size].astype(self.compute_dtype)
         return jnp.einsum(
             "nd,vd->nv", h_NxD, head_VxD, preferred_element_type=jnp.float32

@@ -35,11 +35,12 @@ def sample(
     Reference for top-p: Holtzman et al. 2020, "The curious case of neural text
     degeneration".
     """
-    logits_V, ids_V = jax.lax.top_k(logits_V, logits_V.shape[0])  # likeliest first
+    # Sorts all logits, likeliest first: `top_k` is traced and cannot be a size.
+    logits_V, ids_V = jax.lax.top_k(logits_V, logits_V.shape[0])
     rank_V = jnp.arange(logits_V.shape[0])
     masked_V = jnp.where(
         (top_k == 0) | (rank_V < top_k),
-        logits_V / jnp.where(temperature > 0, temperature, 1),
+        logits_V / jnp.where(temperature > 0, temperature, 1),  # no division by 0
         -jnp.inf,
     )
     p_V = jax.nn.softmax(masked_V)
@@ -94,6 +95,7 @@ class Generator:
 
             def step(carry: tuple) -> tuple:
                 i, ids_S, logits_V, cache = carry
+                # A key for each token of the continuation, wherever windows begin.
                 new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
                 # The token that fills the window is sampled from a full cache; the step
                 # after it is unused.

@@ -214,6 +214,7 @@ def largest_that_fits(
         if top <= fits * (1 + slack) or len(known) == TRIES:
             return Fitting(fits, None if top == most else max(top, fits))
         if len(known) == 1:
+            # With one measurement, the rest is taken to grow with the sequences.
             variable = max(known[first] - constant, 1)
             guess = int(first * max(limit - constant, 0) / variable)
         elif fits and fails <= most:
@@ -221,6 +222,7 @@ def largest_that_fits(
         else:
             nearest = sorted(known, key=lambda b: abs(known[b] - limit))[:2]
             guess = crossing(*sorted(nearest))
+        # Lines alone may close in from one side only, so some tries split the range.
         if len(known) > 1 and (guess <= fits or len(known) in (5, 7, 9, 11)):
             guess = math.isqrt(max(fits, 1) * (top + 1))
         guess = min(max(guess, fits + 1), top)

@@ -372,7 +372,6 @@ def losses(
         loss = Loss(size, share, tensor)
         worst[kind] = max(worst.get(kind, loss), loss)
     return worst
-    return worst
 
 
 def _cast(
