@@ -11,7 +11,8 @@ SIZE = 2**14
 
 @functools.cache
 def _draws(seed: int) -> np.ndarray:
-    return np.asarray(jax.random.normal(jax.random.key(seed), (SIZE,)))
+    with jax.ensure_compile_time_eval():  # the first to ask may be a trace
+        return np.asarray(jax.random.normal(jax.random.key(seed), (SIZE,)))
 
 
 def draw_normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
