@@ -5,8 +5,9 @@ BF16, leaf by leaf.
 
 A row is a model. `worst` is the leaf that is furthest beyond its limit: its error, that
 of plain code in the same format (of FP8: of FP32 code with FP8 matmuls at the best
-scales), and its zeros where they count. `trace` and `compile` are times over those of
-plain code. Each measured row is a JSON line beside the table; called again, the table
+scales), and its zeros where they count. `trace` and `compile` are times, `instructions`
+and `temporaries` sizes of the compiled program, over those of plain FP16
+code. Each measured row is a JSON line beside the table; called again, the table
 continues. Rows that other code has measured are measured again with `again=yes`.
 """
 
@@ -173,7 +174,7 @@ def summary(row: dict[str, Any]) -> str:
     failed = [name for name, result in row["found"].items() if not holds(result)]
     ratios = row["cost"]
     times = (
-        f", trace {ratios['trace']:.2f}, compile {ratios['compile']:.2f}"
+        "".join(f", {name} {ratios[name]:.2f}" for name in Cost._fields)
         if ratios and "trace" in ratios
         else ""
     )
@@ -190,8 +191,7 @@ def markdown(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> str:
     head = [
         "model",
         *(f"{format} {scales}" for format, scales in columns),
-        "trace",
-        "compile",
+        *Cost._fields,
         "verdict",
     ]
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import statistics
 import time
 import warnings
@@ -273,27 +274,37 @@ def limit_of(subject: Subject, format: str, path: str, plain: float) -> float:
 
 
 class Cost(NamedTuple):
-    """Times of the scalified gradient over those of the plain one, medians of
-    interleaved rounds."""
+    """What the scalified gradient costs, over the plain one's in the same format.
+
+    Times are medians of interleaved rounds.
+    """
 
     trace: float
     compile: float
+    instructions: float  # of the compiled program, those inside of fusions too
+    temporaries: float  # bytes
 
 
 def cost(
     subject: Subject, format: str = "fp16", scales: str = "static", *, rounds: int = 3
 ) -> Cost:
     """Trace both gradients, and compile both, in turns, all caches of JAX empty."""
-    case = subject.case
-    plain: tuple[Callable, tuple] = (gradient_of(case), (case.params, case.batch))
-    ours = subject.scaled(format, scales)
+    case, dtype = subject.case, FORMATS[format].dtype
+    plain = jax.tree.map(
+        lambda x: x.astype(dtype) if _is_float(x) else x, (case.params, case.batch)
+    )
+    ways: tuple[tuple[Callable, tuple], ...] = (
+        (gradient_of(case), plain),
+        subject.scaled(format, scales),
+    )
     traces: list[list[float]] = [[], []]
     compiles: list[list[float]] = [[], []]
+    sizes = [(0, 0), (0, 0)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for turn in range(rounds + 1):
             for i in (0, 1) if turn % 2 else (1, 0):
-                fun, args = (plain, ours)[i]
+                fun, args = ways[i]
                 jax.clear_caches()
                 start = time.perf_counter()
                 traced = jax.jit(fun).trace(*args)
@@ -301,13 +312,24 @@ def cost(
                 if turn:  # the first round warms what Python caches
                     lowered = traced.lower()
                     start = time.perf_counter()
-                    lowered.compile()
+                    compiled = lowered.compile()
                     compiles[i].append(time.perf_counter() - start)
+                    sizes[i] = _sizes(compiled)
     trace_ratios = [b / a for a, b in zip(traces[0][1:], traces[1][1:], strict=True)]
+    (plain_count, plain_bytes), (count, size) = sizes
     return Cost(
         statistics.median(trace_ratios),
         statistics.median(b / a for a, b in zip(*compiles, strict=True)),
+        count / plain_count,
+        size / plain_bytes,
     )
+
+
+def _sizes(compiled: Any) -> tuple[int, int]:
+    """The instructions of a compiled program, and the bytes of its temporaries."""
+    lines = compiled.as_text().splitlines()
+    count = sum(bool(re.match(r"\s+(ROOT )?%?[\w.-]+ = ", line)) for line in lines)
+    return count, compiled.memory_analysis().temp_size_in_bytes
 
 
 def gradient_of(case: Case) -> Callable[[Any, Any], Any]:

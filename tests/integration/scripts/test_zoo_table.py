@@ -51,8 +51,8 @@ def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
         ("llama", "fp8", "static"),
     ]
     table = out.read_text()
-    assert "| llama | 0.001 / 0.002 | 0.001 / 0.002 | - | - | fits |" in table
-    assert "| rwkv | 0.001 / 0.002 | - | - | - | fits |" in table
+    assert "| llama | 0.001 / 0.002 | 0.001 / 0.002 | - | - | - | - | fits |" in table
+    assert "| rwkv | 0.001 / 0.002 | - | - | - | - | - | fits |" in table
 
 
 def test_rows_of_other_sizes_are_not_taken(measured, tmp_path):
@@ -80,7 +80,8 @@ def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path
         )
     )
     assert (
-        "| rwkv | raises NotImplementedError | - | - | **fails** |" in out.read_text()
+        "| rwkv | raises NotImplementedError | - | - | - | - | **fails** |"
+        in out.read_text()
     )
     (line,) = out.with_suffix(".jsonl").read_text().splitlines()
     assert (
