@@ -1,6 +1,6 @@
-"""What a precision means: the formats of weights, products, gradients and moments, and
-the scaling method.
+"""The precision of a run: formats of weights, products, gradients and moments, and the
+scaling methods.
 
-Read `policy` and `methods` first, which need no JAX; `arrays` has what a policy does to
-arrays, `dots` the products, `gradients` the differentiation.
+Read `fields`, `policy` and `methods` first, which need no JAX. `arrays` applies a
+policy to arrays, `dots` has the products, `gradients` the differentiation.
 """
