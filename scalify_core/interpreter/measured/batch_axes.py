@@ -1,5 +1,6 @@
-"""Which axes of an FP8 product's operands and results are a batch: its own, and those
-of the vmaps around it.
+"""The batch axes of an FP8 product's operands and results.
+
+They are the axes of the product's own batch, and the axes of the vmaps around it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from jax import lax
 
 from scalify_core.array.scaled_array import ScaledArray
 
-# of axes: what an axis is of, in operands and results alike; None: no batch
+# For each axis the batch axis that it is, in operands and results; None: no batch.
 Labels = list[Any]
 
 
 def labels(ndim: int, batch: Sequence[int], mapped: Sequence[int | None]) -> Labels:
-    """Of the axes of an operand of rank `ndim`, vmaps included.
+    """Return the labels of the axes of an operand, vmaps included.
 
-    `batch`: the axes that are the product's own batch, in its order, as without vmaps;
-    `mapped`: the axis of each vmap, innermost first, or None.
+    Args:
+        ndim: the operand's rank, vmaps included.
+        batch: the axes of the product's own batch, in its order, as without vmaps.
+        mapped: the axis of each vmap, innermost first, or None.
     """
     numbers = {axis: number for number, axis in enumerate(batch)}
     out: Labels = [
@@ -33,45 +36,65 @@ def labels(ndim: int, batch: Sequence[int], mapped: Sequence[int | None]) -> Lab
     return out
 
 
-def labels_of_result(own: Labels, vmaps: int) -> Labels:
-    """Of a result whose axes without vmaps are `own`: the axis of each vmap comes in
-    front.
+def labels_of_result(axis_labels: Labels, vmaps: int) -> Labels:
+    """Return the labels of a result; the axes of the vmaps come first.
+
+    Args:
+        axis_labels: the labels of the axes without vmaps.
+        vmaps: the number of vmaps.
     """
-    return [("vmap", number) for number in reversed(range(vmaps))] + own
+    return [("vmap", number) for number in reversed(range(vmaps))] + axis_labels
 
 
 def shared(operands: Sequence[Labels]) -> list[tuple[int, ...]]:
-    """The axes of each operand that all of them have: where each index may have its own
-    scale.
+    """Return the axes of each operand that all operands have.
+
+    Each index along these axes may have its own scale.
     """
-    common = set.intersection(*(set(found) for found in operands)) - {None}
+    common = set.intersection(*(set(axis_labels) for axis_labels in operands)) - {None}
     return [
-        tuple(axis for axis, label in enumerate(found) if label in common)
-        for found in operands
+        tuple(axis for axis, label in enumerate(axis_labels) if label in common)
+        for axis_labels in operands
     ]
 
 
-def scale_for(x: ScaledArray, of: Labels, result: Labels) -> Any:
-    """The scale of an operand, for a result: a scalar, or of size 1 along axes that the
-    operand's has no part in.
+def scale_for(x: ScaledArray, axis_labels: Labels, result: Labels) -> Any:
+    """Return the scale of an operand, shaped for a result.
+
+    It is a scalar, or of size 1 along the axes that the operand does not have.
+
+    Args:
+        x: the operand.
+        axis_labels: the labels of the operand's axes.
+        result: the labels of the result's axes.
     """
     if x.is_static or jnp.size(x.scale) == 1:
         return x.scale if x.is_static else jnp.reshape(x.scale, ())
     return placed(
         jnp.reshape(x.scale, jnp.shape(x.scale) + (1,) * (x.ndim - jnp.ndim(x.scale))),
-        of,
+        axis_labels,
         result,
     )
 
 
-def placed(scale: Any, of: Labels, result: Labels) -> Any:
-    """A scale whose axes are `of` these labels, for a result: of size 1 along axes that
-    it has no part in.
+def placed(scale: Any, axis_labels: Labels, result: Labels) -> Any:
+    """Return a scale, shaped for a result: of size 1 along axes that it does not have.
+
+    Args:
+        scale: the scale, of the rank of its operand.
+        axis_labels: the labels of the scale's axes.
+        result: the labels of the result's axes.
     """
-    order = [of.index(label) for label in result if label is not None and label in of]
+    order = [
+        axis_labels.index(label)
+        for label in result
+        if label is not None and label in axis_labels
+    ]
     shape = [
-        scale.shape[of.index(label)] if label is not None and label in of else 1
+        scale.shape[axis_labels.index(label)]
+        if label is not None and label in axis_labels
+        else 1
         for label in result
     ]
-    rest = [axis for axis in range(len(of)) if axis not in order]
+    rest = [axis for axis in range(len(axis_labels)) if axis not in order]
     return lax.reshape(lax.transpose(scale, (*order, *rest)), shape)

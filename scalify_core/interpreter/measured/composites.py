@@ -52,7 +52,7 @@ _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialised")
     "set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd"
 )
 def _same(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    """Scales are measured wherever they matter, so what rescales has nothing to do."""
+    """Return the operand: scales are measured anyway, so rescaling is the identity."""
     x = operands[-1]
     return [like(x, in_order(call, wide(x)))] * len(eqn.outvars)
 
@@ -74,7 +74,7 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
 
 @composite_rule("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
 def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    """Rounded to a format at a measured scale, as a store in it would be."""
+    """Round to a format at a measured scale, as storing in that format does."""
     fmt: FloatFormat = dict(call.static)["fmt"]
     x = operands[-1]
     data = in_order(call, wide(x))
@@ -86,19 +86,22 @@ def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     if type(x) is not Value:
         return [wide(x), jnp.float32(1)]
-    found = quantize.result(in_order(call, wide(x)), x.dtype)
-    return [storage.as_float32(found.data), jnp.asarray(found.scale, jnp.float32)]
+    array = quantize.result(in_order(call, wide(x)), x.dtype)
+    return [storage.as_float32(array.data), jnp.asarray(array.scale, jnp.float32)]
 
 
 @composite_rule("fp8_dot_general", "fp8_dot_general.fwd")
 def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    """Each entry of a batch, its own or that of a vmap of both operands, is cast at its
-    own scale.
+    """Evaluate an FP8 product.
+
+    Each entry of a batch is cast at its own scale. A batch is the product's own, or
+    that of a vmap of both operands.
     """
     product = dict(call.static)["product"]
-    of = _labels(call, eqn, product, (0, 1))
+    axis_labels = _labels(call, eqn, product, (0, 1))
     lhs, rhs = (
-        _stored(x, _E4M3, axes) for x, axes in zip(operands, shared(of), strict=True)
+        _stored(x, _E4M3, axes)
+        for x, axes in zip(operands, shared(axis_labels), strict=True)
     )
     unused = [
         jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
@@ -115,29 +118,32 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         [*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps
     )
     scales = (
-        scale_for(x, axes, result) for x, axes in zip((lhs, rhs), of, strict=True)
+        scale_for(x, axes, result)
+        for x, axes in zip((lhs, rhs), axis_labels, strict=True)
     )
     value = wide_value(quantize.scaled_by(out, *scales), v.result_dtype(*operands))
     if call.name == "fp8_dot_general":
         return [value]
-    kept = (
+    residuals = (
         stored_value(
-            with_scale(x8, scale_for(x, axes, labels_of_result(_own(axes), vmaps)))
+            with_scale(
+                x8, scale_for(x, axes, labels_of_result(_without_vmaps(axes), vmaps))
+            )
         )
-        for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), of, strict=True)
+        for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), axis_labels, strict=True)
     )
-    return [value, *kept, *unused]
+    return [value, *residuals, *unused]
 
 
 @composite_rule("fp8_dot_general.bwd")
 def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     product, last = dict(call.static)["product"], len(operands) - 1
-    of = _labels(call, eqn, product, (0, 1, last))
+    axis_labels = _labels(call, eqn, product, (0, 1, last))
     formats = (_E4M3, _E4M3, product.gradient.dtype)
     read = (*operands[:2], operands[last])
     lhs, rhs, gradient = (
         _stored(x, np.dtype(dtype), axes)
-        for x, dtype, axes in zip(read, formats, shared(of), strict=True)
+        for x, dtype, axes in zip(read, formats, shared(axis_labels), strict=True)
     )
     unused = map(wide, operands[2:-1])
 
@@ -146,19 +152,19 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         return d_lhs, rhs_gradient(lhs8, rest[-1], product.dims, _F32)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *unused, gradient.data)
-    of_lhs, of_rhs, of_gradient = of
+    lhs_labels, rhs_labels, gradient_labels = axis_labels
     out = []
-    for found, own, other, of_other in (
-        (d_lhs, of_lhs, rhs, of_rhs),
-        (d_rhs, of_rhs, lhs, of_lhs),
+    for data, operand_labels, other, other_labels in (
+        (d_lhs, lhs_labels, rhs, rhs_labels),
+        (d_rhs, rhs_labels, lhs, lhs_labels),
     ):
-        result = labels_of_result(_own(own), len(call.in_axes))
+        result = labels_of_result(_without_vmaps(operand_labels), len(call.in_axes))
         scales = (
-            scale_for(gradient, of_gradient, result),
-            scale_for(other, of_other, result),
+            scale_for(gradient, gradient_labels, result),
+            scale_for(other, other_labels, result),
         )
         out.append(
-            wide_value(quantize.scaled_by(found, *scales), v.result_dtype(*operands))
+            wide_value(quantize.scaled_by(data, *scales), v.result_dtype(*operands))
         )
     return out
 
@@ -173,18 +179,18 @@ def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> ScaledArray:
 def _labels(call: Any, eqn: Any, product: Any, operands: Sequence[int]) -> list[Labels]:
     """Return the labels of the operands of these numbers, axis by axis."""
     _, (lhs, rhs) = product.dims
-    own = (lhs, rhs, range(len(lhs)))
+    batches = (lhs, rhs, range(len(lhs)))
     mapped = ([axes[i] for axes in call.in_axes] for i in operands)
     ranks = (len(eqn.invars[i].aval.shape) for i in operands)
-    return [labels(*each) for each in zip(ranks, own, mapped, strict=False)]
+    return [labels(*each) for each in zip(ranks, batches, mapped, strict=False)]
 
 
-def _own(of: Labels) -> Labels:
-    """The axes that are none of a vmap."""
-    return [label for label in of if not isinstance(label, tuple)]
+def _without_vmaps(axis_labels: Labels) -> Labels:
+    """Return the labels of the axes that belong to no vmap."""
+    return [label for label in axis_labels if not isinstance(label, tuple)]
 
 
 def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
-    """`fun` on the data, under the vmaps of the call."""
+    """Call `fun` on the data, under the vmaps of the call."""
     in_tree = jax.tree.structure(operands)
     return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

@@ -1,5 +1,6 @@
-"""Which plain FP32 numbers of a program a narrow format holds as they are: masks,
-one-hot vectors, small integers.
+"""Find plain FP32 numbers of a program that a narrow format represents exactly.
+
+Such numbers are masks, one-hot vectors and small integers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from jax.extend.core import Literal
 
 from scalify_core.numerics.caches import per_jaxpr
 
-# what a number came from: a narrow dtype, or a number of the program
+# The source of a number: a narrow dtype, or a constant of the program.
 Origin = np.dtype | float
 Origins = frozenset[Origin] | None  # of the elements of a value; None: any
 
@@ -65,12 +66,15 @@ _CALLS = {
 def origins_in(
     jaxpr: Any, given: tuple[Origins, ...]
 ) -> tuple[dict[Any, Origins], tuple[Origins, ...]]:
-    """The origins of the variables of a jaxpr, and those of its results, its arguments
-    having those `given`.
+    """Return the origins of all variables of a jaxpr, and those of its results.
+
+    Args:
+        jaxpr: the program.
+        given: the origins of its arguments.
     """
     known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
 
-    def of(atom: Any) -> Origins:
+    def origins_of(atom: Any) -> Origins:
         if type(atom) is Literal:
             return _of_number(atom)
         return known.get(atom) or (
@@ -84,26 +88,29 @@ def origins_in(
             known.update(
                 zip(
                     eqn.outvars,
-                    origins_in(inner, tuple(map(of, eqn.invars)))[1],
+                    origins_in(inner, tuple(map(origins_of, eqn.invars)))[1],
                     strict=True,
                 )
             )
         elif name == "convert_element_type":
             (x,) = eqn.invars
             known[eqn.outvars[0]] = (
-                frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else of(x)
+                frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else origins_of(x)
             )
         elif name == "mul":
-            if all(is_mask(of(x)) for x in eqn.invars):
-                known[eqn.outvars[0]] = _joined([of(x) for x in eqn.invars])
+            if all(is_mask(origins_of(x)) for x in eqn.invars):
+                known[eqn.outvars[0]] = _joined([origins_of(x) for x in eqn.invars])
         elif name in _SAME:
-            found = _joined([of(x) for x in _elements(eqn)])
-            known.update(dict.fromkeys(eqn.outvars, found))
-    return known, tuple(map(of, jaxpr.outvars))
+            origins = _joined([origins_of(x) for x in _elements(eqn)])
+            known.update(dict.fromkeys(eqn.outvars, origins))
+    return known, tuple(map(origins_of, jaxpr.outvars))
 
 
 def _elements(eqn: Any) -> Sequence[Any]:
-    """The operands whose elements are those of the result; the others say which."""
+    """Return the operands whose elements the result has.
+
+    The remaining operands are indices that select among them.
+    """
     if eqn.primitive.name == "select_n":
         return eqn.invars[1:]
     return [
@@ -111,10 +118,10 @@ def _elements(eqn: Any) -> Sequence[Any]:
     ] or eqn.invars
 
 
-def _joined(found: Sequence[Origins]) -> Origins:
-    if any(x is None for x in found):
+def _joined(operand_origins: Sequence[Origins]) -> Origins:
+    if any(x is None for x in operand_origins):
         return None
-    return frozenset(origin for x in found if x is not None for origin in x)
+    return frozenset(origin for x in operand_origins if x is not None for origin in x)
 
 
 def _of_number(atom: Any) -> Origins:
@@ -123,8 +130,9 @@ def _of_number(atom: Any) -> Origins:
 
 
 def are_powers(origins: Origins) -> bool:
-    """Whether numbers of these origins are zeros and powers of two, of either sign: a
-    product with one copies.
+    """Return whether all these numbers are zeros or powers of two, of either sign.
+
+    A product with such an operand copies elements of the other operand.
     """
     return origins is not None and all(
         x == np.bool_ or (isinstance(x, float) and math.frexp(x)[0] in (0, 0.5, -0.5))
@@ -133,15 +141,16 @@ def are_powers(origins: Origins) -> bool:
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Whether it has less than 16 bits, or is a float of 16."""
+    """Return whether a dtype has 8 bits, or is a float of 16 bits."""
     return dtype.itemsize == 1 or (
         dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating)
     )
 
 
 def is_mask(origins: Origins) -> bool:
-    """Whether numbers of these origins are zeros and ones: booleans, or what the
-    program says in numbers.
+    """Return whether all these numbers are zeros and ones.
+
+    They are booleans, or constants of the program.
     """
     return (
         origins is not None

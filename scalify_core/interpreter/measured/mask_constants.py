@@ -1,9 +1,11 @@
-"""Which numbers that stand in a program may be elements of its results: those of masks
-are treated by themselves.
+"""Follow the large constants of a program to its results.
+
+Constants of masks, such as -1e9, do not take part in the scale of a result.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +22,8 @@ from scalify_core.interpreter.measured.product_reads import (
 )
 from scalify_core.numerics.caches import per_jaxpr
 
-# Their results may have elements of the operands, or those times 1, or plus what is
-# lost beside them.
+# A large constant among the operands may be an element of the result: the operation
+# moves it, multiplies it by 1, or adds a number too small to change it.
 _KEEP = (
     MOVES
     | {
@@ -58,28 +60,27 @@ _KEEP = (
     }
 )
 
-UNKNOWN = (
-    -math.inf
-    # stands for large numbers that are not written in the program: of plain arrays, or
-    # computed of them
-)
-# and below: in an operand of a product the lowest number of FP32 or a good part of it,
-# so a mask
+# Stands for large numbers that are no literals of the program: elements of plain
+# arrays, or results computed from them.
+UNKNOWN = -math.inf
+# Elements of an operand at or below this number are a mask: the lowest FP32 number, or
+# a large part of it.
 LOWEST = -(2.0**125)
-_MOST = 16  # computed constants of a value that are followed
+_MOST = 16  # constants that are followed for one value
 
 
 @per_jaxpr
 def large_constants(jaxpr: Any) -> frozenset[float]:
-    """The finite numbers beyond FP16 that stand in a program, here or further in: what
-    masks and loops begin with.
+    """Return the finite literals beyond FP16's range in a jaxpr and its inner jaxprs.
+
+    They are the constants of masks, and the start values of loops.
     """
-    found: set[float] = set()
+    constants: set[float] = set()
     for eqn in jaxpr.eqns:
-        found.update(*map(_large, eqn.invars))
+        constants.update(*map(_large, eqn.invars))
         for inner in jaxprs_in_params(eqn.params):
-            found |= large_constants(inner)
-    return frozenset(found)
+            constants |= large_constants(inner)
+    return frozenset(constants)
 
 
 def _large(atom: Any) -> frozenset[float]:
@@ -92,11 +93,12 @@ def _large(atom: Any) -> frozenset[float]:
     return frozenset({float(atom.val)}) if number else frozenset()
 
 
-def of_arguments(
+def argument_constants(
     args: Sequence[Any], formats: Sequence[Any]
 ) -> tuple[frozenset[float], ...]:
-    """What `constants_in` is given of the arguments of a program: plain arrays of
-    floats may hold masks.
+    """Return `constants_in`'s `given` for the arguments of a program.
+
+    Plain arrays of floats may hold masks, so they get `UNKNOWN`.
     """
     none, unknown = frozenset[float](), frozenset({UNKNOWN})
 
@@ -117,13 +119,15 @@ def of_arguments(
 def constants_in(
     jaxpr: Any, given: tuple[frozenset[float], ...]
 ) -> tuple[frozenset[float], ...]:
-    """The large constants that may be elements of each result, those of the arguments
-    being `given`.
+    """Return the large constants that may be elements of each result.
 
-    So are their negatives, their sums, and what a number that stands in the program
-    multiplies or divides them by. What a number that is computed makes of them is
-    `UNKNOWN`, and so is what a plain array may hold. Any other function of such a
-    number is another number.
+    Negatives of a constant, sums, and its products or quotients with a literal are
+    followed as numbers. Products with a computed number are `UNKNOWN`, as are the
+    elements of a plain array. The result of any other function is not a large constant.
+
+    Args:
+        jaxpr: the program.
+        given: the large constants of its arguments.
     """
     known = _followed(jaxpr, given)
     return tuple(
@@ -134,14 +138,17 @@ def constants_in(
 
 @per_jaxpr
 def lowest_in(jaxpr: Any) -> frozenset[Any]:
-    """The variables of a jaxpr of which elements may be the lowest numbers, by
-    constants that stand in it.
+    """Return the variables of which elements may be the lowest numbers.
+
+    Only literals of the jaxpr are considered.
     """
     if not any(c <= LOWEST for c in large_constants(jaxpr)):
         return frozenset()
     known = _followed(jaxpr, (frozenset[float](),) * len(jaxpr.invars))
     return frozenset(
-        var for var, found in known.items() if any(UNKNOWN < c <= LOWEST for c in found)
+        var
+        for var, constants in known.items()
+        if any(UNKNOWN < c <= LOWEST for c in constants)
     )
 
 
@@ -149,23 +156,26 @@ def lowest_in(jaxpr: Any) -> frozenset[Any]:
 def _followed(
     jaxpr: Any, given: tuple[frozenset[float], ...]
 ) -> dict[Any, frozenset[float]]:
-    """The large constants that may be elements of each variable, see `constants_in`."""
+    """Return the large constants that may be elements of each variable.
+
+    See `constants_in`.
+    """
     known = dict(zip(jaxpr.invars, given, strict=True))
     known.update(
         (var, frozenset({UNKNOWN})) for var in jaxpr.constvars if is_float(var.aval)
     )
     written = large_constants(jaxpr).union(*given)
 
-    def few(found: frozenset[float]) -> frozenset[float]:
+    def few(constants: frozenset[float]) -> frozenset[float]:
         # Each sum of two such values may be another constant: after a few, only those
         # that are written are followed.
-        return found if len(found) <= _MOST else found & written | {UNKNOWN}
+        return constants if len(constants) <= _MOST else constants & written | {UNKNOWN}
 
-    def of(atom: Any) -> frozenset[float]:
+    def constants_of(atom: Any) -> frozenset[float]:
         return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
 
     for eqn in jaxpr.eqns:
-        operands, name = tuple(map(of, eqn.invars)), eqn.primitive.name
+        operands, name = tuple(map(constants_of, eqn.invars)), eqn.primitive.name
         outs: tuple[frozenset[float], ...] = (frozenset(),) * len(eqn.outvars)
         if name in CALLS:
             outs = constants_in(inner_jaxpr(eqn), operands)
@@ -182,49 +192,47 @@ def _followed(
 
 
 def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[float]:
-    """What arithmetic makes of large constants, in FP32: a temperature, a penalty, two
-    masks added up, a mean.
+    """Return the results of arithmetic on large constants, in FP32.
+
+    Such arithmetic is a temperature, a penalty, the sum of two masks, or a mean.
     """
-    name, found = eqn.primitive.name, set[float]()
+    name, constants = eqn.primitive.name, set[float]()
     operands, given = tuple(some - {UNKNOWN} for some in operands), operands
     with np.errstate(all="ignore"):
         if name == "neg":
-            found = {-c for c in operands[0]}
+            constants = {-c for c in operands[0]}
         elif name in ("add", "add_any", "sub") and len(operands) == 2:
             sign = -1 if name == "sub" else 1
-            found = {
-                float(np.float32(a) + np.float32(sign * b))
-                for a in operands[0]
-                for b in operands[1]
-            }
+            for left, right in itertools.product(*operands):
+                constants.add(float(np.float32(left) + np.float32(sign * right)))
         elif name in ("mul", "div"):
             a, b = (_number(atom) for atom in eqn.invars)
             if b:
-                found = {
+                constants = {
                     float(np.float32(c) * np.float32(b if name == "mul" else 1 / b))
                     for c in operands[0]
                 }
             elif a and name == "mul":
-                found = {float(np.float32(c) * np.float32(a)) for c in operands[1]}
+                constants = {float(np.float32(c) * np.float32(a)) for c in operands[1]}
         elif name == "reduce_sum":
             count = math.prod(eqn.invars[0].aval.shape) // max(
                 1, math.prod(eqn.outvars[0].aval.shape)
             )
-            found = {float(np.float32(c) * np.float32(count)) for c in operands[0]}
-    found = {c for c in found if 65504 < abs(c) < np.inf}
+            constants = {float(np.float32(c) * np.float32(count)) for c in operands[0]}
+    constants = {c for c in constants if 65504 < abs(c) < np.inf}
     if (
         name in ("mul", "div")
         and any(given)
         and not any(type(atom) is Literal for atom in eqn.invars)
     ):
-        found.add(UNKNOWN)
+        constants.add(UNKNOWN)
     return frozenset(
-        found | {UNKNOWN} if any(UNKNOWN in some for some in given) else found
+        constants | {UNKNOWN} if any(UNKNOWN in some for some in given) else constants
     )
 
 
 def _number(atom: Any) -> float | None:
-    """The number that a literal of a program is, or None."""
+    """Return the number of a literal, or None."""
     return (
         float(atom.val)
         if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0

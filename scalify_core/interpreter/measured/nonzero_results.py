@@ -1,10 +1,11 @@
-"""Which results of a program it also takes a root, a logarithm or a reciprocal of: such
-a number is not to become zero.
+"""Find results of which a program takes a root, a logarithm or a reciprocal.
 
-An optimiser's mean of squares spans twice the octaves of the gradient. Where it is
-returned as FP16, its small elements are below what the format holds beside the large
-ones; as zeros they would make the next step divide what the first moment still holds by
-epsilon. As the smallest number of the format they make it small instead.
+Such a result must not be rounded to zero.
+
+An optimizer's mean of squares spans twice the octaves of the gradient. Returned as
+FP16, its small elements underflow beside the large ones. As zeros they would make the
+next step divide the first moment by epsilon. As the smallest number of the format they
+make the step small instead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from jax.extend.core import Literal
 from scalify_core.interpreter.measured.product_reads import CALLS, MOVES, inner_jaxpr
 from scalify_core.numerics.caches import per_jaxpr
 
-_TAKEN = frozenset({"sqrt", "rsqrt", "log", "cbrt", "pow"})  # of the first operand
-# Their result is zero where, up to what is added, the operand is.
+# They need their first operand to be nonzero.
+_NEEDS_NONZERO = frozenset({"sqrt", "rsqrt", "log", "cbrt", "pow"})
+# The result is zero where the operand is zero, apart from a term that is added.
 _SCALED = MOVES | {
     "mul",
     "div",
@@ -30,36 +32,42 @@ _SCALED = MOVES | {
 
 
 @per_jaxpr
-def taken_of(
-    jaxpr: Any, further: tuple[bool, ...]
+def needs_nonzero(
+    jaxpr: Any, read_later: tuple[bool, ...]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Of each result and of each argument, whether one is taken of it.
+    """Return for each result and each argument whether it must not become zero.
 
-    `further`: of which results those who read them take one.
+    Args:
+        jaxpr: the program.
+        read_later: for each result, whether a later program takes a root, a logarithm
+            or a reciprocal of it.
     """
-    found = {
+    variables = {
         atom
-        for atom, so in zip(jaxpr.outvars, further, strict=True)
-        if so and type(atom) is not Literal
+        for atom, needed in zip(jaxpr.outvars, read_later, strict=True)
+        if needed and type(atom) is not Literal
     }
     for eqn in reversed(jaxpr.eqns):
-        name, outs = eqn.primitive.name, tuple(var in found for var in eqn.outvars)
+        name, outs = eqn.primitive.name, tuple(var in variables for var in eqn.outvars)
         read: list[Any] = []
         if name in CALLS:
-            of_results, of_operands = taken_of(inner_jaxpr(eqn), outs)
-            found.update(
-                var for var, so in zip(eqn.outvars, of_results, strict=True) if so
+            needed_results, needed_operands = needs_nonzero(inner_jaxpr(eqn), outs)
+            variables.update(
+                var
+                for var, needed in zip(eqn.outvars, needed_results, strict=True)
+                if needed
             )
             read = [
-                atom for atom, so in zip(eqn.invars, of_operands, strict=True) if so
+                atom
+                for atom, needed in zip(eqn.invars, needed_operands, strict=True)
+                if needed
             ]
-        elif name in _TAKEN:
+        elif name in _NEEDS_NONZERO:
             read = eqn.invars[:1]
         elif name == "div":
             read = eqn.invars[:2] if any(outs) else eqn.invars[1:]
         elif name in _SCALED and any(outs):
             read = [atom for atom in eqn.invars if atom.aval.shape]
-        found.update(atom for atom in read if type(atom) is not Literal)
-    return tuple(type(x) is not Literal and x in found for x in jaxpr.outvars), tuple(
-        x in found for x in jaxpr.invars
-    )
+        variables.update(atom for atom in read if type(atom) is not Literal)
+    results = (type(x) is not Literal and x in variables for x in jaxpr.outvars)
+    return tuple(results), tuple(x in variables for x in jaxpr.invars)

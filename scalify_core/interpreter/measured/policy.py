@@ -36,7 +36,7 @@ from scalify_core.interpreter.measured.product_reads import (
     PRODUCTS,
     Reading,
     is_narrow_product,
-    of_operands,
+    operand_readings,
     reads_in,
 )
 from scalify_core.interpreter.measured.products import (
@@ -50,14 +50,15 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, precision_warnings, storage
 from scalify_core.numerics.scales import broadcast_scale
 
-_SMALLEST_LINE = 2.0**-20  # of the largest: smaller ones do not count
+# Rows and columns below this share of the largest do not count.
+_SMALLEST_LINE = 2.0**-20
 _F32 = np.dtype(np.float32)
 
 rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
 
 
 def rule(*keys: str) -> Callable[[Callable], Callable]:
-    """Decorator: the rule of these equations where scales are measured."""
+    """Return a decorator that registers the measured-scale rule of these equations."""
 
     def register(fun: Callable) -> Callable:
         rules.update(dict.fromkeys(keys, fun))
@@ -67,9 +68,9 @@ def rule(*keys: str) -> Callable[[Callable], Callable]:
 
 
 def composite_rule(*names: str) -> Callable:
-    """Decorator: the rule of the composite calls of these names.
+    """Return a decorator that registers the rule of the composite calls of these names.
 
-    It takes the call, the equation and its operands.
+    The rule takes the call, the equation and its operands.
     """
 
     def register(fun: Callable) -> Callable:
@@ -83,13 +84,13 @@ def composite_rule(*names: str) -> Callable:
 
 
 def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> Any:
-    """Return the results of an equation of which an operand is a `Value`.
+    """Return the results of an equation that has a `Value` among its operands.
 
     Args:
         eqn: the equation.
         operands: values and plain operands.
-        jaxpr: that the equation stands in.
-        evaluate: evaluates inner jaxprs.
+        jaxpr: the jaxpr that contains the equation.
+        evaluate: the evaluator of inner jaxprs.
     """
     store_for_products(eqn, operands, jaxpr)
     special = rules.get(registry.key_of(eqn))
@@ -106,17 +107,17 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
 
 
 def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
-    """Store what products read behind a move, or inside of a call or a loop.
+    """Store the operands that products read behind a move, or inside a call or a loop.
 
-    It is stored before it moves, and outside of the call: so products here and there
-    read the same copy, and a loop does not store it in every turn.
+    An operand is stored before it moves, and outside the call. So products inside and
+    outside read the same copy, and a loop does not store it in every iteration.
     """
     name = eqn.primitive.name
     if name not in CALLS and name not in MOVES and name != "scan":
         return
     reads = reads_in(jaxpr)
-    of_results = [reads.get(var) for var in eqn.outvars]
-    readings = of_operands(eqn, of_results)
+    result_readings = [reads.get(var) for var in eqn.outvars]
+    readings = operand_readings(eqn, result_readings)
     for atom, x, reading in zip(eqn.invars, operands, readings, strict=True):
         if type(x) is Value and reading is not None and not is_stored(x):
             dtype = v.result_dtype(x)
@@ -145,12 +146,12 @@ def stored_value(x: ScaledArray) -> Value:
 
 
 def is_stored(x: Value) -> bool:
-    """Return whether the data of a value is narrow, at a scale."""
+    """Return whether the data of a value is in a narrow format, at a scale."""
     return x.data.dtype.itemsize < 4
 
 
 def wide(x: Any) -> Any:
-    """Return the logical value, in FP32; a plain operand as an array."""
+    """Return the logical value in FP32; a plain operand is returned as an array."""
     if type(x) is not Value:
         return storage.materialise(x)
     return quantize.wide(as_array(x))
@@ -174,8 +175,8 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
     """Bind an equation on the logical values in FP32."""
     out = registry.in_float32(eqn, *map(widened, operands))
     several = isinstance(out, (list, tuple))
-    found = [_wide_result(x) for x in (out if several else [out])]
-    return found if several else found[0]
+    values = [_wide_result(x) for x in (out if several else [out])]
+    return values if several else values[0]
 
 
 def _wide_result(x: Any) -> Any:
@@ -191,7 +192,7 @@ def stored(
         x: a value or a plain operand.
         dtype: the format.
         reading: the parts that this reader must have, and may have.
-        common: what all who read it can do with.
+        common: the parts that suit all readers of the operand.
         masked: whether elements may be the lowest numbers, of masks.
     """
     suits = is_finer(common.may, reading.must)
@@ -203,8 +204,8 @@ def stored(
         array = as_array(x)
         if quantize.scaled_in(array, reading.may):
             return array
-    for (name, own), copy in x.copies.items():
-        suits = is_finer(own, reading.must) and is_finer(reading.may, own)
+    for (name, copy_parts), copy in x.copies.items():
+        suits = is_finer(copy_parts, reading.must) and is_finer(reading.may, copy_parts)
         if name == dtype.name and suits:
             return copy
     copy = quantize.stored(as_array(x), dtype, parts, masked=masked)
@@ -253,7 +254,7 @@ def _bound_on(eqn: Any, data: Any, rest: Sequence[Any], made: Callable) -> Any:
 
 
 def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
-    """Return the scale of `x` moved as its elements are; None: it is not known how."""
+    """Return the scale of `x`, moved as its elements are; None if that is unknown."""
     if x.is_static or jnp.ndim(x.scale) == 0 or eqn.primitive.name in KEEP_AXES:
         return x.scale
     if eqn.primitive.name == "transpose" and jnp.ndim(x.scale) == x.ndim:
@@ -275,12 +276,12 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return in_float32(eqn, *operands)
-    reads, found = reads_in(jaxpr), []
+    reads, copies = reads_in(jaxpr), []
     for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
-        own = Reading(*parts)
-        common = own if type(atom) is Literal else reads.get(atom, own)
-        found.append(stored(x, fmt, own, common, is_masked(atom, jaxpr)))
-    a8, b8 = found
+        reading = Reading(*parts)
+        common = reading if type(atom) is Literal else reads.get(atom, reading)
+        copies.append(stored(x, fmt, reading, common, is_masked(atom, jaxpr)))
+    a8, b8 = copies
     # BF16 has the range of FP32, and XLA's CPU backend has no BF16 product with an
     # FP32 result.
     result = _F32 if quantize.has_own_range(fmt) else fmt
@@ -326,17 +327,18 @@ def _lines_lost(
 
 
 def _in_units_of(x: Any, copy: ScaledArray) -> Any:
-    """Return a logical value over the scale of what it is stored as, FP32."""
+    """Return a logical value, FP32, divided by the scale of its stored copy."""
     (data,) = compiler_hints.once(storage.as_float32(wide(x)))
     scale = jnp.asarray(copy.scale, jnp.float32)
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 
 
 def _copies(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> bool:
-    """Return whether a product may copy an operand, with the other's zeros and powers.
+    """Return whether a product may copy elements of one operand.
 
-    What is copied is often compared with what it was copied from, so all digits are
-    read. So the patches of a convolution are made, permutations, and means of pairs.
+    It does where the other operand holds only zeros and powers of two: for patches of a
+    convolution, permutations, and means of pairs. Copied elements are often compared
+    with their source, so all digits are read.
     """
     precision = eqn.params["precision"]
     chosen = precision is not None and not isinstance(precision, tuple)
@@ -386,23 +388,23 @@ def leaving(
     dtypes: Sequence[np.dtype | None],
     reporter: Any = None,
 ) -> list[Any]:
-    """Return the results of a program as they are stored: ScaledArrays and arrays.
+    """Return the results of a program in storage form: ScaledArrays and arrays.
 
-    An argument that is returned, and not only cast to FP32, is itself.
+    An argument that is returned, or only cast to FP32, is returned as the same object.
 
     Args:
         jaxpr: the program.
         args: its operands.
         out: its results, values and plain arrays.
-        dtypes: of the results in plain code; None where they are not known.
-        reporter: who is told what is lost, at the equation that makes a result.
+        dtypes: the dtypes of the results in plain code; None where they are unknown.
+        reporter: reports losses at the equation that makes a result; None: no reports.
     """
     given = {id(x) for x in args}
     formats = [x.dtype if type(x) is Value else None for x in args]
     constants = mask_constants.constants_in(
-        jaxpr, mask_constants.of_arguments(args, formats)
+        jaxpr, mask_constants.argument_constants(args, formats)
     )
-    nonzero, _ = nonzero_results.taken_of(jaxpr, (False,) * len(out))
+    nonzero, _ = nonzero_results.needs_nonzero(jaxpr, (False,) * len(out))
     made = []
     for i, x in enumerate(out):
         if type(x) is not Value:
@@ -429,9 +431,9 @@ def _made_at(reporter: Any, jaxpr: Any, var: Any) -> Any:
 
 
 def result_format(dtype: np.dtype, plain: np.dtype | None) -> np.dtype:
-    """Return the format of a result: that of plain code, if it is known.
+    """Return the format of a result: the dtype of plain code, if it is known.
 
-    8 bits count as FP16 there.
+    Formats of 8 bits count as FP16 in plain code.
     """
     if plain is None or not jnp.issubdtype(plain, jnp.floating):
         return dtype

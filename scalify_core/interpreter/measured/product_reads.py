@@ -1,8 +1,8 @@
-"""How the products of a program read its variables: in which parts.
+"""Find the parts in which the products of a program read its variables.
 
-A value that several products read is stored once, with as many scales as all of them
-can do with. So the readers of a variable are found before it is stored, here and in the
-jaxprs of calls and loops.
+A value that several products read is stored once, with as many scales as suit all of
+them. So the readers of a variable are found before it is stored, in its own jaxpr and
+in the jaxprs of calls and loops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scalify_core.interpreter.measured.products import (
 from scalify_core.numerics.caches import per_jaxpr
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-# Elements only move, so what is stored may move as it is stored.
+# Elements only move, so a stored copy may be moved without storing it anew.
 MOVES = frozenset(
     {
         "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice",
@@ -37,8 +37,8 @@ MOVES = frozenset(
 KEEP_AXES = frozenset(
     {"copy", "copy_p", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"}
 )
-# A reader of all of their result reads all of their operand.
-_WHOLE = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
+# A reader of the entire result reads the entire operand.
+_MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 CALLS = frozenset(
     {
         "jit", "closed_call", "core_call", "remat2", "shard_map", "custom_jvp_call",
@@ -49,12 +49,12 @@ IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 class Reading(NamedTuple):
-    """How products read a value.
+    """The parts in which products read a value.
 
     Attributes:
         must: the parts that differ in size by the meaning of the program, as the
             entries of a batch do.
-        may: the finest parts that all readers can do with.
+        may: the finest parts that suit all readers.
     """
 
     must: Parts
@@ -62,7 +62,7 @@ class Reading(NamedTuple):
 
 
 def is_narrow_product(eqn: Any) -> bool:
-    """Return whether a product reads narrow operands, if its operands are so."""
+    """Return whether a product may read its operands in a narrow format."""
     return eqn.params["precision"] != IN_FULL and contracted_size(eqn) > 1
 
 
@@ -78,65 +78,68 @@ def inner_jaxpr(eqn: Any) -> Any:
 
 @per_jaxpr
 def reads_in(jaxpr: Any) -> dict[Any, Reading]:
-    """Return how the products in a jaxpr, and further in, read its variables."""
-    found: dict[Any, list[Reading]] = {}
+    """Return how products in a jaxpr, and in its inner jaxprs, read its variables."""
+    readings_of: dict[Any, list[Reading]] = {}
     reads: dict[Any, Reading] = {}
 
     def settle(var: Any) -> Reading | None:
-        if var in found and var not in reads:
-            reads[var] = _common(found[var])
+        if var in readings_of and var not in reads:
+            reads[var] = _common(readings_of[var])
         return reads.get(var)
 
     for eqn in reversed(jaxpr.eqns):
-        of_results = list(map(settle, eqn.outvars))
-        for atom, reading in zip(eqn.invars, of_operands(eqn, of_results), strict=True):
+        result_readings = list(map(settle, eqn.outvars))
+        for atom, reading in zip(
+            eqn.invars, operand_readings(eqn, result_readings), strict=True
+        ):
             if reading is not None and type(atom) is not Literal:
-                found.setdefault(atom, []).append(reading)
+                readings_of.setdefault(atom, []).append(reading)
     for var in (*jaxpr.constvars, *jaxpr.invars):
         settle(var)
     return reads
 
 
-def of_operands(
-    eqn: Any, of_results: Sequence[Reading | None]
+def operand_readings(
+    eqn: Any, result_readings: Sequence[Reading | None]
 ) -> Sequence[Reading | None]:
+    """Return the reading of each operand of an equation, given those of its results."""
     name = eqn.primitive.name
     nothing = [None] * len(eqn.invars)
     if name in PRODUCTS and is_narrow_product(eqn):
         return [Reading(*parts) for parts in readings(eqn)] + nothing[2:]
     if name in MOVES:
-        return [before_move(eqn, of_results[0]), *nothing[1:]]
+        return [reading_before_move(eqn, result_readings[0]), *nothing[1:]]
     if name == "scan":
         reads = reads_in(eqn.params["jaxpr"])
         inner = [reads.get(var) for var in eqn.params["jaxpr"].invars]
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
         length = max(eqn.params["length"], 1)
-        return [*consts, *[None] * len(carry), *(_of_turns(x, length) for x in xs)]
+        return [*consts, *[None] * len(carry), *(_of_stack(x, length) for x in xs)]
     if name in CALLS:
         reads = reads_in(inner_jaxpr(eqn))
         return [reads.get(var) for var in inner_jaxpr(eqn).invars]
     return nothing
 
 
-def before_move(eqn: Any, reading: Reading | None) -> Reading | None:
-    """Return how the operand of a move is read, if its result is read so."""
+def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
+    """Return the reading of the operand of a move, given that of its result."""
     name = eqn.primitive.name
-    if reading is None or name not in _WHOLE:
+    if reading is None or name not in _MOVES_ALL:
         return None
     if name in KEEP_AXES:
         return reading
     if name == "transpose":
         back = np.argsort(eqn.params["permutation"])
         return Reading(*(tuple(parts[i] for i in back) for parts in reading))
-    # Which part an element is of is not followed further.
+    # Parts are not followed through reshapes and broadcasts.
     if max(reading.may, default=1) > 1:
         return None
     ones = (1,) * len(eqn.invars[0].aval.shape)
     return Reading(ones, ones)
 
 
-def _of_turns(reading: Reading | None, length: int) -> Reading | None:
-    """Return how a stack is read of which each turn of a scan reads a slice."""
+def _of_stack(reading: Reading | None, length: int) -> Reading | None:
+    """Return the reading of a stack of which each iteration of a scan reads a slice."""
     if reading is None:
         return None
     return Reading(*((length, *parts) for parts in reading))

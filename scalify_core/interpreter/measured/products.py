@@ -1,11 +1,9 @@
-"""Where the operands of a product may have more than one scale, and what that makes of
-the scale of its result.
+"""The parts of a product's operands that may have their own scale.
 
-A power of two that all of what is summed over has in common can be multiplied in
-afterwards. So each index along the axes of an operand that are not contracted may have
-a scale of its own, and so may each block of an axis that is split into groups. The
-*parts* of an operand say how many that are, axis by axis: 1, the number of groups, or
-all.
+A power of two that all terms of a sum share can be multiplied in afterwards. So each
+index along the axes of an operand that are not contracted may have its own scale. Each
+block of an axis that is split into groups may have one, too. The *parts* of an operand
+are the number of scales for each axis: 1, the number of groups, or the axis's size.
 """
 
 from __future__ import annotations
@@ -20,27 +18,27 @@ from jax import lax
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.interpreter.measured.batch_axes import Labels, placed, scale_for
 
-# of each axis: into how many pieces of equal size it is cut, each with a scale of its
-# own
+# For each axis, the number of pieces of equal size that have their own scale.
 Parts = tuple[int, ...]
 
 
 def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
-    """Return the parts that a product must and may have of each of its operands."""
-    of = {
+    """Return the parts that a product must have, and may have, of each operand."""
+    parts_of = {
         "dot_general": _of_dot,
         "conv_general_dilated": _of_conv,
         "ragged_dot_general": _of_ragged,
     }
-    lhs, rhs = of[eqn.primitive.name](eqn)
+    lhs, rhs = parts_of[eqn.primitive.name](eqn)
     return lhs, rhs
 
 
 def scales_of_result(
     eqn: Any, a: ScaledArray, b: ScaledArray, group_sizes: Any = None
 ) -> tuple[Any, Any]:
-    """The scales that a product of the data of `a` and `b` has because of either; both
-    broadcast to the result.
+    """Return the scales of a product of the data of `a` and `b`, one for each operand.
+
+    Both broadcast to the result.
     """
     name, ndim = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
     if name == "conv_general_dilated":
@@ -53,7 +51,7 @@ def scales_of_result(
     (lhs, rhs), result = dot_labels(
         dims, a.ndim, b.ndim, group=numbers.rhs_group_dimensions
     )
-    # a group is what is summed over: it is the leading axis of the result
+    # The contracted axis is grouped: the groups are the leading axis of the result.
     if len(result) < ndim:
         result = [None, *result]
     if numbers.rhs_group_dimensions and _has_parts(b, numbers.rhs_group_dimensions[0]):
@@ -69,8 +67,9 @@ def scales_of_result(
 def dot_labels(
     dims: Any, lhs_rank: int, rhs_rank: int, group: Sequence[int] = ()
 ) -> tuple[tuple[Labels, Labels], Labels]:
-    """What the axes of both operands and of the result of a `dot_general` are of; None:
-    they are contracted.
+    """Return the labels of the axes of both operands and the result of a `dot_general`.
+
+    Contracted axes have the label None.
     """
     contracted, batches = dims
     out: list[Labels] = []
@@ -89,8 +88,9 @@ def dot_labels(
 
 
 def lines(eqn: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """The axes of a product's result that are of its left operand alone, and those of
-    its right one.
+    """Return the axes of a product's result that come from one operand alone.
+
+    The first axes are those of the left operand, the second those of the right one.
     """
     rank = len(eqn.outvars[0].aval.shape)
     if eqn.primitive.name == "conv_general_dilated":
@@ -106,7 +106,7 @@ def lines(eqn: Any) -> tuple[Sequence[int], Sequence[int]]:
     _, result = dot_labels(
         dims, len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape), group
     )
-    of_both = rank - len(result)  # the group, if that is what is summed over
+    of_both = rank - len(result)  # the groups, where the contracted axis is grouped
     sides = [label[0] if isinstance(label, tuple) else None for label in result]
     first, second = (
         [of_both + i for i, side in enumerate(sides) if side == number]
@@ -116,8 +116,9 @@ def lines(eqn: Any) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def contracted_size(eqn: Any) -> int:
-    """How many terms a product adds up for each element of its result; of convolutions
-    and groups not 1.
+    """Return the number of terms in each element of a product's result.
+
+    Convolutions and grouped products return 2: any number above 1 serves.
     """
     if eqn.primitive.name != "dot_general":
         return 2
@@ -126,7 +127,7 @@ def contracted_size(eqn: Any) -> int:
 
 
 def each_index(shape: Sequence[int], axes: Any) -> Parts:
-    """Parts of which each index along these axes is one."""
+    """Return the parts in which each index along these axes is one part."""
     return tuple(max(n, 1) if axis in axes else 1 for axis, n in enumerate(shape))
 
 
@@ -163,22 +164,18 @@ def _of_ragged(eqn: Any) -> list[tuple[Parts, Parts]]:
 
 
 def _of_conv(eqn: Any) -> list[tuple[Parts, Parts]]:
-    """The batch on the left, output features on the right, and groups in both."""
+    """Return the parts of the operands of a convolution.
+
+    They are the batch on the left, output features on the right, and groups in both.
+    """
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     (batch, feature, *_), (out_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
     lhs, rhs = (x.aval.shape for x in eqn.invars[:2])
     features, batches = params["feature_group_count"], params["batch_group_count"]
-    must_lhs = [
-        features if axis == feature else batches if axis == batch else 1
-        for axis in range(len(lhs))
-    ]
-    may_lhs = [
-        features if axis == feature else max(n, 1) if axis == batch else 1
-        for axis, n in enumerate(lhs)
-    ]
-    must_rhs = [
-        max(features, batches) if axis == out_feature else 1 for axis in range(len(rhs))
-    ]
+    must_lhs, may_lhs, must_rhs = [1] * len(lhs), [1] * len(lhs), [1] * len(rhs)
+    must_lhs[batch], must_lhs[feature] = batches, features
+    may_lhs[batch], may_lhs[feature] = max(lhs[batch], 1), features
+    must_rhs[out_feature] = max(features, batches)
     return [
         (tuple(must_lhs), tuple(may_lhs)),
         (tuple(must_rhs), each_index(rhs, (out_feature,))),
@@ -192,15 +189,15 @@ def _conv_scales(
     batch, feature, *_ = numbers.out_spec
 
     def on_result(scale: Any) -> Any:
-        """Of the batch and the features of a result, in this order."""
+        """Reshape a scale [batch, features] to the axes of the result."""
         shape = [1] * len(out)
         shape[batch], shape[feature] = scale.shape
         return lax.reshape(scale if batch < feature else scale.T, shape)
 
-    found: list[Any] = []
+    scales: list[Any] = []
     for x, (first, second, *_) in ((a, numbers.lhs_spec), (b, numbers.rhs_spec)):
         if x.is_static or jnp.size(x.scale) == 1:
-            found.append(scale_for(x, [], []))
+            scales.append(scale_for(x, [], []))
             continue
         scale = jnp.reshape(x.scale, _shape(x))
         rest = [axis for axis in range(x.ndim) if axis not in (first, second)]
@@ -208,16 +205,14 @@ def _conv_scales(
             lax.transpose(scale, (first, second, *rest)),
             (scale.shape[first], scale.shape[second]),
         )
-        found.append(
+        scales.append(
             on_result(_of_groups(table, params, out[feature]) if x is a else table.T)
         )
-    return found[0], found[1]
+    return scales[0], scales[1]
 
 
 def _of_groups(table: Any, params: Any, features: int) -> Any:
-    """Scales of the batch and the features on the left as those of the batch and the
-    features of a result.
-    """
+    """Return scales [batch, features] of the left operand as those of a result."""
     groups, batches = params["feature_group_count"], params["batch_group_count"]
     if table.shape[1] > 1:
         return jnp.repeat(
@@ -229,18 +224,19 @@ def _of_groups(table: Any, params: Any, features: int) -> Any:
 
 
 def _group_of_each(group_sizes: Any, rows: int) -> Any:
-    """The group that each row belongs to; what is behind the last one is zero in a
-    result, of any.
+    """Return the group of each row.
+
+    Rows behind the last group are zero in a result, so any group serves.
     """
     ends = jnp.cumsum(group_sizes)
-    found = jnp.sum(
+    ids = jnp.sum(
         lax.broadcasted_iota(ends.dtype, (rows, len(ends)), 0) >= ends[None], axis=1
     )
-    return jnp.minimum(found, len(ends) - 1)
+    return jnp.minimum(ids, len(ends) - 1)
 
 
 def _shape(x: ScaledArray) -> tuple[int, ...]:
-    """The shape of a dynamic scale, with the rank of the data."""
+    """Return the shape of a dynamic scale, with the rank of the data."""
     return (*jnp.shape(x.scale), *(1,) * (x.ndim - jnp.ndim(x.scale)))
 
 
@@ -249,5 +245,5 @@ def _has_parts(x: ScaledArray, axis: int) -> bool:
 
 
 def is_finer(parts: Parts, than: Parts) -> bool:
-    """Whether each of `than` is one or more of `parts`."""
+    """Return whether each of `parts` is a multiple of that of `than`."""
     return all(a % b == 0 for a, b in zip(parts, than, strict=True))

@@ -1,4 +1,4 @@
-"""Storing a value in a narrow format, at a scale that is measured, and reading it back.
+"""Store a value in a narrow format at a measured scale, and read it back.
 
 A stored value is a `ScaledArray`; every other value is an FP32 array of its logical
 numbers.
@@ -21,18 +21,17 @@ from scalify_core.numerics import amax, compiler_hints, precision_warnings, stor
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
 from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, times
 
-_MASK = 2.0**10  # what no logit comes near
-# beside logits of nearly zero; `exp` of its negative is zero in FP32
+_MASK = 2.0**10  # the magnitude of a saturated mask: far above that of logits
+# The least magnitude of a mask beside logits near zero: `exp(-256)` is zero in FP32.
 _LEAST_MASK = 2.0**8
-# and below: a mask wherever it comes from, such as the lowest number of FP32
+# Numbers at or below are masks wherever they come from, as the lowest number of FP32.
 _LOWEST = np.float32(-(2.0**120))
-# and below: what stands for nothing in logits, and is no number that anybody computes
-# with
+# Constants at or below are masks of logits: programs do not compute with them.
 _MASKS = -1e7
 
 
 def wide(x: Any) -> Any:
-    """The logical value of a stored array, in FP32; any other operand as it is."""
+    """Return the logical value of a stored array, in FP32; other operands unchanged."""
     if type(x) is not ScaledArray:
         return x
     data = storage.as_float32(x.data)
@@ -47,22 +46,26 @@ def wide(x: Any) -> Any:
 
 
 def has_own_range(dtype: np.dtype) -> bool:
-    """Whether a format has less range than FP32, so that what is stored in it needs a
-    scale.
-    """
+    """Return whether a format has less range than FP32, and so needs a scale."""
     return np.dtype(dtype).itemsize < 4 and FloatFormat.of(dtype).max < 2.0**120
 
 
 def stored(
     x: Any, dtype: np.dtype, parts: Parts = (), *, masked: bool = False
 ) -> ScaledArray:
-    """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)),
-    top being `top_of`.
+    """Return a value in a narrow format, at a measured scale.
 
-    Each of `parts` has its own scale. What is there already stays, if it has no more of
-    them. BF16 has the range of FP32, and no scale. `masked`: elements at or below
-    `masks.LOWEST` have no part in the scale; they saturate, far enough out to be a mask
-    still if the rest is below that.
+    The largest finite magnitude is stored in [2^top, 2^(top + 1)), top being
+    `amax.top_of(dtype)`. BF16 has the range of FP32, so its scale is 1.
+
+    Args:
+        x: a stored value, returned as the same object if its parts suffice, or an
+            array.
+        dtype: the format.
+        parts: the number of scales along each axis; (): one scale.
+        masked: whether elements at or below `mask_constants.LOWEST` do not take part in
+            the scale. They saturate, at a magnitude that still masks where the format
+            allows.
     """
     if type(x) is ScaledArray:
         if x.dtype == dtype and scaled_in(x, parts):
@@ -79,8 +82,9 @@ def stored(
 
 
 def scaled_in(x: ScaledArray, parts: Parts = ()) -> bool:
-    """Whether all elements of each part have one scale, as far as the shape of the
-    scales says it.
+    """Return whether all elements of each part have one scale.
+
+    Only the shape of the scale is considered.
     """
     return x.is_static or all(
         n == 1 or (bool(parts) and parts[axis] == n)
@@ -89,7 +93,7 @@ def scaled_in(x: ScaledArray, parts: Parts = ()) -> bool:
 
 
 def rounded(data: Any, *, x: Any, scale: Any) -> Any:
-    """`data`, that `x` is stored as; who watches is shown both."""
+    """Return `data`, the stored form of `x`, after showing both to a watcher."""
     if precision_warnings.is_watched():
         inverse = broadcast_scale(pow2_inverse(scale), x)
         precision_warnings.rounded(
@@ -106,22 +110,26 @@ def result(
     *,
     nonzero: bool = False,
 ) -> ScaledArray:
-    """A value as `scalify` returns it: with a run-time scale, and data of which the
-    largest is below 2^7.
+    """Return a value as `scalify` returns it: a run-time scale, and data below 2^7.
 
-    That leaves room for those who go on with the data as if its RMS were near 1, and 31
-    octaves below the largest. Where some elements are far above all others, as masks
-    are or one loud token, and the others would lose digits, the largest is stored as
-    that of an operand: 8 octaves more for the others. Elements that are one of
-    `constants` (see `masks`) stay what they are beside the rest as far as the format
-    holds both. Where it does not, those of a mask, such as -1e9, saturate, far enough
-    out to be a mask still: see `_beside`. `nonzero`: elements that are not zero stay
-    so, as the format's smallest number if nothing else holds them.
+    That leaves room for readers that treat the data as if its RMS were near 1, and 31
+    octaves below the largest magnitude. Where a few elements are far above all others,
+    as masks or one loud token are, the others would lose digits. The largest is then
+    stored as that of an operand, which gives the others 8 octaves more.
+
+    Args:
+        x: a stored value, or an array.
+        dtype: the format.
+        constants: see `mask_constants`. Elements equal to one of them are kept beside
+            the rest as far as the format holds both. Beyond that, constants of masks,
+            such as -1e9, saturate at a magnitude that still masks: see `_beside`.
+        nonzero: whether nonzero elements must not become zero. They become the format's
+            smallest number instead.
     """
     if nonzero and has_own_range(dtype):
-        found = result(x, dtype, constants)
+        array = result(x, dtype, constants)
         return with_scale(
-            _nonzero(storage.as_float32(wide(x)), found.data), found.scale
+            _nonzero(storage.as_float32(wide(x)), array.data), array.scale
         )
     if dtype.itemsize >= 4:
         return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
@@ -138,7 +146,7 @@ def result(
 
 @jax.jit
 def _nonzero(x: jax.Array, data: jax.Array) -> jax.Array:
-    """`data`, in which no `x` other than zero is zero."""
+    """Return `data`, with the smallest number where it is zero and `x` is not."""
     least = lax.convert_element_type(
         lax.sign(x) * np.float32(FloatFormat.of(data.dtype).min_subnormal), data.dtype
     )
@@ -149,16 +157,16 @@ def _nonzero(x: jax.Array, data: jax.Array) -> jax.Array:
 def _beside(
     x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`x`, its data and its scale, where some elements are constants that may be far
-    from all else.
+    """Return `x`, its data and its scale, where elements may be far-off constants.
 
-    They are kept while the largest of the rest stays 4 octaves above the format's
-    smallest normal number, so that it has all of its precision. Of constants further
-    off, those up to `_MASKS` mean no number: they saturate, at the scale of the rest,
-    or at one so much larger that they are `_MASK` still, of which `exp` is zero, as
-    long as the rest has that precision; where that would leave less than `_LEAST_MASK`
-    of them (beside 1e-8), they are -inf. All others are numbers as the rest is, and the
-    scale is that of the largest.
+    Constants are kept while the largest of the rest stays 4 octaves above the format's
+    smallest normal number, so that the rest has full precision.
+
+    Constants further off that are at or below `_MASKS` are masks. They saturate at the
+    scale of the rest, or at a larger scale where they reach `_MASK`, as long as the
+    rest keeps its precision. Where saturation would leave less than `_LEAST_MASK`
+    (beside 1e-8), they become -inf. All other constants count as numbers: the scale is
+    that of the largest.
     """
     (x,) = compiler_hints.once(x)
     fmt, top, known = (
@@ -200,9 +208,7 @@ def _beside(
 
 
 def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
-    """Where `x` is one of these numbers, up to roundings of the arithmetic that it came
-    from.
-    """
+    """Return where `x` equals one of these constants, up to rounding errors."""
     near = [
         lax.le(lax.abs(x - np.float32(c)), np.float32(abs(c) * 2.0**-20))
         for c in constants
@@ -214,11 +220,10 @@ def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
 def _measured_masked(
     x: jax.Array, dtype: np.dtype, parts: Parts
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`x`, of which masks are what they saturate to, its data and its scale, which is
-    that of the rest.
+    """Return `x` with its masks saturated, its data, and the scale of the rest.
 
-    It is larger where masks would be less than `_MASK` so, as long as the rest is 4
-    octaves above the smallest normal number.
+    The scale is larger where masks would saturate below `_MASK`, as long as the rest
+    stays 4 octaves above the smallest normal number.
     """
     (x,) = compiler_hints.once(x)
     top, fmt = amax.top_of(dtype), FloatFormat.of(dtype)
@@ -239,12 +244,12 @@ def _measured_masked(
 
 
 def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
-    """The FP32 product of two operands' data as a logical value: times both scales,
-    which broadcast to it.
+    """Return the FP32 product of two operands' data times both scales.
 
-    One after the other, the smaller first: operands are stored 14 octaves above 1, so
-    the product of two scales leaves FP32 where that of the logical operands is 28
-    octaves away from it, and an infinite scale makes NaN of zeros.
+    Both scales broadcast to the product. The smaller scale is multiplied in first:
+    operands are stored 14 octaves above 1. So the product of two scales leaves FP32
+    where that of the logical operands is 28 octaves from its limit. An infinite scale
+    would make NaN of zeros.
     """
     if isinstance(a, float) and isinstance(b, float):
         return times(x, a * b)
