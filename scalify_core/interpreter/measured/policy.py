@@ -113,7 +113,7 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
     outside read the same copy, and a loop does not store it in every iteration.
     """
     name = eqn.primitive.name
-    if name not in CALLS and name not in MOVES and name != "scan":
+    if name not in {*CALLS, *MOVES, "scan"} - {"shard_map"}:
         return
     reads = reads_in(jaxpr)
     result_readings = [reads.get(var) for var in eqn.outvars]

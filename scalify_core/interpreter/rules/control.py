@@ -189,7 +189,7 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
 def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])
-    packed = pack(operands)
+    packed = pack(map(_without_copies, operands))
     specs = [
         _specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)
     ]
@@ -208,7 +208,7 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         # that all of them have.
         return pack(
             (
-                equal_scale(x, axes)
+                equal_scale(_without_copies(x), axes)
                 if isinstance(x, Value)
                 else jnp.asarray(materialise(x))
             )
@@ -224,6 +224,11 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         _specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)
     ]
     return unpack(mapped(body, out_specs=out_specs)(*packed))
+
+
+def _without_copies(x: Any) -> Any:
+    """A copy's scales would need specs of their own; a device stores its part itself."""
+    return dataclasses.replace(x, copies={}) if isinstance(x, Value) else x
 
 
 def _specs(x: Any, spec: Any) -> Any:
