@@ -109,7 +109,9 @@ def unscaled(*primitives: str, as_traced: bool = False) -> None:
     With `as_traced`, where the user cast to a narrower dtype, in that: for equations
     with inner jaxprs of it.
     """
-    _definer("unscaled", primitives, lazy=True)(_unscaled if as_traced else in_float32)
+    _definer("unscaled", primitives, lazy=True)(
+        as_traced_dtypes if as_traced else in_float32
+    )
 
 
 def logical(*primitives: str) -> None:
@@ -169,7 +171,7 @@ def default(eqn: Any, *operands: Any) -> Any:
     """For primitives and composites without a rule: as `unscaled`. They are right
     without one, so nobody is warned.
     """
-    return _unscaled(eqn, *operands)
+    return as_traced_dtypes(eqn, *operands)
 
 
 DEFAULT = Rule(default, "default", lazy=True)
@@ -341,7 +343,8 @@ def _one_scale(x: Value) -> Value:
     return x if x.factor > 0 else v.settle(x)
 
 
-def _unscaled(eqn: Any, *operands: Any) -> Any:
+def as_traced_dtypes(eqn: Any, *operands: Any) -> Any:
+    """Bind an equation on the logical values in the dtypes that it was traced with."""
     args = [
         v.unscaled(x, var.aval.dtype)
         for x, var in zip(operands, eqn.invars, strict=True)
@@ -376,7 +379,7 @@ def at_scale(x: Value, scale: Any, rho: float = 1.0) -> Value:
 
 def on_logical(eqn: Any, *operands: Any) -> Any:
     """As `logical`."""
-    out = _unscaled(eqn, *operands)
+    out = as_traced_dtypes(eqn, *operands)
     if not isinstance(out, Value):
         return out
     first = next(x for x in operands if isinstance(x, Value))

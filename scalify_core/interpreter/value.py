@@ -438,9 +438,9 @@ def pack(operands: Any, numbers: Collection[int] = ()) -> list[Any]:
 
 def _whole(x: Value) -> Value:
     """The value with its scale multiplied out, and alone: who takes values apart finds
-    what is there.
+    what is there. What an inner jaxpr stores of it stays in there.
     """
-    x = x if x.before is None else dataclasses.replace(x, before=None)
+    x = dataclasses.replace(x, before=None, copies=dict(x.copies))
     return x if x.by == 1.0 else dataclasses.replace(x, dynamic=x.scale, by=1.0)
 
 

@@ -128,28 +128,31 @@ def test_an_optimiser_step_with_narrow_moments_is_better_done_outside():
 
 
 def test_the_lowest_number_masks_after_a_product():
-    q = as_scaled_array(draw_normal(0, (4, 3)), dtype=jnp.float16)
-
-    def masked(q, number):
-        return (
-            jnp.where(jnp.arange(3)[None] == 2, number, q)
-            @ jnp.eye(3, dtype=q.dtype)[:, :2]
-        )
-
-    lowest, inside = (
-        float(jnp.finfo(jnp.float32).min),
-        jax.jit(lambda q: q @ jnp.eye(3, dtype=q.dtype)[:, :2]),
+    q, w = as_scaled_array(
+        (draw_normal(0, (4, 3)), jnp.eye(3)[:, :2]), dtype=jnp.float16
     )
+
+    def masked(q, w, number):
+        return jnp.where(jnp.arange(3)[None] == 2, number, q) @ w
+
+    lowest = float(jnp.finfo(jnp.float32).min)
     for number in (lowest, -1e4):
-        found = asarray(scalify(functools.partial(masked, number=number))(q))
+        found = asarray(scalify(functools.partial(masked, number=number))(q, w))
         np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
 
-    def called(q):
-        return inside(jnp.where(jnp.arange(3)[None] == 2, lowest, q))
+    def called(q, w):
+        masked = jnp.where(jnp.arange(3)[None] == 2, lowest, q)
+        return jax.jit(lambda q, w: q @ w)(masked, w)
+
+    found = asarray(scalify(called)(q, w))
+    np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
+
+    def argument(q, w, mask):
+        return jnp.where(jnp.arange(3)[None] == 2, mask, q) @ w
 
     with pytest.warns(PrecisionWarning, match="dot_general"):
-        jax.block_until_ready(scalify(called, check=True)(q))
-    assert not asarray(scalify(called)(q)).any()
+        jax.block_until_ready(scalify(argument, check=True)(q, w, lowest))
+    assert not asarray(scalify(argument)(q, w, lowest)).any()
 
 
 def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():

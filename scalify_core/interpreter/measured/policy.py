@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
@@ -35,6 +35,7 @@ from scalify_core.interpreter.measured.product_reads import (
     MOVES,
     PRODUCTS,
     Reading,
+    is_float,
     is_narrow_product,
     operand_readings,
     reads_in,
@@ -53,6 +54,11 @@ from scalify_core.numerics.scales import broadcast_scale
 # Rows and columns below this share of the largest do not count.
 _SMALLEST_LINE = 2.0**-20
 _F32 = np.dtype(np.float32)
+# Their results depend on the dtype that their operands were traced with.
+_READ_BITS = frozenset(
+    {"bitcast_convert_type", "nextafter", "reduce_precision", "pure_callback"}
+    | {"io_callback"}
+)
 
 rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
 
@@ -103,7 +109,22 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
         return static.fun(eqn, *operands, evaluate=evaluate)
     if static.kind == "composite":
         return _composite(eqn, *operands)
+    if _means_its_dtype(eqn):
+        return _wide_results(registry.as_traced_dtypes(eqn, *map(widened, operands)))
     return in_float32(eqn, *operands)
+
+
+def _means_its_dtype(eqn: Any) -> bool:
+    """Return whether an equation reads numbers in the dtype that it was traced with.
+
+    It reads their bits, or it has inner jaxprs of a dtype that the user cast to.
+    """
+    if eqn.primitive.name in _READ_BITS:
+        return True
+    inner = any(True for _ in jaxprs_in_params(eqn.params))
+    return inner and any(
+        is_float(x.aval) and x.aval.dtype.itemsize < 4 for x in eqn.invars
+    )
 
 
 def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
@@ -173,7 +194,10 @@ def as_array(x: Value) -> Any:
 
 def in_float32(eqn: Any, *operands: Any) -> Any:
     """Bind an equation on the logical values in FP32."""
-    out = registry.in_float32(eqn, *map(widened, operands))
+    return _wide_results(registry.in_float32(eqn, *map(widened, operands)))
+
+
+def _wide_results(out: Any) -> Any:
     several = isinstance(out, (list, tuple))
     values = [_wide_result(x) for x in (out if several else [out])]
     return values if several else values[0]

@@ -86,7 +86,7 @@ def wide_form(alternatives: Sequence[Any]) -> Form | None:
     values = [x for x in alternatives if isinstance(x, Value)]
     if not values:
         return None
-    dtype = np.dtype(jnp.result_type(*(x.dtype for x in values)))
+    dtype = v.result_dtype(*values)  # of 8 bits: FP16, which results of a turn have
     return Form(1.0, v.UNKNOWN, dtype, wide=True)
 
 

@@ -227,7 +227,7 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 def _without_copies(x: Any) -> Any:
-    """A copy's scales would need specs of their own; a device stores its part itself."""
+    """A copy's scales would need specs: a device stores its part itself."""
     return dataclasses.replace(x, copies={}) if isinstance(x, Value) else x
 
 

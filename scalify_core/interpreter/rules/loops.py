@@ -201,11 +201,10 @@ def _slices(x: Any) -> tuple[Any, Any]:
     """
     if not isinstance(x, Value):
         return (storage.materialise(x), None, {}), None
-    copies = {}
-    for (name, parts), copy in x.copies.items():
-        along = copy.scale if np.size(copy.scale) > 1 else None
-        if along is None or len(along) == len(x.data):
-            copies[name, parts[1:]] = (copy.data, along)
+    copies = {
+        key: (copy.data, copy.scale if np.size(copy.scale) > 1 else None)
+        for key, copy in _copies_of_slices(x).items()
+    }
     if sc.is_static(x.scale) or x.scale.ndim == 0:
         return (x.data, None, copies), x
     if x.scale.shape[0] == 1:
@@ -225,9 +224,9 @@ def _of_slice(pieces: Any, whole: Any) -> Any:
     data, scale, copies = pieces
     if whole is None:
         return data
-    scales = {parts[1:]: copy.scale for (_, parts), copy in whole.copies.items()}
+    stacked = _copies_of_slices(whole)
     made = {
-        key: with_scale(y, _scalar(scales[key[1]] if of_y is None else of_y))
+        key: with_scale(y, _scalar(stacked[key].scale if of_y is None else of_y))
         for key, (y, of_y) in copies.items()
     }
     if scale is None:
@@ -236,6 +235,15 @@ def _of_slice(pieces: Any, whole: Any) -> Any:
         scale = scale.reshape(())
     out = v.value(data, scale, whole.rho, whole.dtype)
     return dataclasses.replace(out, copies=made) if made else out
+
+
+def _copies_of_slices(x: Value) -> dict[tuple[str, tuple[int, ...]], ScaledArray]:
+    """The copies of a stack that can be cut, by format and the parts of a slice."""
+    copies: dict[tuple[str, tuple[int, ...]], ScaledArray] = {}
+    for (name, parts), copy in x.copies.items():
+        if np.size(copy.scale) == 1 or len(copy.scale) == len(x.data):
+            copies.setdefault((name, parts[1:]), copy)
+    return copies
 
 
 def _scalar(scale: Any) -> Any:
