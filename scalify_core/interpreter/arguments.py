@@ -36,17 +36,21 @@ def is_array(x: Any) -> bool:
 
 
 class Arguments:
-    """How the arguments of one function are split into static ones and trees of
-    arrays.
-    """
+    """The split of one function's arguments into static ones and trees of arrays."""
 
     def __init__(
         self, fun: Callable, argnums: int | Sequence[int], argnames: str | Sequence[str]
     ) -> None:
-        """`argnums`, `argnames`: of the static arguments, as for `jax.jit`; either
-        names both ways to give one.
+        """Read the static arguments.
 
-        Raises ValueError for those that `fun` does not have.
+        Args:
+            fun: the function.
+            argnums: positions of static arguments, as for `jax.jit`.
+            argnames: their names. A position or a name covers both ways to pass an
+                argument.
+
+        Raises:
+            ValueError: `fun` does not have such an argument.
         """
         self.fun = fun
         parameters = inspect.signature(fun).parameters
@@ -81,8 +85,10 @@ class Arguments:
         self.names |= {self.positional[i] for i in self.positions if i < count}
 
     def split(self, args: tuple, kwargs: dict) -> tuple[dict[int | str, Any], tuple]:
-        """`(statics, (args, kwargs))`: what is static, by position or name, and the
-        others, with None in its place.
+        """Return `(statics, (args, kwargs))`.
+
+        `statics` holds the static arguments by position or name. In the others, None
+        takes the place of a static positional argument.
         """
         statics: dict[int | str, Any] = {
             i: x for i, x in enumerate(args) if i in self.positions
@@ -96,7 +102,7 @@ class Arguments:
     def joined(
         self, statics: dict[int | str, Any], args: tuple, kwargs: dict
     ) -> tuple[list, dict]:
-        """The inverse of `split`."""
+        """Return the arguments that `split` split."""
         by_name = {key: x for key, x in statics.items() if isinstance(key, str)}
         return [statics.get(i, x) for i, x in enumerate(args)], {**kwargs, **by_name}
 
@@ -113,16 +119,16 @@ class Arguments:
         results: list[Any] = []
 
         def flat(*leaves: Any) -> list[Any]:
-            found = list(every)
+            all_leaves = list(every)
             for i, x in zip(places, leaves, strict=True):
-                found[i] = x
-            args, kwargs = self.joined(statics, *jax.tree.unflatten(tree, found))
+                all_leaves[i] = x
+            args, kwargs = self.joined(statics, *jax.tree.unflatten(tree, all_leaves))
             out, structure = jax.tree.flatten(asarray(self.fun(*args, **kwargs)))
             results[:] = [[None if is_array(x) else x for x in out], structure]
             return [x for x in out if is_array(x)]
 
-        def unflatten(found: Sequence[Any]) -> Any:
-            arrays, (rest, structure) = iter(found), results
+        def unflatten(arrays_out: Sequence[Any]) -> Any:
+            arrays, (rest, structure) = iter(arrays_out), results
             return structure.unflatten([next(arrays) if x is None else x for x in rest])
 
         def names() -> list[str]:

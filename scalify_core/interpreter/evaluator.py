@@ -1,9 +1,9 @@
-"""Evaluating a jaxpr with scales: the one loop behind `scalify`.
+"""The loop behind `scalify`: evaluate a jaxpr with scales.
 
-Where no operand of an equation is a `Value`, the equation runs as it is. Else the scale
-policy decides: rules propagate scales (`registry`, `scales="static"`), or scales are
-measured where values are stored (`measuring`, `scales="auto"`). Control flow is
-evaluated by the same rules under both.
+An equation without a `Value` among its operands is bound unchanged. For all others the
+scale policy decides. With `scales="static"`, rules propagate scales (`registry`). With
+`scales="auto"`, scales are measured where values are stored (`measured.policy`).
+Control flow is evaluated by the same rules under both.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from scalify_core.numerics.storage import materialise
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates jaxprs under a scale policy: call it with a jaxpr and its operands.
+    """An evaluator of jaxprs under a scale policy; call it with a jaxpr and operands.
 
     Attributes:
         measures: whether scales are measured where values are stored; else rules
             propagate them.
-        reporter: what the program tells what its casts lose; None: it has no callbacks.
-        place: tells evaluators with a reporter apart. What is traced inside an equation
+        reporter: reports the losses of casts; None: the program has no callbacks.
+        place: tells evaluators with a reporter apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
     """
 
@@ -66,9 +66,9 @@ class Evaluator:
         return list(map(read, jaxpr.outvars))
 
     def _reported(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
-        return (
-            contextlib.nullcontext() if self.reporter is None else self.reporter.at(eqn)
-        )
+        if self.reporter is None:
+            return contextlib.nullcontext()
+        return self.reporter.at(eqn)
 
     def results(
         self,
@@ -144,25 +144,25 @@ evaluate = Evaluator(measures=False)
 
 
 def _stored_once(x: Value) -> Value:
-    return in_format(x) if x.shape and not x.guard else x
+    return in_format(x) if x.shape and not x.is_fill_value else x
 
 
 @per_jaxpr
 def needed(jaxpr: Any) -> list[Any]:
-    """Return the equations that a result follows from, and those with effects."""
+    """Return the equations that the results depend on, and those with effects."""
     read = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
-    kept = []
+    equations = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
             read.update(atom for atom in eqn.invars if type(atom) is not Literal)
-            kept.append(eqn)
-    return kept[::-1]
+            equations.append(eqn)
+    return equations[::-1]
 
 
 def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any:
     """Return a result in its format.
 
-    What that loses is reported at the equation that makes it, inside calls of jit.
+    The loss is reported at the equation that makes the result, inside calls of jit.
     """
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     if not isinstance(x, Value) or type(var) is Literal or var not in makers:
@@ -178,18 +178,18 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
 
 @per_jaxpr
 def stored_variables(jaxpr: Any) -> frozenset[Any]:
-    """Return the variables that are rounded once, for all who read them.
+    """Return the variables that are rounded once, for all their readers.
 
-    Those that several equations read and not all of them elementwise: they are stored
-    in any case. What only elementwise equations read stays in FP32: rounding an
-    optimizer's second moment before its root is taken would flush it to zero. So do
-    guards: a divisor's 1e-12 would become a zero.
+    Several equations read such a variable, and not all of them elementwise: it is
+    stored in any case. A variable with only elementwise readers stays in FP32: rounding
+    an optimizer's second moment before its root is taken would flush it to zero. So do
+    fill values: a divisor's 1e-12 would become a zero.
     """
     readers: Counter = Counter()
     narrow_readers = set()
     for eqn in reversed(jaxpr.eqns):
         rule = registry.rule_of(eqn)
-        if rule.passes is not None:  # who reads the new name reads the variable
+        if rule.passes is not None:  # readers of the result read the variable
             variable, new = eqn.invars[rule.passes[0]], eqn.outvars[rule.passes[1]]
             readers[variable] += readers[new]
             if new in narrow_readers:
@@ -211,7 +211,7 @@ def entering(x: Any) -> Any:
         scale = jnp.asarray(scale, jnp.float32)
         if scale.size == 1:
             scale = scale.reshape(())
-        elif scale.ndim < x.ndim:  # of leading axes
+        elif scale.ndim < x.ndim:  # a scale for each index of the leading axes
             scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
     return value(
         x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale

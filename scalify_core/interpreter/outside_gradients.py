@@ -42,7 +42,7 @@ Evaluate = Callable[[Program, Sequence[Any]], list[Any]]
 class _Numbers:
     """The arguments that are differentiated, by position."""
 
-    of: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[Any]]:
@@ -78,9 +78,9 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
                 given.append(undifferentiated(value, _SECOND))
         if not given:
             return (None,) * len(leaves)
-        found = evaluate(program.vjp(wanted.of, numbers), [*leaves, *given])
+        computed = evaluate(program.vjp(wanted.positions, numbers), [*leaves, *given])
         gradients: list[Any] = [None] * len(leaves)
-        for i, gradient in zip(wanted.of, found, strict=True):
+        for i, gradient in zip(wanted.positions, computed, strict=True):
             gradients[i] = asarray(gradient, jnp.result_type(leaves[i]))
         return tuple(gradients)
 
@@ -105,7 +105,9 @@ def _logical(cotangent: Any, scale: Any) -> Any:
 
 
 def _with_constant_scale(x: Any) -> Any:
-    """A result whose scale has no tangent, so that `asarray` may differentiate it."""
+    """Return a result whose scale has no tangent, so that `asarray` can differentiate
+    it.
+    """
     if not is_scaled_array(x) or x.is_static:
         return x
     return with_scale(x.data, lax.stop_gradient(x.scale))

@@ -65,7 +65,7 @@ class Program(NamedTuple):
         return _compared(f"{self.name}, backward pass", wide, narrow)
 
     def warn(self) -> None:
-        """Warn (`PrecisionWarning`) if it is not known what plain code has in FP32."""
+        """Warn (`PrecisionWarning`) if the FP32 operands of plain code are unknown."""
         if self.unknown is not None:
             text = (
                 f"{self.name}: {self.unknown}, so products that plain code has in FP32,"
@@ -122,7 +122,7 @@ def _compared(name: str, wide: Any, narrow: Any) -> Program:
 
 
 def _closed_over(traced: Any) -> list[Any]:
-    """The values of surrounding transformations that a traced function reads."""
+    """Return the values of surrounding transformations that a traced function reads."""
     return list(traced.closure_convert()[0][len(traced.jaxpr.consts) :])
 
 
@@ -133,10 +133,10 @@ def _trace_vjp(jaxpr: Any, wanted: Sequence[int], given: Sequence[int]) -> Any:
         leaves, cotangents = operands[:count], operands[count:]
 
         def of_wanted(*some: Any) -> list[Any]:
-            found = list(leaves)
+            inputs = list(leaves)
             for i, x in zip(wanted, some, strict=True):
-                found[i] = x
-            out = jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *found)
+                inputs[i] = x
+            out = jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *inputs)
             return [out[i] for i in given]
 
         _, pullback = jax.vjp(of_wanted, *(leaves[i] for i in wanted))

@@ -46,7 +46,7 @@ class DifferentProductsError(Exception):
 
 
 def aval_of(x: Any) -> Any:
-    """Return what the function that is traced in FP32 sees of a leaf."""
+    """Return the abstract value of a leaf in the FP32 trace."""
     if is_scaled_array(x):
         return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
     if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype"):
@@ -55,9 +55,9 @@ def aval_of(x: Any) -> Any:
 
 
 def aval_in_format(x: Any) -> Any:
-    """Return what plain code sees of a leaf.
+    """Return the abstract value of a leaf in plain code.
 
-    JAX has no arithmetic in 8 bits, which count as FP16.
+    JAX has no arithmetic in 8 bits, so these formats count as FP16.
     """
     if not is_scaled_array(x):
         return aval_of(x)
@@ -73,7 +73,7 @@ def has_narrow_data(leaves: Sequence[Any]) -> bool:
 
 
 def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
-    """Return what `jax.jit(fun).trace` gives for arguments like these."""
+    """Return the trace of `jax.jit(fun)` for arguments like these."""
     # JAX takes the gradient of integers as an array only.
     is_none = [getattr(x, "dtype", None) == jax.dtypes.float0 for x in avals]
     arguments = [
@@ -90,7 +90,7 @@ def reference_trace(fun: Callable, leaves: Sequence[Any]) -> Any:
         TraceError: it needs more than a narrow format has, as `jnp.linalg` does.
     """
     try:
-        # What is narrow only here is nothing to warn of.
+        # Warnings about narrow numbers in this trace do not concern the user.
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             return trace_of(fun, list(map(aval_in_format, leaves)))
@@ -116,15 +116,16 @@ def _reason(error: Exception) -> str:
 
 
 def with_fp32_products(jaxpr: Any, reference: Any) -> Any:
-    """Return a jaxpr in which the products are FP32 that are so in the reference.
+    """Return a jaxpr whose products are FP32 where the reference's are.
 
-    They have the highest precision, which is what FP32 is called in a jaxpr: at the
-    default precision GPUs read FP32 operands in TF32, with as few digits as FP16.
+    They get the highest precision, which marks FP32 in a jaxpr: at the default
+    precision GPUs read FP32 operands in TF32, with as few digits as FP16.
 
     Args:
-        jaxpr: traced with FP32 arrays. It is returned itself if nothing changes, so
-            that what several calls share stays shared.
-        reference: of the same function, traced with arrays in the formats of the data.
+        jaxpr: traced with FP32 arrays. It is returned as the same object if nothing
+            changes, so that calls that share it still share it.
+        reference: the trace of the same function, with arrays in the formats of the
+            data.
 
     Raises:
         DifferentProductsError: they do not have the same products.
@@ -135,14 +136,15 @@ def with_fp32_products(jaxpr: Any, reference: Any) -> Any:
 
 @per_jaxpr
 def _replaced(jaxpr: Any, reference: Any) -> Any:
-    """As `with_fp32_products`; None where nothing changes: a cache must not hold its
-    key.
+    """Return `with_fp32_products`' result, or None where nothing changes.
+
+    A cache must not hold its key.
     """
-    own, others = _products(jaxpr), _products(reference)
-    if [key for _, key in own] != [key for _, key in others]:
+    products, reference_products = _products(jaxpr), _products(reference)
+    if [key for _, key in products] != [key for _, key in reference_products]:
         raise DifferentProductsError
     eqns = list(jaxpr.eqns)
-    for (i, _), (j, _) in zip(own, others, strict=True):
+    for (i, _), (j, _) in zip(products, reference_products, strict=True):
         eqns[i] = _as_in(eqns[i], reference.eqns[j])
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return None
@@ -151,36 +153,34 @@ def _replaced(jaxpr: Any, reference: Any) -> Any:
 
 @per_jaxpr
 def _products(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
-    """The equations that are products, or have some inside: numbers and what they
-    are.
-    """
-    found: list[tuple[int, Any]] = []
+    """Return the equations that are or contain products: numbers and signatures."""
+    products: list[tuple[int, Any]] = []
     for i, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
         if name in PRODUCTS:
             shapes = tuple(x.aval.shape for x in eqn.invars)
             params = eqn.params.items()
             dims = [str(x) for key, x in params if key.endswith("dimension_numbers")]
-            found.append((i, (name, shapes, dims[0])))
+            products.append((i, (name, shapes, dims[0])))
         else:
             inner = [x for _, x in _inner_jaxprs(eqn)]
             if any(map(has_products, inner)):
-                found.append((i, (name, len(inner))))
-    return tuple(found)
+                products.append((i, (name, len(inner))))
+    return tuple(products)
 
 
 def has_products(jaxpr: Any) -> bool:
-    """Return whether there is a product, here or further in."""
+    """Return whether a jaxpr contains a product, also in inner jaxprs."""
     return bool(_products(jaxpr))
 
 
 def _inner_jaxprs(eqn: Any) -> list[tuple[str, Any]]:
-    found = []
+    jaxprs = []
     for key in _INNER.get(eqn.primitive.name, ()):
         value = eqn.params.get(key, ())
         for jaxpr in value if isinstance(value, tuple) else (value,):
-            found.append((key, jaxpr))
-    return found
+            jaxprs.append((key, jaxpr))
+    return jaxprs
 
 
 def _as_in(eqn: Any, reference: Any) -> Any:
@@ -209,8 +209,8 @@ def _as_in(eqn: Any, reference: Any) -> Any:
     if not changed:
         return eqn
     params = {
-        key: tuple(found) if isinstance(eqn.params[key], tuple) else found[0]
-        for key, found in new.items()
+        key: tuple(jaxprs) if isinstance(eqn.params[key], tuple) else jaxprs[0]
+        for key, jaxprs in new.items()
     }
     return eqn.replace(params={**eqn.params, **params})
 

@@ -9,9 +9,8 @@ constant that no scale belongs to. At least one operand is a `Value`. So is a re
 that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equation,
 traced with float32 where the data may be narrower.
 
-    structural("transpose")                  # the operation on the data, the scale as
-    it is unscaled("exp")                          # on the logical value in FP32,
-    result of scale 1
+    structural("transpose")  # the operation on the data; the scale is unchanged
+    unscaled("exp")  # the operation on the logical value in FP32; scale 1
 
     @rule("mul")
     def _mul(eqn, a, b): ...
@@ -41,20 +40,19 @@ COMPOSITE = "composite "  # before the names of composites, in keys of the table
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one primitive, or the calls of one composite, propagate scales.
+    """The rule by which one primitive, or the calls of one composite, propagate scales.
 
     Attributes:
         fun: the rule.
-        kind: the definer's name: what docs/coverage.md says.
-        wide: whether operands may come with FP32 data that has not yet been rounded to
-            its format.
-        lazy: whether operands may come with a factor that is not yet in their data.
-        guards: whether guards (see `Value`) keep their FP32 data where other operands
-            are rounded.
-        control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword
+        kind: the definer's name, printed in docs/coverage.md.
+        wide: whether operands may have FP32 data that is not yet rounded to its format.
+        lazy: whether operands may have a factor that is not yet in their data.
+        keeps_fill_values: whether fill values (see `Value`) keep their FP32 data where
+            other operands are rounded.
+        control: whether `fun` takes the evaluator of inner jaxprs, as the keyword
             `evaluate`.
-        passes: the numbers of an operand and of the result that is this operand, the
-            equation only looking at it.
+        passes: the numbers of an operand and of the result that equals it, for an
+            equation that only looks at the operand.
     """
 
     fun: Callable
@@ -62,41 +60,53 @@ class Rule:
     wide: bool = True
     lazy: bool = False
     control: bool = False
-    guards: bool = False
+    keeps_fill_values: bool = False
     passes: tuple[int, int] | None = None
 
     def bring(self, x: Value) -> Value:
-        """An operand as the rule reads it."""
+        """Return an operand in the form that the rule reads."""
         if self.wide:
             return x if self.lazy else v.settle(x)
         if self.lazy:
             return v.in_format(x)
-        return v.settle(x) if self.guards and x.guard else v.narrow(x)
+        return (
+            v.settle(x) if self.keeps_fill_values and x.is_fill_value else v.narrow(x)
+        )
 
 
-rules: dict[str, Rule] = {}  # by `key_of` the equation
+rules: dict[str, Rule] = {}  # keys: `key_of(eqn)`
 
 
 def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
-    """Decorator: a hand-written rule."""
+    """Return a decorator that registers a hand-written rule."""
     return _definer("rule", primitives, wide=wide, lazy=lazy)
 
 
-def control(*primitives: str, wide: bool = False, guards: bool = False) -> Callable:
-    """Decorator: a rule of a primitive with inner jaxprs, called with `evaluate=`."""
-    return _definer("control", primitives, wide=wide, control=True, guards=guards)
+def control(
+    *primitives: str, wide: bool = False, keeps_fill_values: bool = False
+) -> Callable:
+    """Return a decorator for a primitive with inner jaxprs: a rule with `evaluate=`."""
+    return _definer(
+        "control",
+        primitives,
+        wide=wide,
+        control=True,
+        keeps_fill_values=keeps_fill_values,
+    )
 
 
 def structural(*primitives: str, along: Callable | None = None) -> None:
-    """The same operation on the data; each result has the scale of the value at its
-    place, or of the only value.
+    """Register primitives that apply the same operation to the data.
+
+    Each result has the scale of the value at its position, or of the only value.
 
     Args:
         primitives: their names.
-        along: for those of one value, what becomes of a scale that differs along axes,
-            of the rank of the data: `along(eqn, scale, *other_operands)` gives the
-            scale of the result (a list where there are several), or None where the
-            largest is to be taken for all, as without `along`.
+        along: for primitives of one value, the rule of a scale that differs along axes.
+            `along(eqn, scale, *other_operands)` takes a scale of the rank of the data.
+            It returns the scale of the result (a list for several results). It returns
+            None if the largest scale is to be used for all elements, as without
+            `along`.
     """
     _definer("structural", primitives, lazy=True)(
         functools.partial(on_data, along=along)
@@ -104,10 +114,11 @@ def structural(*primitives: str, along: Callable | None = None) -> None:
 
 
 def unscaled(*primitives: str, as_traced: bool = False) -> None:
-    """The operation on the logical value in FP32; the result has scale 1.
+    """Register primitives that compute on the logical value in FP32; results get scale
+    1.
 
-    With `as_traced`, where the user cast to a narrower dtype, in that: for equations
-    with inner jaxprs of it.
+    With `as_traced`, they compute in the narrower dtype where the user cast to one: for
+    equations with inner jaxprs of that dtype.
     """
     _definer("unscaled", primitives, lazy=True)(
         as_traced_dtypes if as_traced else in_float32
@@ -115,22 +126,22 @@ def unscaled(*primitives: str, as_traced: bool = False) -> None:
 
 
 def logical(*primitives: str) -> None:
-    """The operation on the logical value in FP32; the result is brought back to the
-    first operand's scale.
+    """Register primitives that compute on the logical value in FP32.
+
+    The result is brought back to the first operand's scale.
     """
     _definer("logical", primitives, lazy=True)(on_logical)
 
 
 def rule_of(eqn: Any) -> Rule:
-    """The rule of an equation: that of its primitive, or of the composite that it
-    calls.
-    """
+    """Return the rule of an equation: its primitive's, or its composite's."""
     return rules.get(key_of(eqn), DEFAULT)
 
 
 def key_of(eqn: Any) -> str:
-    """What an equation's rule is registered under: the primitive's name, or the
-    composite's behind `COMPOSITE`.
+    """Return the key of an equation's rule.
+
+    It is the primitive's name, or `COMPOSITE` and the composite's name.
     """
     name = eqn.primitive.name
     return COMPOSITE + eqn.params["call"].name if name == "scalify_composite" else name
@@ -143,14 +154,15 @@ def composite_rule(
     lazy: bool = False,
     passes: tuple[int, int] | None = None,
 ) -> Callable:
-    """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd",
-    "gelu.bwd").
+    """Return a decorator that registers the rule of the composite calls named `name`.
 
-    The rule takes the `Call` and its operands in the tree of the function's arguments
-    (`Value`, plain or None); it returns the results in the tree of the function's
-    results. Flags are those of `Rule`: by default operands have their data in their
-    formats, and with `lazy` alone, as it is stored, with a factor beside it. `passes`
-    counts all leaves; the program is evaluated as without the call.
+    Names are "gelu", "gelu.fwd", "gelu.bwd". The rule takes the `Call` and its operands
+    in the tree of the function's arguments (`Value`, plain or None). It returns the
+    results in the tree of the function's results.
+
+    Flags are those of `Rule`. By default operands have their data in their formats, and
+    with `lazy` alone in stored form, with a factor beside it. `passes` counts all
+    leaves; the program is evaluated as if without the call.
     """
 
     def register(fun: Callable) -> Callable:
@@ -168,8 +180,9 @@ def composite_rule(
 
 
 def default(eqn: Any, *operands: Any) -> Any:
-    """For primitives and composites without a rule: as `unscaled`. They are right
-    without one, so nobody is warned.
+    """Evaluate a primitive or composite without a rule, as `unscaled` does.
+
+    The result is correct without a rule, so there is no warning.
     """
     return as_traced_dtypes(eqn, *operands)
 
@@ -178,18 +191,19 @@ DEFAULT = Rule(default, "default", lazy=True)
 
 
 def bind(eqn: Any, *operands: Any) -> Any:
-    """The equation's primitive on plain operands."""
+    """Bind the equation's primitive to plain operands."""
     params = eqn.primitive.get_bind_params(eqn.params)
     return eqn.primitive.bind(*as_traced(eqn, operands), **params)
 
 
 def plain(eqn: Any, *operands: Any) -> Any:
-    """An equation that no scale takes part in. Uniform constants stay known: a loop's
-    zeros must not get a scale.
+    """Return the results of an equation without scaled operands.
+
+    Uniform constants stay known: a loop's zeros must not get a scale.
     """
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
     several = eqn.primitive.multiple_results
-    if None in numbers or not numbers:  # what has no results is there for what it does
+    if None in numbers or not numbers:  # no results: bound for its effects
         out = bind(eqn, *map(storage.materialise, operands))
     else:
         out = [None] * len(numbers) if several else None
@@ -209,7 +223,7 @@ def plain(eqn: Any, *operands: Any) -> Any:
 
 
 def known(x: Any) -> Any:
-    """A NumPy array of one number as a uniform constant; anything else as it is."""
+    """Return a NumPy array of one number as a uniform constant; others unchanged."""
     if (
         not isinstance(x, np.ndarray)
         or not x.size
@@ -221,9 +235,7 @@ def known(x: Any) -> Any:
 
 
 def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
-    """For each result the number that all its elements are, or None where that is not
-    known.
-    """
+    """Return the number that fills each result, or None where it is unknown."""
     if eqn.primitive.name == "jit":
         return _numbers_of(eqn.params["jaxpr"], operands)
     fold = _FOLDED.get(eqn.primitive.name)
@@ -287,7 +299,7 @@ def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
 
 
 def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
-    """As `structural`."""
+    """Apply the operation to the data: the rule that `structural` registers."""
     if (
         along is not None
         and not sc.is_static(operands[0].scale)
@@ -307,16 +319,16 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
         return v.value(
             out,
             first.multiple,
-            first.rho,
+            first.expected_rms,
             first.dtype,
             first.factor,
-            first.excess,
-            first.guard,
+            first.rms_correction,
+            first.is_fill_value,
         )
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
         (
-            v.value(y, x.multiple, x.rho, x.dtype, x.factor)
+            v.value(y, x.multiple, x.expected_rms, x.dtype, x.factor)
             if isinstance(x, Value) and _is_float(y)
             else y
         )
@@ -329,7 +341,11 @@ def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
     several = eqn.primitive.multiple_results
     results = [
         v.value(
-            y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor
+            y,
+            scale.reshape(()) if scale.size == 1 else scale,
+            x.expected_rms,
+            x.dtype,
+            x.factor,
         )
         for y, scale in zip(
             out if several else [out], scales if several else [scales], strict=True
@@ -353,8 +369,9 @@ def as_traced_dtypes(eqn: Any, *operands: Any) -> Any:
 
 
 def in_float32(eqn: Any, *operands: Any) -> Any:
-    """The operation on the logical values in FP32, also where the user cast them to a
-    narrower dtype; scale 1.
+    """Return the operation on the logical values in FP32, at scale 1.
+
+    Operands that the user cast to a narrower dtype are FP32, too.
     """
     args = [
         storage.as_float32(v.unscaled(x))
@@ -372,18 +389,18 @@ def _of_scale_1(out: Any, operands: tuple) -> Any:
     return [v.value(y, 1.0, 1.0, dtype) if _is_float(y) else y for y in out]
 
 
-def at_scale(x: Value, scale: Any, rho: float = 1.0) -> Value:
-    """The value with another scale."""
-    return v.value(v.at_scale(x, scale), scale, rho, x.dtype)
+def at_scale(x: Value, scale: Any, expected_rms: float = 1.0) -> Value:
+    """Return the value with another scale."""
+    return v.value(v.at_scale(x, scale), scale, expected_rms, x.dtype)
 
 
 def on_logical(eqn: Any, *operands: Any) -> Any:
-    """As `logical`."""
+    """Apply the operation to the logical value: the rule that `logical` registers."""
     out = as_traced_dtypes(eqn, *operands)
     if not isinstance(out, Value):
         return out
     first = next(x for x in operands if isinstance(x, Value))
-    return at_scale(out, first.scale, first.rho)
+    return at_scale(out, first.scale, first.expected_rms)
 
 
 def _is_float(x: Any) -> bool:

@@ -50,61 +50,59 @@ def scalify(
     static_argnames: str | Sequence[str] = (),
     check: bool = False,
 ) -> Callable:
-    """`fun` with scale propagation: the same function, on `ScaledArray`s.
+    """Return `fun` with scale propagation: the same function, on `ScaledArray`s.
 
     Args:
-        fun: any JAX function; pytrees in and out, of which leaves that are no arrays
-            pass through. Where it is given a ScaledArray it sees a float32 array,
-            whatever the dtype of the data.
-        scales: where scales come from. "auto": between stores the arithmetic is FP32,
-            on logical values; a value that is stored in a narrow format, as the operand
-            of a product or as a result, gets the power of two that its largest
-            magnitude calls for, measured there (`scalify_core.interpreter.measured`).
-            Right for any function, without being told. "static": rules propagate what
-            is expected of independent numbers, and nothing is measured but where
-            `dynamic_rescale_*`
-            stands: no operation more than the plain program has, for those who place
-            the rescales themselves. There a plain array has scale 1 beside scaled ones,
-            constants have any, and state that is carried round a loop wants a rescale
-            in each turn.
+        fun: any JAX function of pytrees; leaves that are not arrays pass through. A
+            ScaledArray appears to it as a float32 array, whatever the dtype of the
+            data.
+        scales: the policy of scales. "auto" suits any function. The arithmetic is FP32,
+            on logical values. A value that is stored in a narrow format, as the operand
+            of a product or as a result, gets a measured power of two: that of its
+            largest magnitude (`scalify_core.interpreter.measured`). "static" is for
+            users who place the rescales themselves. Rules propagate the sizes expected
+            of independent numbers, and scales are measured only in `dynamic_rescale_*`.
+            The program has no more operations than the plain one. A plain array has
+            scale 1 beside scaled ones, constants have any scale, and the carry of a
+            loop needs a rescale in each iteration.
         static_argnums: positions of arguments that are not arrays, as for `jax.jit`.
         static_argnames: their names.
         check: whether the program warns while it runs (`PrecisionWarning`, once per
-            place and call) where a cast to a narrow format flushes to zero more than 1%
-            of a tensor's norm, or saturates a finite number. The norm is what an error
-            is measured by: however many small elements vanish beside large ones (a
-            fifth of what GELU gives, in E4M3), the tensor is what it was while their
-            share of it is small, and once that is not, its scale is astray. With
-            measured scales, the rows and columns of a product of which more than 1% is
-            lost are named, too, however small they are. A mask's constant (-1e9) may
-            saturate. The program has callbacks then (`jax.debug.callback`), and is
-            slower; without `check` it has not an operation more.
+            place and call). It warns where a cast to a narrow format flushes to zero
+            more than 1% of a tensor's norm, or saturates a finite number. Errors are
+            measured by the norm: small elements may vanish beside large ones (a fifth
+            of GELU's results, in E4M3) as long as their share of the norm is small.
+            With measured scales it also names rows and columns of a product that lose
+            more than 1%, however small they are. A mask's constant (-1e9) may saturate.
+            The program then has callbacks (`jax.debug.callback`), and is slower.
 
     Returns:
-        A function of the same arguments. Arrays in them may be ScaledArrays. Every
-        floating-point result that depends on a ScaledArray is one, but for a scalar in
-        FP32, which is a plain array. With measured scales, products and results have
-        the dtypes of plain code, in which arrays have the formats of the data (FP16 for
-        those of 8 bits): FP32 by a cast or by promotion. A second trace tells; where it
-        fails or has other products, a `PrecisionWarning` says so. With static scales
-        all have the format of the data. Complex numbers have no scale: they are plain,
-        and so is what is computed from them (`irfft(rfft(x))`). ScaledArrays that `fun`
-        itself makes are plain numbers to it and to what it returns; `set_scaling` says
-        what scale a result is to have.
+        A function of the same arguments, which may contain ScaledArrays. A
+            floating-point
+        result that depends on a ScaledArray is a ScaledArray; an FP32 scalar is a plain
+        array.
 
-        Called outside of `jit`, `fun` runs at each call, as any JAX function does: what
-        it reads besides its arguments is what is there now. So a step is put under
-        `jax.jit`, which traces it once.
+    With measured scales, products and results have the dtypes of plain code whose
+    arrays have the formats of the data (FP16 for those of 8 bits). So they are FP32 by
+    a cast or by promotion. These dtypes come from a second trace; if it fails or has
+    other products, a `PrecisionWarning` says so. With static scales all results have
+    the format of the data. Complex numbers have no scale: they are plain, and so are
+    the results computed from them (`irfft(rfft(x))`). ScaledArrays that `fun` itself
+    makes are plain numbers inside it and in its results; use `set_scaling` to choose
+    the scale of a result.
 
-        It can be jitted, vmapped and sharded. Gradients are taken inside,
-        `scalify(jax.grad(fun))`. Outside, `jax.grad(scalify(fun))` gives those of plain
-        arguments, the first derivative, through results that are plain (as a scalar in
-        FP32 is) or have the range of FP32.
+    Called outside `jit`, `fun` runs at each call and reads the current value of its
+    globals, like any JAX function. Put a training step under `jax.jit`, which traces it
+    once.
+
+    The function can be jitted, vmapped and sharded. Take gradients inside,
+    `scalify(jax.grad(fun))`. Outside, `jax.grad(scalify(fun))` supports plain
+    arguments, the first derivative, and results that are plain or have the range of
+    FP32.
 
     Raises:
-        ValueError: another `scales`; positional and named static arguments that the
-            function does not have.
-        TypeError, when differentiated with respect to a ScaledArray.
+        ValueError: `scales` is unknown; `fun` does not have a static argument.
+        TypeError: differentiated with respect to a ScaledArray.
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
     reporter = Reporter() if check else None
@@ -133,9 +131,9 @@ def scalify(
 def _entering(
     leaves: Sequence[Any], names: Callable[[], Sequence[str]], reporter: Reporter | None
 ) -> list[Any]:
-    """Return the arguments, of which the scaled ones cannot be differentiated any more.
+    """Return the arguments; scaled ones can no longer be differentiated.
 
-    With a reporter the program tells it which have a scale that is none.
+    With a reporter, the program reports scales that are not powers of two.
     """
     if reporter is None:
         out = readable("argument", leaves, names)
@@ -160,7 +158,7 @@ def _is_traced(x: ScaledArray) -> bool:
 
 
 def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluate:
-    """Return how a jaxpr is evaluated on arrays and ScaledArrays."""
+    """Return the function that evaluates a jaxpr on arrays and ScaledArrays."""
     if scales not in get_args(Scales):
         raise ValueError(
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
@@ -172,7 +170,8 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluate:
 def _evaluated(program: Program, leaves: Sequence[Any], *, how: Evaluate) -> list[Any]:
     """Return the results of a program of arrays and ScaledArrays.
 
-    An FP32 scalar is plain: who compares, averages or branches on a loss means that.
+    An FP32 scalar is returned plain, since losses are compared, averaged and branched
+    on.
     """
     return list(map(_returned, how(program.jaxpr, leaves, program.dtypes)))
 
@@ -185,9 +184,10 @@ def _returned(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Objects by the hundred thousand are made, nearly all to stay.
+    """Pause the garbage collector.
 
-    Looking for cycles among them is a fifth of the time.
+    Tracing makes hundreds of thousands of objects, nearly all long-lived. The search
+    for cycles among them takes a fifth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

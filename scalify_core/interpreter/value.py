@@ -1,18 +1,18 @@
-"""What the interpreter computes with: data, scale and the RMS that the data is expected
-to have.
+"""The values that the interpreter computes with: data, scale and expected RMS.
 
 The logical value is `data * factor * scale`.
 
-Of scales, see `scales`.
+See `numerics.scales` for scales.
 
 `factor` is a number that has not been multiplied into the data yet, nearly always 1.
 The next operation that multiplies the data anyway takes it along, so constants and
 changes of scale cost one multiplication in all, or none.
 
-`rho` is the RMS that the rules expect of the data, about 1. Rules work on `scale * rho`
-unrounded and only round the scale that comes out, so roundings do not accumulate along
-a chain of operations. Beside a run-time scale, what a sum leaves of its expected RMS is
-known at run time only: it is `excess`, an FP32 scalar, and counts in the next sum.
+`expected_rms` is the RMS that the rules expect of the data, about 1. Rules work on
+`scale * expected_rms` unrounded and only round the resulting scale, so roundings do not
+accumulate along a chain of operations. Beside a run-time scale, the expected RMS of a
+sum is known at run time only. It is then `rms_correction`, an FP32 scalar, and counts
+in the next sum.
 
 Elementwise rules compute in FP32 and leave their result *wide*: `data` is FP32 while
 `dtype`, the format of the value, may be narrower. A chain of elementwise operations is
@@ -59,86 +59,117 @@ from scalify_core.numerics.storage import as_float32, materialise, saturating_ca
 _F32 = np.dtype(np.float32)
 
 
-# Into how many pieces each axis is cut that have a scale of their own.
+# For each axis, the number of pieces that have their own scale.
 Parts = tuple[int, ...]
 UNKNOWN = 0.0  # the expected RMS where scales are measured
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["data", "dynamic", "excess", "before", "copies"],
-    meta_fields=["static", "rho", "dtype", "factor", "guard", "by"],
+    data_fields=["data", "dynamic", "rms_correction", "pre_rescale", "copies"],
+    meta_fields=[
+        "static",
+        "expected_rms",
+        "dtype",
+        "factor",
+        "is_fill_value",
+        "scale_multiplier",
+    ],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """A scaled value inside the interpreter; a pytree whose static scale, rho and dtype
-    are part of its structure.
+    """A scaled value inside the interpreter.
+
+    It is a pytree whose static scale, expected RMS and dtype are part of its structure.
     """
 
     data: Any
     dynamic: Any
     static: float | None
-    rho: float  # of data * factor
+    expected_rms: float  # of data * factor
     dtype: np.dtype
     factor: float
-    excess: Any = None  # further factor of the expected RMS; None: 1
-    # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`):
-    # stays wide
-    guard: bool = False
-    by: float = 1.0  # the scale is `dynamic` times this
-    before: Any = None  # `Before`: what this value was rescaled from; None: it was not
-    # what was stored of it for products, by format, where scales are measured
+    rms_correction: Any = None  # further factor of the expected RMS; None: 1
+    # Whether it holds a constant that its format cannot represent, as in
+    # `maximum(x, 1e-12)`: its data stays FP32.
+    is_fill_value: bool = False
+    scale_multiplier: float = 1.0  # the scale is `dynamic` times this
+    pre_rescale: Any = None  # `PreRescale`; None: the value was not rescaled
+    # Where scales are measured: the copies that products read, by format and parts.
     copies: dict[tuple[str, Parts], Any] = dataclasses.field(default_factory=dict)
 
     @property
     def scale(self) -> Scale:
-        """A float where static, else an FP32 array."""
+        """Return a float where static, else an FP32 array."""
         return as_number(self.multiple)
 
     @property
     def multiple(self) -> Scale | Multiple:
-        """The scale as `Multiple`, where it is one: for what multiplies it on, or
-        multiplies data by it.
+        """Return the scale, as a `Multiple` where it is one.
+
+        A multiple can be multiplied by another number before it is multiplied out.
         """
         if self.static is not None:
             return self.static
-        return self.dynamic if self.by == 1.0 else Multiple(self.dynamic, self.by)
+        return (
+            self.dynamic
+            if self.scale_multiplier == 1.0
+            else Multiple(self.dynamic, self.scale_multiplier)
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the data."""
+        """Return the shape of the data."""
         return self.data.shape
 
     @property
     def size(self) -> Scale:
-        """The expected RMS of the logical value, unrounded."""
+        """Return the expected RMS of the logical value, unrounded."""
         if self.static is not None:
-            return self.static * self.rho
+            return self.static * self.expected_rms
         # Within the range of scales, so that the sizes of zeros are not zeros: a sum
         # divides one by the other.
-        size = as_number(Multiple(self.dynamic, self.by * self.rho))
-        return size if self.excess is None else product(size, self.excess)
+        size = as_number(
+            Multiple(self.dynamic, self.scale_multiplier * self.expected_rms)
+        )
+        return (
+            size if self.rms_correction is None else product(size, self.rms_correction)
+        )
 
 
 def value(
     data: Any,
     scale: Scale | Multiple,
-    rho: float = 1.0,
+    expected_rms: float = 1.0,
     dtype: Any = None,
     factor: float = 1.0,
-    excess: Any = None,
-    guard: bool = False,
+    rms_correction: Any = None,
+    is_fill_value: bool = False,
 ) -> Value:
-    """`Value` of this data and scale; its format is the data's dtype if not given."""
+    """Return `Value` of this data and scale; its format is the data's dtype if not
+    given.
+    """
     dtype = np.dtype(data.dtype if dtype is None else dtype)
     if type(scale) is float:
-        return Value(data, None, scale, rho, dtype, factor, None, guard)
-    base, by = scale if isinstance(scale, Multiple) else (scale, 1.0)
-    return Value(data, base, None, rho, dtype, factor, excess, guard, by)
+        return Value(
+            data, None, scale, expected_rms, dtype, factor, None, is_fill_value
+        )
+    base, multiplier = scale if isinstance(scale, Multiple) else (scale, 1.0)
+    return Value(
+        data,
+        base,
+        None,
+        expected_rms,
+        dtype,
+        factor,
+        rms_correction,
+        is_fill_value,
+        multiplier,
+    )
 
 
 def uniform(x: Any) -> float | None:
-    """The number that all elements of a plain constant are known to be, or None."""
+    """Return the number that fills a plain constant, or None."""
     if type(x) is Value or isinstance(x, jax.core.Tracer):  # nearly always
         return None
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind == "c":
@@ -156,11 +187,10 @@ def uniform(x: Any) -> float | None:
 
 
 def lift(x: Any, dtype: np.dtype) -> Value:
-    """A plain operand as a value of format `dtype`: an array has scale 1, a uniform
-    constant is split exactly.
+    """Return a plain operand as a value of format `dtype`.
 
-    Zero, infinities and NaN have any scale: the smallest, which does not count beside
-    another.
+    An array has scale 1; a uniform constant is split exactly. Zero, infinities and NaN
+    get the smallest scale, which does not count beside another.
     """
     constant = uniform(x)
     if constant is None:
@@ -173,63 +203,78 @@ def lift(x: Any, dtype: np.dtype) -> Value:
 
 
 def wide(v: Value) -> Any:
-    """The data in FP32, without the factor."""
+    """Return the data in FP32, without the factor."""
     return as_float32(v.data)
 
 
 def settle(v: Value) -> Value:
-    """The value with its factor multiplied into the data."""
+    """Return the value with its factor multiplied into the data."""
     if v.factor == 1.0:
         return v
     return value(
-        times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess, v.guard
+        times(v.data, v.factor),
+        v.multiple,
+        v.expected_rms,
+        v.dtype,
+        1.0,
+        v.rms_correction,
+        v.is_fill_value,
     )
 
 
 def exact(v: Value) -> Value:
-    """The value with its scale multiplied out; what that leaves of a product beyond the
-    range of scales is in the data.
+    """Return the value with its scale multiplied out, for use as a number.
 
-    For who goes on with the scale as a number: `Value.scale` alone saturates.
+    `Value.scale` alone saturates. Here the part of the product beyond the range of
+    scales goes into the data.
     """
-    if v.by == 1.0:
+    if v.scale_multiplier == 1.0:
         return v
     scale, rest = number_and_rest(v.multiple)
     return value(
-        times(wide(v), rest), scale, v.rho, v.dtype, v.factor, v.excess, v.guard
+        times(wide(v), rest),
+        scale,
+        v.expected_rms,
+        v.dtype,
+        v.factor,
+        v.rms_correction,
+        v.is_fill_value,
     )
 
 
 def narrow(v: Value) -> Value:
-    """The value with its data in its format, saturating (NaN and infinities stay), and
-    the factor in it.
+    """Return the value with its factor multiplied in, and its data in its format.
+
+    The cast saturates; infinities and NaN are preserved.
     """
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
     return value(
-        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.guard),
+        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.is_fill_value),
         v.multiple,
-        v.rho,
+        v.expected_rms,
         v.dtype,
         1.0,
-        v.excess,
+        v.rms_correction,
     )
 
 
 def in_format(v: Value) -> Value:
-    """The value with its data in its format, as `narrow`; data that is so already keeps
-    its factor beside it.
+    """Return the value with its data in its format.
+
+    Data that already is in its format keeps its factor beside it, unlike in `narrow`.
     """
     return (
         v
         if v.data.dtype == v.dtype
-        else dataclasses.replace(narrow(v), before=v.before)
+        else dataclasses.replace(narrow(v), pre_rescale=v.pre_rescale)
     )
 
 
 def unscaled(v: Any, dtype: Any = _F32) -> Any:
-    """The logical value as a plain array of `dtype`; plain operands are
-    materialised.
+    """Return the logical value as a plain array of `dtype`.
+
+    Plain operands are materialized.
     """
     if not isinstance(v, Value):
         return materialise(v)
@@ -238,12 +283,12 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
 
 
 def at_scale(v: Value, scale: Scale) -> Any:
-    """The data of `v` if its scale were `scale`."""
+    """Return the data that `v` would have at `scale`."""
     return _at_scale(v.data, v, scale)
 
 
 def wide_at(v: Value, scale: Scale) -> Any:
-    """As `at_scale`, in FP32."""
+    """Return the data that `v` would have at `scale`, in FP32."""
     return _at_scale(as_float32(v.data), v, scale)
 
 
@@ -254,65 +299,80 @@ def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
 
 
 def as_divisor(v: Value) -> Value:
-    """The value at scale 1 if its run-time scale is that of zeros: a quotient must not
-    get the largest scale of all.
+    """Return the value, at scale 1 if its run-time scale is that of zeros.
+
+    A quotient must not get the largest scale of all.
     """
     if v.static is not None:
         return v
     v = exact(v)
     scale = unless_of_zeros(v.scale, 1.0)
-    return value(times(wide(v), ratio(v.scale, scale)), scale, v.rho, v.dtype, v.factor)
+    return value(
+        times(wide(v), ratio(v.scale, scale)), scale, v.expected_rms, v.dtype, v.factor
+    )
 
 
 def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
-    """The scale, rho and excess of a sum of independent terms: sqrt(a^2 + b^2), without
-    squaring a scale.
+    """Return the scale, expected RMS and RMS correction of a sum of independent terms.
+
+    It is sqrt(a^2 + b^2), computed without squaring a scale.
     """
     if is_static(a.scale) and is_static(b.scale):
         total = math.hypot(a.size, b.size)
-        # The scale of an operand that has no factor, if it is near enough: that operand
-        # is then added as it is.
+        # At the scale of an operand without a factor, that operand is added unchanged.
         for x in (a, b) if a.size >= b.size else (b, a):
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
     both = of_one_base(a.multiple, b.multiple)
-    if both is not None and a.excess is None and b.excess is None:
-        scale, rho = rounded(math.hypot(both[0] * a.rho, both[1] * b.rho))
-        return product(a.dynamic, scale), rho, None
+    if both is not None and a.rms_correction is None and b.rms_correction is None:
+        scale, expected_rms = rounded(
+            math.hypot(both[0] * a.expected_rms, both[1] * b.expected_rms)
+        )
+        return product(a.dynamic, scale), expected_rms, None
     large, small = largest(a.size, b.size), smallest(a.size, b.size)
     r = lax.div(small, large)
     total = product(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))
     scale = pow2_round(total)
-    computed, excess = once(scale, lax.div(total, scale))
-    return computed, 1.0, excess
+    computed, rms_correction = once(scale, lax.div(total, scale))
+    return computed, 1.0, rms_correction
 
 
 def settled(
     data: Any,
     scale: Scale,
-    rho: float,
+    expected_rms: float,
     dtype: np.dtype,
     slack: float = 2.0,
     factor: float = 1.0,
 ) -> Value:
-    """A value of this scale and expected RMS, moved to the nearest power of two if rho
-    has left [1/slack, slack].
+    """Return a value of this scale and expected RMS.
+
+    Its scale moves to the nearest power of two if the expected RMS has left [1/slack,
+    slack].
     """
     if is_static(scale):
-        if 1 / slack <= rho <= slack and MIN_SCALE <= scale <= MAX_SCALE:
-            return value(data, scale, rho, dtype, factor)
-        new = pow2_round(scale * rho)
-        return value(data, new, scale * rho / new, dtype, factor * (scale / new))
-    if 1 / slack <= rho <= slack:
-        return value(data, scale, rho, dtype, factor)
-    power = pow2_round(rho)
-    return value(data, product(scale, power), rho / power, dtype, factor / power)
+        if 1 / slack <= expected_rms <= slack and MIN_SCALE <= scale <= MAX_SCALE:
+            return value(data, scale, expected_rms, dtype, factor)
+        new = pow2_round(scale * expected_rms)
+        return value(
+            data, new, scale * expected_rms / new, dtype, factor * (scale / new)
+        )
+    if 1 / slack <= expected_rms <= slack:
+        return value(data, scale, expected_rms, dtype, factor)
+    power = pow2_round(expected_rms)
+    return value(
+        data, product(scale, power), expected_rms / power, dtype, factor / power
+    )
 
 
-class Before(NamedTuple):
-    """A value before it was rescaled, the measured power of two, and its sums over all
-    axes but the last, or None.
+class PreRescale(NamedTuple):
+    """A value before it was rescaled.
+
+    Attributes:
+        value: the value.
+        power: the measured power of two.
+        sums: its sums over all axes but the last, or None.
     """
 
     value: Value
@@ -321,18 +381,19 @@ class Before(NamedTuple):
 
 
 def rescaled_by(statistic: Any, v: Value) -> Value:
-    """The value at the scale that a run-time statistic of its data calls for; 0, inf
-    and NaN call for none.
+    """Return the value at the scale given by a run-time statistic of its data.
+
+    A statistic of 0, infinity or NaN leaves the scale unchanged.
     """
     v = scalar_scale(v)
     return _rescaled(v, statistic(wide(v)))
 
 
 def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
-    """The value at the power of two that is nearest to its measured RMS.
+    """Return the value at the power of two nearest to its measured RMS.
 
-    With `columns`, its sums over all axes but the last, as of the gradient of a bias,
-    are made in the same pass.
+    With `columns`, its sums over all axes but the last, as in the gradient of a bias,
+    are computed in the same pass.
     """
     v = scalar_scale(v)
     if not columns:
@@ -349,56 +410,52 @@ def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
     sums = None if sums is None else times(sums, change)
     return dataclasses.replace(
         value(times(wide(v), change), scale, 1.0, v.dtype),
-        before=Before(v, power, sums),
+        pre_rescale=PreRescale(v, power, sums),
     )
 
 
 def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
-    """The scale of a value that is rescaled by a measured power of two, and what its
-    data is multiplied by.
-    """
+    """Return the scale of a rescaled value, and the factor for its data."""
     scale = as_number(product(v.multiple, power))
     return scale, as_number(ratio(v.multiple, scale))
 
 
 def before_rescaling(v: Value) -> tuple[Value, Value]:
-    """A value whose scale is computed here, and the value that it was rescaled from:
-    itself, if it was not.
+    """Return a value whose scale is computed here, and the value before rescaling.
 
-    Who changes its scale anyway changes that of the latter, and computes all scalars in
-    one kernel, not in two.
+    The second is the value itself, if it was not rescaled. An operation that changes
+    the scale anyway starts from the second, and computes all scalars in one kernel.
     """
-    if v.before is None:
+    if v.pre_rescale is None:
         return v, v
-    scale, _ = _rescaling(v.before.value, v.before.power)
-    return dataclasses.replace(v, dynamic=scale, before=None), v.before.value
+    scale, _ = _rescaling(v.pre_rescale.value, v.pre_rescale.power)
+    return dataclasses.replace(v, dynamic=scale, pre_rescale=None), v.pre_rescale.value
 
 
 def scalar_scale(v: Value) -> Value:
-    """The value with one scale for all its elements: the largest of its scales."""
+    """Return the value with one scale for all its elements, the largest."""
     if v.dynamic is None or v.dynamic.ndim == 0:
         return v
     scale = jnp.max(v.scale)
     return value(
         times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)),
         scale,
-        v.rho,
+        v.expected_rms,
         v.dtype,
         v.factor,
     )
 
 
 def scalar_scales(operands: Sequence[Any]) -> list[Any]:
-    """Operands of which each value has one scale; those that are plain as they are."""
+    """Return the operands with one scale for each value; plain ones unchanged."""
     return [scalar_scale(x) if isinstance(x, Value) else x for x in operands]
 
 
 def result_dtype(*operands: Any) -> np.dtype:
-    """The format of an arithmetic result: the promotion of the formats of the scaled
-    operands.
+    """Return the format of an arithmetic result.
 
-    0-d operands count only where all are. FP8 formats are for storage: arithmetic on
-    them alone gives FP16.
+    It is the promotion of the formats of the scaled operands. 0-d operands count only
+    where all are 0-d. FP8 formats are for storage: arithmetic on them alone gives FP16.
     """
     values = [v for v in operands if type(v) is Value]
     if len({v.dtype for v in values}) == 1 and values[0].dtype.itemsize > 1:
@@ -417,8 +474,9 @@ def result_dtype(*operands: Any) -> np.dtype:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A uniform constant on its way into or out of a traced function: part of the
-    structure, so it stays known.
+    """A uniform constant on its way into or out of a traced function.
+
+    It is part of the structure, so its number stays known.
     """
 
     number: float
@@ -427,21 +485,26 @@ class Constant:
 
 
 def pack(operands: Any, numbers: Collection[int] = ()) -> list[Any]:
-    """Operands as a pytree: values, constants, arrays. Integers are constants at the
-    positions `numbers` alone.
+    """Return operands as a pytree of values, constants and arrays.
+
+    Integers become constants only at the positions `numbers`.
     """
     return [
-        _whole(x) if isinstance(x, Value) else _packed(x, i in numbers)
+        _multiplied_out(x) if isinstance(x, Value) else _packed(x, i in numbers)
         for i, x in enumerate(operands)
     ]
 
 
-def _whole(x: Value) -> Value:
-    """The value with its scale multiplied out, and alone: who takes values apart finds
-    what is there. What an inner jaxpr stores of it stays in there.
+def _multiplied_out(x: Value) -> Value:
+    """Return the value with its scale multiplied out, and without `pre_rescale`.
+
+    Code that flattens values then finds all of their scale in `dynamic`. Copies that an
+    inner jaxpr stores are not added to the original.
     """
-    x = dataclasses.replace(x, before=None, copies=dict(x.copies))
-    return x if x.by == 1.0 else dataclasses.replace(x, dynamic=x.scale, by=1.0)
+    x = dataclasses.replace(x, pre_rescale=None, copies=dict(x.copies))
+    if x.scale_multiplier == 1.0:
+        return x
+    return dataclasses.replace(x, dynamic=x.scale, scale_multiplier=1.0)
 
 
 def _packed(x: Any, is_number: bool) -> Any:
@@ -460,7 +523,7 @@ def _packed(x: Any, is_number: bool) -> Any:
 
 
 def unpack(operands: Any) -> list[Any]:
-    """The inverse of `pack`."""
+    """Return the operands that `pack` packed."""
     return [_filled(x) if isinstance(x, Constant) else x for x in operands]
 
 

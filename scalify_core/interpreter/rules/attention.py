@@ -28,20 +28,22 @@ from scalify_core.numerics import storage
 
 
 def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
-    """q, k and v as a kernel reads them, and the scales that are in their data;
-    attention is linear in v.
+    """Return q, k and v for a kernel, and the scales that are in their data.
+
+    Attention is linear in v.
     """
     q, k, values = (as_value(x, *operands) for x in operands)
     (q, k, static), scales = kernel_operands(
-        q, k, v.value(values.data, 1.0, values.rho, values.dtype)
+        q, k, v.value(values.data, 1.0, values.expected_rms, values.dtype)
     )
-    values = v.value(static.data, values.scale, values.rho, values.dtype)
+    values = v.value(static.data, values.scale, values.expected_rms, values.dtype)
     return [q, k, values], scales
 
 
 def _attention_growth(call: Any, q: Value, k: Value) -> float:
-    """RMS of a row of probabilities, times sqrt(keys): after t keys of equal weight
-    1/sqrt(t), averaged over t.
+    """Return the RMS of a row of probabilities, times sqrt(keys).
+
+    After t keys of equal weight it is 1/sqrt(t), averaged over t.
     """
     causal = dict(call.static)["causal"]
     queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
@@ -63,7 +65,7 @@ def _attend(
     )
     growth = _attention_growth(call, q, k)
     return (
-        v.settled(out[0], values.scale, values.rho * growth, q.dtype, SQRT_2),
+        v.settled(out[0], values.scale, values.expected_rms * growth, q.dtype, SQRT_2),
         out,
         values,
     )
@@ -78,13 +80,13 @@ def _attention(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
 def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
     y, out, static = _attend(call, q, k, values, segments)
     # The kernel's own output, at the scale of v, is what its backward reads.
-    kept = v.value(out[0], static.scale, static.rho, y.dtype)
-    return y, (q, k, values, segments, kept, out[-1])
+    kernel_output = v.value(out[0], static.scale, static.expected_rms, y.dtype)
+    return y, (q, k, values, segments, kernel_output, out[-1])
 
 
 @composite_rule("attention.bwd", wide=True)
 def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    *qkv, segments, kept, log_norm = residuals
+    *qkv, segments, kernel_output, log_norm = residuals
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
     static = dict(call.static)
@@ -93,42 +95,46 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     # numbers: up, and down again.
     lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
     raised = storage.saturating_cast(sc.times(v.wide(gradient), lift), q.data.dtype)
-    residuals = (q, k, values, segments, kept, log_norm)
+    residuals = (q, k, values, segments, kernel_output, log_norm)
     out = on_data(
         call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale
     )
     heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
-    # queries of so many heads add to the gradients of one key and one value
+    # The queries of several heads add to the gradients of one key and one value.
     shared = math.sqrt(heads / groups)
-    # of the logits, whose gradient the function takes with respect to the data
+    # The scale of the logits: the function differentiates with respect to the data.
     both = k.scale * q.scale
     sizes = (
         (
             sc.ratio(sc.product(gradient.multiple, values.scale), q.scale),
-            gradient.rho * values.rho * k.rho * both,
+            gradient.expected_rms * values.expected_rms * k.expected_rms * both,
         ),
         (
             sc.ratio(sc.product(gradient.multiple, values.scale), k.scale),
-            gradient.rho * values.rho * q.rho * both * shared,
+            gradient.expected_rms
+            * values.expected_rms
+            * q.expected_rms
+            * both
+            * shared,
         ),
-        (gradient.multiple, gradient.rho * shared),
+        (gradient.multiple, gradient.expected_rms * shared),
     )
     return [
         moved(
             v.settled(
-                x, sc.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2
+                x, sc.product(scale, 1 / lift), rms * growth * lift, y.dtype, SQRT_2
             ),
-            own,
+            data_scale,
         )
-        for x, (scale, rho), y, own in zip(
+        for x, (scale, rms), y, data_scale in zip(
             out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
         )
     ]
 
 
 def _as_rotated(x: Value, out: Any) -> Value:
-    """The rotated data of `x`, of the size of `x`."""
-    return v.value(out, x.multiple, x.rho, x.dtype, x.factor, x.excess)
+    """Return the rotated data of `x` as a value of the scale and size of `x`."""
+    return v.value(out, x.multiple, x.expected_rms, x.dtype, x.factor, x.rms_correction)
 
 
 @composite_rule("rope", wide=True)

@@ -1,9 +1,8 @@
-"""The bodies of loops, branches and recomputed blocks: inner jaxprs that are evaluated
-once, however often looked at.
+"""The bodies of loops, branches and recomputed blocks.
 
-To know the scales of its results, a rule looks at a body before it builds the operation
-that has it. Were the body evaluated anew each time, bodies within bodies would cost two
-to the power of their depth.
+They are inner jaxprs that are evaluated once, however often a rule inspects them. To
+know the scales of its results, a rule evaluates a body before it builds the operation.
+Evaluating it anew each time would cost two to the power of the nesting depth.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from scalify_core.numerics.caches import per_jaxpr
 
 
 def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:
-    """The results of a body, rounded to their formats but for guards and the first
-    `wide`, and with their scales.
+    """Return the results of a body, with their scales and rounded to their formats.
+
+    Fill values and the first `wide` results are not rounded.
     """
     packed = pack(operands)
-    # equation by equation, as a debugger and `explain` want it
+    # A debugger and `explain` read the body equation by equation.
     if jax.config.jax_disable_jit:
         return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide, evaluate)))
     traced = traced_body(jaxpr, evaluate, packed, wide)
@@ -36,19 +36,20 @@ def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[An
 
 
 def traced_body(jaxpr: Any, evaluate: Callable, packed: Any, wide: int = 0) -> Any:
-    """The trace of an evaluated body on packed operands, to packed results."""
+    """Return the trace of an evaluated body on packed operands, to packed results."""
     return _evaluated(jaxpr, evaluate, wide).trace(*packed)
 
 
 @per_jaxpr
 def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
-    """One function per body, whose traces jit keeps: one for each structure of the
-    operands.
+    """Return the jitted function of a body, one for each body.
+
+    `jit` keeps its traces, one for each structure of the operands.
     """
-    found = weakref.ref(jaxpr)  # which is forgotten with its program
+    jaxpr_ref = weakref.ref(jaxpr)  # freed with its program
 
     def evaluated(*operands: Any) -> list[Any]:
-        return pack(_stored(evaluate(found(), unpack(operands)), wide, evaluate))
+        return pack(_stored(evaluate(jaxpr_ref(), unpack(operands)), wide, evaluate))
 
     return jax.jit(evaluated)
 
@@ -62,8 +63,8 @@ def _stored(out: list[Any], wide: int, evaluate: Callable) -> list[Any]:
 
 
 def _result(x: Value, wide: bool) -> Value:
-    x = v.settle(x) if wide or x.guard else narrow(x)
-    return dataclasses.replace(x, excess=None)
+    x = v.settle(x) if wide or x.is_fill_value else narrow(x)
+    return dataclasses.replace(x, rms_correction=None)
 
 
 def measures(evaluate: Callable) -> bool:
@@ -72,7 +73,5 @@ def measures(evaluate: Callable) -> bool:
 
 
 def shape_of(fun: Callable, operands: Any) -> list[Any]:
-    """The results of `fun` with their scales, of which the static ones are known, but
-    without data.
-    """
+    """Return the results of `fun` without data; static scales are known."""
     return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))

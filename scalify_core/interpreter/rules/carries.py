@@ -1,14 +1,13 @@
-"""What the turns of a loop, or the branches of a cond, have in common: the scale and
-the format of each part.
+"""The common form of loop iterations, or of cond branches: scale and format.
 
-A loop's carry has one structure for all turns. Its scale is static where that is known
-to do for all of them; else a run-time scale is carried along, and measured in each
-turn.
+A loop's carry has one structure for all iterations. Its scale is static where one scale
+is known to suit all of them. Otherwise a run-time scale is carried along, and measured
+in each iteration.
 
-A carry may *start* at a constant that is only there to lose: the lowest number, for a
-running maximum. Such a constant never sets a scale. It stands at that of what it is
-compared with, as far as FP32 goes there, and its carry is kept in FP32 (a `guard`, see
-`value`): in FP16 it might end up moderate beside small numbers.
+A carry may *start* at a constant that every element replaces, as the lowest number for
+a running maximum. Such a constant never sets a scale. It is stored at the scale of the
+elements that it is compared with, as far as FP32 reaches. Its carry is kept in FP32
+(`Value.is_fill_value`): FP16 might make it moderate beside small numbers.
 """
 
 from __future__ import annotations
@@ -30,45 +29,44 @@ from scalify_core.numerics import storage
 from scalify_core.numerics.formats import pow2_round
 
 _FAR = 256.0  # sizes further apart than this do not share a static scale
-# beside a run-time scale, a constant from here on is one to start at
+# Beside a run-time scale, constants of at least this magnitude are start values.
 _SENTINEL = 2.0**16
-# The largest data of a constant to start at. Above it is room for what follows, such as
-# differences of two.
+# The largest data of a start value. It leaves room for later operations, such as the
+# difference of two.
 _LOWEST = 2.0**120
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the alternatives of a branch, or the turns of a loop, have in common.
+    """The common form of a branch's alternatives, or of a loop's iterations.
 
     Attributes:
         scale: None where it is dynamic.
-        rho: the expected RMS of the data.
+        expected_rms: the expected RMS of the data.
         dtype: the format.
-        start: the constant that a loop starts at and that must not set its scale; None
-            where there is none.
-        wide: whether the data is FP32, for the sake of numbers that the format does not
-            hold.
+        start: the start constant of a loop that must not set its scale; None if there
+            is none.
+        wide: whether the data is FP32, for numbers that the format cannot represent.
     """
 
     scale: float | None
-    rho: float
+    expected_rms: float
     dtype: Any
     start: float | None = None
     wide: bool = False
 
 
 def common_form(alternatives: tuple) -> Form | None:
-    """For the branches of a cond. Zeros take any scale, other constants have their own,
-    other plain arrays scale 1.
+    """Return the common form of the branches of a cond.
 
-    Where the scales are far apart, each branch brings its own: at the largest, the
-    others' data would underflow.
+    Zeros take any scale, other constants have their own, other plain arrays have scale
+    1. Where the scales are far apart, each branch brings its own: at the largest, the
+    data of the other branches would underflow.
     """
     values = [x for x in alternatives if isinstance(x, Value)]
     if not values:
         return None
-    dtype, wide = v.result_dtype(*values), any(x.guard for x in values)
+    dtype, wide = v.result_dtype(*values), any(x.is_fill_value for x in values)
     values += [
         v.lift(x, dtype)
         for x in alternatives
@@ -77,12 +75,15 @@ def common_form(alternatives: tuple) -> Form | None:
     if not sc.near([x.scale for x in values]):
         return Form(None, 1.0, dtype, wide=wide)
     return Form(
-        max(x.scale for x in values), max(x.rho for x in values), dtype, wide=wide
+        max(x.scale for x in values),
+        max(x.expected_rms for x in values),
+        dtype,
+        wide=wide,
     )
 
 
 def wide_form(alternatives: Sequence[Any]) -> Form | None:
-    """The form of branches and carries where scales are measured: FP32 at scale 1."""
+    """Return the form of branches and carries with measured scales: FP32 at scale 1."""
     values = [x for x in alternatives if isinstance(x, Value)]
     if not values:
         return None
@@ -91,9 +92,9 @@ def wide_form(alternatives: Sequence[Any]) -> Form | None:
 
 
 def wide_carry_forms(turn: Callable, init: Sequence[Any]) -> list[Form | None]:
-    """As `carry_forms`, where scales are measured.
+    """Return the forms of a carry where scales are measured.
 
-    A part is a value if it becomes one in some turn.
+    A part is a value if it becomes one in some iteration.
     """
     carry = list(init)
     while True:
@@ -113,8 +114,9 @@ def _is_any_scale(x: Any) -> bool:
 
 
 def to_form(x: Any, form: Form | None) -> Any:
-    """`x` at the scale and in the format of a form; with a dynamic scale, the one it
-    has.
+    """Return `x` at the scale and in the format of a form.
+
+    A form with a dynamic scale leaves the scale of `x`.
     """
     if form is None:
         return jnp.asarray(storage.materialise(x))
@@ -142,12 +144,16 @@ def _formed(data: Any, scale: Any, form: Form) -> Value:
         if form.wide
         else storage.saturating_cast(data, form.dtype)
     )
-    return v.value(data, scale, form.rho, form.dtype, guard=form.wide)
+    return v.value(data, scale, form.expected_rms, form.dtype, is_fill_value=form.wide)
 
 
 def first_carry(x: Any, form: Form | None, scale: Any) -> Any:
-    """A carry before the first turn; `scale`: what the carry will have, where its start
-    must not set that.
+    """Return a carry before the first iteration.
+
+    Args:
+        x: the initial value.
+        form: its form.
+        scale: the scale that the carry will have, used if the start must not set it.
     """
     if form is None or not _is_finite_start(form) or isinstance(x, Value):
         return to_form(x, form)
@@ -158,7 +164,7 @@ def first_carry(x: Any, form: Form | None, scale: Any) -> Any:
 
 
 def needs_scale(form: Form | None) -> bool:
-    """Whether `first_carry` wants to be told a scale."""
+    """Return whether `first_carry` reads its `scale`."""
     return form is not None and form.scale is None and _is_finite_start(form)
 
 
@@ -167,7 +173,7 @@ def _is_finite_start(form: Form) -> bool:
 
 
 def _start(constant: float | None, scale: Any) -> Any:
-    """The data of a constant to start at."""
+    """Return the data of a start constant."""
     if sc.is_static(scale):
         return jnp.float32(min(max(constant / scale, -_LOWEST), _LOWEST))
     return lax.clamp(
@@ -176,9 +182,9 @@ def _start(constant: float | None, scale: Any) -> Any:
 
 
 def next_carry(x: Any, form: Form | None, last: Any) -> Any:
-    """A carry at the end of a turn, of which it was `last` at the beginning.
+    """Return a carry at the end of an iteration that began with `last`.
 
-    A run-time scale is measured: what the rules expect would multiply up.
+    A run-time scale is measured: expected sizes would multiply over the iterations.
     """
     if form is None or not isinstance(x, Value):
         return to_form(x, form)
@@ -193,21 +199,20 @@ def next_carry(x: Any, form: Form | None, last: Any) -> Any:
 
 
 def _within(data: Any) -> Any:
-    """Numbers beyond the largest to start at become that, as at a small scale the start
-    of a loop; infinities stay.
+    """Return data clipped to the largest start value; infinities are preserved.
+
+    At a small scale the start of a loop is clipped likewise.
     """
     clipped = lax.clamp(np.float32(-_LOWEST), data, np.float32(_LOWEST))
     return lax.select(lax.lt(lax.abs(data), np.float32(np.inf)), clipped, data)
 
 
 def _rescaled_beside(start: float, x: Value, last: Value) -> Value:
-    """As `rescaled_by_rms`; elements that are still at the start of the loop, or as
-    large, do not count.
-    """
+    """Return `x` rescaled by its RMS, without elements near the loop's start value."""
     x = v.scalar_scale(x)
     limit: Any = np.float32(np.inf)
     if math.isfinite(start):
-        # The start may have been cut off at the scale it had.
+        # The start may have been clipped at its former scale.
         cut = sc.times(
             np.float32(_LOWEST / 2),
             sc.smallest(sc.as_number(sc.ratio(last.scale, x.scale)), 1.0),
@@ -218,8 +223,7 @@ def _rescaled_beside(start: float, x: Value, last: Value) -> Value:
 
     def rms(data: Any) -> Any:
         counted = lax.abs(data) < limit
-        # Relative to the largest of them: next to a start it may be anything, and its
-        # square beyond FP32.
+        # Relative to the largest counted element, whose square may overflow FP32.
         peak = jnp.max(jnp.abs(data), initial=0.0, where=counted)
         share = jnp.where(counted, data, 0) / jnp.where(peak > 0, peak, 1)
         return peak * jnp.sqrt(
@@ -230,20 +234,21 @@ def _rescaled_beside(start: float, x: Value, last: Value) -> Value:
 
 
 def chosen(which: Any, new: Any, old: Any) -> Any:
-    """`new` where `which` (of leading axes) is true, else `old`: a carry of which some
-    elements have ended.
+    """Return `new` where `which` (of leading axes) is true, else `old`.
+
+    It is the carry of a batch of which some elements have ended.
     """
     if not isinstance(new, Value) and not isinstance(old, Value):
         new, old = (jnp.asarray(storage.materialise(x)) for x in (new, old))
         return lax.select(_over(which, new), new, old)
-    (new_data, old_data), scale, rho, dtype = common(*v.scalar_scales((new, old)))
-    wide = any(isinstance(x, Value) and x.guard for x in (new, old))
+    (new_data, old_data), scale, rms, dtype = common(*v.scalar_scales((new, old)))
+    wide = any(isinstance(x, Value) and x.is_fill_value for x in (new, old))
     return v.value(
         lax.select(_over(which, new_data), new_data, old_data),
         scale,
-        rho,
+        rms,
         dtype,
-        guard=wide,
+        is_fill_value=wide,
     )
 
 
@@ -254,22 +259,29 @@ def _over(which: Any, x: Any) -> Any:
 def carry_forms(
     turn: Callable, init: Any, length: int | None
 ) -> tuple[list[Form | None], int]:
-    """The loop-invariant forms of a carry, and after how many turns each part that
-    becomes scaled is so.
+    """Return the loop-invariant forms of a carry, and the warm-up iterations.
 
-    `turn` gives the shapes of the carry after one turn of the loop. Two turns tell how
-    each part of the carry grows; more are taken while parts become scaled, or scales
-    dynamic, where one part is handed on to the next.
+    Two iterations tell how each part of the carry grows. More are taken while parts
+    become scaled, or their scales dynamic, where one part is passed on to the next.
+
+    Args:
+        turn: returns the shapes of the carry after one iteration.
+        init: the carry before the loop.
+        length: the number of iterations; None if it is unknown.
+
+    Returns:
+        The form of each part, and the number of iterations after which all parts that
+        become scaled are scaled.
     """
     history = [list(init)]
     while True:
-        before, out = history[-1], turn(history[-1])
-        history.append(list(map(after, before, out)))
+        previous, out = history[-1], turn(history[-1])
+        history.append(list(map(after, previous, out)))
         changed = any(
-            _kind(x) != _kind(y) for x, y in zip(before, history[-1], strict=True)
+            _kind(x) != _kind(y) for x, y in zip(previous, history[-1], strict=True)
         )
         settled = all(
-            _size(x) == _size(y) for x, y in zip(before, history[-1], strict=True)
+            _size(x) == _size(y) for x, y in zip(previous, history[-1], strict=True)
         )
         if not changed and (settled or len(history) > 2):
             scaled = [
@@ -277,21 +289,26 @@ def carry_forms(
                 for part in zip(*history, strict=True)
             ]
             turns = max((part.index(True) for part in scaled if any(part)), default=0)
-            return [
-                _loop_form(part, length) for part in zip(*history, strict=True)
-            ], turns
+            parts = zip(*history, strict=True)
+            return [_loop_form(part, length) for part in parts], turns
 
 
 def coarse(x: Any) -> Any:
-    """A value or a form whose expected RMS is a power of two, and mostly 1."""
-    if not isinstance(x, (Value, Form)) or x.rho == v.UNKNOWN:
+    """Return a value or form whose expected RMS is a power of two, mostly 1."""
+    if not isinstance(x, (Value, Form)) or x.expected_rms == v.UNKNOWN:
         return x
-    return dataclasses.replace(x, rho=1.0 if 0.5 <= x.rho <= 2.0 else pow2_round(x.rho))
+    return dataclasses.replace(
+        x,
+        expected_rms=1.0
+        if 0.5 <= x.expected_rms <= 2.0
+        else pow2_round(x.expected_rms),
+    )
 
 
 def after(x: Any, y: Any) -> Any:
-    """A part of the carry that goes into the next turn: `y`, but what is plain stays,
-    and a dynamic scale, too.
+    """Return the part of the carry that enters the next iteration.
+
+    It is `y`, except that plain parts and dynamic scales stay as in `x`.
     """
     return x if not isinstance(y, Value) or _kind(x) == "dynamic" else y
 
@@ -303,8 +320,9 @@ def _kind(x: Any) -> str:
 
 
 def _size(x: Any) -> float:
-    """The expected RMS that is known while tracing; 0 where there is none: of zeros,
-    and beside a dynamic scale.
+    """Return the expected RMS that is known while tracing.
+
+    It is 0 where none is known: for zeros, and beside a dynamic scale.
     """
     if isinstance(x, Value):
         return x.size if sc.is_static(x.scale) and x.scale >= sc.OF_ZEROS else 0.0
@@ -312,28 +330,32 @@ def _size(x: Any) -> float:
 
 
 def _loop_form(part: Sequence[Any], length: int | None) -> Form | None:
-    """The form of a part of the carry, of which `part` is what it was before, and after
-    each of the first turns.
+    """Return the form of a part of the carry.
 
-    A static scale in the middle of its way, if its data then stays within [1/16, 16];
-    else the scale is carried along.
+    `part` holds its value before the loop, and after each of the first iterations. The
+    scale is static, in the middle of the range of sizes, if the data then stays within
+    [1/16, 16]. Otherwise the scale is carried along.
     """
     first, last = next((x for x in part if isinstance(x, Value)), None), part[-1]
     if first is None:
         return None
     start = _start_of(part, length)
-    wide = any(isinstance(x, Value) and x.guard for x in part) or (
+    wide = any(isinstance(x, Value) and x.is_fill_value for x in part) or (
         start is not None and math.isfinite(start)
     )
     if not sc.is_static(last.scale):
         return Form(
-            None, last.rho if last is part[0] else 1.0, first.dtype, start, wide
+            None,
+            last.expected_rms if last is part[0] else 1.0,
+            first.dtype,
+            start,
+            wide,
         )
-    # What starts the loop tells nothing of what is compared with it.
+    # A start value says nothing about the sizes of later values.
     counted = [x for x in part if isinstance(x, Value)] if start is not None else part
     sizes = [_size(x) for x in counted]
     if not any(sizes):
-        return Form(last.scale, last.rho, first.dtype, start, wide)
+        return Form(last.scale, last.expected_rms, first.dtype, start, wide)
     reached = _reached(sizes, length)
     if max(reached) > _FAR * min(reached):
         return Form(None, 1.0, first.dtype, start, wide)
@@ -351,11 +373,10 @@ def _reached(sizes: Sequence[float], length: int | None) -> list[float]:
 
 
 def _start_of(part: Sequence[Any], length: int | None) -> float | None:
-    """The constant that a part of the carry starts at, if it is one that must not set
-    the scale.
+    """Return the start constant of a part of the carry that must not set the scale.
 
-    One that was told nothing of the sizes of the turns after it: infinite, or far
-    larger than all of them.
+    It is infinite, or far larger than the values after the first iterations. None: the
+    part has no such constant.
     """
     constant = None if isinstance(part[0], Value) else v.uniform(part[0])
     if not constant or math.isnan(constant):
@@ -374,12 +395,12 @@ def _start_of(part: Sequence[Any], length: int | None) -> float | None:
 
 
 def _final_size(sizes: Sequence[float], length: int | None) -> float:
-    """The expected RMS after all turns of a loop; `length` None: after any number of
-    turns.
+    """Return the expected RMS after all iterations of a loop.
 
-    Of the mean square, a turn keeps a share `a` and adds a constant, so its differences
-    grow by the factor `a`: 1 where equal terms are added up, less where they decay, the
-    square of the factor where the carry is multiplied.
+    An iteration keeps a share `a` of the mean square and adds a constant, so its
+    differences grow by the factor `a`. `a` is 1 where equal terms are added up, less
+    where they decay, and the squared factor where the carry is multiplied. With
+    `length` None the loop has any number of iterations.
     """
     *_, x, y, z = (0.0, 0.0, *(size**2 for size in sizes))
     rest = math.inf if length is None else length - len(sizes) + 1

@@ -22,12 +22,11 @@ from scalify_core.numerics import storage
 
 
 def equal_scale(x: Value, axes: tuple) -> Value:
-    """The value with a scale that is the same along axes: the largest, where a dynamic
-    one may differ.
+    """Return the value with a scale that is equal along axes.
 
-    Only of a mesh axis that the data is known to vary over can it be known that the
-    scale does not. Under `vmap`, and in a `shard_map` that does not check, nothing is
-    known of either.
+    It is the largest, where a dynamic scale may differ. A scale is known not to differ
+    only along a mesh axis that the data is known to vary over. Under `vmap`, and in a
+    `shard_map` that does not check, neither is known.
     """
     x = v.scalar_scale(x)
     axes = tuple(axis for axis in axes if not isinstance(axis, int))
@@ -42,7 +41,7 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     # one `pmax` takes no axes of both kinds
     for group in filter(None, (varying, unknown)):
         largest = lax.pmax(largest, group)
-    return v.value(v.at_scale(x, largest), largest, x.rho, x.dtype)
+    return v.value(v.at_scale(x, largest), largest, x.expected_rms, x.dtype)
 
 
 def _axes(eqn: Any) -> tuple:
@@ -67,7 +66,7 @@ def _collective(
             v.settled(
                 saturated(y) if adds else y,
                 x.multiple,
-                x.rho * (_growth(eqn, x) if adds else 1.0),
+                x.expected_rms * (_growth(eqn, x) if adds else 1.0),
                 x.dtype,
             )
             if isinstance(x, Value)
@@ -81,7 +80,7 @@ def _collective(
 
 
 def _growth(eqn: Any, x: Value) -> float:
-    """Of the expected RMS in a sum over axes."""
+    """Return the growth of the expected RMS in a sum over axes."""
     groups = eqn.params.get("axis_index_groups")
     if groups:
         return math.sqrt(len(groups[0]))

@@ -1,10 +1,10 @@
-"""How rules of composites call their function; the rules of activations and norms.
+"""Helpers for the rules of composites; the rules of activations and norms.
 
-Where a rule calls the function on *data*, it passes the scales in its static parameters
-(the scale of attention's logits, a norm's epsilon), so that kernels read the narrow
-arrays as they are. Where a scale is not static, it is multiplied into the data first,
-which is then in FP32 (`with_static_scale`); what comes out is near RMS 1 only after the
-powers of two are taken out again (`moved`).
+A rule that calls the function on *data* passes the scales in its static parameters (the
+scale of attention's logits, a norm's epsilon). So kernels read the narrow arrays
+directly. A scale that is not static is multiplied into the data first, which is then in
+FP32 (`with_static_scale`). The result is near RMS 1 only after the powers of two are
+taken out again (`moved`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def is_value(x: Any) -> bool:
 
 
 def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
-    """The call's flat results on the data of `args` (pytrees of values and plain
-    arrays), with other parameters.
+    """Return the call's flat results on the data of `args`, with other parameters.
+
+    `args` are pytrees of values and plain arrays.
     """
     leaves = [
         x.data if is_value(x) else storage.materialise(x)
@@ -45,8 +46,9 @@ def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
 
 
 def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Value]:
-    """The call in FP32 on the logical values of `args`; result i gets `results[i]`, its
-    expected size and format.
+    """Return the results of the call in FP32, on the logical values of `args`.
+
+    Result i gets `results[i]`, its expected size and format.
     """
     leaves = [
         v.unscaled(x) if _is_float(x) else x
@@ -61,33 +63,44 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
 def on_gradient(
     call: Any, results: list[tuple[float, Any]], residuals: Any, gradient: Value
 ) -> list[Value]:
-    """As `on_values` of `(residuals, gradient)`, linear in the gradient, whose scale
-    stays out of the arithmetic.
+    """Return the results of a call that is linear in its gradient.
 
-    `results`: the expected sizes for a gradient of size 1, and the formats.
+    The gradient's scale stays out of the arithmetic.
+
+    Args:
+        call: the call, of `(residuals, gradient)`.
+        results: the expected sizes for a gradient of size 1, and the formats.
+        residuals: its residuals.
+        gradient: its gradient.
     """
     if sc.is_static(gradient.scale) or not all(
         sc.is_static(size) for size, _ in results
     ):
         sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
         return on_values(call, sized, residuals, gradient)
-    data = v.value(gradient.data, 1.0, gradient.rho, gradient.dtype, gradient.factor)
+    data = v.value(
+        gradient.data, 1.0, gradient.expected_rms, gradient.dtype, gradient.factor
+    )
     out = on_values(
-        call, [(gradient.rho * size, dtype) for size, dtype in results], residuals, data
+        call,
+        [(gradient.expected_rms * size, dtype) for size, dtype in results],
+        residuals,
+        data,
     )
     scales = [sc.product(x.scale, gradient.multiple) for x in out]
     return [
-        v.value(x.data, s, x.rho, x.dtype, x.factor, gradient.excess)
+        v.value(x.data, s, x.expected_rms, x.dtype, x.factor, gradient.rms_correction)
         for x, s in zip(out, scales, strict=True)
     ]
 
 
 def brought(x: Any, size: Any, dtype: Any) -> Value:
-    """A plain FP32 array as a value of this expected size: a number, or an FP32
-    scalar.
+    """Return a plain FP32 array as a value of this expected size.
+
+    The size is a number, or an FP32 scalar.
     """
-    scale, rho = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
-    return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rho, dtype)
+    scale, rms = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
+    return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rms, dtype)
 
 
 def _is_float(x: Any) -> bool:
@@ -95,8 +108,9 @@ def _is_float(x: Any) -> bool:
 
 
 def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
-    """As a value whose scale is static, and 1; of a dynamic scale, with it multiplied
-    into FP32 data, and the scale.
+    """Return a value whose scale is static, and the scale that is in its data.
+
+    A dynamic scale is multiplied into FP32 data; the second result is 1 otherwise.
     """
     if not is_value(x):
         return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
@@ -104,15 +118,15 @@ def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
     return (
         (x, 1.0)
         if sc.is_static(x.scale)
-        else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
+        else (v.value(v.unscaled(x), 1.0, x.expected_rms, x.dtype), x.scale)
     )
 
 
 def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
-    """As `with_static_scale`, with the data in its format; of all operands in FP32
-    where FP16 or FP8 must hold a scale.
+    """Return operands with static scales and data in their formats, and their scales.
 
-    (On a GPU the fused attention kernel then has no part in it: it reads 16 bits.)
+    The data of all operands is FP32 where FP16 or FP8 would have to hold a scale. A
+    GPU's fused attention kernel, which reads 16 bits, is then not used.
     """
     dtype = v.result_dtype(*operands)
     values, scales = zip(
@@ -121,35 +135,38 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
     )
     if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:
         return [v.narrow(x) for x in values], list(scales)
-    return [v.value(v.wide(x), x.scale, x.rho, x.dtype) for x in values], list(scales)
+    return [v.value(v.wide(x), x.scale, x.expected_rms, x.dtype) for x in values], list(
+        scales
+    )
 
 
 def moved(x: Value, scale: Any) -> Value:
-    """The same value, a dynamic scale taken out of its data, which is FP32."""
+    """Return the same value, with a dynamic scale taken out of its FP32 data."""
     if sc.is_static(scale):
         return x
     data = sc.times(v.wide(x), sc.ratio(1.0, scale))
-    return v.value(data, sc.product(x.scale, scale), x.rho, x.dtype, x.factor)
+    return v.value(data, sc.product(x.scale, scale), x.expected_rms, x.dtype, x.factor)
 
 
 def in_order(call: Any, x: Any) -> Any:
-    """The one operand of a call as results have it: the axes of the vmaps around it in
-    front, the outermost first.
+    """Return the one operand of a call with its axes in the order of results.
+
+    The axes of the vmaps around the call come first, the outermost first.
     """
     axes = [axis for (axis,) in reversed(call.in_axes)]
     if not any(axes):
         return x
     if is_value(x):
         x = v.scalar_scale(x)
-        return dataclasses.replace(x, data=in_order(call, x.data), before=None)
+        return dataclasses.replace(x, data=in_order(call, x.data), pre_rescale=None)
     for depth, axis in enumerate(axes):
         x = jnp.moveaxis(x, depth + axis, depth)
     return x
 
 
 def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
-    """The shape that operand `index` has inside the function: without the axes of the
-    vmaps around the call.
+    """Return the shape of operand `index` without the axes of the vmaps around the
+    call.
     """
     shape = list(x.shape)
     for axes in reversed(call.in_axes):  # the outermost last
@@ -159,7 +176,7 @@ def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
 
 
 def size_of(*factors: Any) -> Any:
-    """The product of sizes, of which some may be dynamic."""
+    """Return the product of sizes, of which some may be dynamic."""
     out: Any = 1.0
     for factor in factors:
         out = (
@@ -178,8 +195,8 @@ def dtype_of(parameter: Any, x: Value) -> np.dtype:
     return parameter.dtype if is_value(parameter) else x.dtype
 
 
-# Activations: x * g(x). What comes out of a Gaussian of the expected size is known:
-# near zero, gelu only halves.
+# Activations: x * g(x). Their result is known for a Gaussian of the expected size: near
+# zero, gelu only halves.
 
 
 def _relu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -206,8 +223,8 @@ _WEIGHTS /= _WEIGHTS.sum()
 
 @functools.lru_cache(maxsize=4096)
 def activated(name: str, size: float) -> tuple[float, float]:
-    """RMS of an activation of Gaussian numbers of RMS `size`, and of its slope
-    there.
+    """Return the RMS of an activation, and of its slope, for Gaussian numbers of RMS
+    `size`.
     """
     # Beyond 2^30 all are relu; the squares of larger numbers would leave FP64.
     y, slope = _ACTIVATIONS[name](_NODES * min(size, 2.0**30))
@@ -216,8 +233,9 @@ def activated(name: str, size: float) -> tuple[float, float]:
 
 
 def _sizes(name: str, x: Value) -> tuple[Any, float]:
-    """As `activated`; of a size that is not known while tracing, what holds for a large
-    one.
+    """Return the sizes of `activated`.
+
+    A size that is unknown while tracing counts as large.
     """
     return (
         activated(name, x.size)
@@ -249,13 +267,13 @@ for _name in ("silu", "relu"):
 
 
 def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
-    """Both as values, and a value of the size of their sum, with the data of `x`."""
+    """Return both as values, and a value of their sum's size with the data of `x`."""
     x = as_value(x, bias)
     if bias is None:
         return x, None, x
     bias = as_value(bias, x)
-    scale, rho, _ = v.hypot(x, bias)
-    return x, bias, v.value(x.data, scale, rho, x.dtype)
+    scale, rms, _ = v.hypot(x, bias)
+    return x, bias, v.value(x.data, scale, rms, x.dtype)
 
 
 @composite_rule("gelu", lazy=True)
@@ -288,12 +306,12 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         # computed twice, `stored` telling them apart: the compiler then makes one
         # kernel of the sum and the cast to FP8; else it stores them in between.
         apart = v.value(compiler_hints.stored(v.unscaled(bias)), 1.0)
-        again = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
+        recomputed = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
         added = jnp.sum(
-            again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32
+            recomputed.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32
         )
         dbias = v.settled(
-            added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32)
+            added, dx.multiple, dx.expected_rms * math.sqrt(rows), np.dtype(np.float32)
         )
     return dx, dbias
 
@@ -339,7 +357,7 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     )
 
 
-# What is stored is in its format.
+# Stored data is in its format.
 
 
 @composite_rule("materialised")
@@ -366,9 +384,7 @@ composite_rule("materialised.bwd", wide=True)(
 def _normalised(
     call: Any, x: Any, weight: Any, *bias: Any
 ) -> tuple[Value, list[Any], Value]:
-    """The result, all flat results of the call on data, and `x` with the static scale
-    that the call was made with.
-    """
+    """Return the result, all flat results on data, and `x` with a static scale."""
     x, _ = with_static_scale(x, weight)
     weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
     unit = 1.0
@@ -393,7 +409,7 @@ def _normalised(
 
 
 def _weight_size(weight: Any) -> float:
-    """What the weight says about the size of a norm's output."""
+    """Return the size of a norm's output, as far as its weight determines it."""
     return weight.size if is_value(weight) and sc.is_static(weight.scale) else 1.0
 
 
@@ -429,12 +445,12 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     # What the norm divided by: the row's size, or the root of epsilon where that is
     # larger.
     least = math.sqrt(dict(call.static)["eps"])
-    size, divisor = x.rho, sc.largest(scale, pow2_round(least))
+    size, divisor = x.expected_rms, sc.largest(scale, pow2_round(least))
     if sc.is_static(scale):
-        size, divisor = max(x.rho, least / x.scale), 1.0
-    rho = gradient.rho * _weight_size(weight) / size
+        size, divisor = max(x.expected_rms, least / x.scale), 1.0
+    rms = gradient.expected_rms * _weight_size(weight) / size
     rows = math.prod(x.shape[:-1])
-    dx = v.settled(dx, sc.ratio(gradient.multiple, x.scale), rho, x.dtype, SQRT_2)
+    dx = v.settled(dx, sc.ratio(gradient.multiple, x.scale), rms, x.dtype, SQRT_2)
     if sc.is_static(divisor):
         # It is measured and rescaled next, so read several times.
         dx = v.narrow(dx)
@@ -445,7 +461,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
             v.settled(
                 d,
                 gradient.multiple,
-                gradient.rho * math.sqrt(rows),
+                gradient.expected_rms * math.sqrt(rows),
                 dtype_of(p, x),
                 SQRT_2,
             )

@@ -40,8 +40,9 @@ from scalify_core.numerics.storage import materialise
     wide=True,
 )
 def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    """What such a call carries for transformations is of no use here: they happen
-    before evaluation.
+    """Evaluate the jaxpr of a call that only carries rules of transformations.
+
+    Transformations happen before evaluation, so these rules are not needed.
     """
     return evaluate(
         next(
@@ -58,9 +59,9 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
-    kept = params["name"], donated, params["inline"], params["keep_unused"]
+    flags = params["name"], donated, params["inline"], params["keep_unused"]
     packed = pack(operands, _integers_made_floats(params["jaxpr"]))
-    out = unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*packed))
+    out = unpack(_jitted(params["jaxpr"], evaluate, *flags, shardings)(*packed))
     # An argument that comes back is that argument: no copy, and no new scale.
     returned = _arguments_returned(params["jaxpr"])
     return [
@@ -72,7 +73,7 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 @per_jaxpr
 def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
-    """For each result, the number of the argument that it is; None: another value."""
+    """Return for each result the number of the argument that it is, or None."""
     origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
@@ -88,12 +89,11 @@ def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
 
 @per_jaxpr
 def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
-    """The positions of integers that the jaxpr converts: the 0 of
-    `jnp.where(mask, x, 0)`, of `jnp.clip` or `jnp.pad`.
+    """Return the positions of integer arguments that the jaxpr converts to floats.
 
-    Such a constant must not set the scale of what it is chosen or padded beside. Other
-    integers, as indices, are no part of a traced function's structure: each of them
-    would be traced anew.
+    Such a constant is the 0 of `jnp.where(mask, x, 0)`, `jnp.clip` or `jnp.pad`. It
+    must not set the scale of the values beside it. Other integers, such as indices, are
+    not part of a traced function's structure: each would be traced anew.
     """
     made = {
         variable
@@ -126,14 +126,17 @@ def _jitted(
     keep_unused: bool,
     shardings: tuple,
 ) -> Callable:
-    """One jitted function per inner jaxpr, so that what is called often is traced
-    once.
+    """Return the jitted function of an inner jaxpr, one for each jaxpr.
+
+    A jaxpr that is called often is then traced once.
     """
-    found = weakref.ref(jaxpr)  # which is forgotten with its program
+    jaxpr_ref = weakref.ref(jaxpr)  # freed with its program
 
     def fun(*operands: Any) -> list[Any]:
         constrained = map(_constrain, unpack(operands), shardings[0])
-        return pack(map(_constrain, evaluate(found(), list(constrained)), shardings[1]))
+        return pack(
+            map(_constrain, evaluate(jaxpr_ref(), list(constrained)), shardings[1])
+        )
 
     fun.__name__ = name
     return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)
@@ -149,7 +152,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
     return lax.with_sharding_constraint(x, sharding)
 
 
-@control("remat2", guards=True)
+@control("remat2", keeps_fill_values=True)
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     packed = pack(operands)
     traced = traced_body(eqn.params["jaxpr"], evaluate, packed)
@@ -162,7 +165,7 @@ def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
-@control("cond", guards=True)
+@control("cond", keeps_fill_values=True)
 def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
     branches = [
         functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
@@ -185,7 +188,7 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
     )
 
 
-@control("shard_map", guards=True)
+@control("shard_map", keeps_fill_values=True)
 def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])
@@ -232,15 +235,19 @@ def _without_copies(x: Any) -> Any:
 
 
 def _specs(x: Any, spec: Any) -> Any:
-    """The data is split as the logical array was; a scale with it, along the axes that
-    it differs along.
+    """Return the partition specs of a value's arrays.
+
+    The data is split as the logical array was. So is its scale, along the axes that it
+    differs along.
     """
     if isinstance(x, Value):
-        dynamic, excess = (
+        dynamic, correction = (
             None if s is None else _spec_of_scale(s, spec)
-            for s in (x.dynamic, x.excess)
+            for s in (x.dynamic, x.rms_correction)
         )
-        return dataclasses.replace(x, data=spec, dynamic=dynamic, excess=excess)
+        return dataclasses.replace(
+            x, data=spec, dynamic=dynamic, rms_correction=correction
+        )
     return x if isinstance(x, Constant) else spec
 
 

@@ -1,6 +1,4 @@
-"""Elementwise arithmetic. It runs in FP32, in the logical value's own order of
-operations.
-"""
+"""Elementwise arithmetic, in FP32 and in the logical value's order of operations."""
 
 from __future__ import annotations
 
@@ -41,12 +39,12 @@ logical("nextafter", "reduce_precision")
 
 
 def _has_any_scale(constant: float | None) -> bool:
-    """Whether this is the number of a constant, zero or not finite."""
+    """Return whether a constant is zero or not finite, so that any scale suits."""
     return constant is not None and (constant == 0 or not math.isfinite(constant))
 
 
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
-    """The operands as values, and the format of an arithmetic result."""
+    """Return the operands as values, and the format of an arithmetic result."""
     dtype = v.result_dtype(*operands)
     return [x if isinstance(x, Value) else v.lift(x, dtype) for x in operands], dtype
 
@@ -59,23 +57,23 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
         return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
     (a, b), dtype = lifted(a, b)
     (a, b), sources = zip(*map(v.before_rescaling, (a, b)), strict=True)
-    scale, rho, excess = v.hypot(a, b)
-    if excess is None or scale.ndim:
+    scale, rms, correction = v.hypot(a, b)
+    if correction is None or scale.ndim:
         return v.value(
             bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)),
             scale,
-            rho,
+            rms,
             dtype,
-            excess=excess,
+            rms_correction=correction,
         )
-    scale, excess, *changes = compiler_hints.together(
-        scale, excess, *(sc.ratio(x.multiple, scale) for x in sources)
+    scale, correction, *changes = compiler_hints.together(
+        scale, correction, *(sc.ratio(x.multiple, scale) for x in sources)
     )
     data = [
         sc.times(sc.times(storage.as_float32(x.data), x.factor), c)
         for x, c in zip(sources, changes, strict=True)
     ]
-    return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
+    return v.value(bind(eqn, *data), scale, rms, dtype, rms_correction=correction)
 
 
 @rule("mul", lazy=True)
@@ -91,15 +89,20 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
     (a, b), dtype = lifted(a, b)
     scale, rest = sc.product_and_rest(a.multiple, b.multiple)
     data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
-    return v.settled(data, scale, a.rho * b.rho, dtype, factor=a.factor * b.factor)
+    return v.settled(
+        data, scale, a.expected_rms * b.expected_rms, dtype, factor=a.factor * b.factor
+    )
 
 
 def _times_constant(x: Value, constant: float) -> Value:
-    """The power of two goes into the scale, the rest into the factor; no operation."""
+    """Return the product with a constant, without an operation.
+
+    The power of two goes into the scale, the rest into the factor.
+    """
     dtype = v.result_dtype(x)
     if constant == 0:
-        return v.value(sc.times(x.data, 0.0), x.scale, x.rho, dtype)
-    size = x.rho * abs(constant)
+        return v.value(sc.times(x.data, 0.0), x.scale, x.expected_rms, dtype)
+    size = x.expected_rms * abs(constant)
     factor = pow2_round(size)
     if not sc.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
         # Far enough to leave the range of scales: not an operation for every constant
@@ -111,21 +114,33 @@ def _times_constant(x: Value, constant: float) -> Value:
             size / factor,
             dtype,
             x.factor * (constant / factor),
-            x.excess,
+            x.rms_correction,
         )
     scale = sc.product(x.multiple, factor)
     if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
     return v.value(
-        x.data, scale, size / factor, dtype, x.factor * (constant / factor), x.excess
+        x.data,
+        scale,
+        size / factor,
+        dtype,
+        x.factor * (constant / factor),
+        x.rms_correction,
     )
 
 
 @rule("neg", lazy=True)
 def _neg(eqn: Any, x: Value) -> Value:
     del eqn
-    return v.value(x.data, x.multiple, x.rho, v.result_dtype(x), -x.factor, x.excess)
+    return v.value(
+        x.data,
+        x.multiple,
+        x.expected_rms,
+        v.result_dtype(x),
+        -x.factor,
+        x.rms_correction,
+    )
 
 
 @rule("div", lazy=True)
@@ -141,7 +156,9 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     )
     scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
     data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
-    return v.settled(data, scale, a.rho / b.rho, dtype, factor=a.factor / b.factor)
+    return v.settled(
+        data, scale, a.expected_rms / b.expected_rms, dtype, factor=a.factor / b.factor
+    )
 
 
 @rule("integer_pow", "square", lazy=True)
@@ -153,7 +170,11 @@ def _integer_pow(eqn: Any, x: Value) -> Value:
     x = v.as_divisor(x) if n < 0 else x
     if sc.is_static(x.scale):
         return v.settled(
-            bind(eqn, v.wide(x)), x.scale**n, x.rho**n, dtype, factor=x.factor**n
+            bind(eqn, v.wide(x)),
+            x.scale**n,
+            x.expected_rms**n,
+            dtype,
+            factor=x.factor**n,
         )
     x = v.exact(x)
     scale, rest = sc.product_and_rest(1.0, x.scale if n > 0 else sc.ratio(1.0, x.scale))
@@ -162,13 +183,19 @@ def _integer_pow(eqn: Any, x: Value) -> Value:
         scale, further = sc.product_and_rest(scale, base)
         rest = sc.product(rest, further)
     return v.settled(
-        sc.times(bind(eqn, v.wide(x)), rest), scale, x.rho**n, dtype, factor=x.factor**n
+        sc.times(bind(eqn, v.wide(x)), rest),
+        scale,
+        x.expected_rms**n,
+        dtype,
+        factor=x.factor**n,
     )
 
 
 def _root(degree: int, inverse: bool) -> Any:
-    """Rule of the root: the scale becomes the power of two whose power it is; the
-    remainder goes into the data.
+    """Return the rule of a root.
+
+    The scale becomes the power of two whose power it is; the remainder goes into the
+    data.
     """
 
     def root(eqn: Any, x: Value) -> Value:
@@ -184,7 +211,7 @@ def _root(degree: int, inverse: bool) -> Any:
                     lax.pow(x.scale, np.float32(1 / degree)), np.float32(1 + 2**-12)
                 )
             )
-            # of which the root is zeros, or infinities
+            # Data at the scale of zeros: its root is zero, the inverse infinite.
             zeros = lax.lt(x.scale, np.float32(sc.OF_ZEROS))
             out = lax.select(
                 zeros, lax.full_like(out, 1.0 if inverse else sc.MIN_SCALE), out
@@ -193,9 +220,9 @@ def _root(degree: int, inverse: bool) -> Any:
             for _ in range(degree):
                 rest = sc.ratio(rest, out)
         data = bind(eqn, sc.times(v.wide(x), rest))
-        rho = x.rho * rest if sc.is_static(rest) else x.rho
-        rho = rho ** (-1 / degree if inverse else 1 / degree)
-        return v.settled(data, sc.ratio(1.0, out) if inverse else out, rho, dtype)
+        rms = x.expected_rms * rest if sc.is_static(rest) else x.expected_rms
+        rms = rms ** (-1 / degree if inverse else 1 / degree)
+        return v.settled(data, sc.ratio(1.0, out) if inverse else out, rms, dtype)
 
     return root
 
@@ -221,8 +248,9 @@ rule("cbrt")(_root(3, inverse=False))
     lazy=True,
 )
 def _odd(eqn: Any, x: Value) -> Value:
-    """Functions that are their argument, or nearly, where that is small: then they have
-    its scale.
+    """Evaluate a function that is nearly its argument where the argument is small.
+
+    There the result has the argument's scale.
     """
     y = in_float32(eqn, x)
     if sc.is_static(x.scale):
@@ -232,13 +260,16 @@ def _odd(eqn: Any, x: Value) -> Value:
 
 @rule("floor", "ceil", "round", lazy=True)
 def _to_integers(eqn: Any, x: Value) -> Value:
-    """At a scale below 1 an integer would be a large number."""
-    return at_scale(in_float32(eqn, x), sc.largest(x.scale, 1.0), x.rho)
+    """Evaluate a rounding to integers, at a scale of at least 1.
+
+    At a scale below 1 an integer would be large data.
+    """
+    return at_scale(in_float32(eqn, x), sc.largest(x.scale, 1.0), x.expected_rms)
 
 
 @rule("rem", lazy=True)
 def _rem(eqn: Any, a: Any, b: Any) -> Value:
-    """The remainder is smaller than either."""
+    """Evaluate the remainder, which is smaller than either operand."""
     sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
     values, _ = lifted(*sized)
     return at_scale(
@@ -271,12 +302,15 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
 
 
 def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
-    """Data of all operands at the largest of their scales; constants take that of the
-    others.
+    """Return the data of all operands at the largest of their scales, and their form.
 
-    In FP32, unless all are there already and the format holds the constants. A mask's
-    -1e9 beside logits of 2^-30 must not become the format's -65504 * 2^-30, nor a
-    divisor's 1e-12 its zero: they saturate when they are stored.
+    Constants take the scale of the other operands. The data is FP32, unless all
+    operands are at that scale already and the format can represent the constants. A
+    mask's -1e9 beside logits of 2^-30 must not become the format's -65504 * 2^-30, nor
+    a divisor's 1e-12 a zero: they saturate when they are stored.
+
+    Returns:
+        The data, the scale, the expected RMS and the format.
     """
     values = [x for x in operands if isinstance(x, Value)]
     dtype = v.result_dtype(*values)
@@ -286,8 +320,8 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     ]
     values = [x for x in arrays if isinstance(x, Value)]
     scale = sc.largest(*(x.scale for x in values))
-    rho = max(
-        x.rho
+    rms = max(
+        x.expected_rms
         for x in values
         if x.scale is scale or not sc.is_static(scale) or x.scale == scale
     )
@@ -309,11 +343,11 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     keep = keep and all(_holds(dtype, c, scale) for c in constants)
     data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
             else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
-    return data, scale, rho, dtype
+    return data, scale, rms, dtype
 
 
 def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
-    """Whether a format is known to hold a constant at this scale exactly."""
+    """Return whether a format is known to hold a constant at this scale exactly."""
     if not sc.is_static(scale):
         return False
     number = constant / scale
@@ -324,15 +358,16 @@ def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
 
 
 def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
-    """A uniform constant at a scale, in the format (`keep`) or in FP32, saturating
-    unless it is infinite or NaN.
+    """Return a uniform constant at a scale, in the format (`keep`) or in FP32.
+
+    Finite constants saturate.
     """
     constant: Any = v.uniform(x)
     out_dtype = dtype if keep else np.dtype(np.float32)
     if _has_any_scale(constant):
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
-    # In FP32 that stands for a narrower format there is room for what follows, such as
-    # differences of two.
+    # FP32 data of a narrower format leaves room for later operations, such as the
+    # difference of two.
     limit = float(jnp.finfo(dtype).max) if out_dtype == dtype else _LARGE
     if sc.is_static(scale):
         number = min(max(constant / scale, -limit), limit)
@@ -346,11 +381,12 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
 
 
-def _guards(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
-    """Whether one of the operands is a constant that the format does not hold, or may
-    hold one.
+def _is_fill_value(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
+    """Return whether an operand is a constant that the format may not represent.
+
+    An operand that is a fill value counts, too.
     """
-    if any(isinstance(x, Value) and x.guard for x in operands):
+    if any(isinstance(x, Value) and x.is_fill_value for x in operands):
         return True
     constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
     return not all(_holds(dtype, c, scale) for c in constants)
@@ -364,9 +400,13 @@ def _extreme(eqn: Any, *operands: Any) -> Value:
             v.lift(operands[1], v.result_dtype(*operands)),
             operands[2],
         )
-    data, scale, rho, dtype = common(*operands)
+    data, scale, rms, dtype = common(*operands)
     return v.value(
-        bind(eqn, *data), scale, rho, dtype, guard=_guards(dtype, scale, operands)
+        bind(eqn, *data),
+        scale,
+        rms,
+        dtype,
+        is_fill_value=_is_fill_value(dtype, scale, operands),
     )
 
 
@@ -378,19 +418,20 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
         isinstance(x, Value) and not sc.is_static(x.scale) for x in cases
     ):
         return _select_whole(eqn, storage.materialise(which), *cases)
-    data, scale, rho, dtype = common(*cases)
+    data, scale, rms, dtype = common(*cases)
     return v.value(
         bind(eqn, storage.materialise(which), *data),
         scale,
-        rho,
+        rms,
         dtype,
-        guard=_guards(dtype, scale, cases),
+        is_fill_value=_is_fill_value(dtype, scale, cases),
     )
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
-    """One case whole, with its scale: that of a case which is not selected does not
-    count.
+    """Return the selected case, with its own scale.
+
+    The scale of a case that is not selected does not count.
     """
     values, dtype = lifted(*cases)
     values = [v.scalar_scale(v.exact(x)) for x in values]
@@ -398,7 +439,7 @@ def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
     return v.value(
         bind(eqn, which, *(v.wide(x) for x in values)),
         scale,
-        max(x.rho for x in values),
+        max(x.expected_rms for x in values),
         dtype,
     )
 
@@ -408,7 +449,9 @@ def _convert(eqn: Any, x: Value) -> Any:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
         return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
-    return v.value(storage.saturating_cast(x.data, dtype), x.multiple, x.rho, dtype)
+    return v.value(
+        storage.saturating_cast(x.data, dtype), x.multiple, x.expected_rms, dtype
+    )
 
 
 @rule("bitcast_convert_type")

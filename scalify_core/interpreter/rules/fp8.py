@@ -41,9 +41,9 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 
     def forward(lhs: Any, rhs: Any) -> tuple:
         lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
-        kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
-        if lhs.dtype == np.float32:  # what computes it writes it in FP8
-            lhs8, kept = (
+        lhs_kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
+        if lhs.dtype == np.float32:  # its producer writes it in FP8
+            lhs8, lhs_kept = (
                 stored_both_ways(lhs8)
                 if product.dims == _MATRICES
                 else (stored(lhs8),) * 2
@@ -56,17 +56,17 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
             )
         return (
             dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True),
-            kept,
+            lhs_kept,
             rhs_kept,
         )
 
-    power, rho = _sum_of(product.sizes[2], lhs, rhs)
+    power, rms = _sum_of(product.sizes[2], lhs, rhs)
     out, lhs_kept, rhs_kept = _on_data(call, forward, lhs.data, rhs.data)
     operands = (
-        v.value(lhs_kept, lhs.scale, lhs.rho),
-        v.value(rhs_kept, rhs.scale, rhs.rho),
+        v.value(lhs_kept, lhs.scale, lhs.expected_rms),
+        v.value(rhs_kept, rhs.scale, rhs.expected_rms),
     )
-    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype), (
+    return v.value(saturated(out), _scale(lhs, rhs, power), rms, dtype), (
         *operands,
         *_unused(product),
     )
@@ -86,10 +86,10 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         for x in (*residuals[:2], gradient)
     )
     gradient = v.scalar_scale(gradient)
-    summed = gradient.before is not None and gradient.before.sums is not None
+    summed = gradient.pre_rescale is not None and gradient.pre_rescale.sums is not None
 
-    lhs_power, lhs_rho = _sum_of(columns, gradient, rhs)
-    rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
+    lhs_power, lhs_rms = _sum_of(columns, gradient, rhs)
+    rhs_power, rhs_rms = _sum_of(rows, lhs, gradient)
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         if rhs8.dtype != E4M3.dtype:
@@ -97,7 +97,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
             # telling the two casts apart. In its own order, too: the product contracts
             # its last axis.
             rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
-        # of infinities `saturated` would make large numbers
+        # Not `saturated`, which would make large numbers of infinities.
         gradient8 = fp8_cast(rest[-1], product.gradient)
         # What adds up its rows can write it too, in one order; if they are added up,
         # one pass writes both.
@@ -114,24 +114,23 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     )
     d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
     return (
-        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
+        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rms, dtype),
         v.value(
             saturating_cast(d_rhs, rhs_dtype),
             _scale(lhs, gradient, rhs_power),
-            rhs_rho,
+            rhs_rms,
             rhs_dtype,
         ),
     )
 
 
 def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
-    """Of sums of `count` products: the power of two that goes from the data into the
-    scale, and the RMS then left.
+    """Return the power of two of a sum of `count` products, and the remaining RMS.
 
-    The product itself divides it out, before its result is rounded: as a constant of
-    the GEMM it costs nothing.
+    The power goes from the data into the scale. The product itself divides it out
+    before rounding its result: as a constant of the GEMM it costs nothing.
     """
-    return sc.rounded(a.rho * b.rho * math.sqrt(count))
+    return sc.rounded(a.expected_rms * b.expected_rms * math.sqrt(count))
 
 
 def _scale(a: Value, b: Value, power: float) -> Any:
@@ -139,15 +138,13 @@ def _scale(a: Value, b: Value, power: float) -> Any:
 
 
 def _unused(product: Product) -> tuple:
-    """What stands in the place of the plain program's traced scales of lhs and rhs, in
-    the residuals.
-    """
+    """Return placeholders for the plain program's traced scales, in the residuals."""
     return tuple(
         np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
     )
 
 
 def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
-    """`fun` on the data, under the vmaps of the call."""
+    """Call `fun` on the data, under the vmaps of the call."""
     in_tree = jax.tree.structure(operands)
     return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

@@ -36,18 +36,18 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> Value:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) -> Value:
-    (operand, update), scale, rho, dtype = common(*v.scalar_scales([operand, update]))
+    (operand, update), scale, rms, dtype = common(*v.scalar_scales([operand, update]))
     return v.value(
         bind(eqn, operand, update, *(storage.materialise(i) for i in indices)),
         scale,
-        rho,
+        rms,
         dtype,
     )
 
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
 def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
-    (operand, updates), scale, rho, dtype = common(*v.scalar_scales([operand, updates]))
+    (operand, updates), scale, rms, dtype = common(*v.scalar_scales([operand, updates]))
     # FP32: sums, and because the equation's inner jaxpr was traced so.
     out = bind(
         eqn,
@@ -57,7 +57,7 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
     )
     if eqn.primitive.name in ("scatter-add", "scatter-sub"):
         # So many to an element, if they are spread evenly.
-        rho *= math.sqrt(
+        rms *= math.sqrt(
             max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0)
         )
-    return v.settled(out, scale, rho, dtype)
+    return v.settled(out, scale, rms, dtype)

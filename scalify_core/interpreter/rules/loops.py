@@ -1,5 +1,6 @@
-"""Loops: one form of the carry for all turns (see `carries`), the rules of the body's
-equations in each.
+"""Loops: one form of the carry for all iterations (see `carries`).
+
+The rules of the body's equations apply in each iteration.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ from scalify_core.numerics import shard_map_types, storage
 
 
 def _loop(fun: Callable) -> Callable:
-    """A loop's rule. In another loop, what is handed to it is of an expected RMS that
-    is a power of two.
+    """Return the rule of a loop, with coarse expected sizes inside another loop.
 
-    The outer loop looks at the inner one with a carry after one turn, and after two. It
-    would be evaluated anew for each, and a loop in that for each of these: so mostly
-    they are the same to it.
+    The outer loop evaluates the inner one with a carry after one iteration, and after
+    two. Each distinct size would evaluate the inner loop anew, and so on inwards. Sizes
+    rounded to a power of two are mostly equal.
     """
 
     @functools.wraps(fun)
@@ -60,11 +60,11 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)  # of loops
 
 
 def _handed(operands: Sequence[Any]) -> Sequence[Any]:
-    """What is handed to a loop, or from turn to turn."""
+    """Return the operands of a loop or iteration, coarse inside another loop."""
     return list(map(coarse, operands)) if _depth.get() > 1 else operands
 
 
-@control("scan", guards=True)
+@control("scan", keeps_fill_values=True)
 @_loop
 def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
@@ -72,15 +72,15 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     consts, init, xs = (
         list(part) for part in params["ft_in"].update(operands).unpack()
     )
-    # scales are multiplied out before the loop, not in it
+    # Scales are multiplied out before the loop, not in every iteration.
     consts = unpack(pack(consts))
-    sliced, whole = zip(*map(_slices, xs), strict=True) if xs else ((), ())
+    sliced, stacks = zip(*map(_slices, xs), strict=True) if xs else ((), ())
 
     def step(carry: Sequence[Any], slices: Any) -> list:
         return run(
             jaxpr,
             evaluate,
-            [*consts, *carry, *map(_of_slice, slices, whole)],
+            [*consts, *carry, *map(_of_slice, slices, stacks)],
             len(init),
         )
 
@@ -89,7 +89,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
             : len(init)
         ]
 
-    carry, forms = _before(turn, init, length, jaxpr, evaluate)
+    carry, forms = _initial_carry(turn, init, length, jaxpr, evaluate)
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         last = unpack(carry)
@@ -113,11 +113,13 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     return [*unpack(carry), *(_stacked(y, length) for y in ys)]
 
 
-@control("while", guards=True)
+@control("while", keeps_fill_values=True)
 @_loop
 def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    """Where the predicate is one of a batch, elements for which it is false stay as
-    they are, as in JAX.
+    """Evaluate a while loop.
+
+    Where the predicate is a batch, elements for which it is false do not change, as in
+    JAX.
     """
     params = eqn.params
     n_cond, n_body, jaxpr = (
@@ -141,29 +143,29 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         which = going(carry)
         return [chosen(which, x, old) for x, old in zip(new, carry, strict=True)]
 
-    carry, forms = _before(turn, init, None, jaxpr, evaluate)
+    carry, forms = _initial_carry(turn, init, None, jaxpr, evaluate)
 
     def formed(carry: Any) -> Any:
         last = unpack(carry)
         return pack(map(next_carry, turn(last), forms, last))
 
     agreed, carry = shard_map_types.agreeing_carry(formed, carry)
-    keep_on = (
-        (lambda carry: jnp.any(going(unpack(carry))))
-        if is_batch
-        else (lambda carry: going(unpack(carry)))
-    )
+
+    def keep_on(carry: Any) -> Any:
+        is_going = going(unpack(carry))
+        return jnp.any(is_going) if is_batch else is_going
+
     return unpack(lax.while_loop(keep_on, lambda carry: agreed(formed(carry)), carry))
 
 
-def _before(
+def _initial_carry(
     turn: Callable,
     init: Sequence[Any],
     length: int | None,
     jaxpr: Any,
     evaluate: Callable,
 ) -> tuple[list[Any], list[Any]]:
-    """The carry before the first turn, packed, and the forms of its parts."""
+    """Return the packed carry before the first iteration, and its parts' forms."""
     if measures(evaluate):
         init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
         forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
@@ -180,12 +182,11 @@ def _before(
 def _scales_after(
     turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any
 ) -> list[Any]:
-    """The run-time scales that the parts of a carry have after the first turns, before
-    which they are constants.
+    """Return the run-time scales of the parts of a carry after the first iterations.
 
-    The turns are not taken: of what is computed here the compiler keeps what scales
-    follow from, and that is scales. A body that does more than compute is not looked at
-    so; then what it starts at has scale 1.
+    Before these, the parts are constants. Only the scales are read, so the compiler
+    removes everything else of these iterations. A body with effects is not evaluated
+    so: its start values then have scale 1.
     """
     if jaxpr.effects:
         return [1.0] * len(init)
@@ -196,8 +197,9 @@ def _scales_after(
 
 
 def _slices(x: Any) -> tuple[Any, Any]:
-    """A scanned operand as what is cut along the leading axis (data, scales that run
-    along it), and the whole.
+    """Return the arrays of a scanned operand that are sliced, and the operand.
+
+    They are its data, and scales that differ along the leading axis.
     """
     if not isinstance(x, Value):
         return (storage.materialise(x), None, {}), None
@@ -210,35 +212,40 @@ def _slices(x: Any) -> tuple[Any, Any]:
     if x.scale.shape[0] == 1:
         scale = x.scale[0]
         return (x.data, None, copies), v.value(
-            x.data, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype
+            x.data,
+            scale.reshape(()) if scale.size == 1 else scale,
+            x.expected_rms,
+            x.dtype,
         )
     return (x.data, x.scale, copies), x
 
 
 def _end(x: Any, last: bool) -> Any:
-    """The first slice or the last one; of an empty array, what would be one."""
+    """Return the first or the last slice, or zeros for an empty array."""
     return x[-1 if last else 0] if len(x) else lax.full_like(x, 0, shape=x.shape[1:])
 
 
-def _of_slice(pieces: Any, whole: Any) -> Any:
+def _of_slice(pieces: Any, stack: Any) -> Any:
     data, scale, copies = pieces
-    if whole is None:
+    if stack is None:
         return data
-    stacked = _copies_of_slices(whole)
+    stacked = _copies_of_slices(stack)
     made = {
-        key: with_scale(y, _scalar(stacked[key].scale if of_y is None else of_y))
-        for key, (y, of_y) in copies.items()
+        key: with_scale(
+            y, _scalar(stacked[key].scale if scale_of_y is None else scale_of_y)
+        )
+        for key, (y, scale_of_y) in copies.items()
     }
     if scale is None:
-        scale = whole.scale
+        scale = stack.scale
     elif scale.size == 1:
         scale = scale.reshape(())
-    out = v.value(data, scale, whole.rho, whole.dtype)
+    out = v.value(data, scale, stack.expected_rms, stack.dtype)
     return dataclasses.replace(out, copies=made) if made else out
 
 
 def _copies_of_slices(x: Value) -> dict[tuple[str, tuple[int, ...]], ScaledArray]:
-    """The copies of a stack that can be cut, by format and the parts of a slice."""
+    """Return the copies of a stack that can be sliced, by format and parts."""
     copies: dict[tuple[str, tuple[int, ...]], ScaledArray] = {}
     for (name, parts), copy in x.copies.items():
         if np.size(copy.scale) == 1 or len(copy.scale) == len(x.data):
@@ -247,13 +254,14 @@ def _copies_of_slices(x: Value) -> dict[tuple[str, tuple[int, ...]], ScaledArray
 
 
 def _scalar(scale: Any) -> Any:
-    """A scale as a scalar, if it is one for all."""
+    """Return a scale of one element as a scalar."""
     return scale if isinstance(scale, float) or scale.size > 1 else scale.reshape(())
 
 
 def _stacked(y: Any, length: int) -> Any:
-    """A stacked result: a constant is repeated, a scale per turn stands along the
-    leading axis.
+    """Return a stacked result.
+
+    A constant is repeated; the scales of iterations stand along the leading axis.
     """
     if isinstance(y, Constant):
         (y,) = unpack([y])

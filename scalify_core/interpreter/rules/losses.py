@@ -109,15 +109,15 @@ def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any
         call, x, head, targets, logit_scale=x.scale * head.scale
     )
     tokens, vocab = unbatched_shape(call, 0, x)[0], unbatched_shape(call, 1, head)[0]
-    dhead_rho = x.rho * math.sqrt(max(tokens / vocab, 1.0))
+    dhead_rms = x.expected_rms * math.sqrt(max(tokens / vocab, 1.0))
     # (softmax - onehot) head, and its transpose with x: a row of the error has norm
     # about 1.
     return v.value(loss, 1.0), (
-        moved(v.value(dx, head.scale, head.rho, x.dtype), head_scale),
+        moved(v.value(dx, head.scale, head.expected_rms, x.dtype), head_scale),
         moved(
-            v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2), x_scale
+            v.settled(dhead, x.scale, dhead_rms, np.dtype(np.float32), SQRT_2), x_scale
         ),
-        v.value(like, head.scale, head.rho, head.dtype),
+        v.value(like, head.scale, head.expected_rms, head.dtype),
     )
 
 
@@ -139,7 +139,11 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         )
         out = on_data(call, wide, v.wide(gradient), logit_scale=float(tokens))
         dx, dhead = (
-            v.value(y, sc.product(x.scale, gradient.scale), x.rho * gradient.rho)
+            v.value(
+                y,
+                sc.product(x.scale, gradient.scale),
+                x.expected_rms * gradient.expected_rms,
+            )
             for x, y in zip((dx, dhead), out, strict=True)
         )
     return [
@@ -149,14 +153,14 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 
 
 def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
-    """`x * constant`; the power of two goes into the scale."""
+    """Return `x * constant`; the power of two goes into the scale."""
     if constant == 0:
-        return v.value(sc.times(v.wide(x), 0.0), x.scale, x.rho, dtype)
+        return v.value(sc.times(v.wide(x), 0.0), x.scale, x.expected_rms, dtype)
     power = pow2_round(constant)
     return v.settled(
         x.data,
         sc.product(x.scale, power),
-        x.rho * abs(constant) / power,
+        x.expected_rms * abs(constant) / power,
         dtype,
         factor=constant / power,
     )
@@ -169,14 +173,14 @@ def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
 def _embedding(call: Any, table: Value, ids: Any) -> Any:
     table = v.scalar_scale(table)
     (out,) = on_data(call, table, ids)
-    return v.value(out, table.scale, table.rho, table.dtype)
+    return v.value(out, table.scale, table.expected_rms, table.dtype)
 
 
 @composite_rule("embedding.fwd")
 def _embedding_fwd(call: Any, table: Value, ids: Any) -> Any:
     static = v.scalar_scale(table)
     out, *_ = on_data(call, static, ids)
-    return v.value(out, static.scale, static.rho, static.dtype), (table, ids)
+    return v.value(out, static.scale, static.expected_rms, static.dtype), (table, ids)
 
 
 @composite_rule("embedding.bwd")
@@ -189,5 +193,11 @@ def _embedding_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     per_row = max(math.prod(ids.shape) / table.shape[0], 1.0)
     dtype = table.dtype if is_value(table) else gradient.dtype
     return [
-        v.settled(out, gradient.scale, gradient.rho * math.sqrt(per_row), dtype, SQRT_2)
+        v.settled(
+            out,
+            gradient.scale,
+            gradient.expected_rms * math.sqrt(per_row),
+            dtype,
+            SQRT_2,
+        )
     ]

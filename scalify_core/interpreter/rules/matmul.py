@@ -42,23 +42,23 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
         dtype = eqn.outvars[0].aval.dtype
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
     data = saturated(eqn.primitive.bind(*operands, *rest, **params))
-    rho = a.rho * b.rho * math.sqrt(max(count, 1))
+    rms = a.expected_rms * b.expected_rms * math.sqrt(max(count, 1))
     scale = sc.product(a.multiple, b.multiple)
     if a.static is None and b.static is None:
         scale, beyond = sc.product_and_rest(a.multiple, b.multiple)
         data = sc.times(data, beyond)
-    return v.settled(data, scale, rho, dtype, slack=math.sqrt(2))
+    return v.settled(data, scale, rms, dtype, slack=math.sqrt(2))
 
 
 def saturated(x: jax.Array) -> jax.Array:
-    """`x`; in FP16 infinities become the largest number.
+    """Return `x`; in FP16 infinities become the largest number.
 
-    Sums of many terms that are not independent leave the range of a product's FP16
-    result, and would spread as NaN. So an infinity among the operands, which only what
-    was infinite in FP32 becomes, shows as the largest number too; a NaN stays one. To
-    tell the two apart the operands would have to be read once more, or the result
-    written in FP32 first. An FP8 product makes a NaN of its operands' infinities, at no
-    cost: they are being cast.
+    Sums of many terms that are not independent overflow a product's FP16 result, and
+    would spread as NaN. An infinity among the operands, which only comes from infinite
+    FP32 numbers, shows as the largest number, too; a NaN stays NaN. To tell the two
+    apart, the operands would have to be read again, or the result written in FP32
+    first. An FP8 product makes NaN of its operands' infinities at no cost, as it casts
+    them.
     """
     return (
         precision_warnings.rounded(x, jnp.clip(x, -FP16.max, FP16.max))

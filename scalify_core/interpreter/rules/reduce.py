@@ -22,12 +22,12 @@ unscaled("reduce_prod", "cumprod", "cumlogsumexp")
 
 
 def summed(eqn: Any, x: Value, count: float) -> Value:
-    """A sum of `count` terms."""
+    """Return a sum of `count` terms."""
     x = v.scalar_scale(x)
     out = bind(eqn, v.wide(x))
-    rho = x.rho * math.sqrt(max(count, 1))
+    rms = x.expected_rms * math.sqrt(max(count, 1))
     return v.settled(
-        out, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor
+        out, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor
     )
 
 
@@ -35,13 +35,13 @@ def summed(eqn: Any, x: Value, count: float) -> Value:
 def _reduce_sum(eqn: Any, x: Value) -> Value:
     axes = tuple(range(len(x.shape) - 1))
     if (
-        x.before is not None
-        and x.before.sums is not None
+        x.pre_rescale is not None
+        and x.pre_rescale.sums is not None
         and eqn.params["axes"] == axes
     ):
-        rho = x.rho * math.sqrt(max(math.prod(x.shape[:-1]), 1))
+        rms = x.expected_rms * math.sqrt(max(math.prod(x.shape[:-1]), 1))
         return v.settled(
-            x.before.sums, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2)
+            x.pre_rescale.sums, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2)
         )
     return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
 
@@ -63,7 +63,9 @@ def _argmax(eqn: Any, x: Value) -> Any:
 
 @rule("select_and_scatter_add")
 def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
-    """The gradient of max pooling: `source` goes where `operand` has its maxima."""
+    """Evaluate the gradient of max pooling: scatter `source` to the maxima of
+    `operand`.
+    """
     if not isinstance(source, Value):
         source = v.lift(source, operand.dtype)
     where = (
@@ -73,7 +75,10 @@ def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     )
     source = v.scalar_scale(source)
     return v.value(
-        bind(eqn, v.wide(source), where), source.scale, source.rho, source.dtype
+        bind(eqn, v.wide(source), where),
+        source.scale,
+        source.expected_rms,
+        source.dtype,
     )
 
 

@@ -19,7 +19,7 @@ from scalify_core.numerics import storage
 
 
 def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -> None:
-    """A composite of one array; what is None leaves the value as it is."""
+    """Register a composite of one array; None leaves the value unchanged."""
 
     def apply(change: Callable | None, call: Any, x: Any) -> Any:
         x = in_order(call, x)
@@ -44,7 +44,7 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
     return v.value(
         sc.times(v.wide(x), 1 / factor),
         sc.product(x.scale, factor),
-        x.rho / factor,
+        x.expected_rms / factor,
         x.dtype,
     )
 
@@ -53,7 +53,7 @@ def _quantised(x: Value, *, fmt: Any) -> Value:
     return v.value(
         storage.saturating_cast(fmt.quantise(v.wide(x)), x.dtype),
         x.scale,
-        x.rho,
+        x.expected_rms,
         x.dtype,
     )
 

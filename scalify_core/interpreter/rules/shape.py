@@ -57,7 +57,10 @@ def _of_broadcast(eqn: Any, scale: jax.Array) -> jax.Array:
 
 
 def _of_reshape(eqn: Any, scale: jax.Array) -> jax.Array | None:
-    """Where the axes up to the last along which it differs stay as they are."""
+    """Return the scale of a reshaped value; None if it is not known.
+
+    It is known if the axes up to the last along which the scale differs are unchanged.
+    """
     shape, (old,) = eqn.params["new_sizes"], (var.aval.shape for var in eqn.invars)
     leading = max(axis for axis, n in enumerate(scale.shape) if n > 1) + 1
     if shape[:leading] != old[:leading]:
@@ -100,12 +103,12 @@ def _join(eqn: Any, *operands: Any) -> Value:
     )
     if any(_differs_along(x, joined) for x in operands):
         operands = tuple(v.scalar_scales(operands))
-    data, scale, rho, dtype = common(*operands)
-    return v.value(bind(eqn, *data), scale, rho, dtype)
+    data, scale, rms, dtype = common(*operands)
+    return v.value(bind(eqn, *data), scale, rms, dtype)
 
 
 def _differs_along(x: Any, axes: Iterable[int]) -> bool:
-    """Whether a dynamic scale differs along one of the axes of the data."""
+    """Return whether a dynamic scale differs along one of the axes of the data."""
     if not isinstance(x, Value) or sc.is_static(x.scale) or not x.scale.ndim:
         return False
     return any(x.scale.shape[axis] > 1 for axis in axes)
