@@ -61,7 +61,7 @@ KINDS = {
 
 
 def primitives_of_jax() -> set[str]:
-    """The names of all primitives that JAX exports."""
+    """Return the names of all primitives that JAX exports."""
     modules = (primitives, lax, lax.linalg)
     return {
         x.name
@@ -72,7 +72,7 @@ def primitives_of_jax() -> set[str]:
 
 
 def kind_of(primitive: str) -> str:
-    """What `scalify` does with it: a key of KINDS."""
+    """Return how `scalify` treats a primitive: a key of KINDS."""
     if primitive in registry.rules:
         return registry.rules[primitive].kind
     if primitive in PLAIN_RESULTS:
@@ -85,7 +85,7 @@ def kind_of(primitive: str) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The document."""
+    """Return the lines of the document."""
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     composites = {
         name for name, rule in registry.rules.items() if rule.kind == "composite"

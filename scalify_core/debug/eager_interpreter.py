@@ -1,5 +1,6 @@
-"""A scaled program evaluated eagerly, beside the same program in plain FP32: what
-`explain` is made of.
+"""Evaluate a scaled program eagerly, beside the same program in plain FP32.
+
+`explain` is built on it.
 """
 
 from __future__ import annotations
@@ -45,34 +46,38 @@ _INLINED = {
 }
 
 
-class Walk:
-    """One evaluation of a program."""
+class EagerInterpreter:
+    """One eager evaluation of a program."""
 
     def __init__(self, tolerance: float, *, measures: bool) -> None:
         self.tolerance = tolerance
         self.evaluate = evaluator.Evaluator(measures)
         self.rows: dict[tuple, Row] = {}
-        # where booleans or integers first differ from plain FP32
-        self.turned: str | None = None
+        # The place where booleans or integers first differ from plain FP32.
+        self.first_difference: str | None = None
         self._count = 0
 
-    def now(self) -> int:
-        """The number of this evaluation of an equation."""
+    def _next_number(self) -> int:
+        """Return the number of this evaluation of an equation."""
         self._count += 1
         return self._count
 
     def errors(
         self, jaxpr: Any, leaves: Sequence[Any], dtypes: Sequence[np.dtype | None] = ()
     ) -> list[float]:
-        """The errors of the results of a jaxpr, of arrays and ScaledArrays; `dtypes`:
-        of these in plain code.
+        """Return the errors of the results of a jaxpr.
+
+        Args:
+            jaxpr: the program.
+            leaves: its arguments, arrays and ScaledArrays.
+            dtypes: the dtypes of the results in plain code.
         """
         entering = [
             Tensor(
                 evaluator.entering(x),
-                fp32_reference.of_its_own(asarray(x)),
+                fp32_reference.entering(asarray(x)),
                 UNKNOWN,
-                self.now(),
+                self._next_number(),
             )
             for x in leaves
         ]
@@ -83,13 +88,14 @@ class Walk:
             out = list(map(self.returned, out, made))
         else:
             out = [self.stored(x, v.narrow) for x in out]
-        return [x.error for x in out if is_float(x.shadow)]
+        return [x.error for x in out if is_float(x.reference)]
 
     def returned(self, x: Tensor, made: Any) -> Tensor:
-        """A result as it is stored; small elements that are lost beside others count.
+        """Return a result in storage form; lost small elements count as a loss.
 
-        Beside what it was before, not beside plain FP32: of what cancels, as the
-        gradient of a key's bias, roundings are left in both, and not the same ones.
+        They are compared with the result before it is stored. Against plain FP32, a
+        result of cancelling terms (the gradient of a key's bias) is left with other
+        roundings.
         """
         if not is_scaled_array(made):
             return x
@@ -98,7 +104,7 @@ class Walk:
         )
         if out.row is not None:
             out.row.dtype = str(made.dtype)
-        self.look(out, out.row.primitive if out.row else "")
+        self.measure(out, out.row.primitive if out.row else "")
         if (
             out.row is not None
             and out.figures is not None
@@ -111,11 +117,16 @@ class Walk:
     def run(
         self, jaxpr: Any, operands: Sequence[Tensor], place: Place, path: tuple
     ) -> list[Tensor]:
-        """The results of a jaxpr; `place` and `path` are those of the equation that
-        calls it.
+        """Return the results of a jaxpr.
+
+        Args:
+            jaxpr: the program.
+            operands: its operands.
+            place: the place of the equation that calls it.
+            path: the path of that equation.
         """
         constants = (
-            Tensor(registry.known(x), fp32_reference.of_its_own(x), place, 0)
+            Tensor(registry.known(x), fp32_reference.entering(x), place, 0)
             for x in jaxpr.consts
         )
         env = dict(
@@ -146,10 +157,10 @@ class Walk:
         place: Place,
         path: tuple,
     ) -> list[Tensor]:
-        """The results of one equation."""
+        """Return the results of one equation."""
         name = eqn.primitive.name
         if not any(isinstance(x.value, Value) for x in operands):
-            return self.whole(eqn, operands, jaxpr, place, path)
+            return self.measured_results(eqn, operands, jaxpr, place, path)
         rule = registry.rule_of(eqn)
         if not rule.wide and not self.evaluate.measures:
             operands = [self.stored(x, rule.bring) for x in operands]
@@ -160,12 +171,12 @@ class Walk:
             return self.inlined(eqn, operands, place, path)
         if name in TURNS:
             return self.loop(eqn, operands, jaxpr, place, path)
-        return self.whole(eqn, operands, jaxpr, place, path)
+        return self.measured_results(eqn, operands, jaxpr, place, path)
 
     def inlined(
         self, eqn: Any, operands: list[Tensor], place: Place, path: tuple
     ) -> list[Tensor]:
-        """The results of a call."""
+        """Return the results of a call."""
         out = self.run(
             eqn.params.get(_INLINED[eqn.primitive.name], eqn.params.get("jaxpr")),
             operands,
@@ -176,7 +187,7 @@ class Walk:
             out = [self.stored(x, v.narrow) for x in out]
         return out
 
-    def whole(
+    def measured_results(
         self,
         eqn: Any,
         operands: list[Tensor],
@@ -185,66 +196,69 @@ class Walk:
         path: tuple,
         walk: Callable | None = None,
     ) -> list[Tensor]:
-        """The results of an equation, and their rows; `walk` evaluates its inner jaxprs
-        and knows the shadows.
+        """Return the results of an equation, and record their rows.
+
+        `walk` evaluates its inner jaxprs and returns their reference results.
         """
         casts = Casts()
-        with precision_warnings.watching(casts.saw):
+        with precision_warnings.watching(casts.record):
             values = [x.value for x in operands]
             if walk is None:
-                found, exact = (
-                    self.evaluate.results(eqn, values, jaxpr),
-                    None,
-                )
+                results = self.evaluate.results(eqn, values, jaxpr)
+                exact = None
             else:
-                found, exact = walk(values)
+                results, exact = walk(values)
         if exact is None:
-            exact = self.beside(eqn, operands, place)
-        scaled = [isinstance(x, Value) for x in found]
-        return self.seen(eqn, operands, found, exact, casts, place, path, scaled)
+            exact = self.reference_results(eqn, operands, place)
+        scaled = [isinstance(x, Value) for x in results]
+        return self.recorded(eqn, operands, results, exact, casts, place, path, scaled)
 
-    def beside(
+    def reference_results(
         self, eqn: Any, operands: Sequence[Tensor], place: Place
     ) -> list[Tensor]:
-        """The results of an equation in plain FP32, with what its scales inherit,
-        without values.
+        """Return the results of an equation in plain FP32, without scaled values.
+
+        They hold the blame that their scales inherit.
         """
         blame = inherited(eqn, operands)
-        shadows = fp32_reference.in_float32(eqn, *(x.shadow for x in operands))
-        return [Tensor(None, y, place, 0, blame=blame) for y in shadows]
+        references = fp32_reference.in_float32(eqn, *(x.reference for x in operands))
+        return [Tensor(None, y, place, 0, blame=blame) for y in references]
 
-    def seen(
+    def recorded(
         self,
         eqn: Any,
         operands: Sequence[Tensor],
-        found: Sequence[Any],
+        results: Sequence[Any],
         exact: Sequence[Tensor],
         casts: Casts,
         place: Place,
         path: tuple,
         scaled: Sequence[bool],
     ) -> list[Tensor]:
-        """The results `found` beside the `exact` ones, measured; those that are scaled
-        have rows.
-        """
-        when = self.now()
+        """Return results measured against the `exact` ones; scaled results get rows."""
+        when = self._next_number()
         error = max(
             [
-                cancelled(eqn, operands, exact[0].shadow) if exact else 0.0,
+                cancelled(eqn, operands, exact[0].reference) if exact else 0.0,
                 *(x.error for x in operands),
             ]
         )
         vanished = max((x.figures.vanished for x in operands if x.figures), default=0.0)
         out = []
-        for i, (x, like, var) in enumerate(zip(found, exact, eqn.outvars, strict=True)):
-            if self.turned is None and (share := differing(x, like.shadow)) > 0:
-                self.turned = (
+        for i, (x, like, var) in enumerate(
+            zip(results, exact, eqn.outvars, strict=True)
+        ):
+            if (
+                self.first_difference is None
+                and (share := differing(x, like.reference)) > 0
+            ):
+                self.first_difference = (
                     f"{place}, {name_of(eqn)}: {share:.1%} of its elements are not"
                     " those of plain FP32"
                 )
             tensor = Tensor(
                 x,
-                like.shadow,
+                like.reference,
                 place,
                 when,
                 None,
@@ -254,36 +268,44 @@ class Walk:
                 formats=casts.formats(),
             )
             if scaled[i]:
-                is_wide = x.rho == v.UNKNOWN and not measuring.is_stored(x)
+                is_wide = x.expected_rms == v.UNKNOWN and not measuring.is_stored(x)
                 dtype = "float32" if is_wide else str(x.dtype)
                 shape = tuple(var.aval.shape)
                 new = Row(place, name_of(eqn), shape, dtype, NOTHING)
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
-            self.look(tensor, name_of(eqn), casts.lost())
+            self.measure(tensor, name_of(eqn), casts.lost())
             out.append(tensor)
         return out
 
-    def look(
+    def measure(
         self, x: Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ) -> None:
-        """Measures a tensor; `name`: of its equation, `cast`: what casts in there lost,
-        as `watch.losses` says it.
+        """Measure a tensor.
+
+        Args:
+            x: the tensor.
+            name: the name of its equation.
+            cast: the losses of casts in the equation, see `precision_warnings.losses`.
         """
-        if not is_float(x.shadow):
+        if not is_float(x.reference):
             return
-        figures, before = measured(x, cast), sum(x.blame.values())
+        figures, inherited_octaves = measured(x, cast), sum(x.blame.values())
         x.figures = figures._replace(
-            drift=figures.astray - before if figures.due else 0.0
+            drift=figures.astray - inherited_octaves if figures.due else 0.0
         )
-        if isinstance(x.value, Value) and x.value.rho != v.UNKNOWN:
-            # What takes back some of it takes it from all: a scale that is right has
-            # nothing to blame.
-            part = min(max(figures.astray / before, 0.0), 1.0) if before else 1.0
+        if isinstance(x.value, Value) and x.value.expected_rms != v.UNKNOWN:
+            # An equation that reduces the error reduces every share of the blame: a
+            # correct scale has nothing to blame.
+            part = (
+                min(max(figures.astray / inherited_octaves, 0.0), 1.0)
+                if inherited_octaves
+                else 1.0
+            )
             x.blame = sum_of(
                 [
                     (x.blame, part),
-                    ({(x.place, name): figures.astray - part * before}, 1.0),
+                    ({(x.place, name): figures.astray - part * inherited_octaves}, 1.0),
                 ]
             )
         if x.row is not None:
@@ -295,18 +317,19 @@ class Walk:
             x.row.see(x.figures, x.blame, x.when, loses=loses)
 
     def stored(self, x: Tensor, bring: Callable) -> Tensor:
-        """The tensor in its format; if that rounds it, its row has the figures of what
-        is left.
+        """Return the tensor in its format.
+
+        If that rounds the tensor, its row gets the figures after rounding.
         """
         if not isinstance(x.value, Value):
             return x
-        # What is wrong already is not made so by rounding it.
+        # Rounding is not to blame for an error that the tensor already has.
         out = dataclasses.replace(
             x, value=bring(x.value), operand_error=max(x.operand_error, x.error)
         )
-        # a mask's constant saturates, and is meant to
-        if out.value is not x.value and not x.value.guard:
-            self.look(out, x.row.primitive if x.row else "")
+        # The constant of a mask saturates on purpose.
+        if out.value is not x.value and not x.value.is_fill_value:
+            self.measure(out, x.row.primitive if x.row else "")
         return out
 
     def loop(
@@ -317,8 +340,9 @@ class Walk:
         place: Place,
         path: tuple,
     ) -> list[Tensor]:
-        """The results of control flow, of which each turn is evaluated where it has
-        concrete operands.
+        """Return the results of control flow.
+
+        Each iteration is evaluated by itself where its operands are concrete.
         """
         turns = TURNS[eqn.primitive.name](eqn, operands)
 
@@ -332,7 +356,7 @@ class Walk:
                     for x, y in known
                 ]
                 for x in within:
-                    self.look(x, name_of(eqn))
+                    self.measure(x, name_of(eqn))
                 out = self.run(body, within, place, path)
                 if not self.evaluate.measures:
                     out = [self.stored(x, v.narrow) for x in out]
@@ -348,22 +372,25 @@ class Walk:
                 out = self.evaluate.results(eqn, values, jaxpr, inner)
             return out, turns.results()
 
-        return self.whole(eqn, operands, jaxpr, place, path, walk)
+        return self.measured_results(eqn, operands, jaxpr, place, path, walk)
 
 
 NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
 
 
 class Casts:
-    """What the casts inside of one equation lose."""
+    """The losses of the casts inside one equation."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, Any]] = []
 
-    def saw(self, before: Any, after: Any) -> None:
+    def record(self, unrounded: Any, rounded_values: Any) -> None:
         with precision_warnings.watching(None):
-            lost, dtype = precision_warnings.losses(before, after), str(after.dtype)
-            # Under a vmap of the equation, what is lost is known when it is run.
+            lost, dtype = (
+                precision_warnings.losses(unrounded, rounded_values),
+                str(rounded_values.dtype),
+            )
+            # Under a vmap of the equation, losses are known only when it runs.
             jax.debug.callback(
                 lambda x: self._seen.append((dtype, np.asarray(x))), lost
             )
@@ -381,9 +408,9 @@ class Casts:
 
 
 def _has_turns(eqn: Any) -> bool:
-    """Whether a loop can be walked turn by turn.
+    """Return whether a loop can be evaluated one iteration at a time.
 
-    A batch of `while` loops, each with its own end, is a whole.
+    A batch of `while` loops, each with its own end, cannot.
     """
     condition = eqn.params.get("cond_jaxpr")
     return eqn.params.get("length") != 0 and (
@@ -392,5 +419,5 @@ def _has_turns(eqn: Any) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether what is computed now is only looked at by a transformation of JAX."""
+    """Return whether a JAX transformation is tracing the current computation."""
     return isinstance(lax.full((), 0), jax.core.Tracer)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import jax
 
 from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.debug.eager_interpreter import Walk
+from scalify_core.debug.eager_interpreter import EagerInterpreter
 from scalify_core.debug.explanation import Explanation
 from scalify_core.interpreter.arguments import Arguments
 from scalify_core.interpreter.program import traced
@@ -29,38 +29,38 @@ def explain(
     tolerance: float = 0.01,
     **kwargs: Any,
 ) -> Explanation:
-    """What `scalify(fun)(*args, **kwargs)` computes with, line by line of the user's
-    code, and where it loses values.
+    """Explain the scales of `scalify(fun)(*args, **kwargs)`, and the first loss of
+    values.
 
     `fun` may be any function that `scalify` takes: a loss, `jax.grad` of one, a
-    training step. It is run once, eagerly, with the scales that `scalify` gives it, and
-    beside it in plain FP32 on the logical values of its arguments, which is slower than
-    a compiled program by orders of magnitude: give it a small batch. Branches of `cond`
-    and the number of turns of `while` are those of the scaled program.
+    training step. It runs once, eagerly, with the scales that `scalify` gives it.
+    Beside it runs plain FP32 on the logical values of its arguments. This is slower
+    than a compiled program by orders of magnitude: use a small batch. Branches of
+    `cond` and the number of iterations of `while` are those of the scaled program.
 
     Args:
         fun: function of pytrees.
         args: its arguments, at least one of them a ScaledArray.
         static_argnums: positions of arguments that are not arrays, as for `scalify`.
         static_argnames: their names.
-        scales: as for `scalify`. Where they are measured, none is astray: rows have no
-            expected RMS, those of values that are not stored are of FP32 numbers
-            without a scale, and what casts lose stands at who reads them so.
-        tolerance: values are lost where a tensor's error, the norm of its difference
-            from plain FP32 over the norm of that, exceeds this, and twice that of its
-            operands, because values are flushed to zero, saturate, or have a scale that
-            is astray. Where a format coarser than this takes part (FP8), its epsilon
-            counts instead.
+        scales: as for `scalify`. Measured scales are never astray: rows have no
+            expected RMS. Rows of values that are not stored have FP32 numbers without a
+            scale. The losses of a cast are reported at the equation that reads the cast
+            copy.
+        tolerance: the limit of a tensor's error: the norm of its difference from plain
+            FP32, over the norm of plain FP32. Values are lost where the error exceeds
+            the limit, and twice the error of the operands, because values are flushed
+            to zero, saturate, or have a scale that is astray. If a coarser format takes
+            part (FP8), its epsilon is the limit.
         kwargs: keyword arguments of `fun`.
 
     Returns:
         An Explanation: `print` it; `first_loss` is a sentence, `rows` has all figures.
 
     Raises:
-        ValueError: another `scales`; none of the arguments is a ScaledArray, so nothing
-            has a scale.
+        ValueError: `scales` is unknown, or no argument is a ScaledArray.
         TypeError: `fun` uses values of a surrounding transformation; call `explain`
-            outside of jit, grad and vmap.
+            outside jit, grad and vmap.
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
     call = arguments.call(args, kwargs)
@@ -81,8 +81,12 @@ def explain(
         raise TypeError(
             "explain: call it outside of jit, grad and vmap; it evaluates eagerly"
         )
-    walk = Walk(tolerance, measures=scales == "auto")
-    errors = walk.errors(program.jaxpr, leaves, program.dtypes)
+    interpreter = EagerInterpreter(tolerance, measures=scales == "auto")
+    errors = interpreter.errors(program.jaxpr, leaves, program.dtypes)
     return Explanation(
-        list(walk.rows.values()), errors, tolerance, walk.turned, program.unknown
+        list(interpreter.rows.values()),
+        errors,
+        tolerance,
+        interpreter.first_difference,
+        program.unknown,
     )

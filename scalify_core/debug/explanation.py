@@ -1,6 +1,4 @@
-"""What `explain` found: rows of figures, the first place where values are lost, and a
-table of both.
-"""
+"""The result of `explain`: rows of figures, the first loss, and a table of both."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ import jax.numpy as jnp
 
 from scalify_core.numerics.source_location import Place
 
-# octaves between the expected RMS and the one that is due: rounding is not hurt by as
-# many yet
+# Octaves between the expected and the true RMS: up to here, roundings are not larger.
 ASTRAY = 4.0
 TOP = 24  # rows of a printed table
 Blame = dict[tuple[Place, str], float]
@@ -37,21 +34,19 @@ class Figures(NamedTuple):
 
     Attributes:
         scale: its scale, a power of two; the largest, where it has several.
-        expected: the RMS that the rules expect of its data (rho), which is about 1.
-        measured: the RMS that its data has.
-        due: the RMS that its data would have, were nothing lost.
-        flushed: share of its elements that are zero here and not in plain FP32.
+        expected: the RMS that the rules expect of its data, which is about 1.
+        measured: the RMS of its data.
+        due: the RMS that its data would have without losses.
+        flushed: the share of its elements that are zero here and not in plain FP32.
         flushed_norm: their share of the tensor's norm, in plain FP32.
-        vanished: share of its elements that are zero here, and that plain data of the
-            same format would hold.
-        saturated: share of its elements at the format's largest number, or not finite,
-            that are finite in plain FP32.
-        error: norm of its difference from plain FP32, over the norm of that.
-        operand_error: the largest error of what it is computed from.
-        operand_vanished: the largest share that has vanished of what it is computed
-            from.
-        drift: octaves of `astray` that this equation adds to what follows from its
-            operands.
+        vanished: the share of its elements that are zero here, and that plain data of
+            the same format would hold.
+        saturated: the share of its elements at the format's largest number, or not
+            finite, that are finite in plain FP32.
+        error: the norm of its difference from plain FP32, over the norm of plain FP32.
+        operand_error: the largest error of its operands.
+        operand_vanished: the largest share of an operand that has vanished.
+        drift: the octaves of `astray` that this equation adds to those of its operands.
     """
 
     scale: float
@@ -69,23 +64,28 @@ class Figures(NamedTuple):
 
     @property
     def astray(self) -> float:
-        """Octaves from the expected RMS to the one that is due; negative: the scale is
-        too large. 0 of zeros.
+        """Return the octaves from the expected RMS to the true one.
+
+        A negative number means that the scale is too large. It is 0 for zeros.
         """
         if not (0 < self.due < math.inf and self.expected > 0):
             return 0.0
         return math.log2(self.due / self.expected)
 
     def loses(self, tolerance: float, epsilon: float, least: float) -> bool:
-        """Whether values are lost here, not before, to a tensor's range, not to a
-        rounding.
+        """Return whether this equation first loses values to a tensor's range.
 
-        `tolerance`: of the error, and of the share that vanishes beside larger numbers,
-        however small its part in the norm; `epsilon`: of the narrowest format that
-        takes part, whose noise an error may be. If that is coarser than the tolerance
-        (FP8), or operands are as wrong, what vanishes is no more than noise. `least`:
-        the smallest normal number of the data; not far above it, bits are lost before
-        numbers are.
+        Losses to rounding do not count. If the narrowest format is coarser than the
+        tolerance (FP8), or the operands' errors are as large, vanished elements are
+        only noise.
+
+        Args:
+            tolerance: the limit of the error, and of the share of elements that vanish
+                beside larger ones, however small their part in the norm.
+            epsilon: that of the narrowest format that takes part; errors below it are
+                noise.
+            least: the smallest normal number of the data. Not far above it, bits are
+                lost before elements are.
         """
         reason = (
             self.flushed_norm > tolerance / 2
@@ -102,20 +102,20 @@ class Figures(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """One result of one equation; in a loop, of all its turns.
+    """One result of one equation; in a loop, of all its iterations.
 
     Attributes:
         place: the user's line.
-        primitive: of the equation; the name of a composite.
-        shape: of the result.
+        primitive: the equation's primitive, or the name of a composite.
+        shape: the shape of the result.
         dtype: the format of its data.
-        figures: of the first turn that loses values; if none does, of the turn with the
-            largest error.
-        turns: how often the equation was evaluated.
+        figures: those of the first iteration that loses values; if none does, of the
+            iteration with the largest error.
+        turns: the number of times that the equation was evaluated.
         lost_at: the number of the evaluation, counted over the program, that first lost
-            values; None: none did.
-        blame: the octaves that its scale is astray by, as sums of what each place and
-            primitive added to them.
+            values; None: no evaluation did.
+        blame: the octaves that its scale is astray by, as sums of the octaves added by
+            each place and primitive.
     """
 
     place: Place
@@ -128,9 +128,7 @@ class Row:
     blame: Blame = dataclasses.field(default_factory=dict)
 
     def see(self, figures: Figures, blame: Blame, when: int, *, loses: bool) -> None:
-        """Takes in the figures of evaluation `when`, or of its result as it is
-        stored.
-        """
+        """Record the figures of evaluation `when`, or of its result in storage form."""
         first = loses and self.lost_at in (None, when)
         if first or (self.lost_at is None and figures.error >= self.figures.error):
             self.figures, self.blame = figures, blame
@@ -138,15 +136,12 @@ class Row:
             self.lost_at = when
 
     def figures_by_name(self) -> dict[str, Any]:
-        """All but the place, as plain numbers and strings."""
-        own = {
+        """Return all fields but the place, as plain numbers and strings."""
+        return {
             "primitive": self.primitive,
             "shape": self.shape,
             "dtype": self.dtype,
             "turns": self.turns,
-        }
-        return {
-            **own,
             "lost": self.lost_at is not None,
             **self.figures._asdict(),
             "astray": self.figures.astray,
@@ -154,8 +149,10 @@ class Row:
 
     @property
     def weight(self) -> tuple[bool, float, float]:
-        """What tables choose by: losses, then what is flushed or saturates, then how
-        far a scale is astray.
+        """Return the key that tables choose rows by.
+
+        Losses come first, then flushed or saturated shares, then the octaves that a
+        scale is astray by.
         """
         f = self.figures
         return (
@@ -167,17 +164,18 @@ class Row:
 
 @dataclasses.dataclass
 class Explanation:
-    """Rows in program order, and what they come to; `str` of it is a table of the most
-    telling ones.
+    """Rows in program order, and a summary; `str` returns a table of the most telling
+    rows.
 
     Attributes:
         rows: a Row for each floating-point result with a scale, of each equation.
         errors: the error of each floating-point result of the function, in the order of
             its leaves.
-        tolerance: the error from which on values count as lost.
-        turned: where booleans or integers, such as comparisons, first differ from plain
-            FP32; None: nowhere.
-        unknown: why it is not known which products plain code has in FP32; None: it is.
+        tolerance: errors above it count as lost values.
+        turned: the place where booleans or integers, such as comparisons, first differ
+            from plain FP32; None: nowhere.
+        unknown: the reason why the FP32 products of plain code are unknown; None: they
+            are known.
     """
 
     rows: list[Row]
@@ -188,7 +186,7 @@ class Explanation:
 
     @property
     def first_row(self) -> Row | None:
-        """The first row, in the order of evaluation, where values are lost."""
+        """Return the first row, in the order of evaluation, that loses values."""
         lost = [row for row in self.rows if row.lost_at is not None]
         return min(
             lost, key=lambda row: (row.lost_at or 0, self.rows.index(row)), default=None
@@ -196,24 +194,27 @@ class Explanation:
 
     @property
     def first_loss(self) -> str | None:
-        """One sentence: where values are first lost, which, why, and what to do. None
-        where nothing is lost.
+        """Return one sentence: the place, extent and cause of the first loss, and the
+        remedy.
+
+        It is None if no values are lost.
         """
         row = self.first_row
         return None if row is None else _sentence(row)
 
     def lines(self) -> dict[Place, list[Row]]:
-        """The rows of each line of the user's, in program order; both passes of a line
-        stand together.
+        """Return the rows of each of the user's lines, in program order.
+
+        Rows of the forward and the backward pass of a line stand together.
         """
-        found: dict[Place, list[Row]] = {}
+        rows_of: dict[Place, list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.place.line_alone, []).append(row)
-        return found
+            rows_of.setdefault(row.place.line_alone, []).append(row)
+        return rows_of
 
     def table(self, top: int | None = None) -> str:
-        """The `top` most telling rows, or all, in program order under the lines that
-        they belong to.
+        """Return the `top` most telling rows, or all, in program order under their
+        lines.
         """
         wanted = (
             self.rows
@@ -226,15 +227,18 @@ class Explanation:
             for place, rows in self.lines().items()
         ]
         blocks = [(place, cells) for place, cells in blocks if cells]
-        found = [row for _, cells in blocks for row in cells]
-        widths = [max(map(len, column)) for column in zip(_TITLES, *found, strict=True)]
+        cells_of_rows = [row for _, cells in blocks for row in cells]
+        widths = [
+            max(map(len, column))
+            for column in zip(_TITLES, *cells_of_rows, strict=True)
+        ]
         return "\n".join(_aligned(blocks, widths))
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, top: int = TOP) -> str:
-        """What it comes to, and a table of the `top` most telling rows."""
+        """Return a summary, and a table of the `top` most telling rows."""
         count = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
         loss = (
@@ -254,8 +258,9 @@ class Explanation:
         return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
 
     def _without_loss(self) -> str:
-        """What is said where no equation loses much: results may be off all the
-        same.
+        """Return the summary where no equation loses much.
+
+        Results may be off all the same.
         """
         off = [x for x in self.errors if not x <= self.tolerance]
         if not off:
@@ -273,8 +278,10 @@ class Explanation:
         )
 
     def _flushed(self) -> str:
-        """Where most elements are zero of what loses none of its norm, to be appended;
-        nothing where few are.
+        """Return a clause about the tensor with the most zeros that loses none of its
+        norm.
+
+        It is empty where the share of zeros is small.
         """
         row = max(self.rows, key=lambda row: row.figures.flushed, default=None)
         if row is None or row.figures.flushed <= self.tolerance:
@@ -287,7 +294,7 @@ class Explanation:
 
 
 def _is_float32(row: Row) -> bool:
-    """Whether a row is of what is stored nowhere in a narrow format."""
+    """Return whether the tensor of a row is never stored in a narrow format."""
     return row.dtype == "float32"
 
 
@@ -315,7 +322,7 @@ def _sentence(row: Row) -> str:
 
 
 def _reason(row: Row) -> str:
-    """Why values are lost, and what to do."""
+    """Return the cause of a loss, and the remedy."""
     astray = row.figures.astray
     if abs(astray) <= ASTRAY and _is_float32(row):
         return (
@@ -342,13 +349,11 @@ def _reason(row: Row) -> str:
 
 
 def _origin(row: Row) -> tuple[float, tuple[Place, str]]:
-    """Where most of the octaves come from that the scale of a row is astray by, and how
-    many.
-    """
+    """Return the main source of a row's astray scale, with its octaves first."""
     sign = math.copysign(1.0, row.figures.astray)
     return max(
         ((sign * octaves, source) for source, octaves in row.blame.items()),
-        key=lambda found: found[0],
+        key=lambda share: share[0],
     )
 
 
@@ -385,7 +390,7 @@ def _aligned(
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Names stand on the left, figures on the right."""
+    """Return a line of the table: names aligned left, figures right."""
     padded = [
         f"{cell:{'<' if i < 3 else '>'}{widths[i]}}" for i, cell in enumerate(cells)
     ]
@@ -412,5 +417,5 @@ def _error(x: float) -> str:
 
 
 def epsilon(*dtypes: str) -> float:
-    """The coarsest epsilon of some formats."""
+    """Return the coarsest epsilon of some formats."""
     return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)

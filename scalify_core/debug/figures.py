@@ -1,6 +1,4 @@
-"""What `explain` measures of a tensor, and what of it follows from the operands of its
-equation.
-"""
+"""The figures that `explain` measures, and their part inherited from operands."""
 
 from __future__ import annotations
 
@@ -26,15 +24,23 @@ _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 
 @dataclasses.dataclass
 class Tensor:
-    """An operand or result: as the scaled program has it, and in plain FP32.
+    """An operand or result, in the scaled program and in plain FP32.
 
-    `row`: None for what has no scale, or is not made by an equation; `when`: the number
-    of the evaluation; `blame`: see `Row`; `formats`: of the casts inside of the
-    equation.
+    Attributes:
+        value: it in the scaled program.
+        reference: it in plain FP32.
+        place: the user's line.
+        when: the number of the evaluation.
+        row: its row; None without a scale, and for tensors that no equation makes.
+        operand_error: see `Figures`.
+        operand_vanished: see `Figures`.
+        blame: see `Row`.
+        figures: its figures; None before it is measured.
+        formats: the formats of the casts inside the equation.
     """
 
     value: Any
-    shadow: Any
+    reference: Any
     place: Place
     when: int
     row: Row | None = None
@@ -46,38 +52,39 @@ class Tensor:
 
     @property
     def format(self) -> str:
-        """The format of its data; empty where it has no scale."""
+        """Return the format of its data; empty where it has no scale."""
         return str(self.value.dtype) if isinstance(self.value, Value) else ""
 
     @property
     def error(self) -> float:
-        """Its relative error; 0 before it is measured."""
+        """Return its relative error; 0 before it is measured."""
         return self.figures.error if self.figures else 0.0
 
     @property
     def astray(self) -> float:
-        """Octaves by which its scale is astray; 0 before it is measured."""
+        """Return the octaves by which its scale is astray; 0 before it is measured."""
         return self.figures.astray if self.figures else 0.0
 
     def size(self) -> float:
-        """RMS of the logical value."""
+        """Return the RMS of the logical value."""
         return self.figures.scale * self.figures.due if self.figures else 0.0
 
     def expected_size(self) -> float:
-        """The RMS that the rules expect of it."""
+        """Return the RMS that the rules expect of it."""
         return self.figures.scale * self.figures.expected if self.figures else 0.0
 
 
 def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
-    """The figures of a tensor, in FP64, without its drift; `cast`: see
-    `watch.losses`.
+    """Return the figures of a tensor, in FP64, without its drift.
+
+    `cast` holds the losses of casts, see `precision_warnings.losses`.
     """
-    exact = np.asarray(x.shadow, np.float64)
+    exact = np.asarray(x.reference, np.float64)
     data, scale, expected, least, limit = _taken_apart(x.value)
     with np.errstate(all="ignore"):
         logical = data * scale
-        # A mask's constant, in FP32 that stands for a narrower format: it is as good as
-        # any that is as large.
+        # The constant of a mask, in FP32 data of a narrower format: any number as large
+        # serves.
         masked = (
             (np.minimum(np.abs(exact / scale), np.abs(data)) > limit)
             & np.isfinite(data)
@@ -88,7 +95,7 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
         flushed = right & (exact != 0) & (logical == 0)
         size = np.linalg.norm(exact[right])
         apart = np.linalg.norm((logical - exact)[right])
-        # FP32 has no smaller numbers, a scale has
+        # A scaled value may be smaller than any FP32 number.
         error = apart / size if size else float(apart > 2.0**-120)
         return Figures(
             scale=float(np.max(scale, initial=0.0)),
@@ -108,8 +115,9 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
 
 
 def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
-    """Data, scale, expected RMS (0: there is none), and the smallest and the largest
-    number of the value's format.
+    """Return data, scale, expected RMS, and the format's smallest and largest number.
+
+    The expected RMS is 0 where there is none.
     """
     if type(x) is ScaledArray:
         fmt, scale = (
@@ -124,7 +132,7 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
             float(fmt.smallest_subnormal),
             float(fmt.max),
         )
-    if isinstance(x, Value) and x.rho == UNKNOWN:
+    if isinstance(x, Value) and x.expected_rms == UNKNOWN:
         x = as_array(x)
         if is_scaled_array(x):
             return _taken_apart(x)
@@ -137,7 +145,7 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
     return (
         data,
         np.asarray(scale, np.float64),
-        x.rho,
+        x.expected_rms,
         float(fmt.smallest_subnormal),
         limit,
     )
@@ -152,17 +160,16 @@ def _share(where: np.ndarray, size: int) -> float:
 
 
 def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
-    """How far a result's scale is astray because those of its operands are, if it
-    follows the rule.
+    """Return the part of a result's astray scale that comes from its operands.
 
-    Octaves of factors add up. Of terms, the largest expected one has the scale, the
-    largest one the size.
+    The result is assumed to follow its rule. Octaves of factors add up. Of terms, the
+    scale follows the largest expected one, and the size the largest one.
     """
     name = eqn.primitive.name
     scaled = [
         x
         for x in operands
-        if isinstance(x.value, Value) and x.value.rho != UNKNOWN and x.figures
+        if isinstance(x.value, Value) and x.value.expected_rms != UNKNOWN and x.figures
     ]
     if registry.rule_of(eqn).kind in ("default", "unscaled"):
         return {}
@@ -191,7 +198,7 @@ def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
 
 
 def sum_of(terms: Iterable[tuple[Blame, float]]) -> Blame:
-    """The sum of blames, each times a factor."""
+    """Return the sum of blames, each times a factor."""
     out: Blame = {}
     for blame, factor in terms:
         for source, octaves in blame.items():
@@ -200,28 +207,30 @@ def sum_of(terms: Iterable[tuple[Blame, float]]) -> Blame:
 
 
 def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
-    """The error that a sum has because its terms cancel: theirs, as much larger as it
-    is smaller than expected.
+    """Return the error of a sum whose terms cancel, 0 for other equations.
 
-    As the gradient of a bias that moves all logits alike, which is zero but for
-    roundings. 0 for what is no sum of floats.
+    It is the error of the terms, magnified as the sum is smaller than expected. An
+    example is the gradient of a bias that moves all logits alike: zero but for
+    roundings.
     """
-    name, terms = eqn.primitive.name, [x for x in operands if is_float(x.shadow)]
+    name, terms = eqn.primitive.name, [x for x in operands if is_float(x.reference)]
     if len(terms) < len(operands):
         return 0.0
-    sizes = [_rms(np.asarray(x.shadow, np.float64)) for x in terms]
+    sizes = [_rms(np.asarray(x.reference, np.float64)) for x in terms]
     if name in ("add", "sub", "add_any") and len(sizes) == 2:
         expected = math.hypot(*sizes)
     elif name == "reduce_sum":
         expected = sizes[0] * math.sqrt(
-            math.prod(terms[0].shadow.shape[axis] for axis in eqn.params["axes"])
+            math.prod(terms[0].reference.shape[axis] for axis in eqn.params["axes"])
         )
     elif name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         expected = (
             sizes[0]
             * sizes[1]
-            * math.sqrt(math.prod(terms[0].shadow.shape[axis] for axis in contracted))
+            * math.sqrt(
+                math.prod(terms[0].reference.shape[axis] for axis in contracted)
+            )
         )
     else:
         return 0.0
@@ -237,20 +246,22 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array or number is real and floating-point; a reference to an array is
-    none.
+    """Return whether an array or number is real and floating-point.
+
+    A reference to an array is not.
     """
     return not isinstance(x, jax.Ref) and jnp.issubdtype(
         jnp.result_type(x), jnp.floating
     )
 
 
-def differing(found: Any, exact: Any) -> float:
-    """The share of the elements that differ of booleans or integers; 0 of all else, of
-    which figures tell.
+def differing(actual: Any, exact: Any) -> float:
+    """Return the share of differing elements, of booleans or integers.
+
+    It is 0 for other arrays, which have figures.
     """
     dtype = getattr(exact, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_):
         return 0.0
-    differ = np.asarray(found) != np.asarray(exact)
+    differ = np.asarray(actual) != np.asarray(exact)
     return float(np.mean(differ)) if differ.size else 0.0

@@ -1,9 +1,8 @@
-"""Equations in plain FP32: what a scaled program is compared with, equation by
-equation.
+"""Equations in plain FP32, the reference that a scaled program is compared with.
 
-A program that rounds on purpose is not rounded here: casts to narrower floats, FP8
-products and `cast_on_forward` keep what they are given. So a shadow says what the
-numbers are, not what some narrower program makes of them.
+Deliberate roundings are left out: casts to narrower floats, FP8 products and
+`cast_on_forward` return their operands' values. So the reference holds the exact
+numbers, not those of some narrower program.
 """
 
 from __future__ import annotations
@@ -24,18 +23,20 @@ _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:
-    """The results of an equation on plain operands, in FP32 where it asks for a
-    narrower float.
+    """Return the results of an equation on plain operands.
+
+    A narrower float dtype of the equation is replaced by FP32.
     """
-    if not eqn.outvars:  # what is printed is printed once, by the scaled program
+    if not eqn.outvars:  # only the scaled program runs effects
         return []
     out = _results(eqn, *map(materialise, operands))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def wide(x: Any) -> Any:
-    """A plain operand, in FP32 if it is a narrower float; a reference to an array
-    (`jax.new_ref`) is as it is.
+    """Return a plain operand, in FP32 if it is a narrower float.
+
+    A reference to an array (`jax.new_ref`) is returned unchanged.
     """
     return (
         as_float32(x)
@@ -44,9 +45,10 @@ def wide(x: Any) -> Any:
     )
 
 
-def of_its_own(x: Any) -> Any:
-    """What enters the plain program, `wide`; of a reference another one, which the
-    scaled program does not write to.
+def entering(x: Any) -> Any:
+    """Return an argument of the plain program, in FP32.
+
+    A reference is copied, since the scaled program writes to the original.
     """
     return jax.new_ref(x[...]) if isinstance(x, jax.Ref) else wide(x)
 
@@ -95,8 +97,9 @@ def _product(lhs: Any, rhs: Any, *, product: Any) -> Any:
 
 
 def _product_fwd(lhs: Any, rhs: Any, *, product: Any) -> tuple[Any, tuple]:
-    """The residuals of the plain program: the operands, and those of their scales that
-    are measured, here 1.
+    """Return the product and the residuals of the plain program.
+
+    They are the operands, and their measured scales, here 1.
     """
     scales = (
         None if isinstance(scale, float) else jnp.float32(1)

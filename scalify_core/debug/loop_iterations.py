@@ -1,9 +1,8 @@
-"""The shadows of control flow: what goes into each turn of a loop, or a branch, and
-what comes out of all.
+"""The FP32 references of control flow: the operands of each iteration, and the results.
 
-A tensor is any dataclass with a field `shadow`, the array of the plain program. The
-scaled program says which turns are taken: `operands(jaxpr)` is asked for before an
-inner jaxpr is evaluated, `done(jaxpr, out)` is told its results.
+A tensor is any dataclass with a field `reference`, the array of the plain program. The
+scaled program decides the iterations: call `operands(jaxpr)` before it evaluates an
+inner jaxpr, and `done(jaxpr, out)` with the results.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import jax.numpy as jnp
 
 
 class Scan:
-    """The tensors of a scan, of which the shadows count: what goes into each turn, and
-    what comes out of all.
-    """
+    """The reference tensors of a scan: operands of each iteration, and results."""
 
     def __init__(self, eqn: Any, operands: list[Any]) -> None:
         parts = eqn.params["ft_in"].update(operands).unpack()
@@ -31,7 +28,7 @@ class Scan:
         return [
             *self.consts,
             *self.carry,
-            *(dataclasses.replace(x, shadow=x.shadow[turn]) for x in self.xs),
+            *(dataclasses.replace(x, reference=x.reference[turn]) for x in self.xs),
         ]
 
     def done(self, jaxpr: Any, out: list[Any]) -> None:
@@ -47,15 +44,18 @@ class Scan:
         return [
             *self.carry,
             *(
-                dataclasses.replace(c[-1], shadow=jnp.stack([y.shadow for y in c]))
+                dataclasses.replace(
+                    c[-1], reference=jnp.stack([y.reference for y in c])
+                )
                 for c in columns
             ),
         ]
 
 
 class While:
-    """The tensors of a while loop, which takes the turns that the scaled program
-    takes.
+    """The reference tensors of a while loop.
+
+    It runs as many iterations as the scaled program.
     """
 
     def __init__(self, eqn: Any, operands: list[Any]) -> None:
@@ -82,7 +82,7 @@ class While:
 
 
 class Cond:
-    """The tensors of the branch that is taken."""
+    """The reference tensors of the branch that is taken."""
 
     def __init__(self, eqn: Any, operands: list[Any]) -> None:
         del eqn

@@ -1,18 +1,15 @@
-"""Figures of an array and of its gradient where they are in a program, without a change
-to what is computed.
+"""Figures of an array and its gradient inside a program, without changing its results.
 
-A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, is not a
-gradient but what was seen: one row of figures of the array, one of the array's
-gradient. So figures come out of any differentiated function, through scan (stacked over
-its steps), remat and `scalify`, the way gradients do:
+A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, holds
+figures: one row for the array, one for the array's gradient. So figures come out of any
+differentiated function as gradients do, through scan (stacked over its steps), remat
+and `scalify`:
 
-    def loss(params, slot):
-        h = probe(layer(params), slot)
-        ...
-    grads, figures = jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))
+def loss(params, slot): h = probe(layer(params), slot) ... grads, figures =
+jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))
 
-Under `scalify` they are those of the data, in its format, and of the scale. A slot
-belongs to one probe: figures of two would be added.
+Under `scalify` they are figures of the data, in its format, and of the scale. Use a
+slot in one probe only: the figures of two would be added.
 """
 
 from __future__ import annotations
@@ -42,8 +39,9 @@ SLOT = (2, len(FIGURES))  # of the array and of its gradient
 def figures(
     x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True
 ) -> jax.Array:
-    """FIGURES of an array or a ScaledArray with one scale, FP32 [4]; the other
-    arguments are those of `summarize`.
+    """Return FIGURES of an array, or of a ScaledArray with one scale: FP32 [4].
+
+    The other arguments are those of `summarize`.
     """
     summary = summarize(x, fmt=fmt, exact=exact, zeros=zeros)
     return jnp.stack([getattr(summary, name).astype(jnp.float32) for name in FIGURES])
@@ -56,14 +54,13 @@ def probe(
     forward: FloatFormat | None = None,
     backward: FloatFormat | None = None,
 ) -> jax.Array:
-    """`x`. The gradient of `slot`, FP32 zeros of the shape SLOT, becomes the figures of
-    `x` and of its gradient.
+    """Return `x`; the gradient of `slot` becomes the figures of `x` and its gradient.
 
     Args:
         x: float array; a ScaledArray under `scalify`.
-        slot: read by nothing.
-        forward: the format that `x` is cast to next, if it is; see `summarize`.
-        backward: the same of its gradient.
+        slot: FP32 zeros of the shape SLOT; they are not read.
+        forward: the format that `x` is cast to next, or None; see `summarize`.
+        backward: the same for the gradient of `x`.
     """
     return _probe(x, slot, forward=forward, backward=backward)
 
@@ -83,7 +80,7 @@ def _probe(
 def fwd(
     x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None
 ) -> tuple[Any, jax.Array]:
-    """The array, and its figures as the residual."""
+    """Return the array, and its figures as the residual."""
     del slot, backward
     return x, figures(x, forward)
 
@@ -91,9 +88,7 @@ def fwd(
 def bwd(
     seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None
 ) -> tuple[Any, jax.Array]:
-    """The gradient, and the slot's: figures of the array, which were kept, and of the
-    gradient.
-    """
+    """Return the gradient, and the slot's: figures of the array and of the gradient."""
     del forward
     return gradient, jnp.stack([seen, figures(gradient, backward)])
 
@@ -102,8 +97,9 @@ _probe.defvjp(fwd, bwd)
 
 
 def _stored(x: Any) -> Any:
-    """The array as it would be stored: rounded to its format. The program goes on with
-    what it has.
+    """Return the array in storage form, rounded to its format.
+
+    The program continues with the unrounded array.
     """
     if not isinstance(x, Value):
         return storage.materialise(x)
@@ -128,7 +124,7 @@ def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
 
 @measured_rule("probe", "probe.fwd", "probe.bwd")
 def _measured_probe(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    """The array passes as it is; the figures are those of what would be stored."""
+    """Return the array unchanged; the figures are those of its storage form."""
     number = 1 if call.name == "probe.bwd" else 0
     x = operands[number]
     data = wide(x)

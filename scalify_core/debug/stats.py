@@ -40,8 +40,8 @@ class Summary(NamedTuple):
 def summarize(
     tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None, zeros: bool = True
 ) -> Any:
-    """A `Summary` of each floating-point array and ScaledArray of a tree; None in the
-    place of other leaves.
+    """Return a `Summary` of each floating-point array and ScaledArray of a tree; None
+    in the place of other leaves.
 
     A zero does not tell what it was before it was rounded, so underflow is counted in
     one of three ways:
@@ -86,7 +86,7 @@ def _summary(
         return None
     if data.dtype == jnp.float64:
         data = data.astype(jnp.float32)
-    own = FloatFormat.of(data.dtype)
+    data_format = FloatFormat.of(data.dtype)
     scale = jnp.asarray(scale, jnp.float32)
     scale = (
         scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim))
@@ -105,7 +105,7 @@ def _summary(
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantise(data))
     else:
-        lost = (magnitude < own.min_normal) & (zeros | ~zero)
+        lost = (magnitude < data_format.min_normal) & (zeros | ~zero)
 
     def share(condition: jax.Array) -> jax.Array:
         return jnp.mean(condition, axes, dtype=jnp.float32)
@@ -117,20 +117,24 @@ def _summary(
         rms=_rms(magnitude, axes),
         zeros=share(zero),
         underflow=share(lost),
-        saturated=share(magnitude >= own.max if fmt is None else magnitude > fmt.max),
+        saturated=share(
+            magnitude >= data_format.max if fmt is None else magnitude > fmt.max
+        ),
     )
 
 
 def _is_zero(x: jax.Array) -> jax.Array:
-    """Whether FP32 numbers are zero, by their bits: a comparison takes subnormals for
-    zero where they are flushed.
+    """Return where FP32 numbers are zero, by their bits.
+
+    A comparison takes subnormal numbers for zero where they are flushed.
     """
     return lax.bitcast_convert_type(x, jnp.uint32) << 1 == 0
 
 
 def _rms(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Root mean square along axes, of FP32 numbers of any size: their squares may not
-    be FP32 numbers.
+    """Return the root mean square along axes, for FP32 numbers of any size.
+
+    Their squares may overflow FP32.
     """
     unit = pow2_floor(jnp.max(magnitude, axes, keepdims=True, initial=0.0))
     rms = jnp.sqrt(jnp.mean(jnp.square(magnitude * (1 / unit)), axes))

@@ -113,7 +113,7 @@ def _check(
     strict: bool,
     scales: Scales,
 ) -> Any:
-    """One function, all ways to run it."""
+    """Check one function in all ways to run it."""
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
     assert len(formats) == 1, f"one format at a time: {formats}"
     (fmt,) = formats
@@ -137,14 +137,14 @@ def _check(
     wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None
     for way in ways:
-        found = (scaled if way == "eager" else jitted)(
+        actual = (scaled if way == "eager" else jitted)(
             *(dynamic if way == "dynamic" else static)
         )
         limits = {"roundings": roundings, "reduction": reduction}
         assert_close(
-            found, expected, fmt, **limits, narrow=narrow, wide=wide, where=way
+            actual, expected, fmt, **limits, narrow=narrow, wide=wide, where=way
         )
-        first = found if first is None else first
+        first = actual if first is None else first
     return first
 
 
@@ -152,8 +152,10 @@ def _check(
 def _functions(
     fun: Callable, tree: Any, scales: Scales
 ) -> tuple[Callable, Callable, Callable]:
-    """The plain function of leaves under jit, and the scaled one without and with it;
-    compiled once for all calls.
+    """Return the plain function of leaves under jit, and the scaled one without and
+    with jit.
+
+    They are compiled once for all calls.
     """
 
     def on_leaves(*leaves: Any) -> Any:
@@ -164,8 +166,9 @@ def _functions(
 
 
 def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
-    """Which results are FP32 in plain code, of arrays of the formats of the leaves;
-    None: it cannot be traced so.
+    """Return which results are FP32 in plain code with arrays in the leaves' formats.
+
+    None: the function cannot be traced with these.
     """
     try:
         narrow = reference_trace(fun, leaves)
@@ -175,8 +178,9 @@ def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
 
 
 def _rounded(x: Any, dtype: Any) -> Any:
-    """A plain float array rounded to a format, in its own dtype; what is too large is
-    not finite.
+    """Return a plain float array rounded to a format, in its own dtype.
+
+    Numbers beyond the format become infinite or NaN.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
@@ -185,7 +189,7 @@ def _rounded(x: Any, dtype: Any) -> Any:
 
 
 def assert_close(
-    found: Any,
+    actual: Any,
     expected: Any,
     fmt: FloatFormat,
     *,
@@ -195,24 +199,29 @@ def assert_close(
     wide: Sequence[bool] | None = None,
     where: str = "given",
 ) -> None:
-    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain
-    tree (see `check_scalify`).
+    """Assert that a tree with ScaledArrays of format `fmt` has the values of a plain
+    tree.
 
-    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing
-    is known of it. `wide`: which of its leaves may be FP32; None: none, but where `fmt`
-    is.
+    Args:
+        actual: the tree of arrays and ScaledArrays.
+        expected: the plain tree.
+        fmt: the format.
+        roundings, reduction: see `check_scalify`.
+        narrow: the plain tree of arguments rounded to the format; None: unknown.
+        wide: for each leaf, whether it may be FP32; None: only where `fmt` is FP32.
+        where: the beginning of messages.
     """
-    found_leaves, found_tree = jax.tree.flatten(found, is_leaf=is_scaled_array)
+    actual_leaves, actual_tree = jax.tree.flatten(actual, is_leaf=is_scaled_array)
     expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
-    assert str(found_tree) == str(expected_tree), (
-        f"{where}: tree {found_tree}, expected {expected_tree}"
+    assert str(actual_tree) == str(expected_tree), (
+        f"{where}: tree {actual_tree}, expected {expected_tree}"
     )
     narrow_leaves = (
-        [None] * len(found_leaves) if narrow is None else jax.tree.leaves(narrow)
+        [None] * len(actual_leaves) if narrow is None else jax.tree.leaves(narrow)
     )
-    may_be_wide = [False] * len(found_leaves) if wide is None else wide
+    may_be_wide = [False] * len(actual_leaves) if wide is None else wide
     for x, (path, y), z, is_wide in zip(
-        found_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True
+        actual_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True
     ):
         name = f"{where}: result{jax.tree_util.keystr(path)}"
         if is_scaled_array(x):
@@ -234,9 +243,12 @@ def _assert_leaf_close(
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     scale: Any = 1.0
     if is_scaled_array(x):
-        # of FP32 the digits are those of what it was computed from
-        own = FloatFormat.of(x.dtype)
-        fmt, scale = fmt if own is FP32 else own, np.max(np.asarray(x.scale))
+        # FP32 data is as exact as the operands, which are in `fmt`.
+        data_format = FloatFormat.of(x.dtype)
+        fmt, scale = (
+            fmt if data_format is FP32 else data_format,
+            np.max(np.asarray(x.scale)),
+        )
     else:
         assert x.dtype == y.dtype, f"{where}: plain {x.dtype}, expected {y.dtype}"
     x, y = np.asarray(x), np.asarray(y)
@@ -255,18 +267,17 @@ def _assert_leaf_close(
     x, y = np.where(finite, x, 0), np.where(finite, y, 0)
     size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
     bound = (roundings + reduction) * fmt.epsilon * size + roundings * FP32.min_normal
-    # What is below the smallest numbers of the data, or of the plain program, may be
-    # lost, but not what plain data keeps. Those below the normal numbers of FP32 are,
-    # on devices that flush them.
+    # Values below the smallest numbers of the data, or of the plain program, may be
+    # lost, but not values that plain data keeps. Devices may flush FP32's subnormals.
     least = roundings * max(fmt.min_subnormal, FP32.min_normal)
     of_data, of_plain = bound + least * scale, bound + least * min(scale, 1.0)
     bound = of_data
     if narrow is not None:
-        kept = np.asarray(_rounded(narrow, fmt.dtype)).astype(wide)
-        # a program that overflows keeps nothing of use
-        if np.isfinite(kept).sum() == finite.sum():
+        rounded = np.asarray(_rounded(narrow, fmt.dtype)).astype(wide)
+        # A plain program that overflows sets no bound.
+        if np.isfinite(rounded).sum() == finite.sum():
             bound = np.where(
-                np.abs(np.where(finite, kept, 0) - y) <= of_plain, of_plain, of_data
+                np.abs(np.where(finite, rounded, 0) - y) <= of_plain, of_plain, of_data
             )
     error = np.abs(x - y)
     if np.any(error > bound):
@@ -282,7 +293,7 @@ def _assert_leaf_close(
 def _assert_invariants(
     x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, where: str
 ) -> None:
-    """Of one ScaledArray: a format that is allowed, scales that are."""
+    """Assert the invariants of a ScaledArray: an allowed format and allowed scales."""
     assert jnp.issubdtype(y.dtype, jnp.floating), (
         f"{where}: a ScaledArray, expected {y.dtype}"
     )
@@ -300,8 +311,9 @@ def _assert_invariants(
 
 @functools.lru_cache(maxsize=32)
 def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
-    """The gradient of a weighted sum of the floating-point results, with respect to the
-    leaves `scaled`.
+    """Return the gradient of a weighted sum of the floating-point results.
+
+    It is taken with respect to the leaves `scaled`.
     """
 
     def loss(*leaves: Any) -> jax.Array:
