@@ -264,7 +264,7 @@ class TrainTask(NamedTuple):
           seed: of stochastic rounding; the first state needs none.
           stacks: of the parameters that it is given.
         """
-        plain = self.plain_optimizer(stacks.gather(self.trained_roles))
+        plain = self.plain_optimizer(stacks.stack(self.trained_roles))
         return store_moments(plain, self.optimizer_name, self.model.policy, seed)
 
     def stacks(self, params: Params) -> Stacks:

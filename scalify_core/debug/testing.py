@@ -87,12 +87,12 @@ def check_scalify(
     leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
-    held = functools.partial(_check, reduction=reduction, strict=strict, scales=scales)
-    first = held(fun, leaves, tree, ways, roundings)
+    check = functools.partial(_check, reduction=reduction, strict=strict, scales=scales)
+    first = check(fun, leaves, tree, ways, roundings)
     if grad:
         scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
         gradient = _gradient_of(fun, tree, tuple(scaled))
-        held(
+        check(
             gradient,
             leaves,
             jax.tree.structure((0,) * len(leaves)),

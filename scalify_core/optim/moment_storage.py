@@ -1,8 +1,7 @@
-"""How the chosen fields of an optimiser's state are stored between steps: widened,
-given scales, and narrowed again.
+"""Store the chosen fields of an optimizer's state narrow between steps.
 
-`optim.scaled_state` says what comes of it, and why; here a state is a flat list of
-arrays, each with its plan.
+Fields are widened, given scales, and narrowed again. `optim.scaled_state` describes the
+effects and the reasons; here a state is a flat list of arrays, each with its plan.
 """
 
 from __future__ import annotations
@@ -33,38 +32,38 @@ from scalify_core.optim.weights import (
     words_of,
 )
 
-# of widened second moments: times any usual decay it is still a normal FP32 number
+# The least widened second moment: times any usual decay it is a normal FP32 number.
 _SQUARE_FLOOR = 2.0**-120
-# in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
+# The largest quotient in E4M3, at scale 2^-4: above Adam's quotients and roundings.
 _QUOTIENT_TOP = 28.0
 
 
-# Of groups of arrays, the moments of one parameter of one shape, and the paths of their
-# parameters in the state: the largest magnitude of each array, FP32 [number of arrays].
+# Returns the largest magnitude of each array, FP32 [number of arrays]. Its arguments:
+# groups of arrays, each the moments of one parameter, and the parameters' paths.
 Largest = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
 
 
 def largest_of_arrays(
     groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]
 ) -> jax.Array:
-    """The `Largest` of arrays that are whole on each device."""
+    """Return the largest magnitudes of arrays that are whole on each device."""
     return largest_magnitudes(groups)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How a field of an optimiser's state is stored between steps.
+    """The storage of an optimizer state's field between steps.
 
     Attributes:
-        format: of the data; one with a native dtype.
-        sqrt: store the square root. For fields that are not negative: second moments.
+        format: the format of the data; one with a native dtype.
+        sqrt: whether to store the square root, for nonnegative fields: second moments.
         rounding: to "nearest" (ties to even), or "stochastic": to one of the two
-            neighbours such that the expectation of what is stored is exact. (Rounding a
-            root so that its square's is exact has been tried: the second moment is then
-            exact on average, but the steps, which go with 1/root, are twice as far
-            off.) To nearest, an average stops moving where a step changes it by less
-            than half an ulp: a second moment with its root in E5M2 and a decay of 0.95
-            at a quarter of its value when it grows, and it never falls.
+            neighbors such that the expectation of the stored number is exact. To
+            nearest, an average stops moving where a step changes it by less than half
+            an ulp. With its root in E5M2 and a decay of 0.95, a second moment stops at
+            a quarter of its value when it grows, and never falls. (An exact expectation
+            of the square has been tried: the second moment is then exact on average,
+            but the steps, which go with 1/root, are twice as far off.)
         relative_to: store the quotient of the field and the root of this other field of
             the same state (as stored): "nu", for a first moment. In Adam it is at most
             (1-b1) / sqrt((1-b2)(1-b1^2/b2)), 1.2 at (0.9, 0.95) and 7.3 at (0.9,
@@ -91,10 +90,11 @@ class Stored:
 def stored_fields(
     mu: Any, nu: Any, rounding: Literal["auto"] | Rounding, fields: Mapping[str, Stored]
 ) -> dict[str, Stored]:
-    """How each field is stored, by name. ValueError for one that is given twice, or
-    relative to a relative one.
+    """Return the storage of each field, by name.
 
-    TypeError for one that is no `Stored`.
+    Raises:
+        ValueError: a field is given twice, or is relative to a relative one.
+        TypeError: a field's storage is not a `Stored`.
     """
     for name, how in fields.items():
         if not isinstance(how, Stored):
@@ -134,19 +134,18 @@ def stored_fields(
 
 
 class Plan(NamedTuple):
-    """How one array of a state is stored."""
+    """The storage of one array of a state."""
 
-    how: Stored | None  # None: as it is
+    how: Stored | None  # None: unchanged
     other: int | None  # the index of the array that it is relative to
-    # what the stored arrays that belong to one parameter have in common: the path
-    # without the field
+    # The key of the parameter that the array belongs to: its path without the field.
     parameter: Any
 
 
 def flatten(
     state: Any, stored: Mapping[str, Stored]
 ) -> tuple[list[Any], list[Plan], Any]:
-    """Arrays of a state, their plans, and the structure.
+    """Return the arrays of a state, their plans, and the structure.
 
     Raises:
         ValueError: a field of `stored`, or one that it is relative to, has no float
@@ -179,8 +178,7 @@ def flatten(
             missing |= {how.relative_to} if other is None else set()
         plans.append(Plan(how, other, tuple(key for key in path if key is not field)))
     if missing:
-        # A scalar costs nothing as it is, and what is added up in it is lost in a
-        # narrow format.
+        # A scalar saves no memory, and a sum in it would lose terms in a narrow format.
         arrays = [path for path, i in places.items() if flat[i][1].shape]
         attributes = [
             [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
@@ -204,8 +202,9 @@ _NOT_OFFERED = frozenset({"z", "params0", "v", "v_row", "v_col", "n"})
 def _instead(
     stored: Mapping[str, Stored], missing: set[str], has: Sequence[str]
 ) -> str:
-    """Return what to give to `scaled_state` in place of fields that a state does not
-    have, to be appended.
+    """Return a hint that names storable fields, for fields that a state does not have.
+
+    It is appended to an error message.
     """
     absent = [name for name in stored if name in missing]
     others = [name for name in has if name not in stored and name not in _NOT_OFFERED]
@@ -227,9 +226,9 @@ def _instead(
 
 
 def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:
-    """The arrays of a state in FP32, with their meaning for the optimiser."""
+    """Return the arrays of a state in FP32, with their meaning for the optimizer."""
     values = [x.unscale() if is_scaled_array(x) else x for x in arrays]
-    # The maximum also catches squares that leave FP32.
+    # The maximum also catches squares that underflow FP32.
     values = [
         jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
         for x, (how, *_) in zip(values, plans, strict=True)
@@ -244,38 +243,39 @@ def _divisor(square: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(square, _SQUARE_FLOOR))
 
 
-def held(tree: Any, scales: Any) -> tuple[Any, Any]:
-    """Both, of which a compiler does not know that they are: what follows comes after
-    both, and is computed again.
+def recompute_barrier(tree: Any, scales: Any) -> tuple[Any, Any]:
+    """Return both arguments behind a compiler barrier.
 
-    The scales in the tree are left alone: parts of one array as they are, each would
-    have to be made an array.
+    Later computations run after both, and are not merged with earlier equal ones. The
+    scales in the tree are not held: each part of an array would become an array.
     """
-    found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    flat, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
     data, scales = compiler_hints.held(
-        "computed_again", ([x.data if is_scaled_array(x) else x for x in found], scales)
+        "computed_again", ([x.data if is_scaled_array(x) else x for x in flat], scales)
     )
-    held = [
+    barred = [
         with_scale(d, x.scale) if is_scaled_array(x) else d
-        for d, x in zip(data, found, strict=True)
+        for d, x in zip(data, flat, strict=True)
     ]
-    return jax.tree.unflatten(treedef, held), scales
+    return jax.tree.unflatten(treedef, barred), scales
 
 
 class Scales(NamedTuple):
     """The scales at which arrays are stored.
 
     Attributes:
-        numbers: FP32, of all one after the other.
-        places: of an array, by its number in the state: where its scale is, or those of
-            the rows of a stack.
+        numbers: FP32, the scales of all arrays one after the other.
+        places: by an array's number in the state, the place of its scale, or of the
+            scales of a stack's rows.
     """
 
     numbers: jax.Array
     places: dict[int, int | slice]
 
     def of(self, leaf: int, like: Any) -> jax.Array:
-        """Of an array that looks like this one, a scalar; `[n, 1, ...]` of a stack."""
+        """Return the scale of an array like this one, a scalar; `[n, 1, ...]` for a
+        stack.
+        """
         place = self.places[leaf]
         return (
             self.numbers[place].reshape(-1, *[1] * (like.ndim - 1))
@@ -291,11 +291,10 @@ def new_scales(
     accept: Any = None,
     largest_of: Largest = largest_of_arrays,
 ) -> Scales:
-    """The scales at which new values are stored; one without a largest magnitude keeps
-    its own, of `old`.
+    """Return the scales at which new values are stored.
 
-    Where `accept` is given and false, all do. The array of an old scale that is no
-    scalar is a stack.
+    An array without a positive finite magnitude keeps its old scale. Where `accept` is
+    given and false, all arrays do. An array whose old scale is not a scalar is a stack.
     """
     is_stack = [np.ndim(scale) > 0 for scale in old]
     groups: dict[Any, list[int]] = {}
@@ -323,7 +322,7 @@ def new_scales(
     ) -> np.ndarray:
         return np.repeat(np.asarray(numbers, dtype), [rows[leaf] for leaf in leaves])
 
-    found = []
+    measured_scales = []
     if measured:
         is_root = of_rows([plans[leaf].how.sqrt for leaf in measured], measured, bool)  # type: ignore[union-attr]
         top = of_rows([_top(plans[leaf].how) for leaf in measured], measured)  # type: ignore[arg-type]
@@ -345,21 +344,21 @@ def new_scales(
         is_new = jnp.isfinite(largest) & (largest > 0)
         is_new = is_new if accept is None else is_new & accept
         # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
-        before = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
-        found = [jnp.where(is_new, pow2_floor(largest * (2 / top)), before)]
+        previous = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
+        measured_scales = [jnp.where(is_new, pow2_floor(largest * (2 / top)), previous)]
     constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
     ends = np.cumsum([rows[leaf] for leaf in (*measured, *fixed)])
     places = {
         leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
         for leaf, end in zip((*measured, *fixed), ends, strict=True)
     }
-    return Scales(jnp.concatenate([*found, of_rows(constants, fixed)]), places)
+    return Scales(
+        jnp.concatenate([*measured_scales, of_rows(constants, fixed)]), places
+    )
 
 
 def _top(how: Stored) -> float:
-    """The largest number that is stored. BF16 data gets the place of FP16 data, not
-    2^127.
-    """
+    """Return the largest stored number; BF16 data is stored like FP16 data."""
     return min(how.format.max, FP16.max)
 
 
@@ -376,27 +375,27 @@ def narrow_arrays(
     keep: Callable[[int, Any], Any] = lambda leaf, x: x,
     numbers: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """The arrays of a state as they are stored.
+    """Return the arrays of a state in storage form.
 
     Args:
         new: their FP32 values.
-        plans: how they are stored, `scales`: at which scales.
+        plans: their storage.
+        scales: their scales.
         seed, step: of the stochastic rounding.
-        keep: of an array's number and of what would be stored, what is stored: it may
-            put back old values.
-        numbers: which tell the random bits of arrays apart, see `weights.words_of`;
-            None: 0, 1, ...
+        keep: takes an array's number and its new storage form, and returns the array to
+            store: it may restore old values.
+        numbers: tell the random bits of arrays apart, see `weights.words_of`; None: 0,
+            1, ...
     """
     fresh, stored = list(new), list(scales.places)
-    own_numbers = list(range(len(new))) if numbers is None else numbers
-    # A stack, however large, is many small arrays, which kernels for many take apart
-    # again.
+    array_numbers = list(range(len(new))) if numbers is None else numbers
+    # A stack, however large, is many small arrays for the compiler.
     is_large = [
         x.size >= LARGE and np.ndim(n) == 0
-        for x, n in zip(new, own_numbers, strict=True)
+        for x, n in zip(new, array_numbers, strict=True)
     ]
-    words = words_of(seed, step, own_numbers, is_large)
-    # of all: one by one, some would be a kernel each
+    words = words_of(seed, step, array_numbers, is_large)
+    # All at once: one by one, some would be a kernel each.
     inverses = scales._replace(numbers=pow2_inverse(scales.numbers))
     inverse = {leaf: inverses.of(leaf, new[leaf]) for leaf in stored}
     large = [leaf for leaf in stored if is_large[leaf] and inverse[leaf].ndim == 0]
@@ -412,11 +411,11 @@ def narrow_arrays(
         assert how is not None
         x = _square_root(new[leaf]) if how.sqrt else new[leaf]
         if other is not None:
-            # By the root that will be read, so that its rounding does not enter.
+            # Divide by the stored root, so that its rounding does not enter.
             x = x / _divisor(widen([fresh[other]], [plans[other]])[0])
         data = x * inverse[leaf]
         if how.sqrt:
-            # FP32 subnormals may count as zero
+            # Devices may flush FP32 subnormals to zero.
             smallest = max(how.format.min_subnormal, FP32.min_normal)
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
         return with_scale(
@@ -430,16 +429,18 @@ def narrow_arrays(
         x if plan.how else keep(leaf, x)
         for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))
     ]
-    before = list[int]()
+    previous = list[int]()
     for group in groups.values():
         if any(is_large[leaf] for leaf in group):
             # One parameter after the other: equal code for many would be merged into
             # kernels that spill to memory.
-            finished, own = held([out[i] for i in before], [inverse[i] for i in group])
-            for i, x in zip(before, finished, strict=True):
+            finished, inverses_of_group = recompute_barrier(
+                [out[i] for i in previous], [inverse[i] for i in group]
+            )
+            for i, x in zip(previous, finished, strict=True):
                 out[i] = x
-            inverse |= zip(group, own, strict=True)
-            before = group
+            inverse |= zip(group, inverses_of_group, strict=True)
+            previous = group
         for i in sorted(group, key=lambda i: plans[i].other is not None):
             fresh[i] = narrow(i)
             out[i] = keep(i, fresh[i])

@@ -1,4 +1,4 @@
-"""Optax optimisers whose state is stored narrow.
+"""Optax optimizers whose state is stored narrow.
 
     tx = optim.scaled_state(optax.adamw(1e-3, b2=0.95), mu=E4M3, nu=E5M2, seed=0)
     params = weights.scaled_params(params, jnp.float16)
@@ -6,15 +6,17 @@
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, number, batch):
-        grads = ...                                                   # plain or
-        ScaledArrays, any float dtype updates, state = tx.update(grads, state, params)
-        # FP32 return weights.apply_updates(params, updates, rounding="stochastic",
-        seed=0, step=number), state
+        grads = ...  # plain or ScaledArrays, any float dtype
+        updates, state = tx.update(grads, state, params)  # FP32
+        params = weights.apply_updates(
+            params, updates, rounding="stochastic", seed=0, step=number
+        )
+        return params, state
 
 Between steps the chosen fields of the state are ScaledArrays: narrow data and one
-power-of-two scale. In a step they are widened to FP32, the optimiser computes in FP32,
+power-of-two scale. In a step they are widened to FP32, the optimizer computes in FP32,
 and the new values are narrowed again. Compiled for a GPU, all of it fuses to a pass for
-the scales and one that stores, parameter by parameter. What is particular about it:
+the scales and one that stores, parameter by parameter. Its properties:
 
 - **The scale comes from the largest magnitude**, which then lies in the upper octave of
   the format. Moments reach far down (rows of an embedding that are seldom seen), not
@@ -28,11 +30,11 @@ the scales and one that stores, parameter by parameter. What is particular about
   by epsilon alone. One that is zero is widened to 2^-120, so that a row never seen
   gives 0/2^-60, not 0/0, even without an epsilon.
 - **Random bits are a hash** of seed, step, leaf and element (`formats.counter_bits`),
-  so nothing else is to be saved.
+  so checkpoints need nothing else.
 
 The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_state`: the
-optimiser itself under `scalify`, in FP16 data. It rounds to nearest, stores the second
-moment as it is, and lets the rules choose scales.
+optimizer itself under `scalify`, in FP16 data. It rounds to nearest, stores the second
+moment without a root, and lets the rules choose scales.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ from scalify_core.optim.moment_storage import (
     Largest,
     Stored,
     flatten,
-    held,
     largest_of_arrays,
     narrow_arrays,
     new_scales,
+    recompute_barrier,
     stored_fields,
     widen,
 )
@@ -71,7 +73,7 @@ class ScaledStateState(NamedTuple):
     """State of `scaled_state`."""
 
     step: jax.Array  # shape=(), dtype=int32: updates made, a counter of the random bits
-    # of the wrapped transformation, the arrays of the stored fields being ScaledArrays
+    # The wrapped transformation's state; arrays of stored fields are ScaledArrays.
     inner_state: Any
 
 
@@ -84,43 +86,45 @@ def scaled_state(
     fields: Mapping[str, Stored] | None = None,
     seed: int,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with the named fields of its state stored narrow, and everything computed in
-    FP32.
+    """Return `tx` with the named fields of its state stored narrow, computing in FP32.
 
     Args:
         tx: any transformation; its states are searched for fields at every depth
             (chain, masked, inject_hyperparams).
         mu: the format (or dtype) of the fields called `mu`, first moments. FP32: they
-            are left alone. In FP8, with a narrow `nu` beside it, it is stored relative
-            to that.
+            are not changed. In FP8, with a narrow `nu` beside it, it is stored relative
+            to `nu`.
         nu: the format of the fields called `nu`, second moments, stored as square
-            roots. FP32: they are left alone.
-        rounding: of `mu` and `nu`. "auto": stochastic, but to nearest for a `mu` of ten
-            mantissa bits or more (FP16): what that loses is at most epsilon/2/(1-b1),
-            0.5% at b1 = 0.9.
-        fields: how other fields are stored ("trace" of momentum, "v_row" of Adafactor),
-            by name; or `mu` and `nu`, for all that `Stored` can say.
-        seed: of the stochastic rounding; with the step in the state it determines every
-            bit.
+            roots. FP32: they are not changed.
+        rounding: the rounding of `mu` and `nu`. "auto": stochastic, but to nearest for
+            a `mu` of ten mantissa bits or more (FP16), whose error is then at most
+            epsilon/2/(1-b1), 0.5% at b1 = 0.9.
+        fields: the storage of other fields, by name ("trace" of momentum, "v_row" of
+            Adafactor); or of `mu` and `nu`, for all options of `Stored`.
+        seed: the seed of the stochastic rounding; with the step in the state it
+            determines every random bit.
 
-    `update` takes `accept`, a boolean scalar: where it is false, the new state is the
-    old one, at no cost of its own (the old values are read in any case). It takes
-    `largest_of`, a `Largest`: where arrays are split over devices, one by which nothing
-    but the maxima moves between them. And `numbers`, a tree like the inner state of
-    integers: they tell the random bits of its arrays apart (by default their places in
-    it); an array of them makes an array a stack, whose rows have scales of their own.
-    Other keyword arguments are handed on to `tx`.
+    Returns:
+        The transformation. Its `update` takes three more arguments and passes all
+            others
+        to `tx`:
 
-    Gradients and parameters may be given as plain arrays or ScaledArrays of any float
-    dtype; the transformation gets FP32, and updates are plain FP32 arrays. A tensor
-    with infinities or NaNs keeps its scale and stays not finite: it is the caller who
-    puts the old state back. Scales are FP32 scalars, each a buffer of its own (they can
-    be donated).
+    - `accept`, a boolean scalar: where it is false, the new state is the old one, at no
+    extra cost (the old values are read in any case). - `largest_of`, a `Largest`: for
+    arrays that are split over devices, a function that moves only the maxima between
+    them. - `numbers`, a tree of integers like the inner state: they tell the random
+    bits of its arrays apart (default: their positions). An array of integers marks a
+    stack, whose rows have scales of their own.
+
+    Gradients and parameters may be plain arrays or ScaledArrays of any float dtype; the
+    transformation gets FP32, and updates are plain FP32 arrays. A tensor with
+    infinities or NaNs keeps its scale and stays not finite: the caller restores the old
+    state. Scales are FP32 scalars in separate buffers, so they can be donated.
 
     Raises:
-        ValueError: from `init`, where the state has no array in a field of a given
-            name; also a field given twice, a format without a native dtype, an unknown
-            rounding.
+        ValueError: from `init`, if the state has no array in a field of a given name;
+            a field is given twice, a format has no native dtype, or the rounding is
+            unknown.
     """
     stored = stored_fields(mu, nu, rounding, fields or {})
     tx = optax.with_extra_args_support(tx)
@@ -128,8 +132,7 @@ def scaled_state(
     def init(params: Any) -> ScaledStateState:
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = flatten(tx.init(wide(params)), stored)
-            # Of constants, the compiler would compute statistics and roundings itself,
-            # for minutes.
+            # The compiler would fold statistics of constants, for minutes.
             one = compiler_hints.held("not_folded", jnp.float32(1))
             new = [
                 x if plan.how is None else x * one.astype(x.dtype)
@@ -180,17 +183,17 @@ def scaled_state(
             )
         old, plans, treedef = flatten(state.inner_state, stored)
         first, new, _ = advance(updates, state.inner_state)
-        kept = [
+        old_scales = [
             x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)
         ]
-        scales = new_scales(new, plans, kept, accept, largest_of)
-        # Computed again once the scales are known: the compiler would hold the new
-        # moments in FP32 in between. Of the first time only what the scales depend on
-        # is compiled, and the updates of small arrays: the moments of many are stored
-        # by one kernel, and what still read the old ones then would read a copy of
-        # each. (A stack is a copy by itself.) Of large arrays each scale is put apart,
-        # so that equal ones run the same program. Small gradients are not held: their
-        # casts, of which each would be a kernel, become part of what reads them.
+        scales = new_scales(new, plans, old_scales, accept, largest_of)
+        # The moments are computed again once the scales are known: otherwise the
+        # compiler would hold the new moments in FP32 in between. The first computation
+        # only makes the scales, and the updates of small arrays. One kernel stores the
+        # moments of many small arrays, and later readers of the old ones would need a
+        # copy of each. (A stack is a copy already.) Scales of large arrays get buffers
+        # of their own, so that equal arrays run the same program. Small gradients are
+        # not held: their casts become part of their readers, not kernels.
         gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
         stacks = [is_scaled_array(x) and np.ndim(x.scale) > 0 for x in gradients]
         small = {
@@ -198,19 +201,20 @@ def scaled_state(
             for i, x in enumerate(jax.tree.leaves(first))
             if x.size < LARGE and not stacks[i]
         }
-        found = _apart([*old, *gradients])
-        inner_state, gradients = treedef.unflatten(found[: len(old)]), found[len(old) :]
+        inputs = _with_separate_scales([*old, *gradients])
+        inner_state = treedef.unflatten(inputs[: len(old)])
+        gradients = inputs[len(old) :]
         large = {
             i: x for i, x in enumerate(gradients) if x.size >= LARGE and not stacks[i]
         }
-        (large, inner_state, small), known = held(
+        (large, inner_state, small), known = recompute_barrier(
             (large, inner_state, small), scales.numbers
         )
         updates, new, treedef = advance(
             jax.tree.unflatten(form, _with(gradients, large)), inner_state
         )
-        found, form = jax.tree.flatten(updates)
-        updates = jax.tree.unflatten(form, _with(found, small))
+        flat, form = jax.tree.flatten(updates)
+        updates = jax.tree.unflatten(form, _with(flat, small))
         old, step = flatten(inner_state, stored)[0], state.step + 1
 
         def keep(leaf: int, x: Any) -> Any:
@@ -219,9 +223,9 @@ def scaled_state(
             data = compiler_hints.held("rows", x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
-        own = None if numbers is None else jax.tree.leaves(numbers)
+        array_numbers = None if numbers is None else jax.tree.leaves(numbers)
         arrays = narrow_arrays(
-            new, plans, scales._replace(numbers=known), seed, step, keep, own
+            new, plans, scales._replace(numbers=known), seed, step, keep, array_numbers
         )
         return updates, ScaledStateState(
             _unless(accept, step, state.step), treedef.unflatten(arrays)
@@ -236,23 +240,22 @@ def propagated_state(
     fields: Mapping[str, FloatFormat],
     compute: Any = jnp.float16,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` itself under `scalify`: gradients, parameters and state enter as scaled
-    arrays with `compute` data.
+    """Return `tx` under `scalify`: gradients, parameters and state have `compute` data.
 
-    What the rules make of its arithmetic is the update, in `compute` data too. The new
-    state gets the scale of its RMS each time, since the rules' caution would add up
-    over the steps, and each of its fields the format of `fields`, rounded to nearest.
-    Compare with `scaled_state`, whose state this one's has the form of.
+    Updates have `compute` data, too. The new state gets the scale of its RMS in each
+    step, since the rules' upper bounds would add up over the steps. Each of its fields
+    gets the format of `fields`, rounded to nearest. The state has the form of
+    `scaled_state`'s.
 
     Args:
         tx: any transformation.
-        fields: formats with a native dtype, by the names of the state's fields; others
-            stay in `compute` data.
+        fields: formats with a native dtype, by the names of the state's fields; other
+            fields have `compute` data.
         compute: a float dtype.
 
     Raises:
-        ValueError: from `init`, where the state has no array in a field of a given
-            name; also a format without a native dtype.
+        ValueError: from `init`, if the state has no array in a field of a given name; a
+            format has no native dtype.
     """
     stored = {name: Stored(fmt, rounding="nearest") for name, fmt in fields.items()}
     tx = optax.with_extra_args_support(tx)
@@ -314,10 +317,10 @@ def propagated_state(
 
 
 def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
-    """A state with all its moments in FP32 and with their own meaning, as the optimiser
-    would have it unstored.
+    """Return a state with all its moments in FP32 and with their own meaning.
 
-    `settings`: `mu`, `nu`, `rounding` and `fields`, as `scaled_state` was given them.
+    It is the optimizer's own state. `settings`: `mu`, `nu`, `rounding` and `fields`, as
+    given to `scaled_state`.
     """
     arrays, plans, treedef = flatten(
         state.inner_state, stored_fields(**_DEFAULTS | settings)
@@ -328,8 +331,9 @@ def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
 def narrow_state(
     state: ScaledStateState, *, seed: int, **settings: Any
 ) -> ScaledStateState:
-    """The inverse of `wide_state`, for these settings: a state can so go on in other
-    formats. Rounds once.
+    """Return the inverse of `wide_state` for these settings, rounded once.
+
+    So a state can be continued in other formats.
     """
     new, plans, treedef = flatten(
         state.inner_state, stored_fields(**_DEFAULTS | settings)
@@ -344,9 +348,10 @@ def narrow_state(
 _DEFAULTS: dict[str, Any] = {"mu": FP32, "nu": FP32, "rounding": "auto", "fields": {}}
 
 
-def _apart(arrays: list[Any]) -> list[Any]:
-    """The arrays, the run-time scales of the large ones held apart
-    (`lowering.apart`).
+def _with_separate_scales(arrays: list[Any]) -> list[Any]:
+    """Return the arrays, with the run-time scales of large ones in separate buffers.
+
+    See `compiler_hints.separate_buffers`.
     """
     large = [
         i
@@ -366,7 +371,7 @@ def _apart(arrays: list[Any]) -> list[Any]:
 
 
 def _unless(accept: Any, new: Any, old: Any) -> Any:
-    """`new`; where `accept` is given and false, `old`."""
+    """Return `new`; where `accept` is given and false, `old`."""
     return (
         new
         if accept is None
@@ -375,5 +380,5 @@ def _unless(accept: Any, new: Any, old: Any) -> Any:
 
 
 def _with(arrays: list[Any], others: Mapping[int, Any]) -> list[Any]:
-    """The arrays; in place of some, by index, others."""
+    """Return the arrays, some replaced by index."""
     return [others.get(i, x) for i, x in enumerate(arrays)]

@@ -1,14 +1,12 @@
-"""Small arrays of a tree that a step computes with as one: those of one shape, as the
-rows of a stack.
+"""Stack the small arrays of a tree that have one shape, for a step's arithmetic.
 
-A model has hundreds of vectors. What an optimiser and a rounding do to each is compiled
-for each: of a step of 12 layers of GPT-2 that was most of what a compiler for GPUs had
-to do. Between steps every vector is an array of its own; inside, `gather` puts those of
-a shape together, and `scatter` takes them apart.
+A model has hundreds of vectors. The optimizer's arithmetic and rounding are compiled
+for each: in a step of 12 layers of GPT-2, most of the compiler's work on GPUs. Between
+steps every vector is an array of its own; inside, `stack` puts those of a shape
+together, and `unstack` takes them apart.
 
-In a gathered tree the first of them has the stack in its place, `[n, ...]` with a scale
-for each row, and the others have None. What is computed of a tree element by element is
-the same, bit for bit.
+In a stacked tree the first vector is replaced by the stack, `[n, ...]` with a scale for
+each row, and the others by None. Elementwise results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,11 +26,12 @@ from scalify_core.optim.weights import LARGE, wide
 
 
 class Stacks(NamedTuple):
-    """Which leaves of trees of a structure are put together.
+    """The leaves of trees that are stacked.
 
     Attributes:
-        structure: of the trees, a ScaledArray being a leaf; None: no tree is changed.
-        groups: of leaves by their numbers, in ascending order; each is a stack.
+        structure: the structure of the trees, a ScaledArray being a leaf; None: trees
+            are not changed.
+        groups: the numbers of the leaves of each stack, in ascending order.
     """
 
     structure: Any = None
@@ -40,12 +39,13 @@ class Stacks(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any, kinds: Any) -> Stacks:
-        """Of the vectors below `LARGE` elements: those of one shape and dtype, and of
-        one kind.
+        """Return the stacks of the vectors below `LARGE` elements.
+
+        Those of one shape, dtype and kind form a stack.
 
         Args:
-            tree: of arrays, ScaledArrays or their shapes; the scales all static or all
-                scalars.
+            tree: a tree of arrays, ScaledArrays or their shapes; the scales are all
+                static or all scalars.
             kinds: a tree of hashable values of the same structure, such as whether
                 weights decay.
         """
@@ -61,47 +61,51 @@ class Stacks(NamedTuple):
         blocks = (tuple(block) for group in groups.values() for block in _even(group))
         return cls(structure, tuple(block for block in blocks if len(block) > 1))
 
-    def gather(self, tree: Any) -> Any:
-        """`tree` with stacks, as are all its subtrees that have the structure.
+    def stack(self, tree: Any) -> Any:
+        """Return `tree` with stacks, in all its subtrees that have the structure.
 
-        Leaves may be arrays, ScaledArrays with scalar scales, integers or anything
-        else: of what is no number the first stands for all. What differs in kind or
-        dtype becomes a plain stack in FP32.
+        Leaves may be arrays, ScaledArrays with scalar scales, integers or other
+        objects. For objects that are not numbers, the first stands for all. Leaves of
+        different kind or dtype become a plain stack in FP32.
         """
 
-        def gathered(tree: Any) -> Any:
-            found = leaves(tree)
+        def stacked(tree: Any) -> Any:
+            subtree_leaves = leaves(tree)
             for first, *others in self.groups:
-                found[first] = _stacked([found[i] for i in (first, *others)])
+                subtree_leaves[first] = _stacked(
+                    [subtree_leaves[i] for i in (first, *others)]
+                )
                 for i in others:
-                    found[i] = None
-            return self.structure.unflatten(found)
+                    subtree_leaves[i] = None
+            return self.structure.unflatten(subtree_leaves)
 
         return jax.tree.map(
-            lambda x: gathered(x) if self._is_tree(x) else x,
+            lambda x: stacked(x) if self._is_tree(x) else x,
             tree,
-            is_leaf=self._is_whole,
+            is_leaf=self._is_leaf,
         )
 
     def numbers(self, tree: Any) -> Any:
-        """The numbers of the leaves of a tree, gathered as the tree is; None where
-        there are no stacks.
+        """Return the numbers of a tree's leaves, stacked like the tree.
+
+        None: there are no stacks.
         """
         structure: Any = jax.tree.structure(tree, is_leaf=is_scaled_array)
         return (
-            self.gather(structure.unflatten(range(structure.num_leaves)))
+            self.stack(structure.unflatten(range(structure.num_leaves)))
             if self.groups
             else None
         )
 
-    def scatter(self, tree: Any, like: Any) -> Any:
-        """What `gather` made of a tree like `like`, whose static scales the new
-        ScaledArrays have.
+    def unstack(self, tree: Any, like: Any) -> Any:
+        """Return the tree whose stacked form is `tree`.
+
+        `like` is the tree before stacking; new ScaledArrays take its static scales.
         """
-        subtrees, outer = _flatten(like, self._is_whole)
+        subtrees, outer = _flatten(like, self._is_leaf)
         return outer.unflatten(
-            self._scattered(part, whole) if self._is_tree(whole) else part
-            for part, whole in zip(outer.flatten_up_to(tree), subtrees, strict=True)
+            self._unstacked(part, subtree) if self._is_tree(subtree) else part
+            for part, subtree in zip(outer.flatten_up_to(tree), subtrees, strict=True)
         )
 
     def each(
@@ -110,19 +114,19 @@ class Stacks(NamedTuple):
         of_arrays: Callable[[Any], jax.Array],
         of_rows: Callable[[Any], jax.Array],
     ) -> jax.Array:
-        """A number of each leaf, in order: `of_arrays` of a gathered tree's lone
-        leaves, `of_rows` of each stack.
+        """Return a number for each leaf, in order.
 
-        Without stacks `of_arrays` of the tree.
+        It is `of_arrays` of a stacked tree's lone leaves, and `of_rows` of each stack.
+        Without stacks it is `of_arrays` of the tree.
         """
         if not self.groups:
             return of_arrays(tree)
-        found = self.structure.flatten_up_to(tree)
+        parts = self.structure.flatten_up_to(tree)
         rows = [i for group in self.groups for i in group]
-        alone = sorted(set(range(len(found))) - set(rows))
+        alone = sorted(set(range(len(parts))) - set(rows))
         numbers = [
-            of_arrays([found[i] for i in alone]),
-            *(of_rows(found[group[0]]) for group in self.groups),
+            of_arrays([parts[i] for i in alone]),
+            *(of_rows(parts[group[0]]) for group in self.groups),
         ]
         return jnp.concatenate(numbers)[np.argsort([*alone, *rows])]
 
@@ -132,28 +136,30 @@ class Stacks(NamedTuple):
             and jax.tree.structure(x, is_leaf=is_scaled_array) == self.structure
         )
 
-    def _is_whole(self, x: Any) -> bool:
-        """Whether it is not taken apart: a ScaledArray that is built anew has a scale
-        that nobody knows any more.
+    def _is_leaf(self, x: Any) -> bool:
+        """Return whether not to take a node apart.
+
+        Building a ScaledArray anew would lose the knowledge of its scale.
         """
         return is_scaled_array(x) or self._is_tree(x)
 
-    def _scattered(self, tree: Any, like: Any) -> Any:
-        found, whole = self.structure.flatten_up_to(tree), leaves(like)
+    def _unstacked(self, tree: Any, like: Any) -> Any:
+        parts, originals = self.structure.flatten_up_to(tree), leaves(like)
         for group in self.groups:
-            rows = _rows(found[group[0]], [whole[i] for i in group])
+            rows = _rows(parts[group[0]], [originals[i] for i in group])
             for i, row in zip(group, rows, strict=True):
-                found[i] = row
-        return self.structure.unflatten(found)
+                parts[i] = row
+        return self.structure.unflatten(parts)
 
 
 NONE = Stacks()
-OPERANDS = 90  # of a kernel: XLA gives it some 96
+OPERANDS = 90  # most rows of a stack: XLA gives a kernel some 96 operands
 
 
 def _even(group: Sequence[int]) -> Iterable[Sequence[int]]:
-    """Parts of at most `OPERANDS`, nearly equal: XLA takes the rows of a larger stack
-    one by one, a kernel each.
+    """Split into nearly equal parts of at most `OPERANDS`.
+
+    XLA takes the rows of a larger stack one by one, a kernel each.
     """
     return itertools.batched(group, -(-len(group) // -(-len(group) // OPERANDS)))
 
@@ -182,8 +188,8 @@ def _stacked(parts: Sequence[Any]) -> Any:
 
 
 def _one_array(parts: Sequence[jax.Array]) -> jax.Array:
-    # Held: a kernel that read the parts would write where it reads them, and they would
-    # be copied first.
+    # Without the barrier a kernel would write where it reads the parts, and the parts
+    # would be copied first.
     return compiler_hints.held("rows", jnp.stack(parts))
 
 

@@ -59,8 +59,10 @@ def apply_updates(
     accept: Any = None,
     numbers: Any = None,
 ) -> Any:
-    """`params + updates`, added in FP32 and rounded once to each parameter's own format
-    and scale, saturating.
+    """Return `params + updates`, added in FP32 and rounded once to each parameter's
+    format.
+
+    The sum has the parameter's scale, and saturates.
 
     Args:
         params: ScaledArrays and plain arrays. Static scales stay as they are, as do
@@ -91,7 +93,7 @@ def apply_updates(
         "accept": accept,
         "numbers": numbers,
     }
-    return apply_with_lost(params, updates, (), **options)[0]
+    return apply_with_compensation(params, updates, (), **options)[0]
 
 
 def moving_average(
@@ -124,14 +126,14 @@ def moving_average(
         raise ValueError("weights.moving_average: params is not a tree like average")
     old, new = leaves(average), leaves(params)
     updates = [(1 - decay) * (wide(x) - wide(y)) for x, y in zip(new, old, strict=True)]
-    found = apply_updates(old, updates, rounding=rounding, seed=seed, step=step)
-    return structure.unflatten(found)
+    averages = apply_updates(old, updates, rounding=rounding, seed=seed, step=step)
+    return structure.unflatten(averages)
 
 
-def apply_with_lost(
+def apply_with_compensation(
     params: Any,
     updates: Any,
-    lost: Any,
+    compensation: Any,
     *,
     rounding: Rounding = "nearest",
     seed: Any = None,
@@ -139,17 +141,17 @@ def apply_with_lost(
     accept: Any = None,
     numbers: Any = None,
 ) -> tuple[Any, Any]:
-    """`apply_updates`, and what its rounding loses, so that the next update has it:
-    Kahan's summation.
+    """Return `apply_updates`, and its rounding errors for the next update (Kahan
+    summation).
 
     Args:
         params, updates, rounding, seed, step, accept, numbers: see `apply_updates`.
-        lost: what earlier roundings have lost (`remainders`), plain arrays in a tree
-            like the parameters'; (): nothing is kept. They are values, not over scales,
-            so that a scale may change in between.
+        compensation: the errors of earlier roundings (`kahan_compensation`), plain
+            arrays in a tree like the parameters'; (): none are kept. They are values,
+            not over scales, so that a scale may change in between.
 
     Returns:
-        The new parameters, and what is lost now, in the dtypes of `lost`.
+        The new parameters, and the new compensation, in its dtypes.
 
     Reference: Kahan 1965, "Further remarks on reducing truncation errors"; for weights
     Zamirai et al. 2020, https://arxiv.org/abs/2010.06192.
@@ -161,13 +163,13 @@ def apply_with_lost(
             " made"
         )
 
-    def add(p: Any, update: Any, number: Any, words: Any, before_lost: Any) -> Any:
+    def add(p: Any, update: Any, number: Any, words: Any, old_rest: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
         update = (
             wide(update)
-            if before_lost is None
-            else wide(update) + before_lost.astype(jnp.float32)
+            if old_rest is None
+            else wide(update) + old_rest.astype(jnp.float32)
         )
         scale = p.scale if is_scaled_array(p) else 1.0
         total = data.astype(jnp.float32)
@@ -175,109 +177,112 @@ def apply_with_lost(
         if is_static:
             total = total + update * (1 / scale)
         else:
-            before, scale = scale, _scale_of_sum(p, update, fmt.max)
-            total = total * broadcast_scale(before / scale, data) + update * (
+            old_scale, scale = scale, _scale_of_sum(p, update, fmt.max)
+            total = total * broadcast_scale(old_scale / scale, data) + update * (
                 1 / broadcast_scale(scale, data)
             )
         exact = total
         if fmt is not FP32:
             total = round_to(total, fmt, rounding, words)
-        if before_lost is not None:
+        if old_rest is not None:
             rest = _remainder(exact, fmt) * (
                 scale if is_static else broadcast_scale(scale, data)
             )
-            rest = rest.astype(before_lost.dtype)
-            remain.append(
-                rest if accept is None else jnp.where(accept, rest, before_lost)
-            )
+            rest = rest.astype(old_rest.dtype)
+            remain.append(rest if accept is None else jnp.where(accept, rest, old_rest))
         if accept is not None:
             total = jnp.where(
                 accept,
                 compiler_hints.held("rows", total) if np.ndim(number) else total,
                 data,
             )
-            scale = scale if is_static else jnp.where(accept, scale, before)
+            scale = scale if is_static else jnp.where(accept, scale, old_scale)
         return with_scale(total, scale) if is_scaled_array(p) else total
 
     structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
-    found, changes = leaves(params), _beside(structure, updates, "updates")
+    old, changes = leaves(params), _beside(structure, updates, "updates")
     changes = _readable(updates, changes)
     # Leaves are numbered from the other end: another stream than that of the
     # optimiser's state.
-    own = [
+    stream_numbers = [
         -1 - n
         for n in (
-            range(len(found))
+            range(len(old))
             if numbers is None
             else _beside(structure, numbers, "numbers")
         )
     ]
     is_random = rounding == "stochastic"
     words: list[Any] = (
-        words_of(seed, step, own, [p.size >= LARGE for p in found])
+        words_of(seed, step, stream_numbers, [p.size >= LARGE for p in old])
         if is_random
-        else list(own)
+        else list(stream_numbers)
     )
-    rests = _beside(structure, lost, "lost") if leaves(lost) else [None] * len(found)
+    rests = (
+        _beside(structure, compensation, "lost")
+        if leaves(compensation)
+        else [None] * len(old)
+    )
     new: list[Any] = []
     remain: list[Any] = []
-    before: int | None = None
+    previous: int | None = None
     for i, (p, update, number, rest) in enumerate(
-        zip(found, changes, own, rests, strict=True)
+        zip(old, changes, stream_numbers, rests, strict=True)
     ):
         is_large = p.size >= LARGE and np.ndim(number) == 0 and is_random
-        if is_large and before is not None:
+        if is_large and previous is not None:
             # One parameter after the other: equal code for many would be merged into
             # kernels that spill to memory. What is held is small: the compiler would
             # read an array that is also held twice.
-            new[before], words[i] = compiler_hints.held(
-                "in_turn", (new[before], words[i])
+            new[previous], words[i] = compiler_hints.held(
+                "in_turn", (new[previous], words[i])
             )
         new.append(add(p, update, number, words[i], rest))
-        before = i if is_large else before
+        previous = i if is_large else previous
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
 
 
 def _readable(updates: Any, changes: Sequence[Any]) -> list[Any]:
-    """Return updates of which those with a scale that is none are NaN, warned of by
-    name.
+    """Return updates; those with an invalid scale are NaN, with a warning by name.
 
-    Updates of `scaled_state` are plain. Scaled ones that are no result of a scalified
-    function may come from arithmetic on the leaves of ScaledArrays.
+    Updates of `scaled_state` are plain. Scaled updates that no scalified function
+    returned may come from arithmetic on the leaves of ScaledArrays.
     """
 
     def names() -> list[str]:
-        found = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_scaled_array)
-        return [jax.tree_util.keystr(path) for path, _ in found]
+        named = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_scaled_array)
+        return [jax.tree_util.keystr(path) for path, _ in named]
 
     return readable("weights.apply_updates, the update", changes, names)
 
 
 def _beside(structure: Any, tree: Any, name: str) -> list[Any]:
-    """The leaves of a tree that belong to those of the parameters, by name and not by
-    position alone.
+    """Return the leaves of a tree that correspond to the parameters.
+
+    The structures are compared, so leaves correspond by name and not only by position.
     """
-    found, own = jax.tree.flatten(tree, is_leaf=is_scaled_array)
-    if own != structure:
+    flat, tree_structure = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    if tree_structure != structure:
         raise ValueError(
-            f"weights.apply_updates: {name} is not a tree like params: {own}, expected"
-            f" {structure}"
+            f"weights.apply_updates: {name} is not a tree like params:"
+            f" {tree_structure}, expected {structure}"
         )
-    return found
+    return flat
 
 
 def _remainder(exact: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """What rounding FP32 numbers to a format takes away; zero beyond the format, whose
-    largest number they become.
+    """Return the rounding error of FP32 numbers in a format.
 
-    Not from a cast to the format and back, which compilers leave out.
+    It is zero beyond the format, where numbers saturate. It is not computed by a cast
+    and its inverse, which compilers remove.
     """
     return jnp.where(jnp.abs(exact) <= fmt.max, exact - fmt.quantise(exact), 0.0)
 
 
-def remainders(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> Any:
-    """What parameters have lost of the FP32 values that they were made of: a tree of
-    plain arrays of `dtype`.
+def kahan_compensation(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> Any:
+    """Return the rounding errors of parameters against their FP32 values.
+
+    It is a tree of plain arrays of `dtype`.
     """
     structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
     pairs = zip(leaves(exact), leaves(params), strict=True)
@@ -289,33 +294,30 @@ def remainders(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> Any:
 def words_of(
     seed: Any, step: Any, numbers: Sequence[int | np.ndarray], large: Sequence[bool]
 ) -> list[jax.Array]:
-    """`formats.counter_words` of each number, uint32 `[2]`; `[n, 2]` of n numbers in an
-    array.
+    """Return `formats.counter_words` of each number, uint32 `[2]`.
+
+    An array of n numbers gives `[n, 2]`.
 
     Args:
-        seed, step: of all.
-        numbers: of arrays, or of the rows of one each.
-        large: of which arrays; what rounds one is then the same program for all of a
-            shape.
+        seed, step: of all arrays.
+        numbers: the numbers of arrays, or of the rows of a stack.
+        large: for each array, whether its words get a buffer of their own. All large
+            arrays of a shape are then rounded by one program.
     """
     words: list[Any] = [None] * len(numbers)
     alone = [i for i, n in enumerate(numbers) if np.ndim(n) == 0]
     apart = [i for i in alone if large[i]]
     rest = [i for i in alone if not large[i]]
-    for i, own in zip(
-        apart,
-        compiler_hints.apart(counter_words(seed, step, _integers(numbers, apart))),
-        strict=True,
-    ):
-        words[i] = own
+    table = counter_words(seed, step, _integers(numbers, apart))
+    for i, pair in zip(apart, compiler_hints.apart(table), strict=True):
+        words[i] = pair
     for block in itertools.batched(rest, WORDS):
-        for i, own in zip(
-            block, counter_words(seed, step, _integers(numbers, block)), strict=True
-        ):
-            words[i] = own
+        table = counter_words(seed, step, _integers(numbers, block))
+        for i, pair in zip(block, table, strict=True):
+            words[i] = pair
     return [
-        counter_words(seed, step, n) if found is None else found
-        for n, found in zip(numbers, words, strict=True)
+        counter_words(seed, step, n) if pair is None else pair
+        for n, pair in zip(numbers, words, strict=True)
     ]
 
 
@@ -324,11 +326,11 @@ def _integers(numbers: Sequence[Any], which: Sequence[int]) -> np.ndarray:
 
 
 def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
-    """The run-time scale of `p` where its sum with an update fits, else that of the
-    sum's largest magnitude.
+    """Return the run-time scale of `p` plus an update.
 
-    It does not fit where it is too large for the format, nor where it has shrunk so far
-    that digits would be lost.
+    It is the scale of `p` where the sum fits, else that of the sum's largest magnitude.
+    The sum does not fit where it is too large for the format, or so small that digits
+    would be lost.
     """
     total = jnp.abs(p.unscale() + update)
     if p.scale.ndim == p.ndim:
@@ -346,12 +348,12 @@ def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
 
 
 def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
-    """Master weights: every float array as a ScaledArray with `dtype` data and a static
-    scale, nearest to its RMS.
+    """Return master weights: float arrays as ScaledArrays with `dtype` data.
 
-    A parameter that is all zeros (a fresh bias) has no RMS. It gets the scale `zeros`,
-    at which FP16 reaches from 2^-30 to 2^10: at the smallest scale, which
-    `as_scaled_array` takes, its updates would saturate.
+    Their static scale is the power of two nearest to the RMS. A parameter that is all
+    zeros (a fresh bias) has no RMS. It gets the scale `zeros`, at which FP16 reaches
+    from 2^-30 to 2^10. At the smallest scale, which `as_scaled_array` takes, its
+    updates would saturate.
 
     Not for use inside jit: it reads the scales from the device.
     """
@@ -394,23 +396,25 @@ def _at_scales(
 
 
 def rms_of_params(params: Any) -> dict[str, float]:
-    """The RMS of the data of every ScaledArray in a tree, by its path. Not for use
-    inside jit.
+    """Return the RMS of the data of every ScaledArray in a tree, by its path.
+
+    Not for use inside jit.
     """
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
+    named = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
     data = {
-        jax.tree_util.keystr(path): x.data for path, x in found if is_scaled_array(x)
+        jax.tree_util.keystr(path): x.data for path, x in named if is_scaled_array(x)
     }
     return dict(zip(data, map(float, _rms(list(data.values()))), strict=True))
 
 
 def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
-    """`params` with the scales at the paths of `powers` multiplied by those powers of
-    two, and the data divided.
+    """Return `params` with some scales multiplied by powers of two, and the data
+    divided.
 
-    Others are returned as they are. The values are the same, except that what was
-    subnormal may now be normal or the reverse, and what leaves the format saturates. A
-    new static scale is a new constant: steps are compiled again.
+    Parameters without a path in `powers` are returned unchanged. The values are the
+    same, except that subnormal data may become normal or the reverse, and data beyond
+    the format saturates. A new static scale is a new constant: steps are compiled
+    again.
     """
 
     def rescale(path: Any, x: Any) -> Any:
@@ -430,8 +434,9 @@ def check_rounding(rounding: str) -> None:
 def round_to(
     x: jax.Array, fmt: FloatFormat, rounding: Rounding, words: jax.Array
 ) -> jax.Array:
-    """FP32 `x` in the format; the random bits depend on the words
-    (`formats.counter_words`) and on nothing else.
+    """Return FP32 `x` in the format.
+
+    The random bits depend only on the words (`formats.counter_words`).
     """
     if rounding == "nearest":
         return fmt.cast(x)
@@ -439,7 +444,7 @@ def round_to(
 
 
 def wide(tree: Any) -> Any:
-    """Logical values; float arrays in FP32."""
+    """Return the logical values of a tree; float arrays in FP32."""
 
     def convert(x: Any) -> Any:
         if is_scaled_array(x):

@@ -231,7 +231,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
         state: TrainState, updates: Any, eta: jax.Array, batch: Tokens, step: jax.Array
     ) -> jax.Array:
         """Return `losses` after the update at rate `eta`, with weights as stored."""
-        params, _ = weights.apply_with_lost(
+        params, _ = weights.apply_with_compensation(
             task.trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
             state.kahan_compensation,

@@ -144,7 +144,7 @@ def kahan_compensation(exact: Any, params: Any, policy: Policy) -> Any:
     """Return the rounding error of `store_weights`, BF16, if the policy keeps it; else
     (). Not inside jit.
     """
-    return weights.remainders(exact, params) if policy.keeps_lost else ()
+    return weights.kahan_compensation(exact, params) if policy.keeps_lost else ()
 
 
 def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -> Any:

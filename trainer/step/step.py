@@ -177,7 +177,7 @@ def make_train_step(
         loss, grads, observed = reductions.gradient(
             differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
-        grads = stacks.gather(update.store_gradients(trained(grads)))
+        grads = stacks.stack(update.store_gradients(trained(grads)))
         # Held, or XLA computes every gradient once more for its square.
         squares = compiler_hints.held(
             "squares_once",
@@ -187,25 +187,25 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         opt_state, params = tree.unpack(state.opt_state), trained(state.params)
-        stacked_params = stacks.gather(params)
+        stacked_params = stacks.stack(params)
         updates, new_opt_state = update.optimizer(hyper.seed).update(
             grads,
-            stacks.gather(opt_state),
+            stacks.stack(opt_state),
             stacked_params,
             accept=finite,
             grad_norm=grad_norm,
             largest_of=reductions.largest,
             numbers=stacks.numbers(getattr(opt_state, "inner_state", None)),
         )
-        new_opt_state = stacks.scatter(new_opt_state, opt_state)
+        new_opt_state = stacks.unstack(new_opt_state, opt_state)
         if isinstance(state.opt_state, tree.Packed):
             new_opt_state = tree.pack(new_opt_state)
         # The rate is an input of the program, so that a schedule does not recompile it.
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
-        new_params, compensation = weights.apply_with_lost(
+        new_params, compensation = weights.apply_with_compensation(
             stacked_params,
             updates,
-            stacks.gather(state.kahan_compensation),
+            stacks.stack(state.kahan_compensation),
             rounding=update.rounding,
             seed=hyper.seed,
             step=hyper.step,
@@ -213,11 +213,11 @@ def make_train_step(
             numbers=stacks.numbers(params),
         )
         new_state = TrainState(
-            with_part(state.params, stacks.scatter(new_params, params)),
+            with_part(state.params, stacks.unstack(new_params, params)),
             new_opt_state,
             state.key,
             differentiate.update(state.scaling, observed, finite),
-            kahan_compensation=stacks.scatter(compensation, state.kahan_compensation),
+            kahan_compensation=stacks.unstack(compensation, state.kahan_compensation),
         )
         return new_state, {
             "loss": loss,

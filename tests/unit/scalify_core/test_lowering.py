@@ -50,7 +50,7 @@ PROGRAMS = {
     "stored_both_ways": compiler_hints.stored_both_ways,
     "together": lambda x: compiler_hints.together(x[0, 0], x[0, 1]),
     "apart": lambda x: compiler_hints.apart(x[:, 0]),
-    "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).gather([x[0], x[1]])[0],
+    "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).stack([x[0], x[1]])[0],
     "sums_at_once": lambda x: compiler_hints.column_sums(
         x, lambda xs, axes: [held_sum(y, axes) for y in xs]
     ),

@@ -59,7 +59,7 @@ def equal(a, b):
 
 def test_vectors_of_a_shape_and_a_kind_are_put_together():
     params = weights()
-    gathered = stacks_of(params).gather(params)
+    gathered = stacks_of(params).stack(params)
     assert {name: None if x is None else x.shape for name, x in gathered.items()} == {
         "a": (3, 12),
         "b": (5, 12),
@@ -70,7 +70,7 @@ def test_vectors_of_a_shape_and_a_kind_are_put_together():
         "g": (LARGE,),
     }
     kinds = dict.fromkeys(params, 0) | {"c": 1}
-    assert Stacks.of(params, kinds).gather(params)["a"].shape == (2, 12)
+    assert Stacks.of(params, kinds).stack(params)["a"].shape == (2, 12)
 
 
 @pytest.mark.parametrize("mu", [FP16, E4M3])
@@ -79,10 +79,10 @@ def test_what_is_gathered_can_be_scattered_and_nothing_has_changed(mu):
     state = scaled_state(optax.adamw(1e-3), mu=mu, nu=E5M2, seed=0).init(params)
     stacks = stacks_of(params)
     for whole in (params, state, arrays(1)):
-        gathered = stacks.gather(whole)
+        gathered = stacks.stack(whole)
         assert len(jax.tree.leaves(gathered)) < len(jax.tree.leaves(whole))
-        equal(stacks.scatter(gathered, whole), whole)
-    assert NONE.gather(params).keys() == params.keys()
+        equal(stacks.unstack(gathered, whole), whole)
+    assert NONE.stack(params).keys() == params.keys()
     assert NONE.numbers(params) is None
 
 
@@ -100,8 +100,8 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
     )
 
     def step(stacks, params, state, gradients):
-        old, inner = stacks.gather(params), stacks.numbers(state.inner_state)
-        given = stacks.gather(gradients), stacks.gather(state)
+        old, inner = stacks.stack(params), stacks.numbers(state.inner_state)
+        given = stacks.stack(gradients), stacks.stack(state)
         updates, new = tx.update(*given, old, accept=accept, numbers=inner)
         numbers = stacks.numbers(params)
         new_params = apply_updates(
@@ -113,7 +113,7 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
             accept=accept,
             numbers=numbers,
         )
-        return stacks.scatter(new_params, params), stacks.scatter(new, state)
+        return stacks.unstack(new_params, params), stacks.unstack(new, state)
 
     one_by_one, together = (
         jax.jit(lambda *args, s=s: step(s, *args)) for s in (NONE, stacks)
@@ -137,7 +137,7 @@ def test_numbers_of_the_leaves_are_in_their_order():
     )
     for of in (stacks, NONE):
         found = of.each(
-            of.gather(params), sizes, lambda x: jnp.full(len(x), x[0].size, jnp.float32)
+            of.stack(params), sizes, lambda x: jnp.full(len(x), x[0].size, jnp.float32)
         )
         np.testing.assert_array_equal(found, [x.size for x in params.values()])
 
@@ -160,8 +160,8 @@ def gpu_step(vectors, matrices, width=768):
 
     def step(params, packed, grads, number, accept):
         state = tree.unpack(packed)
-        old, inner = stacks.gather(params), stacks.numbers(state.inner_state)
-        given = stacks.gather(grads), stacks.gather(state)
+        old, inner = stacks.stack(params), stacks.numbers(state.inner_state)
+        given = stacks.stack(grads), stacks.stack(state)
         updates, new = tx.update(*given, old, accept=accept, numbers=inner)
         numbers = stacks.numbers(params)
         params_ = apply_updates(
@@ -173,7 +173,7 @@ def gpu_step(vectors, matrices, width=768):
             accept=accept,
             numbers=numbers,
         )
-        return stacks.scatter(params_, params), tree.pack(stacks.scatter(new, state))
+        return stacks.unstack(params_, params), tree.pack(stacks.unstack(new, state))
 
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
     text = compiled_for_a_gpu(

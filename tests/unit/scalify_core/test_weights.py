@@ -13,9 +13,9 @@ from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.numerics.formats import BF16, E4M3, FP16, counter_bits
 from scalify_core.optim.weights import (
     apply_updates,
-    apply_with_lost,
+    apply_with_compensation,
+    kahan_compensation,
     moving_average,
-    remainders,
     rescale_params,
     rms_of_params,
     scaled_params,
@@ -245,11 +245,11 @@ def test_what_rounding_loses_is_kept_and_moves_the_weight_later(kind):
                           is_leaf=lambda x: isinstance(x, ScaledArray))  # fmt: skip
 
     def body(i, carry):
-        return apply_with_lost(
+        return apply_with_compensation(
             *carry[:1], update, carry[1], rounding="nearest", seed=0, step=i
         )
 
-    lost = remainders(wide(params), params)
+    lost = kahan_compensation(wide(params), params)
     new, lost = jax.jit(lambda p, r: jax.lax.fori_loop(0, 33, body, (p, r)))(
         params, lost
     )
@@ -271,13 +271,13 @@ def test_what_rounding_loses_is_kept_and_moves_the_weight_later(kind):
 def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
     params, lost = [jnp.ones(4, jnp.bfloat16)], [jnp.full(4, 2.0**-12, jnp.bfloat16)]
     options = {"rounding": "nearest", "seed": 0, "step": 0}
-    new, rest = apply_with_lost(
+    new, rest = apply_with_compensation(
         params, [jnp.full(4, jnp.nan)], lost, accept=jnp.asarray(False), **options
     )
     np.testing.assert_array_equal(np.asarray(new[0], np.float32), 1)
     np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 2.0**-12)
     top = [ScaledArray(jnp.full(4, 6e4, jnp.float16), 0.5)]
-    new, rest = apply_with_lost(top, [jnp.full(4, 1e6)], lost, **options)
+    new, rest = apply_with_compensation(top, [jnp.full(4, 1e6)], lost, **options)
     np.testing.assert_array_equal(np.asarray(new[0].data, np.float32), 65504)
     np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 0)
 
@@ -285,7 +285,7 @@ def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
 def test_weights_and_what_they_lost_of_their_values_are_nearly_those():
     exact = {"w": draw_normal(0, (64, 64))}
     params = scaled_params(exact, jnp.float16)
-    lost = remainders(exact, params)
+    lost = kahan_compensation(exact, params)
     error = np.abs(
         np.asarray(params["w"].unscale())
         + np.asarray(lost["w"], np.float32)
