@@ -1,6 +1,4 @@
-"""What a ScaledArray, which is no number, refuses: each time with what to write
-instead.
-"""
+"""Operations that a ScaledArray refuses, with messages that name the alternative."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import numpy as np
 from scalify_core.numerics.formats import pow2_round
 
 
-class NoNumber:
-    """The base of a class that stands for numbers which `asarray` gives."""
+class UnsupportedArithmetic:
+    """A base class that refuses conversion to a number; `asarray` returns numbers."""
 
     __slots__ = ()
 
@@ -25,15 +23,17 @@ class NoNumber:
         _refuse("int(x)", "int(asarray(x))")
 
     def __format__(self, form: str) -> str:
-        """The text of `repr` where no form is asked for. Raises TypeError for any
-        other.
+        """Return the text of `repr`.
+
+        Raises:
+            TypeError: a format is given.
         """
         if form:
             _refuse(f"format(x, {form!r})", f"format(float(asarray(x)), {form!r})")
         return repr(self)
 
     def item(self, *_: Any) -> NoReturn:
-        """Raises TypeError."""
+        """Raise TypeError."""
         _refuse("x.item()", "asarray(x).item()")
 
 
@@ -46,7 +46,7 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 
 def check_powers(scale: Any) -> None:
-    """Raise ValueError for numbers that are no scales."""
+    """Raise ValueError for numbers that are not valid scales."""
     for number in np.ravel(scale).tolist():
         if not number > 0 or pow2_round(number) != number:
             raise ValueError(
@@ -56,11 +56,12 @@ def check_powers(scale: Any) -> None:
 
 
 def check_known(scale: Any) -> None:
-    """As `check_powers`, of a run-time scale that is given (or None) and of which the
-    numbers are known here.
+    """Check a given run-time scale (or None), as far as its numbers are known here.
 
-    TypeError for what is no number and no array, as a dtype that was meant for another
-    argument.
+    Raises:
+        TypeError: it is neither a number nor an array, such as a dtype that was meant
+            for another argument.
+        ValueError: a number is not a valid scale.
     """
     if scale is not None and not isinstance(scale, jax.typing.ArrayLike):
         raise TypeError(
@@ -76,8 +77,11 @@ def check_known(scale: Any) -> None:
 
 
 def check_dynamic(data: Any, scale: Any) -> None:
-    """Raise TypeError or ValueError for an array that cannot be the run-time scale of
-    this data.
+    """Check that an array can be the run-time scale of this data.
+
+    Raises:
+        TypeError: it is not of a floating-point dtype.
+        ValueError: its shape does not match the data.
     """
     if hasattr(scale, "dtype") and not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from scalify_core.array.refusals import (
-    NoNumber,
+    UnsupportedArithmetic,
     check_dynamic,
     check_known,
     check_powers,
@@ -33,45 +33,43 @@ _REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class ScaledArray(NoNumber):
-    """The array `data * scale`. `data` is narrow and near RMS 1, `scale` a power of
-    two.
+class ScaledArray(UnsupportedArithmetic):
+    """The array `data * scale`: narrow data near RMS 1, and a power of two.
 
-    Invariants:
-        - `data` is a floating-point array; shape, dtype, ndim and size are those of the
-          data.
-        - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds.
-          *Static*: a Python float. It is part of the pytree's structure, so for `jit`
-              it is a constant of the compiled program, and another scale is
-          another compilation. *Dynamic*: an FP32 array, a leaf beside the data; 2^-126
-          is that of zeros.
-        - A dynamic scale is a scalar, or has the shape of leading axes of the data
-          ((L,) for L layers), or the rank of the data with size 1 along the axes it is
-          common to.
+    Invariants: - `data` is a floating-point array; shape, dtype, ndim and size are
+    those of the data. - `scale` is a power of two in [2^-126, 2^126], of one of two
+    kinds. *Static*: a Python float. It is part of the pytree's structure, so `jit`
+    compiles it as a constant, and recompiles for another scale. *Dynamic*: an FP32
+    array, a leaf beside the data; 2^-126 is the scale of zeros. - A dynamic scale is a
+    scalar, or has the shape of leading axes of the data ((L,) for L layers), or the
+    rank of the data with size 1 along the axes that share a scale.
 
-    No arithmetic is defined on a ScaledArray, and `jax.tree.map` over trees that hold
-    some acts on data and scales separately, which is seldom meant. Compute with them
-    inside `scalify`, or through `tree.py`.
+    No arithmetic is defined on a ScaledArray. `jax.tree.map` over trees with
+    ScaledArrays acts on data and scales separately, which is seldom meant. Compute with
+    them inside `scalify`, or through `tree.py`.
 
-    Gradients are taken inside of scalify, `scalify(jax.grad(f))`: JAX would add
-    cotangents of a ScaledArray leaf by leaf, data to data and scale to scale. So
-    differentiating with respect to one is a TypeError.
+    Take gradients inside scalify, `scalify(jax.grad(f))`: JAX would add cotangents of a
+    ScaledArray leaf by leaf, data to data and scale to scale. So differentiating with
+    respect to a ScaledArray is a TypeError.
     """
 
     __slots__ = ("data", "scale")
 
     def __init__(self, data: Any, scale: Any) -> None:
-        """`data`: array; `scale`: Python or NumPy number (static) or FP32 array
-        (dynamic).
+        """Pair data with a scale.
 
-        The numbers of a dynamic scale on a device are not looked at: in `asarray` and
-        `scalify` one that is no power of two reads as NaN.
+        The numbers of a dynamic scale on a device are not checked. A scale that is not
+        a power of two reads as NaN in `asarray` and `scalify`.
+
+        Args:
+            data: array.
+            scale: Python or NumPy number (static), or FP32 array (dynamic).
 
         Raises:
             TypeError: `data` or a dynamic scale is an array of integers, booleans or
                 complex numbers.
-            ValueError: a static scale, or a NumPy one, that is not a power of two in
-                [2^-126, 2^126]; a dynamic scale of another shape than those above.
+            ValueError: a static scale, or a NumPy one, is not a power of two in
+                [2^-126, 2^126]; a dynamic scale has another shape than those above.
         """
         if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):
             raise TypeError(
@@ -89,27 +87,27 @@ class ScaledArray(NoNumber):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the data."""
+        """Return the shape of the data."""
         return self.data.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the data."""
+        """Return the dtype of the data."""
         return self.data.dtype
 
     @property
     def ndim(self) -> int:
-        """Rank of the data."""
+        """Return the rank of the data."""
         return self.data.ndim
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.data.size
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale is a Python number, a constant of compiled programs."""
+        """Return whether the scale is a Python number, a constant of compiled code."""
         return isinstance(self.scale, float)
 
     def unscale(self, dtype: Any = jnp.float32) -> jax.Array:
@@ -139,7 +137,10 @@ class ScaledArray(NoNumber):
         return _rescaled(undifferentiated(self), scale)
 
     def __getitem__(self, index: Any) -> ScaledArray:
-        """Elements, as for an array; a scale per leading index is indexed along."""
+        """Return elements, as for an array.
+
+        A scale for each leading index is indexed, too.
+        """
         scale = self.scale
         if not self.is_static and np.ndim(scale):
             along_first = isinstance(index, (int, slice)) and scale.shape[0] == len(
@@ -152,14 +153,14 @@ class ScaledArray(NoNumber):
         return with_scale(self.data[index], scale)
 
     def __iter__(self) -> Iterator[ScaledArray]:
-        """Along the leading axis."""
+        """Iterate along the leading axis."""
         return (self[i] for i in range(len(self)))
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The logical value as a NumPy array, FP32 if no dtype is given."""
+        """Return the logical value as a NumPy array, FP32 if no dtype is given."""
         return np.asarray(self.unscale(), dtype=dtype)
 
     def __repr__(self) -> str:
@@ -169,7 +170,7 @@ class ScaledArray(NoNumber):
         return f"ScaledArray(scale={scale}, data={self.data!r})"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Leaves: data, and that of the scale if it is dynamic."""
+        """Return the leaves: the data, and the scale if it is dynamic."""
         leaves, static = self.tree_flatten()
         return [
             (jax.tree_util.GetAttrKey(name), x)
@@ -177,14 +178,14 @@ class ScaledArray(NoNumber):
         ], static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """As `tree_flatten_with_keys`, without keys."""
+        """Return the leaves, without keys."""
         if self.is_static:
             return (self.data,), self.scale
         return (self.data, self.scale), None
 
     @classmethod
     def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
-        """No checks: JAX puts placeholders in trees."""
+        """Build the array without checks: JAX puts placeholders in trees."""
         return with_scale(children[0], children[1] if static is None else static)
 
 
@@ -199,7 +200,7 @@ def with_scale(data: Any, scale: Any) -> ScaledArray:
 
 
 def is_scaled_array(x: Any) -> bool:
-    """For `is_leaf=` of the functions of `jax.tree`."""
+    """Return whether `x` is a ScaledArray, for `is_leaf=` of `jax.tree` functions."""
     return isinstance(x, ScaledArray)
 
 
@@ -252,22 +253,25 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
 def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
     """Return a tree with every ScaledArray as the plain array of its logical value.
 
-    A scale that is no power of two reads as NaN: arithmetic was done on it outside of
-    scalify. Where it is not traced, a `PrecisionWarning` names such arrays.
+    A scale that is not a power of two reads as NaN: arithmetic was done on the scale
+    outside scalify. Where it is not traced, a `PrecisionWarning` names such arrays.
 
     Args:
-        tree: any pytree; leaves that are no ScaledArrays stay as they are.
-        dtype: of the arrays, to which the FP32 product of data and scale is cast.
+        tree: any pytree; leaves that are not ScaledArrays are unchanged.
+        dtype: the dtype of the arrays; the product of data and scale is FP32.
 
     Raises:
-        TypeError, when differentiated with respect to a ScaledArray, other than a
-            result of a scalified function in FP32 or BF16.
+        TypeError: differentiated with respect to a ScaledArray, other than a result of
+            a scalified function in FP32 or BF16.
     """
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
-    leaves: list[Any] = [x for _, x in found]
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
+    leaves: list[Any] = [x for _, x in named]
     structure: Any = jax.tree.structure(tree, is_leaf=is_scaled_array)
-    names = lambda: [jax.tree_util.keystr(path) for path, _ in found]
     to = np.dtype(dtype)
+
+    def names() -> list[str]:
+        return [jax.tree_util.keystr(path) for path, _ in named]
+
     checked = readable("asarray", leaves, names)
     return structure.unflatten(
         [_unscale(x, to) if is_scaled_array(x) else x for x in checked]
@@ -277,13 +281,12 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
 def readable(
     where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]
 ) -> list[Any]:
-    """Return the leaves of a tree, of which ScaledArrays with a scale that is none read
-    as NaN.
+    """Return the leaves of a tree; ScaledArrays with an invalid scale read as NaN.
 
-    A `PrecisionWarning` names those that are at hand: no tracers, and no arrays that
-    other hosts hold parts of. There a scale of zero is none, unless all of the data is
-    zero: it is what the difference of two equal scales leaves, and what
-    `jnp.zeros_like` makes of one.
+    A `PrecisionWarning` names those whose numbers are at hand: not tracers, nor arrays
+    with shards on other hosts. There a scale of zero is invalid, unless all of the data
+    is zero. Zero is the difference of two equal scales, and `jnp.zeros_like` of a
+    scale.
     """
     out, unread = list(leaves), _unreadable_at_hand(leaves)
     if unread:
@@ -302,14 +305,14 @@ def readable(
 def _unreadable_at_hand(leaves: Sequence[Any]) -> set[int]:
     at_hand = {i: x for i, x in enumerate(leaves) if _is_at_hand(x)}
     scales = jax.device_get([x.scale for x in at_hand.values()])
-    found = set()
+    unreadable = set()
     for i, scale in zip(at_hand, scales, strict=True):
         scale = np.asarray(scale, np.float32)
         if np.all(np.frexp(scale)[0] == 0.5) or np.any(np.isnan(scale)):
             continue
         if np.any(scale) or np.any(jax.device_get(at_hand[i].data)):
-            found.add(i)
-    return found
+            unreadable.add(i)
+    return unreadable
 
 
 def _is_at_hand(x: Any) -> bool:
@@ -326,7 +329,7 @@ def _is_at_hand(x: Any) -> bool:
 
 
 def is_unreadable(x: ScaledArray) -> jax.Array:
-    """Return whether a dynamic scale is a number and no power of two: a boolean."""
+    """Return whether a dynamic scale is a number but not a power of two: a boolean."""
     scale = lax.stop_gradient(jnp.asarray(x.scale, jnp.float32))
     return jnp.any(jnp.isnan(checked_scale(scale)) & ~jnp.isnan(scale))
 
@@ -380,7 +383,8 @@ def _unscale_dynamic(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
 def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     """Differentiate a result of a scalified function, whose scale is a constant.
 
-    The scale of an argument is not: JAX differentiates with respect to all leaves.
+    The scale of an argument is not constant: JAX differentiates with respect to all
+    leaves.
     """
     (data, scale), (tangent, of_scale) = primals, tangents
     if not isinstance(of_scale, SymbolicZero):

@@ -13,27 +13,28 @@ from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_s
 
 
 def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` in which `fun` is given whole ScaledArrays."""
+    """Return `jax.tree.map` over a tree, with `fun` taking ScaledArrays as leaves."""
     return jax.tree.map(fun, tree, *rest, is_leaf=is_scaled_array)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """`jax.tree.leaves` in which a ScaledArray is a leaf."""
+    """Return the leaves of a tree, a ScaledArray being a leaf."""
     return jax.tree.leaves(tree, is_leaf=is_scaled_array)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A tree whose dynamic scalar scales are one array: a buffer that a compiled step
-    updates, instead of one for each.
+    """A tree whose dynamic scalar scales are one array.
+
+    A compiled step then updates one buffer, instead of one for each scale.
 
     Attributes:
         arrays: the data of its ScaledArrays, and its other leaves, by path.
         scales: FP32, in the order of the leaves.
-        structure: of the tree, a ScaledArray being a leaf.
+        structure: the structure of the tree, a ScaledArray being a leaf.
         names: the paths of the leaves, in order.
-        scaled: those of the ScaledArrays that `scales` has the scales of.
+        scaled: the paths of the ScaledArrays whose scales are in `scales`.
     """
 
     arrays: dict[str, Any]
@@ -44,13 +45,14 @@ class Packed:
 
 
 def pack(tree: Any) -> Any:
-    """As `Packed`, which `unpack` undoes; a tree without dynamic scalar scales as it
-    is.
+    """Return a tree as `Packed`, which `unpack` undoes.
+
+    A tree without dynamic scalar scales is returned unchanged.
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(
+    flat, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=is_scaled_array
     )
-    named = {jax.tree_util.keystr(path): x for path, x in found}
+    named = {jax.tree_util.keystr(path): x for path, x in flat}
     dynamic = {
         name: x for name, x in named.items() if is_scaled_array(x) and not x.is_static
     }
@@ -64,7 +66,7 @@ def pack(tree: Any) -> Any:
 
 
 def unpack(tree: Any) -> Any:
-    """The tree that was packed; one that was not as it is."""
+    """Return the tree that was packed; a tree that was not is unchanged."""
     if not isinstance(tree, Packed):
         return tree
     scales = dict(zip(tree.scaled, tree.scales, strict=True))
@@ -76,11 +78,11 @@ def unpack(tree: Any) -> Any:
 
 
 def with_static_scales(tree: Any) -> Any:
-    """Every dynamic scalar scale as a static one, a constant of the programs that are
-    compiled next.
+    """Return a tree with dynamic scalar scales made static, constants of later
+    programs.
 
-    Reads the scales from the device; a ScaledArray with one scale per layer stays as it
-    is.
+    It reads the scales from the device. A ScaledArray with one scale per layer is
+    unchanged.
     """
 
     def convert(x: Any) -> Any:
@@ -92,8 +94,9 @@ def with_static_scales(tree: Any) -> Any:
 
 
 def with_dynamic_scales(tree: Any) -> Any:
-    """Every static scale as an FP32 array, a buffer of its own: the form for
-    checkpoints and donated state.
+    """Return a tree with static scales made FP32 arrays, each in a buffer of its own.
+
+    Checkpoints and donated state need this form.
     """
 
     def convert(x: Any) -> Any:
@@ -107,8 +110,9 @@ def with_dynamic_scales(tree: Any) -> Any:
 
 
 def rescaled_like(tree: Any, like: Any) -> Any:
-    """Every ScaledArray brought to the scale and dtype of the one at its place in
-    `like`, saturating.
+    """Return a tree with the scales and dtypes of `like`, saturating.
+
+    Each ScaledArray is brought to those of the ScaledArray at its position in `like`.
     """
 
     def convert(x: Any, y: Any) -> Any:
