@@ -42,17 +42,18 @@ composite_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one `composite_p` equation calls: a parameter of the equation, and the first
-    argument of its rule.
+    """The call of one `composite_p` equation, which is its parameter.
+
+    It is the first argument of its rule.
 
     Attributes:
-        name: of the rule: "gelu", "gelu.fwd" (returns `(out, residuals)`), "gelu.bwd"
-            (takes `(residuals, gradient)`).
+        name: the name of the rule: "gelu", "gelu.fwd" (returns `(out, residuals)`),
+            "gelu.bwd" (takes `(residuals, gradient)`).
         fun: the function, of positional pytrees of arrays and static keyword arguments.
         static: the keyword arguments of this call.
-        in_tree: tree of the tuple of positional arguments; the equation's operands are
-            its leaves.
-        cuda: what is lowered for CUDA devices in place of `fun`, or None.
+        in_tree: the tree of the tuple of positional arguments; the equation's operands
+            are its leaves.
+        cuda: the function that is lowered for CUDA devices in place of `fun`, or None.
         in_axes: the axes of the operands, for each `vmap` around the call, innermost
             first.
     """
@@ -65,7 +66,7 @@ class Call:
     in_axes: tuple[tuple[int | None, ...], ...] = ()
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        """The flat results of `fun` on flat operands, under the call's vmaps."""
+        """Return the flat results of `fun` on flat operands, under the call's vmaps."""
         flat = self._flat
         for axes in self.in_axes:
             flat = jax.vmap(flat, in_axes=axes)
@@ -77,8 +78,9 @@ class Call:
         )
 
     def bind(self, *operands: Any) -> list[jax.Array]:
-        """One composite equation that makes this call: for rules, which call their own
-        function on data.
+        """Bind one composite equation that makes this call.
+
+        Rules call their own function on data with it.
         """
         fun = (
             _jitted_call(self, compiler_hints.turned_off())
@@ -89,7 +91,7 @@ class Call:
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
     def replace(self, **changes: Any) -> Call:
-        """The same call with other fields; `static` may be given as a dict."""
+        """Return the same call with other fields; `static` may be a dict."""
         if isinstance(changes.get("static"), dict):
             changes["static"] = tuple(sorted(changes["static"].items()))
         return dataclasses.replace(self, **changes)
@@ -129,11 +131,11 @@ class Composite:
             self.cuda_fwd, self.cuda_bwd = cuda
 
     def fwd(self, *args: Any, **static: Any) -> tuple[Any, Any]:
-        """The result and the residuals."""
+        """Return the result and the residuals."""
         return self.fun(*args, **static), args
 
     def bwd(self, residuals: Any, gradient: Any, **static: Any) -> tuple:
-        """The gradients of the arguments."""
+        """Return the gradients of the arguments."""
         leaves, tree = jax.tree.flatten(residuals)
         is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
@@ -198,8 +200,9 @@ def composite(
 
 
 def _equally_varying(args: Any) -> Any:
-    """Inside shard_map: make all arguments vary over the same mesh axes, so that AD
-    sums the gradients of the rest.
+    """Make all arguments vary over the same mesh axes, inside shard_map.
+
+    AD then sums the gradients of arguments that did not vary.
     """
     varying = [jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(args)]
     union = frozenset().union(*varying)
@@ -245,8 +248,9 @@ def _is_var(atom: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _unflattened(call: Call) -> Callable:
-    """A function of flat operands that returns the tree: one object for equal calls, so
-    that traces are cached.
+    """Return a function of flat operands that returns the tree.
+
+    It is one object for equal calls, so that traces are cached.
     """
 
     def fun(*operands: jax.Array) -> Any:
@@ -260,10 +264,10 @@ def _unflattened(call: Call) -> Callable:
 
 @per_jaxpr
 def _jitted(jaxpr: Any, name: str) -> Callable:
-    found = weakref.ref(jaxpr)
+    jaxpr_ref = weakref.ref(jaxpr)
 
     def fun(*operands: jax.Array) -> Any:
-        jaxpr: Any = found()
+        jaxpr: Any = jaxpr_ref()
         return jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *operands)
 
     fun.__name__ = name
@@ -272,7 +276,7 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 @functools.lru_cache(maxsize=512)
 def _jitted_call(call: Call, without: frozenset[str]) -> Any:
-    """One jitted function for equal calls and the same cases of `lowering` turned
+    """Return the jitted function of equal calls with the same compiler hints turned
     off.
     """
 
@@ -290,10 +294,13 @@ def _impl(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
 
 @per_jaxpr
 def _compiled(jaxpr: Any, call: Call) -> Callable:
-    """For calls outside of jit: one compiled function per shape, not one per call."""
-    found = weakref.ref(jaxpr)
+    """Return the compiled function of calls outside jit.
+
+    There is one for each shape, not one for each call.
+    """
+    jaxpr_ref = weakref.ref(jaxpr)
     return jax.jit(
-        lambda *operands: composite_p.bind(*operands, jaxpr=found(), call=call)
+        lambda *operands: composite_p.bind(*operands, jaxpr=jaxpr_ref(), call=call)
     )
 
 
@@ -317,8 +324,9 @@ def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Ar
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call
 ) -> tuple[Any, Any]:
-    """Second derivatives: those of the call's equations (the first are taken by
-    custom_vjp, above this primitive).
+    """Return second derivatives, those of the call's equations.
+
+    The first are taken by custom_vjp, above this primitive.
     """
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     return jax.jvp(

@@ -18,30 +18,32 @@ from scalify_core.ops.composite import composite
 
 
 def set_scaling(x: jax.Array, scale: float) -> jax.Array:
-    """`x`; under `scalify`, with this static scale, its data rescaled to it,
-    saturating.
+    """Return `x`; under `scalify`, its data rescaled to this static scale, saturating.
 
-    Raises ValueError for what is not a power of two in [2^-126, 2^126].
+    Raises:
+        ValueError: the scale is not a power of two in [2^-126, 2^126].
     """
     return _set_scaling(x, scale=_power_of_two("set_scaling", scale))
 
 
 def stop_scaling(x: jax.Array) -> jax.Array:
-    """`x`; under `scalify`, as a plain FP32 array: what follows propagates no scale
-    from it.
+    """Return `x`; under `scalify`, as a plain FP32 array.
+
+    Later operations propagate no scale from it.
     """
     return _stop_scaling(x)
 
 
 def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays, for
-    statistics. Not differentiable.
+    """Return `(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays,
+    for statistics. Not differentiable.
     """
     return _get_data_scale(jax.lax.stop_gradient(x))
 
 
 def rebalance(x: jax.Array, factor: float) -> jax.Array:
-    """`x`; under `scalify`, the data divided and the scale multiplied by `factor`.
+    """Return `x`; under `scalify`, the data divided and the scale multiplied by
+    `factor`.
 
     Raises ValueError for what is not a power of two in [2^-126, 2^126].
     """
@@ -49,30 +51,30 @@ def rebalance(x: jax.Array, factor: float) -> jax.Array:
 
 
 def rebalance_grad(x: jax.Array, factor: float) -> jax.Array:
-    """`x`; under `scalify`, its *gradient* is rebalanced as by `rebalance`."""
+    """Return `x`; under `scalify`, its *gradient* is rebalanced as by `rebalance`."""
     return _rebalance_grad(x, factor=_power_of_two("rebalance_grad", factor))
 
 
 def cast_on_forward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`x` rounded to the numbers of `fmt`, saturating; the gradient passes as it is.
+    """Return `x` rounded to the numbers of `fmt`, saturating; the gradient is
+    unchanged.
 
-    Under `scalify` it is the data that is rounded. The rounding is there in the
-    differentiated function too, and is made of integer operations, which no compiler
-    removes. The dtype of `x` stays.
+    Under `scalify` the data is rounded. The differentiated function rounds, too, by
+    integer operations, which no compiler removes. The dtype of `x` stays.
     """
     return _cast_on_forward(x, fmt=fmt)
 
 
 def cast_on_backward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`x`; its *gradient* is rounded to the numbers of `fmt`, saturating (under
+    """Return `x`; its *gradient* is rounded to the numbers of `fmt`, saturating (under
     `scalify` the gradient's data).
     """
     return _cast_on_backward(x, fmt=fmt)
 
 
 def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
-    """`x`; under `scalify`, its scale becomes the power of two nearest to its RMS,
-    measured at run time in FP32.
+    """Return `x`; under `scalify`, its scale becomes the power of two nearest to its
+    RMS, measured at run time in FP32.
 
     A tensor that is all zero or not finite keeps its scale. The result's scale is
     dynamic.
@@ -81,21 +83,27 @@ def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
 
 
 def dynamic_rescale_max(x: jax.Array) -> jax.Array:
-    """As `dynamic_rescale_rms`, with the largest magnitude in place of the RMS."""
+    """Return `x`; under `scalify`, its scale follows its largest magnitude.
+
+    It is measured at run time, as in `dynamic_rescale_rms`.
+    """
     return _dynamic_rescale_max(x)
 
 
 def dynamic_rescale_rms_grad(x: jax.Array, *, columns: bool = False) -> jax.Array:
-    """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_rms`.
+    """Return `x`; under `scalify`, its *gradient* is rescaled as by
+    `dynamic_rescale_rms`.
 
-    `columns`: in front of it stands the sum with a bias, of which the gradient is the
-    sum over all axes but the last; it is then taken in the pass that measures the RMS.
+    `columns`: the operation before is a sum with a bias, whose gradient is the sum over
+    all axes but the last. It is then computed in the pass that measures the RMS.
     """
     return _dynamic_rescale_rms_grad(x, columns=columns)
 
 
 def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:
-    """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_max`."""
+    """Return `x`; under `scalify`, its *gradient* is rescaled as by
+    `dynamic_rescale_max`.
+    """
     return _dynamic_rescale_max_grad(x)
 
 
@@ -107,7 +115,7 @@ def _power_of_two(name: str, number: float) -> float:
 
 
 def _with_cotangent(name: str, fun: Callable, cotangent: Callable) -> Any:
-    """A composite of one array that acts by `fun`, and by `cotangent` on its
+    """Return a composite of one array that acts by `fun`, and by `cotangent` on its
     gradient.
     """
     made = composite(fun, name=name)

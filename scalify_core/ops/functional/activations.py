@@ -16,8 +16,9 @@ _CUBIC = 0.044715
 
 
 def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Gaussian error linear unit in the tanh form of GPT-2:
-    `0.5 y (1 + tanh(sqrt(2/pi) (y + 0.044715 y^3)))`.
+    """Return the Gaussian error linear unit of `x + bias`, in the tanh form of GPT-2.
+
+    It is `0.5 y (1 + tanh(sqrt(2/pi) (y + 0.044715 y^3)))`.
 
     Args:
         x: [..., F], any float dtype.
@@ -33,17 +34,17 @@ def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """`x * sigmoid(x)`."""
+    """Return `x * sigmoid(x)`."""
     return _silu(x)
 
 
 def relu(x: jax.Array) -> jax.Array:
-    """`max(x, 0)`, with gradient 0 at 0."""
+    """Return `max(x, 0)`, with gradient 0 at 0."""
     return _relu(x)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """`silu(gate) * up`, in the dtype of `gate`.
+    """Return `silu(gate) * up`, in the dtype of `gate`.
 
     References:
         Shazeer, GLU Variants Improve Transformer, 2020

@@ -29,7 +29,7 @@ def attention(
     causal: bool = True,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """`softmax(q k^T / sqrt(K) + mask) v`, softmax in FP32.
+    """Return `softmax(q k^T / sqrt(K) + mask) v`, softmax in FP32.
 
     Args:
         q: [B, T, H, K].
@@ -143,8 +143,9 @@ def _attention_bwd(
 
 
 def _blocks(queries: int, keys: int, causal: bool) -> list[tuple[slice, slice]]:
-    """Each block of queries, and the keys that it may see (without the masked half,
-    nearly twice as fast).
+    """Return each block of queries, and the keys that it may see.
+
+    Leaving out the masked half is nearly twice as fast.
     """
     # 64 is fastest on CPU (measured from T = 256 to 1024); past 512, fewer blocks keep
     # compilation short.
@@ -164,7 +165,7 @@ def _logits(
     causal: bool,
     logit_scale: float,
 ) -> jax.Array:
-    """[B, H, t, s] FP32, -inf where the query may not see the key."""
+    """Return [B, H, t, s] FP32, -inf where the query may not see the key."""
     logits = _dot(q, k, 3) * logit_scale
     if causal:
         query = jnp.arange(rows.start, rows.stop)[:, None]
@@ -178,35 +179,35 @@ def _logits(
 
 
 def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
-    """The last axis of `a` [B, H, t, *] with an axis of its group's `b` [B, G, *, *]:
-    [B, H, t, *] FP32.
+    """Return the last axis of `a` [B, H, t, *] with an axis of its group's `b` [B, G,
+    *, *]: [B, H, t, *] FP32.
     """
     product = _batched_dot(_grouped(a, b.shape[1]), b, 3, contract_b)
     return product.reshape(*a.shape[:3], product.shape[-1])
 
 
 def _over_rows(a: jax.Array, b: jax.Array, groups: int) -> jax.Array:
-    """The sum over the rows t, of all heads of a group, of `a` [B, H, t, s] and `b` [B,
-    H, t, K]: [B, G, s, K] FP32.
+    """Return the sum over the rows t, of all heads of a group, of `a` [B, H, t, s] and
+    `b` [B, H, t, K]: [B, G, s, K] FP32.
     """
     return _batched_dot(_grouped(a, groups), _grouped(b, groups), 2, 2)
 
 
 def _grouped(x: jax.Array, groups: int) -> jax.Array:
-    """[B, H, t, *] as [B, G, H / G * t, *]: the heads of a group below each other."""
+    """Return [B, H, t, *] as [B, G, H / G * t, *], the heads of a group as rows."""
     return x.reshape(x.shape[0], groups, -1, x.shape[3])
 
 
 def _batched_dot(
     a: jax.Array, b: jax.Array, contract_a: int, contract_b: int
 ) -> jax.Array:
-    """Batched over the two axes in front, FP32 result."""
+    """Return a product batched over the first two axes, in FP32."""
     dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """[B, T, H, K] to [B, H, T, K], and back."""
+    """Return [B, T, H, K] as [B, H, T, K], and the reverse."""
     return x.swapaxes(1, 2)
 
 
