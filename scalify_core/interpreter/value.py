@@ -33,7 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.numerics.compiler_hints import column_sums, once, stored, together
+from scalify_core.numerics.compiler_hints import (
+    column_sums,
+    in_one_kernel,
+    materialize_once,
+    stored,
+)
 from scalify_core.numerics.formats import pow2_round
 from scalify_core.numerics.reductions import sums_at_once
 from scalify_core.numerics.scales import (
@@ -334,7 +339,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     r = lax.div(small, large)
     total = product(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))
     scale = pow2_round(total)
-    computed, rms_correction = once(scale, lax.div(total, scale))
+    computed, rms_correction = materialize_once(scale, lax.div(total, scale))
     return computed, 1.0, rms_correction
 
 
@@ -406,7 +411,7 @@ def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
     power = jnp.where(
         (measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1)
     )
-    scale, change = together(*_rescaling(v, power))
+    scale, change = in_one_kernel(*_rescaling(v, power))
     sums = None if sums is None else times(sums, change)
     return dataclasses.replace(
         value(times(wide(v), change), scale, 1.0, v.dtype),

@@ -1,7 +1,7 @@
-"""The largest magnitude of an array, the power of two that follows from it, and the
-array in units of that.
+"""The largest magnitude (amax) of an array, and the array in units of a power of two.
 
-This is the arithmetic of a measured scale; `measured.quantize` says where it is used.
+This is the arithmetic of a measured scale; `interpreter.measured.quantize` stores
+values with it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
 from scalify_core.numerics.scales import OF_ZEROS
 
-# into how many parts with a scale each an axis is cut; (): the whole is one
+# For each axis, the number of parts that have their own scale; (): one scale for all.
 Parts = tuple[int, ...]
-_EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
+_EXPONENT = np.int32(0x7F800000)  # the exponent bits of an FP32 number
 _MANTISSA = 23
-# the exponent at which the largest magnitude of a result is stored, if it needs no more
+# The exponent of the largest stored magnitude of a result, unless it needs more range.
 RESULT_TOP = 6
 
 
 def top_of(dtype: np.dtype) -> int:
-    """The exponent at which the largest magnitude of an operand is stored: one octave
-    below the format's largest.
+    """Return the exponent of an operand's largest stored magnitude.
 
-    An operand is multiplied and added up in FP32 and never in its own format, so all of
-    the range is there for what is smaller than the largest.
+    It is one octave below the format's largest. An operand is multiplied and added up
+    in FP32, never in its own format, so the full range serves its smaller elements.
     """
     return int(np.log2(FloatFormat.of(dtype).max)) - 1
 
 
 def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
-    """The power of two, FP32, that a value is divided by to have its largest finite
-    magnitude in [2^top, 2^(top + 1)).
+    """Return the power of two that brings the largest finite magnitude to [2^top,
+    2^(top+1)).
 
-    At least 2^-125, and 2^-126 of zeros. What is not finite has no part in it. A
-    scalar; with `parts` one for each of these, of size 1 along the axes that are one
-    part, and of the size of `x` along all others.
+    It is FP32, at least 2^-125, and 2^-126 for zeros. Infinities and NaN do not count.
+    It is a scalar. With `parts` it has one element for each part: its size is 1 along
+    the axes of one part, and that of `x` along all others.
     """
     magnitude = lax.abs(x)
     finite = lax.select(
@@ -62,8 +61,9 @@ def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
 
 
 def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
-    """The largest element of each part; of as many dimensions as `x`, or a scalar if
-    there is one part.
+    """Return the largest element of each part.
+
+    It has the rank of `x`, or is a scalar if there is one part.
     """
     if max(parts, default=1) == 1:
         return lax.reduce_max(x, range(x.ndim))
@@ -77,14 +77,14 @@ def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
         for part, size in zip(parts, x.shape, strict=True)
         for n in (part, size // part)
     ]
-    whole = [axis for axis, n in enumerate(parts) if n == x.shape[axis]]
+    unsplit = [axis for axis, n in enumerate(parts) if n == x.shape[axis]]
     inner = [
         2 * axis + 1
         for axis in range(x.ndim)
-        if axis not in whole or x.shape[axis] == 1
+        if axis not in unsplit or x.shape[axis] == 1
     ]
     peaks = lax.reduce_max(lax.reshape(x, cut), inner)
-    # One for each element of a block.
+    # Repeat the peak of a block for each of its elements.
     left = [i for i in range(len(cut)) if i not in inner]
     spread = [n if i % 2 == 0 or i // 2 in blocks else 1 for i, n in enumerate(cut)]
     return lax.reshape(lax.broadcast_in_dim(peaks, spread, left), shape)
@@ -94,13 +94,14 @@ def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
 def measured(
     x: jax.Array, dtype: np.dtype, top: int, parts: Parts
 ) -> tuple[jax.Array, jax.Array]:
-    """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in
-    the scale.
+    """Return data in `dtype`, and the FP32 scale.
+
+    Infinities and NaN are preserved, and do not count in the scale.
     """
-    # XLA's CPU backend would compile all that makes it twice, for its peak and for its
+    # XLA's CPU backend would compile its producers twice, for the peak and for the
     # cast, and the scale in each kernel that reads it: a fifth of all instructions.
-    (x,) = compiler_hints.once(x)
-    (scale,) = compiler_hints.once(unit_of(x, top, parts))
+    (x,) = compiler_hints.materialize_once(x)
+    (scale,) = compiler_hints.materialize_once(unit_of(x, top, parts))
     return divided(x, scale, dtype), scale
 
 
@@ -108,20 +109,23 @@ def measured(
 def measured_result(
     x: jax.Array, dtype: np.dtype, parts: Parts = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """As `measured`, of a result, see `measured.quantize.result`."""
-    (x,) = compiler_hints.once(x)
-    (unit,) = compiler_hints.once(unit_of(x, RESULT_TOP, parts))
-    (scale,) = compiler_hints.once(lower(x, unit, dtype))
+    """Return data in `dtype` and the FP32 scale of a result.
+
+    See `interpreter.measured.quantize.result`.
+    """
+    (x,) = compiler_hints.materialize_once(x)
+    (unit,) = compiler_hints.materialize_once(unit_of(x, RESULT_TOP, parts))
+    (scale,) = compiler_hints.materialize_once(lower(x, unit, dtype))
     return divided(x, scale, dtype), scale
 
 
 def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The unit of a result, or one so much smaller that all of the format is used, if
-    that is what its elements need.
+    """Return the unit of a result, smaller where its elements need the format's full
+    range.
 
-    It is where more of them would be stored below the smallest normal number than there
-    are within 8 octaves below those within 6 of the largest: so these stand apart, or
-    most are small. (Numbers of any order of summation.)
+    They need it where more elements would be stored below the smallest normal number
+    than lie 6 to 14 octaves below the largest. So either these stand apart, or most
+    elements are small. Counts do not depend on the order of summation.
     """
     magnitude, fmt = lax.abs(x), FloatFormat.of(dtype)
 
@@ -150,15 +154,16 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def divided(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x` in units of `scale`, in `dtype`."""
+    """Return `x` in units of `scale`, in `dtype`."""
     return lax.convert_element_type(
         lax.mul(x, spread(pow2_inverse(scale), x.shape)), dtype
     )
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A scale for each element: of a scalar, or of one with size 1 along the axes that
-    it is common to.
+    """Return a scale broadcast to each element.
+
+    The scale is a scalar, or has size 1 along the axes that share it.
     """
     return (
         lax.broadcast(scale, shape)

@@ -1,10 +1,9 @@
-"""What a compiler is told of how to keep arrays: every barrier and platform case that
-exists for its sake alone.
+"""Hints to the compiler on how to keep arrays: barriers and platform-dependent cases.
 
-None of them changes a number. `CASES` has each with what was measured without it
-(docs/lab.md tells more), and each can be turned off, to see whether a newer compiler
-still needs it: `with lowering.without("stored"): ...` around whatever traces, or the
-environment variable SCALIFY_LOWERING_OFF=stored,together.
+They do not change results. `CASES` lists each with its measured effect (docs/lab.md has
+more). Each can be turned off, to see whether a newer compiler still needs it: `with
+compiler_hints.without("stored"): ...` around the tracing, or the environment variable
+SCALIFY_LOWERING_OFF=stored,in_one_kernel.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ CASES = {
         "CUDA: the transposed order of an FP8 activation spread through the model: 415"
         " kernels for 390 in two layers of 124M"
     ),
-    "together": (
+    "in_one_kernel": (
         "CUDA: scalars that a large kernel reads were a kernel each: 77 for 60 in three"
         " layers"
     ),
-    "apart": (
+    "separate_buffers": (
         "CUDA: numbers that kernels of large arrays read were parts of one array, so"
         " that no two of them were the same: of four layers of 124M, each of the 24"
         " largest kernels was compiled by itself"
@@ -51,7 +50,7 @@ CASES = {
         "CUDA: the sums of a gradient's columns and of their squares were two passes"
         " over it"
     ),
-    "once": (
+    "materialize_once": (
         "CPU: the chain of a global norm's scales was repeated in every kernel that"
         " reads one: 10,674 instructions for 2,351 in the norm of 8 arrays"
     ),
@@ -81,14 +80,18 @@ CASES = {
 
 
 def _known(names: Iterable[str]) -> frozenset[str]:
-    """The names. Raises ValueError for one that is none of `CASES`."""
-    found = frozenset(names)
-    if unknown := found - set(CASES):
+    """Return the names.
+
+    Raises:
+        ValueError: a name is not in `CASES`.
+    """
+    known = frozenset(names)
+    if unknown := known - set(CASES):
         raise ValueError(
             f"{', '.join(sorted(unknown))}: no case of lowering; valid:"
             f" {', '.join(CASES)}"
         )
-    return found
+    return known
 
 
 _OFF = _known(filter(None, os.environ.get("SCALIFY_LOWERING_OFF", "").split(",")))
@@ -97,8 +100,9 @@ _off: ContextVar[frozenset[str]] = ContextVar("off", default=_OFF)
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Inside, what is traced anew does without these cases; a jitted function that was
-    traced before stays as it is.
+    """Turn these cases off in traces made inside the context.
+
+    A jitted function that was traced before is unchanged.
     """
     token = _off.set(_off.get() | _known(names))
     try:
@@ -108,50 +112,49 @@ def without(*names: str) -> Iterator[None]:
 
 
 def turned_off() -> frozenset[str]:
-    """The cases that are off in what is traced now."""
+    """Return the cases that are off in the current trace."""
     return _off.get()
 
 
 def is_on(name: str) -> bool:
-    """Whether the case of that name is in what is traced now."""
+    """Return whether the case of that name is on in the current trace."""
     assert name in CASES, name
     return name not in _off.get()
 
 
-# What a program that is traced inside of `scales_in_products` is to be compiled with
-# for a GPU: Triton's products would take the widened operands and multiply them in 16
-# bits; excess precision leaves the rounding to FP8 out; and a sum of parts would be
-# rounded before its end.
+# GPU compiler options for programs traced inside `scales_in_products`. Triton would
+# multiply the widened operands in 16 bits; excess precision omits the rounding to FP8;
+# and split-K would round partial sums.
 PRODUCT_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_allow_excess_precision": False,
     "xla_gpu_experimental_force_split_k": 1,
 }
-# Part of the key by which JAX keeps traces: a function that is compiled otherwise
-# elsewhere is traced anew there.
+# Part of the key of JAX's trace cache: a function that is compiled with other options
+# is traced anew.
 _scales_in_products = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def scales_in_products() -> Iterator[None]:
-    """What is traced inside is compiled for CUDA with `PRODUCT_OPTIONS`: FP8 products
-    take constants themselves.
+    """Mark traces for compilation for CUDA with `PRODUCT_OPTIONS`.
 
-    Compiled with other options, the results are as good, but the products are those of
-    16-bit arrays.
+    FP8 products then take constants themselves. With other options the results are as
+    good, but the products are those of 16-bit arrays.
     """
     with _scales_in_products(True):
         yield
 
 
 def products_take_scales() -> bool:
-    """Whether what is traced now is inside of `scales_in_products`."""
+    """Return whether the current trace is inside `scales_in_products`."""
     return bool(_scales_in_products.value)
 
 
-def held[T](name: str, tree: T) -> T:
-    """`tree`. The compiler does not see through it: what makes it is computed once,
-    before what reads it.
+def barrier[T](name: str, tree: T) -> T:
+    """Return `tree` behind an optimization barrier, if the case `name` is on.
+
+    Its arrays are computed once, before their readers.
     """
     return lax.optimization_barrier(tree) if is_on(name) else tree
 
@@ -165,29 +168,27 @@ def _on_cuda(name: str, fun: Callable, *arrays: jax.Array, default: Callable) ->
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """`x`. Compiled for CUDA, what computes it writes it in its own format, and what
-    reads it reads that.
+    """Return `x`; on CUDA, it is written in its own format and read from memory.
 
-    A compiler may otherwise write what `x` is rounded from, if several operations begin
-    by rounding it.
+    Otherwise a compiler may write the array that `x` is rounded from, if several
+    operations begin by rounding it.
     """
     return _on_cuda("stored", lax.optimization_barrier, x, default=lambda x: x)
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """`x`. Compiled for CUDA, elements that are neighbours on the last axis are
-    neighbours in memory.
-    """
+    """Return `x`; on CUDA, its last axis is contiguous in memory."""
     return _on_cuda("row_major", _row_major, x, default=lambda x: x)
 
 
 def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with
-    its columns in one piece.
+    """Return a matrix twice; on CUDA, the second with contiguous columns.
+
+    Its producer writes both.
     """
 
     def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # or the order of the other would spread to what `x` is computed from
+        # Otherwise the transposed order would spread to the producers of `x`.
         x = _row_major(x)
         rows, columns = lax.optimization_barrier((x, _row_major(x.T)))
         return rows, columns.T
@@ -199,24 +200,24 @@ def _row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """FP32 scalars. Compiled for CUDA, one kernel computes them; it would be one for
-    each that a large kernel reads.
+def in_one_kernel(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+    """Return FP32 scalars; on CUDA, one kernel computes them.
+
+    Otherwise each scalar that a large kernel reads is a kernel.
     """
 
     def cuda(*scalars: jax.Array) -> tuple[jax.Array, ...]:
         stacked = lax.optimization_barrier(jnp.stack(scalars))
         return tuple(stacked[i] for i in range(len(scalars)))
 
-    return _on_cuda("together", cuda, *scalars, default=lambda *scalars: scalars)
+    return _on_cuda("in_one_kernel", cuda, *scalars, default=lambda *scalars: scalars)
 
 
-def apart(x: jax.Array) -> tuple[jax.Array, ...]:
-    """The parts of an array along its first axis. Compiled for CUDA, each is an array
-    of its own.
+def separate_buffers(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the parts of an array along its first axis; on CUDA, in separate buffers.
 
-    What reads one of them is then the same program for all, and compiled once: XLA
-    makes a part's place a constant.
+    The readers of the parts are then the same program, and compiled once: XLA makes a
+    part's offset a constant.
     """
 
     def cuda(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -232,12 +233,13 @@ def apart(x: jax.Array) -> tuple[jax.Array, ...]:
             tuple(part * one for block in blocks for part in block)
         )
 
-    return _on_cuda("apart", cuda, x, default=tuple) if len(x) else ()
+    return _on_cuda("separate_buffers", cuda, x, default=tuple) if len(x) else ()
 
 
 def column_sums(x: jax.Array, at_once: Callable) -> tuple[jax.Array, jax.Array]:
-    """The sums of `x` and of its squares over all axes but the last; for CUDA,
-    `at_once((x, squares), axes)`.
+    """Return the sums of `x` and of its squares over all axes but the last.
+
+    On CUDA they are `at_once((x, squares), axes)`.
     """
     rows = tuple(range(x.ndim - 1))
     return _on_cuda(
@@ -248,15 +250,14 @@ def column_sums(x: jax.Array, at_once: Callable) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays. Compiled for CPU, they are computed once, and what reads them reads the
-    result.
+def materialize_once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return arrays; on CPU, they are computed once, and readers read the result.
 
-    XLA repeats what is elementwise in every kernel that reads it, with all it is
-    computed from: of the scales of a sum of many terms, each of which follows from that
-    before, more than a machine compiles.
+    XLA repeats elementwise producers in every kernel that reads them. For the scales of
+    a sum of many terms, each of which depends on the one before, that is more code than
+    a machine can compile.
     """
-    if not is_on("once"):
+    if not is_on("materialize_once"):
         return arrays
     return lax.platform_dependent(
         *arrays,

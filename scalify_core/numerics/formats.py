@@ -43,19 +43,19 @@ MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -126, 126
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """A binary format with a sign bit, `exponent_bits` and `mantissa_bits`, and
-    IEEE-like subnormals.
+    """A binary format with a sign bit, exponent and mantissa bits, and IEEE-like
+    subnormals.
 
     With `infinities` the all-ones exponent is reserved for infinities and NaNs, as in
     IEEE 754. Without, every bit pattern is a number except S.1111.111, which is NaN:
     the 8-bit E4M3 of hardware and of the OCP standard (float8_e4m3fn, max 448). `dtype`
     is the native NumPy/JAX dtype, None where the format can only be simulated.
 
-    `rounding` is that of `quantise`. "truncate": it leaves out the digits behind the
-    last place, what arXiv 2405.18710 simulates by masking bits; the name ends in a t,
-    as in e4m3t. "stochastic": see `stochastic_round`, with bits that are a hash of the
-    place and of all of the array, so that a step that is repeated is the same; the name
-    ends in an s.
+    `rounding` is the rounding of `quantise`. "truncate" drops the digits behind the
+    last place, as arXiv 2405.18710 simulates by masking bits; the name ends in t, as in
+    e4m3t. "stochastic" is that of `stochastic_round`, with bits that are a hash of the
+    position and of the whole array, so that a repeated step is the same; the name ends
+    in s.
     """
 
     exponent_bits: int
@@ -76,11 +76,10 @@ class FloatFormat:
 
     @classmethod
     def parse(cls, name: str) -> FloatFormat:
-        """The format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32"; "e4m3" is
-        the one without infinities.
+        """Return the format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32".
 
-        "e4m3t" and the like have the same numbers, and truncate; "e4m3s" and the like
-        round stochastically.
+        "e4m3" has no infinities. "e4m3t" and the like have the same numbers, and
+        truncate; "e4m3s" and the like round stochastically.
 
         Raises:
             ValueError: any other name, or a format that FP32 cannot hold.
@@ -103,8 +102,10 @@ class FloatFormat:
 
     @classmethod
     def of(cls, dtype: Any) -> FloatFormat:
-        """The format of a native dtype. Raises ValueError for one that no constant of
-        this module has.
+        """Return the format of a native dtype.
+
+        Raises:
+            ValueError: no constant of this module has the dtype.
         """
         for known in _NATIVE:
             if known.dtype == jnp.dtype(dtype):
@@ -116,36 +117,38 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """Exponent bias."""
+        """Return the exponent bias."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def max(self) -> float:
-        """Largest finite number."""
+        """Return the largest finite number."""
         if self.infinities:
             return 2.0**self.bias * (2 - self.epsilon)
         return 2.0 ** (self.bias + 1) * (2 - 2 * self.epsilon)
 
     @property
     def min_normal(self) -> float:
-        """Smallest positive normal number."""
+        """Return the smallest positive normal number."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def min_subnormal(self) -> float:
-        """Smallest positive number."""
+        """Return the smallest positive number."""
         return self.min_normal * self.epsilon
 
     @property
     def epsilon(self) -> float:
-        """Distance from 1 to the next number; a rounding to nearest errs by at most
-        half of it, relatively.
+        """Return the distance from 1 to the next number.
+
+        A rounding to nearest has a relative error of at most half of it.
         """
         return 2.0**-self.mantissa_bits
 
     def cast(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """`x` in the native dtype: round to nearest, ties to even, saturating (see the
-        module's rules).
+        """Return `x` in the native dtype: to nearest, ties to even, saturating.
+
+        See the module's rules.
 
         Raises:
             ValueError: the format has no native dtype; `quantise` simulates it.
@@ -162,15 +165,14 @@ class FloatFormat:
         return jnp.where(magnitude == np.inf, x, y).astype(self._native())
 
     def cast_or_nan(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """As `cast`, but infinities become NaN in every format. For FP8: no conversion
-        to FP32 and no comparison.
+        """Return `x` in the native dtype; infinities become NaN. For FP8.
 
-        Compilers move the transposition of an operand to before its cast; masks would
-        be transposed one by one.
+        There is no conversion to FP32 and no comparison. Compilers move the
+        transposition of an operand to before its cast; masks would be transposed one by
+        one.
 
         Raises:
-            ValueError: the format is none of those, of which FP16 and BF16 have all
-                numbers.
+            ValueError: FP16 and BF16 do not hold all numbers of the format.
         """
         if self._native().itemsize > 1:
             raise ValueError(
@@ -183,11 +185,11 @@ class FloatFormat:
         return (lax.clamp(-limit, x, limit) - (x - x)).astype(self._native())
 
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """`x` rounded to the nearest number of the format (ties to even, saturating),
-        as FP32: simulates any format.
+        """Return `x` rounded to the nearest number of the format, as FP32.
 
-        Where the format truncates, it is the nearest number that is not larger in
-        magnitude; where it rounds stochastically, one of the two neighbours.
+        It simulates any format, with ties to even, and saturates. Where the format
+        truncates, it is the nearest number that is not larger in magnitude; where it
+        rounds stochastically, one of the two neighbors.
         """
         x = jnp.asarray(x).astype(jnp.float32)
         return (
@@ -197,7 +199,7 @@ class FloatFormat:
         )
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
-        """`x` rounded to one of its two neighbours in the format, the nearer the
+        """Return `x` rounded to one of its two neighbours in the format, the nearer the
         likelier; saturating.
 
         `bits` holds 16 random bits per element (uint16, shape of `x`): from
@@ -230,32 +232,31 @@ class FloatFormat:
         return self.dtype
 
     def _round_stochastically(self, x: jax.Array, random: jax.Array) -> jax.Array:
-        """Round FP32 `x`: its bits + offset, cut at the format's last place. `random`:
-        integers below 2^16.
+        """Round FP32 `x`: its bits + offset, cut at the format's last place.
 
-        Numbers below the smallest normal one are cut at the place at which that is cut,
-        once it is added to them. On a GPU the optimiser is bound by these operations,
-        not by memory.
+        `random` holds integers below 2^16. Numbers below the smallest normal number are
+        cut at its last place, after it is added to them. On a GPU the optimizer is
+        bound by these operations, not by memory.
         """
         u32, cut = jnp.uint32, 23 - self.mantissa_bits
         random = random.astype(u32)
         as_bits = functools.partial(lax.bitcast_convert_type, new_dtype=u32)
         as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
         bits = as_bits(x)
-        magnitude = whole = bits & _MAGNITUDE
-        # Random bits are centred when fewer than the bits to be cut, else the fraction
+        magnitude = shifted = bits & _MAGNITUDE
+        # Random bits are centered when fewer than the bits to be cut, else the fraction
         # would be biased down.
         offset = (
             random >> (16 - cut)
             if cut <= 16
             else (random << (cut - 16)) + u32(1 << (cut - 17))
         )
-        # else its subnormal numbers are FP32's, whose bits are cut as they are
+        # Otherwise its subnormal numbers are FP32's, whose bits are cut directly.
         if self.bias < FP32.bias:
             least = np.float32(self.min_normal)
             added = jnp.where(magnitude < least.view(np.uint32), least, np.float32(0))
-            whole = as_bits(as_float(magnitude) + added)
-        rounded = (whole + offset) & u32(2**32 - 2**cut)
+            shifted = as_bits(as_float(magnitude) + added)
+        rounded = (shifted + offset) & u32(2**32 - 2**cut)
         if self.bias < FP32.bias:
             rounded = as_bits(as_float(rounded) - added)
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
@@ -264,10 +265,10 @@ class FloatFormat:
         return as_float(rounded | (bits & _SIGN))
 
     def _round(self, x: jax.Array) -> jax.Array:
-        """Round FP32 `x` to nearest, ties to even: significand + offset, cut below the
-        format's last place.
+        """Round FP32 `x` to nearest, ties to even.
 
-        Without the offset, the cut truncates.
+        It is significand + offset, cut below the format's last place. Without the
+        offset, the cut truncates.
         """
         u32 = jnp.uint32
         bits = lax.bitcast_convert_type(x, u32)
@@ -281,7 +282,7 @@ class FloatFormat:
         shift = u32(23 - self.mantissa_bits) + jnp.where(
             exponent < min_exponent, min_exponent - exponent, u32(0)
         )
-        # more than half of the smallest number is lost in any case
+        # A larger shift rounds to zero in any case.
         shift = jnp.minimum(shift, u32(25))
         odd = (significand >> shift) & 1
         offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
@@ -315,13 +316,12 @@ _ALIASES = {
 
 
 def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax.Array:
-    """16 random bits per element (uint16): a hash of (seed, step, leaf, index of the
-    element) and of nothing else.
+    """Return 16 random bits per element (uint16): a hash of (seed, step, leaf, index).
 
-    The same whatever the sharding and the order of evaluation; no key to carry or
-    store. The counters are integers or integer arrays of one element; `leaf` tells the
-    arrays of a tree apart. Inside shard_map, where the index of an element is the local
-    one, let the shard's number take part in `leaf`.
+    They are the same for any sharding and order of evaluation; there is no key to carry
+    or store. The counters are integers or integer arrays of one element; `leaf` tells
+    the arrays of a tree apart. Inside shard_map the index of an element is the local
+    one, so include the shard's number in `leaf`.
 
     Raises:
         ValueError: 2^32 elements or more, which a 32-bit index cannot number.
@@ -330,16 +330,18 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
-    """16 bits per element of FP32 `x` (uint16): a hash of its index and of the bits of
-    all of `x`.
+    """Return 16 bits per element of FP32 `x` (uint16).
+
+    They are a hash of its index and of the bits of the whole array.
     """
     words = lax.bitcast_convert_type(x, jnp.uint32)
     return counter_bits(x.shape, jnp.sum(words, dtype=jnp.uint32), 0, 0)
 
 
 def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
-    """The two uint32 words that `counter_bits` hashes the indices with: `[..., 2]`,
-    `leaf` having the shape `[...]`.
+    """Return the two uint32 words that `counter_bits` hashes the indices with.
+
+    Their shape is `[..., 2]`, that of `leaf` being `[...]`.
     """
     u32 = jnp.uint32
     words = []
@@ -352,14 +354,13 @@ def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
 
 
 def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
-    """See `counter_bits`; words are made for all arrays of a tree at once, which on a
-    GPU is one kernel.
+    """Return `counter_bits` of words made for all arrays of a tree at once.
 
-    Words `[n, 2]` are those of the n parts of an array along its first axis, whose
-    elements are counted by themselves.
+    On a GPU these words are one kernel. Words `[n, 2]` belong to the n parts of an
+    array along its first axis, whose elements are numbered separately.
     """
     if words.ndim == 2:
-        return jax.vmap(lambda own: bits_of_words(shape[1:], own))(words)
+        return jax.vmap(lambda pair: bits_of_words(shape[1:], pair))(words)
     if math.prod(shape) >= 2**32:
         raise ValueError(
             f"counter_bits: {shape} has 2^32 elements or more; split the array"
@@ -378,45 +379,45 @@ def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
 
 
 def _mix(h: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words with full avalanche (the finaliser of
-    MurmurHash3).
+    """Return a bijection of 32-bit words with full avalanche.
+
+    It is the finalizer of MurmurHash3.
     """
     h = _products(h)
     return h ^ (h >> 16)
 
 
 def _products(h: jax.Array) -> jax.Array:
-    """`_mix` before its last line, which leaves the upper 16 bits as they are."""
+    """Return `_mix` without its last line, which leaves the upper 16 bits unchanged."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     return (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
 
 
 def pow2_inverse(x: jax.Array) -> jax.Array:
-    """The inverse of FP32 powers of two in [2^-126, 2^126], exactly.
+    """Return the exact inverse of FP32 powers of two in [2^-126, 2^126].
 
     The exponent field is subtracted: compilers do not repeat a division in every kernel
-    that needs its result, but make it a kernel of its own.
+    that needs its result, but make it a separate kernel.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(np.uint32(2 * 127 << 23) - bits, jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:
-    """The largest power of two that is at most `x` > 0, kept within the scales' range
-    [2^-126, 2^126].
+    """Return the largest power of two at most `x` > 0, within [2^-126, 2^126].
 
     A Python or NumPy number gives a Python float (a static scale), an array gives FP32.
-    Zero gives 2^-126, infinity 2^126, NaN NaN; the sign is ignored. Exact: read off the
-    exponent bits.
+    Zero gives 2^-126, infinity 2^126, NaN NaN; the sign is ignored. It is exact: read
+    off the exponent bits.
     """
     return _pow2(x, up_from=2.0)
 
 
 def pow2_round(x: Any) -> Any:
-    """The power of two nearest to `x` > 0 on a logarithmic scale, kept within [2^-126,
-    2^126]; else as `pow2_floor`.
+    """Return the power of two nearest to `x` > 0 on a logarithmic scale.
 
-    x / pow2_round(x) lies in [sqrt(1/2), sqrt(2)]: errors of either sign cost the same
+    It lies within [2^-126, 2^126]; other arguments are treated as in `pow2_floor`. x /
+    pow2_round(x) lies in [sqrt(1/2), sqrt(2)]: errors of either sign cost the same
     number of octaves. The border sqrt(2) is no binary number, so there are no ties.
     (Nearest in value would put the border at 1.5.)
     """
@@ -424,8 +425,9 @@ def pow2_round(x: Any) -> Any:
 
 
 def _pow2(x: Any, up_from: float) -> Any:
-    """2^floor(log2 x), one octave more where the significand in [1, 2) is at least
-    `up_from` (an FP32 number).
+    """Return 2^floor(log2 x), one octave more for significands of at least `up_from`.
+
+    The significand is in [1, 2); `up_from` is an FP32 number.
     """
     if isinstance(x, (int, float, np.number)):
         return _pow2_number(float(x), up_from)
@@ -444,7 +446,7 @@ def _pow2(x: Any, up_from: float) -> Any:
 
 
 def _pow2_number(x: float, up_from: float) -> float:
-    """The same for a Python number."""
+    """Return `_pow2` of a Python number."""
     if math.isnan(x):
         return x
     if x == 0 or math.isinf(x):

@@ -1,6 +1,4 @@
-"""Where an equation stands in its program: what the compiler and a profile are told of
-it.
-"""
+"""The name scopes and compiler contexts of equations."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import jax
 
 
 def scope_of(eqn: Any) -> tuple[Any, Any]:
-    """Where an equation stands: its named scopes, and its context where that says
-    something to the compiler.
+    """Return an equation's named scopes, and its context.
+
+    The context is None unless it holds metadata for the compiler.
     """
     ctx = eqn.ctx
     return (

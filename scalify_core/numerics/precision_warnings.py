@@ -1,5 +1,6 @@
-"""Who looks on while values are rounded to narrow formats: `explain` and the check
-mode; nobody else, at no cost.
+"""Callbacks that observe casts to narrow formats: `explain` and the check mode.
+
+Without an observer they cost nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy as np
 
 from scalify_core.numerics.source_location import UNKNOWN, Place, name_of, place_of
 
-FLUSHED = 0.01  # share of a tensor's norm: what is reported
-# share of an argument's elements; fewer may be what is left of a zero, as cos(pi / 2)
+FLUSHED = 0.01  # reported share of a tensor's norm
+# Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
 ENTERING = 0.1
 _watcher: ContextVar[Callable[[Any, Any], None] | None] = ContextVar(
     "watcher", default=None
 )
-_warned: dict = {}  # what `warnings` remembers of what it has shown
+_warned: dict = {}  # the registry of warnings that were shown
 _place: ContextVar[tuple[Place, str]] = ContextVar("place", default=(UNKNOWN, ""))
 
 
@@ -32,24 +33,26 @@ class PrecisionWarning(UserWarning):
 
 
 def is_watched() -> bool:
-    """Whether anybody looks on."""
+    """Return whether an observer is active."""
     return _watcher.get() is not None
 
 
-def rounded(before: Any, after: Any) -> Any:
-    """`after`, which `before` has become in a narrower format, or has been clipped to;
-    who watches is shown both.
+def rounded(unrounded: Any, narrowed: Any) -> Any:
+    """Return `narrowed`, after showing both arrays to an observer.
+
+    `narrowed` is `unrounded` in a narrower format, or clipped to one.
     """
     watch = _watcher.get()
     if watch is not None:
-        watch(before, after)
-    return after
+        watch(unrounded, narrowed)
+    return narrowed
 
 
 @contextlib.contextmanager
 def watching(watch: Callable[[Any, Any], None] | None) -> Iterator[None]:
-    """Inside, each rounding to a narrow format is shown to `watch(before, after)`;
-    None: to nobody.
+    """Show each rounding inside the context to `watch(unrounded, narrowed)`.
+
+    None: roundings are not observed.
     """
     token = _watcher.set(watch)
     try:
@@ -59,18 +62,17 @@ def watching(watch: Callable[[Any, Any], None] | None) -> Iterator[None]:
 
 
 @jax.jit
-def losses(before: Any, after: Any) -> jax.Array:
-    """What a rounding loses, FP32 [3]; it can be traced.
+def losses(unrounded: Any, narrowed: Any) -> jax.Array:
+    """Return the losses of a rounding, FP32 [3]; it can be traced.
 
-    It gives the shares of the norm and of the elements other than zero that become
-    zero, and the share of all elements that the format's largest number stands for,
-    though they were larger.
+    They are the shares of the norm and of the nonzero elements that become zero, and
+    the share of finite elements that saturate.
     """
-    x, y = jnp.abs(jnp.asarray(before, jnp.float32)), jnp.asarray(after)
+    x, y = jnp.abs(jnp.asarray(unrounded, jnp.float32)), jnp.asarray(narrowed)
     limit = float(jnp.finfo(y.dtype).max)
     finite = jnp.isfinite(x)
     peak = jnp.max(jnp.where(finite, x, 0), initial=0.0)
-    # squares of small numbers would leave FP32
+    # Squares of small numbers would underflow FP32.
     x_unit = jnp.where(finite, x, 0) / jnp.where(peak > 0, peak, 1)
     flushed = (x > 0) & (y == 0)
     squares = jnp.square(x_unit)
@@ -95,34 +97,34 @@ def lines_lost(
     scales: tuple[Any, Any],
     smallest: float = 0.0,
 ) -> jax.Array:
-    """Of a product of stored operands, the shares of its rows and of its columns that
-    are off by more than 1%.
+    """Return the shares of a product's rows and columns that are off by more than 1%.
 
-    FP32 [2]; off for what the operands lose below the format's smallest normal number,
-    of bits or altogether. A row is what one index along the axes of `lhs` gives that
-    are not contracted, a column one of `rhs`. The norm of an operand does not show it:
-    a row by itself, or the other operand, may make up for how small it is.
+    It is FP32 [2]. The errors are bits or elements of the operands lost below the
+    format's smallest normal number. A row belongs to one index along the axes of `lhs`
+    that are not contracted, a column to one of `rhs`. The norm of an operand does not
+    show these losses: a small row may be the only one that counts, or meet large
+    elements in the other operand.
 
     Args:
-        multiply: the product of FP32 operands, of all their bits.
-        lines: the axes of the result that are of the left operand alone, and those of
-            the right one.
-        lhs: the operand, FP32, in units of what is stored, and the same in its format.
-        rhs: the other operand.
-        scales: of the result because of either operand; they broadcast to it.
+        multiply: the product of FP32 operands, at full precision.
+        lines: the axes of the result that come from the left operand alone, and those
+            from the right one.
+        lhs: the left operand, FP32, in units of its stored copy, and the stored copy.
+        rhs: the right operand, likewise.
+        scales: the scales of the result from either operand; they broadcast to it.
         smallest: lines below this share of the largest do not count.
     """
     least = float(jnp.finfo(lhs[1].dtype).tiny)
-    lhs_kept, rhs_kept = (jnp.asarray(y, jnp.float32) for _, y in (lhs, rhs))
+    lhs_stored, rhs_stored = (jnp.asarray(y, jnp.float32) for _, y in (lhs, rhs))
     lhs_lost, rhs_lost = (
-        jnp.where(jnp.abs(x) < least, x - kept, 0)
-        for (x, _), kept in ((lhs, lhs_kept), (rhs, rhs_kept))
+        jnp.where(jnp.abs(x) < least, x - stored, 0)
+        for (x, _), stored in ((lhs, lhs_stored), (rhs, rhs_stored))
     )
     lost = jnp.abs(
-        multiply(lhs_lost, rhs_kept + rhs_lost) + multiply(lhs_kept, rhs_lost)
+        multiply(lhs_lost, rhs_stored + rhs_lost) + multiply(lhs_stored, rhs_lost)
     )
-    out = jnp.abs(multiply(lhs_kept, rhs_kept))
-    # of the largest: what is 2^126 times as small is nothing beside it in any line
+    out = jnp.abs(multiply(lhs_stored, rhs_stored))
+    # Relative to the largest scale, so that products of scales do not underflow.
     for scale in scales:
         relative = jnp.asarray(scale, jnp.float32) / jnp.max(
             jnp.asarray(scale, jnp.float32), initial=0.0
@@ -131,33 +133,35 @@ def lines_lost(
     enough = smallest * jnp.max(lost + out, initial=0.0)
 
     def off(axes: Sequence[int]) -> jax.Array:
-        # Largest magnitudes: squares of what is 2^60 times as small would leave FP32.
-        wrong, kept = (jnp.max(x, tuple(axes), initial=0.0) for x in (lost, out))
-        return (wrong > FLUSHED * kept) & (jnp.maximum(wrong, kept) >= enough)
+        # The maximum, not the norm, whose squares would underflow FP32.
+        wrong, stored = (jnp.max(x, tuple(axes), initial=0.0) for x in (lost, out))
+        return (wrong > FLUSHED * stored) & (jnp.maximum(wrong, stored) >= enough)
 
-    found = map(off, reversed(lines))
+    off_by_side = map(off, reversed(lines))
     return jnp.stack(
-        [jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in found]
+        [
+            jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0)
+            for x in off_by_side
+        ]
     )
 
 
 @jax.jit
-def beside_lost(before: Any, after: Any) -> jax.Array:
-    """Of an array, the share of its elements that are small beside others, if they are
-    off by more than 1% (FP32).
+def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
+    """Return the share of small elements, if they are off by more than 1% (FP32).
 
-    It is 0 where more are of sizes in between: within 8 octaves below those within 6 of
-    the largest. Then the small ones are a tail. `before`, and the logical value of what
-    it is stored as.
+    Elements are small 14 octaves below the largest. It is 0 where more elements lie 6
+    to 14 octaves below the largest: the small ones are then the tail of a distribution.
+    Arguments are the array, and the logical value of its stored form.
     """
-    x, y = (jnp.asarray(a, jnp.float32) for a in (before, after))
+    x, y = (jnp.asarray(a, jnp.float32) for a in (unrounded, narrowed))
     magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     top = jnp.max(magnitude, initial=0.0)
     small = magnitude < top * 2.0**-14
     between = jnp.sum((magnitude < top * 2.0**-6) & ~small)
     count = jnp.sum(small & (magnitude > 0))
     largest = jnp.max(jnp.where(small, magnitude, 0), initial=0.0)
-    # squares of small numbers would leave FP32
+    # Squares of small numbers would underflow FP32.
     unit = jnp.where(largest > 0, largest, 1)
     off, size = (jnp.sum(jnp.square(jnp.where(small, a / unit, 0))) for a in (x - y, x))
     lost = (count > between) & ~(off <= FLUSHED**2 * size)
@@ -165,12 +169,11 @@ def beside_lost(before: Any, after: Any) -> jax.Array:
 
 
 def entering(name: str, x: Any, data: Any, value: Callable[[], Any]) -> None:
-    """Warns (`PrecisionWarning`) of numbers that are given a format that does not hold
-    them at their scale.
+    """Warn (`PrecisionWarning`) of numbers that a format cannot hold at their scale.
 
-    Of `x`, whose data is `data` and whose value then is `value()`: where more than a
-    tenth of them are zeros, or more than 1% of their norm is beyond the largest.
-    Nothing is said of what is traced. No program can tell later.
+    It warns where more than a tenth of the elements of `x` become zero, or more than 1%
+    of their norm saturates. The data is `data`, and its logical value `value()`. It
+    does not warn about traced arrays. Later code cannot detect these losses.
     """
     if (
         data.dtype.itemsize >= 4
@@ -202,13 +205,13 @@ def _warn_entering(text: str) -> None:
 def _not_held(
     x: jax.Array, data: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The share of elements that are no zeros in `x` and zeros in `data`, and that of
-    the norm which saturates.
+    """Return the share of nonzero elements that become zero, and of the norm that
+    saturates.
     """
     x = jnp.asarray(x, jnp.float32)
     clipped = jnp.isfinite(x) & (jnp.abs(data) == jnp.finfo(data.dtype).max)
     finite = jnp.where(jnp.isfinite(x), x, 0)
-    # no square overflows
+    # In units of the largest, so that no square overflows.
     unit = jnp.maximum(jnp.max(jnp.abs(finite)), jnp.finfo(jnp.float32).tiny)
     rest = jnp.sum(jnp.square(jnp.where(clipped, (x - value) / unit, 0)))
     return jnp.mean((x != 0) & (data == 0)), jnp.sqrt(
@@ -217,8 +220,9 @@ def _not_held(
 
 
 def unreadable(where: str, names: Sequence[str]) -> None:
-    """Warns (`PrecisionWarning`), once, of ScaledArrays that read as NaN because their
-    leaves say no scale.
+    """Warn (`PrecisionWarning`) once of ScaledArrays whose leaves hold no valid scale.
+
+    They read as NaN.
     """
     if not names:
         return
@@ -235,25 +239,28 @@ def unreadable(where: str, names: Sequence[str]) -> None:
     warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 
 
-def unreadable_when_run(where: str, found: Mapping[str, Any]) -> None:
-    """Puts into the program a callback with ScaledArrays, by name, and whether they say
-    no scale; none without any.
+def unreadable_when_run(where: str, is_invalid: Mapping[str, Any]) -> None:
+    """Add a callback that warns of ScaledArrays with an invalid scale.
+
+    `is_invalid` holds a flag for each array, by name; without arrays there is no
+    callback.
     """
-    if not found:
+    if not is_invalid:
         return
-    names = list(found)
+    names = list(is_invalid)
 
     def report(*flags: Any) -> None:
         unreadable(
             where, [name for name, flag in zip(names, flags, strict=True) if flag.any()]
         )
 
-    jax.debug.callback(report, *found.values())
+    jax.debug.callback(report, *is_invalid.values())
 
 
 class Reporter:
-    """The check mode of one scalified function: a `PrecisionWarning` per place and
-    call.
+    """The check mode of one scalified function.
+
+    It gives one `PrecisionWarning` per place and call.
     """
 
     def __init__(self) -> None:
@@ -262,7 +269,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def at(self, eqn: Any) -> Iterator[None]:
-        """Inside, what is rounded belongs to this equation."""
+        """Attribute roundings inside the context to this equation."""
         outer, _ = _place.get()
         token = _place.set((place_of(eqn, outer), name_of(eqn)))
         try:
@@ -271,35 +278,29 @@ class Reporter:
         finally:
             _place.reset(token)
 
-    def _watch(self, before: Any, after: Any) -> None:
-        """Puts into the program a callback with what a rounding loses."""
+    def _watch(self, unrounded: Any, narrowed: Any) -> None:
+        """Add a callback with the losses of a rounding."""
         place, name = _place.get()
-        dtype = str(after.dtype)
+        dtype = str(narrowed.dtype)
         with watching(None):
             jax.debug.callback(
                 lambda lost: self._report(place, name, dtype, lost),
-                losses(before, after),
+                losses(unrounded, narrowed),
             )
 
-    def entered(self, found: Mapping[str, Any]) -> None:
-        """Puts into the program a callback with arguments, by name, and whether they
-        say no scale.
-        """
-        unreadable_when_run("argument", found)
+    def entered(self, is_invalid: Mapping[str, Any]) -> None:
+        """Add a callback with flags of arguments whose scale is invalid, by name."""
+        unreadable_when_run("argument", is_invalid)
 
     def multiplied(self, dtype: str, lost: Any) -> None:
-        """Puts into the program a callback with the lines of a product's result that
-        are lost, see `lines_lost`.
-        """
+        """Add a callback with the lost lines of a product, see `lines_lost`."""
         place, name = _place.get()
         jax.debug.callback(
             lambda lost: self._report_lines(place, name, dtype, lost), lost
         )
 
     def returned(self, dtype: str, lost: Any) -> None:
-        """Puts into the program a callback with the share of a result that is lost, see
-        `beside_lost`.
-        """
+        """Add a callback with the lost share of a result, see `beside_lost`."""
         place, name = _place.get()
 
         def report(lost: Any) -> None:
@@ -339,7 +340,7 @@ class Reporter:
             self._warn(place, name, dtype, [f"{' and '.join(texts)} {why}"])
 
     def _warn(self, place: Place, name: str, dtype: str, texts: Sequence[str]) -> None:
-        """Warns of what is lost, if it has not been reported in this call."""
+        """Warn of losses that have not been reported in this call."""
         key = (place, name, dtype)
         with self._lock:
             if not texts or key in self._reported:
@@ -355,8 +356,9 @@ class Reporter:
         )
 
     def call_is_done(self, results: Sequence[Any]) -> None:
-        """Puts into the program a callback that depends on the results: from then on
-        each place is reported again.
+        """Add a callback that runs after the results, and ends the call.
+
+        From then on each place is reported again.
         """
         leaves = (
             x

@@ -1,11 +1,10 @@
-"""Statistics of many arrays at once: a kernel for each large array, and a few for all
-the rest.
+"""Statistics of many arrays at once, in few kernels.
 
-A large array is reduced in two kernels, of which the second is tiny. Here it is one for
-many arrays: each is brought to `BLOCKS` partial results first, or so many that XLA does
-not cut that in two steps itself, and those of many are the rows of a table that is
-reduced at once. Small arrays, which a model has many of, are rows of such tables as
-they are, those of one shape together.
+A large array is reduced in two kernels, of which the second is tiny. Here many arrays
+share the second. Each is brought to `BLOCKS` partial results first, or to so many that
+XLA does not split that step. The partial results of many arrays are the rows of a table
+that is reduced at once. Small arrays are rows of such tables directly, those of one
+shape together.
 """
 
 from __future__ import annotations
@@ -20,28 +19,29 @@ import numpy as np
 from jax import lax
 
 BLOCKS = 256
-# elements of a block: XLA's row reductions for GPUs are one kernel up to that
+# Elements of a block: up to this length XLA's row reductions for GPUs are one kernel.
 LONGEST = 2**14
 SMALL = 2**14  # elements
 LARGE_ROWS = 64  # rows of a table: XLA gives a kernel some 96 operands
-# these are computed in that kernel: two new moments from four or five operands
+# Small rows are computed in that kernel: two new moments from four or five operands.
 SMALL_ROWS = 32
 
 
 def largest_magnitudes(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
-    """The largest magnitude of each array, FP32 `[number of arrays]`; 0 of an empty
-    one.
+    """Return the largest magnitude of each array, FP32 `[number of arrays]`.
+
+    It is 0 for an empty array.
 
     Args:
-        groups: of arrays of one shape: what a group is computed from is read once for
-            all of it.
+        groups: groups of arrays of one shape; shared operands of a group are read once.
     """
     return _reduced(groups, jnp.abs, lax.max)
 
 
 def largest_of_rows(stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    """The largest magnitude of each row of stacks of one shape [n, ...], FP32 `[n]` of
-    each stack.
+    """Return the largest magnitude of each row, FP32 `[n]` for each stack.
+
+    The stacks have one shape [n, ...].
     """
     zeros, axes = (np.float32(0),) * len(stacks), tuple(range(1, stacks[0].ndim))
     magnitudes = tuple(jnp.abs(x.astype(jnp.float32)) for x in stacks)
@@ -51,23 +51,23 @@ def largest_of_rows(stacks: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def squares_of_rows(stack: jax.Array) -> jax.Array:
-    """The sum of squares of each row of a stack [n, ...], FP32 `[n]`."""
+    """Return the sum of squares of each row of a stack [n, ...], FP32 `[n]`."""
     return jnp.sum(jnp.square(stack.astype(jnp.float32)), tuple(range(1, stack.ndim)))
 
 
 def sums_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
-    """FP32 `[number of arrays]`."""
+    """Return the sum of squares of each array, FP32 `[number of arrays]`."""
     return _reduced([[x] for x in arrays], jnp.square, lax.add)
 
 
 def sums_at_once(
     arrays: Sequence[jax.Array], axes: tuple[int, ...]
 ) -> Sequence[jax.Array]:
-    """The sum of each of some FP32 arrays of one shape over `axes`, in one reduction.
-    For GPUs; not differentiable.
+    """Return the sum over `axes` of each FP32 array, all of one shape, in one
+    reduction.
 
-    XLA makes one kernel of it, and one where it cuts it in two steps; sums one by one
-    are a kernel each at the second.
+    For GPUs; not differentiable. XLA compiles it to one kernel for each of its steps;
+    separate sums are a kernel each at the second step.
     """
     zeros = (np.float32(0),) * len(arrays)
     return lax.reduce(
@@ -80,10 +80,11 @@ def _reduced(
     of_element: Callable[[jax.Array], jax.Array],
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What `combine`, which zeros do not change, makes of `of_element` of each array's
-    elements in FP32.
+    """Reduce `of_element` of each array's elements in FP32 with `combine`.
+
+    Zeros must not change the result of `combine`.
     """
-    # rows of tables by length, each with the number of its array
+    # The rows of tables by length, each with the number of its array.
     large = dict[int, list[tuple[jax.Array, int]]]()
     small = dict[tuple[int, ...], list[tuple[jax.Array, int]]]()
     number = itertools.count()
@@ -113,16 +114,19 @@ def _reduced(
     ]
     if not tables:
         return jnp.zeros(0)
-    found = [
+    results = [
         lax.reduce(jnp.stack([row for row, _ in table]), jnp.float32(0), combine, (1,))
         for table in tables
     ]
-    return jnp.concatenate(found)[np.argsort([n for table in tables for _, n in table])]
+    return jnp.concatenate(results)[
+        np.argsort([n for table in tables for _, n in table])
+    ]
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """The elements in `BLOCKS` rows or as many times 2, 4, ... that each is at most
-    `LONGEST`, the last ones filled up with zeros.
+    """Return the elements in `BLOCKS` rows, or 2, 4, ... times as many.
+
+    Each row has at most `LONGEST` elements; the last rows are filled with zeros.
     """
     blocks = BLOCKS * 2 ** max(math.ceil(math.log2(x.size / (BLOCKS * LONGEST))), 0)
     missing = -x.size % blocks

@@ -1,13 +1,13 @@
 """Arithmetic of scales, while tracing or in the compiled program.
 
-A scale is *static* when it is a Python float: arithmetic on it happens while tracing
-and leaves nothing in the compiled program. Otherwise it is an FP32 array, a scalar or
+A scale is *static* when it is a Python float: its arithmetic happens while tracing and
+leaves no operation in the compiled program. Otherwise it is an FP32 array, a scalar or
 broadcastable to the data. Every scale is a power of two in [2^-126, 2^126].
 
-The smallest is that of zeros, and says nothing about other values. It stays what it is
-whatever it is multiplied by, and what is computed of other scales is larger: so zeros,
-and sums and products of them, are told from small numbers wherever they come from.
-Where a product leaves the range of scales, the remainder is for the data.
+The smallest is the scale of zeros, and says nothing about other values. Its products
+are the smallest scale again, and results of other scales are larger. So zeros, their
+sums and their products are told from small numbers wherever they come from. Where a
+product leaves the range of scales, the remainder goes into the data.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from scalify_core.numerics.storage import as_float32
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
-# A scale below this one is that of zeros. What is computed of other scales is from here
-# on, and so is its inverse.
+# A smaller scale is that of zeros. Results of other scales are at least this number,
+# and at most its inverse.
 OF_ZEROS = 2.0**-125
 _TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
 
 
 @jax.jit
 def checked_scale(scale: jax.Array) -> jax.Array:
-    """Return FP32 run-time scales as they are, but NaN where one is no power of two.
+    """Return FP32 run-time scales, with NaN where one is not a power of two.
 
-    Arithmetic on the leaves of ScaledArrays, outside of scalify, is seen so. Zero is
-    what `jnp.zeros_like` of a state makes of its scales; it counts as that of zeros.
+    That shows arithmetic on the leaves of ScaledArrays outside scalify. Zero, from
+    `jnp.zeros_like` of a state, counts as the scale of zeros.
     """
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     is_power = (bits & np.int32((1 << 23) - 1)) == 0
@@ -51,9 +51,9 @@ def checked_scale(scale: jax.Array) -> jax.Array:
 class Multiple(NamedTuple):
     """A run-time scale times a static power of two, not yet multiplied.
 
-    A chain of such powers, as every product adds one, is so one number, and data that
-    is multiplied by the scale is multiplied by both: it leaves no operation on scalars
-    in the program, which on a GPU would be a kernel each.
+    Every product adds such a power; a chain of them is one number. Data is multiplied
+    by both factors. So no operation on scalars is left in the program, which on a GPU
+    would be a kernel each.
     """
 
     base: Any  # FP32 scalar
@@ -61,12 +61,12 @@ class Multiple(NamedTuple):
 
 
 def is_static(scale: Scale) -> bool:
-    """Whether the scale is known while tracing."""
+    """Return whether the scale is known while tracing."""
     return isinstance(scale, float)
 
 
 def same_scale(a: Scale, b: Scale) -> bool:
-    """Whether two scales are known to be equal."""
+    """Return whether two scales are known to be equal."""
     both = of_one_base(a, b)
     return a is b or (
         both[0] == both[1] if both else is_static(a) and is_static(b) and a == b
@@ -74,14 +74,15 @@ def same_scale(a: Scale, b: Scale) -> bool:
 
 
 def near(scales: Sequence[Scale]) -> bool:
-    """Whether scales are static and so near that what has the smallest loses nothing at
-    the largest.
+    """Return whether scales are static and near each other.
+
+    Data at the smallest scale then loses nothing at the largest.
     """
     return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
 
 
 def as_number(scale: Scale | Multiple) -> Scale:
-    """A scale that is multiplied out, within the range of scales."""
+    """Return a scale multiplied out, within the range of scales."""
     return (
         _multiplied(scale.base, np.float32(scale.by), scale.base)
         if isinstance(scale, Multiple)
@@ -90,8 +91,9 @@ def as_number(scale: Scale | Multiple) -> Scale:
 
 
 def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
-    """`a * b` within the range of scales; where `smaller`, of the two, is that of
-    zeros, it stays that.
+    """Return `a * b` within the range of scales.
+
+    Where `smaller`, one of the two, is the scale of zeros, the result is, too.
     """
     zeros = lax.lt(smaller, np.float32(OF_ZEROS))
     return lax.select(
@@ -100,13 +102,13 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
 
 
 def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
-    """`as_number` of each. Multiples of scalars are multiplied out together: one by
-    one, each is a kernel on a GPU.
+    """Return `as_number` of each scale.
 
-    Of scalars that jit traces, and of one type: those of vmap may be batched or not,
-    arrays be on different devices.
+    Multiples of scalars are multiplied out together: one by one, each is a kernel on a
+    GPU. Only scalars that jit traces, of one type, are combined: those of vmap may be
+    batched or not, and arrays may be on different devices.
     """
-    found = list(scales)
+    results = list(scales)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(scales):
         if (
@@ -127,16 +129,16 @@ def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
         )
         numbers = _multiplied(stacked := jnp.stack(bases), by, stacked)
         for place, i in enumerate(block):
-            found[i] = numbers[place]
-    return [as_number(x) for x in found]
+            results[i] = numbers[place]
+    return [as_number(x) for x in results]
 
 
 def ratio(a: Any, b: Any) -> Any:
-    """`a / b`, to multiply data by; a `Multiple` where `b` is static and `a` a run-time
-    scalar.
+    """Return `a / b`, to multiply data by.
 
-    Static for multiples of one run-time scalar. Else it is at most 2^126, and where it
-    is too small for FP32, so is what data near 1 becomes: 0.
+    It is static for multiples of one run-time scalar, and a `Multiple` where `b` is
+    static and `a` a run-time scalar. Otherwise it is at most 2^126; where it underflows
+    FP32, data near 1 would, too: 0.
     """
     if is_static(b):
         return product(a, 1 / b)
@@ -151,7 +153,7 @@ def ratio(a: Any, b: Any) -> Any:
     )
     if isinstance(a, np.generic):
         return quotient
-    # What has any scale may be infinite: times 0 it would be NaN.
+    # Data at the scale of zeros may be infinite: times 0 it would be NaN.
     zeros = lax.lt(a, np.float32(OF_ZEROS))
     return lax.max(
         quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0))
@@ -159,8 +161,9 @@ def ratio(a: Any, b: Any) -> Any:
 
 
 def product(a: Any, b: Any) -> Any:
-    """`a * b`, within the range of scales where dynamic; a `Multiple` where one is
-    static and one a run-time scalar.
+    """Return `a * b`, within the range of scales where dynamic.
+
+    It is a `Multiple` where one is static and one a run-time scalar.
     """
     if is_static(a) and is_static(b):
         return a * b
@@ -181,8 +184,9 @@ def product(a: Any, b: Any) -> Any:
 
 
 def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
-    """`a * b` as `product`, and the power of two by which that falls short of it, for
-    the data (1 where static).
+    """Return the `product` of `a` and `b`, and the missing power of two for the data.
+
+    The power is 1 where both are static.
     """
     if is_static(a) and is_static(b):
         return a * b, 1.0
@@ -197,9 +201,7 @@ def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
 
 
 def number_and_rest(scale: Any) -> tuple[Scale, Scale]:
-    """As `as_number`, and the power of two by which that falls short of the scale, for
-    the data.
-    """
+    """Return a scale as a number, and the missing power of two for the data."""
     if not isinstance(scale, Multiple):
         return scale, 1.0
     number = as_number(scale)
@@ -217,7 +219,7 @@ def _without_ones(*factors: Any) -> Any:
 
 
 def largest(*scales: Scale) -> Scale:
-    """The largest."""
+    """Return the largest scale."""
     if all(map(is_static, scales)):
         return max(scales)
     if (multiples := of_one_base(*scales)) is not None:
@@ -226,8 +228,10 @@ def largest(*scales: Scale) -> Scale:
 
 
 def between(scales: Sequence[Scale]) -> Scale:
-    """The largest, or where the smallest that is not of zeros is 2^64 below it, the
-    power of two halfway between.
+    """Return the largest scale, or a smaller one where scales are far apart.
+
+    Where the smallest scale, zeros aside, is 2^64 below the largest, it is the power of
+    two halfway between them.
     """
     top = largest(*scales)
     if all(map(is_static, scales)):
@@ -247,19 +251,19 @@ def between(scales: Sequence[Scale]) -> Scale:
 
 
 def smallest(a: Scale, b: Scale) -> Scale:
-    """The smaller."""
+    """Return the smaller scale."""
     return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
 
 
 def unless_of_zeros(scale: Any, other: Any) -> Any:
-    """A dynamic scale, or `other` (a number) where it is that of zeros."""
+    """Return a dynamic scale, or the number `other` where it is that of zeros."""
     return lax.select(
         lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale
     )
 
 
 def rounded(size: float) -> tuple[float, float]:
-    """The scale of data of this expected size, and its rho."""
+    """Return the scale of data of this expected size, and the expected RMS."""
     scale = pow2_round(size)
     return scale, size / scale
 
@@ -270,11 +274,12 @@ def clip_scale(scale: Any) -> Any:
 
 
 def times(x: Any, factor: Scale | Multiple) -> Any:
-    """`x * factor`, exact for a power of two and else rounded in FP32; no operation
-    where the factor is 1.
+    """Return `x * factor`, exact for a power of two and else rounded in FP32.
+
+    A factor of 1 leaves no operation.
     """
     if isinstance(factor, Multiple):
-        # data of a narrow format times more could leave FP32 on the way
+        # The intermediate product could overflow FP32.
         if not 2.0**-60 <= factor.by <= 2.0**60:
             number, rest = number_and_rest(factor)
             return times(times(x, number), rest)
@@ -289,7 +294,7 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
             and math.isfinite(factor)
             and not MIN_SCALE <= abs(factor) <= MAX_SCALE
         ):
-            # too large or small for one FP32 number
+            # The factor is too large or small for one FP32 number.
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE
             return times(times(as_float32(x), step), factor / step)
         in_format = (
@@ -303,8 +308,9 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
 
 
 def broadcast_scale(scale: Any, x: Any) -> Any:
-    """A dynamic scale for data `x`: a scalar, or of the rank of the data; what is of
-    lower rank is of leading axes.
+    """Return a dynamic scale for data `x`: a scalar, or of the rank of the data.
+
+    A scale of lower rank belongs to the leading axes.
     """
     if scale.ndim in (0, x.ndim):
         return scale
@@ -312,8 +318,9 @@ def broadcast_scale(scale: Any, x: Any) -> Any:
 
 
 def of_one_base(*scales: Any) -> tuple[float, ...] | None:
-    """The static parts of scales that are multiples of one run-time scalar; None: they
-    are not.
+    """Return the static parts of scales that are multiples of one run-time scalar.
+
+    None: they are not.
     """
     parts = [
         s if isinstance(s, Multiple) else Multiple(s, 1.0)
@@ -327,7 +334,7 @@ def of_one_base(*scales: Any) -> tuple[float, ...] | None:
 
 
 def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
-    """Both as FP32 arrays of one rank."""
+    """Return both scales as FP32 arrays of one rank."""
     a, b = (np.float32(s) if is_static(s) else as_number(s) for s in (a, b))
     if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
         a, b = jnp.broadcast_arrays(a, b)
@@ -335,8 +342,9 @@ def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def rms_scale(x: Any) -> jax.Array:
-    """The power of two nearest to the RMS of `x`, FP32; 2^-126 where it is zero, 1
-    where it is not finite.
+    """Return the power of two nearest to the RMS of `x`, FP32.
+
+    It is 2^-126 where the RMS is zero, and 1 where it is not finite.
     """
     rms = rms_of(x)
     scale = jnp.where(
@@ -346,8 +354,9 @@ def rms_scale(x: Any) -> jax.Array:
 
 
 def rms_of(x: Any) -> jax.Array:
-    """The RMS of `x`, an FP32 scalar, of numbers of any size; NaN where one is not
-    finite.
+    """Return the RMS of `x`, an FP32 scalar; NaN where an element is not finite.
+
+    The squares of elements may overflow FP32.
     """
     x = jnp.abs(jnp.asarray(x, jnp.float32))
     peak = jnp.minimum(jnp.max(x, initial=0.0), jnp.float32(1 / OF_ZEROS))

@@ -1,9 +1,7 @@
-"""Types inside shard_map: JAX tells apart what varies over an axis of the mesh and what
-does not.
+"""Types inside shard_map: JAX tracks the mesh axes that each array varies over.
 
-The plain program agrees with itself. What propagation adds does not: a scale that is
-measured varies where the one before it did not, and a constant that is known while
-tracing has forgotten that it was to vary.
+The plain program is consistent. Scale propagation may not be: a measured scale varies
+where the scale before did not, and a constant known while tracing has lost its type.
 """
 
 from __future__ import annotations
@@ -16,22 +14,21 @@ from jax import lax
 
 
 def axes_of(x: Any) -> frozenset:
-    """The mesh axes that an array varies over; none outside shard_map, and where that
-    does not check.
+    """Return the mesh axes that an array varies over.
+
+    There are none outside shard_map, nor where shard_map does not check.
     """
     return _axes_of_type(jax.typeof(x))
 
 
 def varying(x: Any, axes: frozenset) -> Any:
-    """`x`, varying over these axes too."""
+    """Return `x`, varying over these axes too."""
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Operands that vary over the axes that those of the equation did when it was
-    traced.
-    """
+    """Return operands that vary over the axes that they varied over when traced."""
     if not any(map(_axes_of_type, (var.aval for var in eqn.invars))):
         return operands
     rest = operands[len(eqn.invars) :]
@@ -50,15 +47,13 @@ def _axes_of_type(aval: Any) -> frozenset:
 
 
 def vary(tree: Any, axes: Sequence[frozenset]) -> Any:
-    """The arrays of a tree, each varying over its axes too."""
+    """Return a tree whose arrays vary over these axes too, array by array."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, list(map(varying, leaves, axes)))
 
 
 def union(*trees: Any) -> list[frozenset]:
-    """The axes that the arrays at one place vary over in any of the trees, place by
-    place.
-    """
+    """Return, for each position, the axes that its array varies over in any tree."""
     leaves = [jax.tree.leaves(tree) for tree in trees]
     return [
         frozenset().union(*map(axes_of, alike)) for alike in zip(*leaves, strict=True)
@@ -66,12 +61,12 @@ def union(*trees: Any) -> list[frozenset]:
 
 
 def any_varies(*trees: Any) -> bool:
-    """Whether any array of the trees varies over an axis."""
+    """Return whether any array of the trees varies over an axis."""
     return any(map(axes_of, jax.tree.leaves(trees)))
 
 
 def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]:
-    """Branches of which each result varies over the same axes."""
+    """Return branches whose results vary over the same axes."""
     outs = (
         [jax.eval_shape(branch, *operands) for branch in branches] if _manual() else []
     )
@@ -82,20 +77,19 @@ def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]
 
 
 def agreeing_carry(step: Callable, carry: Any) -> tuple[Callable, Any]:
-    """The step of a loop, and its carry, of which each part varies over the same axes
-    before and after.
+    """Return a function that types the next carry of a loop, and the initial carry.
 
-    `step(carry)` gives the next carry.
+    Each part then varies over the same axes before and after `step(carry)`.
     """
     if not _manual():
         return lambda new: new, carry
-    axes, found = None, union(carry)
-    while found != axes:
-        axes, carry = found, vary(carry, found)
-        found = union(carry, jax.eval_shape(step, carry))
-    return lambda new: vary(new, found), carry
+    axes, grown_axes = None, union(carry)
+    while grown_axes != axes:
+        axes, carry = grown_axes, vary(carry, grown_axes)
+        grown_axes = union(carry, jax.eval_shape(step, carry))
+    return lambda new: vary(new, grown_axes), carry
 
 
 def _manual() -> bool:
-    """Whether this is traced inside shard_map."""
+    """Return whether the current trace is inside shard_map."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,4 +1,4 @@
-"""Where in a user's program an equation comes from."""
+"""The lines of a user's program that equations come from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _JAX_AND_THIS = tuple(
     os.path.dirname(path) + os.sep
     for path in (str(jax.__file__), os.path.dirname(__file__))  # and scalify_core
 )
-# Flax and Optax are installed beside JAX: a line of theirs is not one that the user can
-# change.
+# Flax and Optax are installed beside JAX: the user cannot change their lines.
 _INSTALLED = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")
 )
@@ -51,7 +50,7 @@ class Place:
 
     @property
     def line_alone(self) -> Place:
-        """The line, without what tells its equations apart."""
+        """Return the line, without the fields that tell its equations apart."""
         return dataclasses.replace(self, library="", backward=False)
 
 
@@ -59,10 +58,10 @@ UNKNOWN = Place()
 
 
 def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
-    """The innermost line of the user's code that makes an equation.
+    """Return the innermost line of the user's code that makes an equation.
 
-    JAX traces a function that it has jitted (`jax.nn.silu`) once for all who call it,
-    so its equations know no line of a user: they get `outer`, the place of the equation
+    JAX traces a function that it has jitted (`jax.nn.silu`) once for all callers, so
+    its equations know no line of a user. They get `outer`, the place of the equation
     that calls them.
     """
     backward = (
@@ -73,17 +72,23 @@ def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     frames = [frame for frame in frames if not _is_of(frame.file_name, _JAX_AND_THIS)]
-    own = next(
+    user_frame = next(
         (frame for frame in frames if not _is_of(frame.file_name, _INSTALLED)), None
     )
-    if own is None:
+    if user_frame is None:
         return dataclasses.replace(outer, backward=backward)
-    library = "" if frames[0] is own else frames[0].function_name
-    return Place(own.file_name, own.line_num, own.function_name, library, backward)
+    library = "" if frames[0] is user_frame else frames[0].function_name
+    return Place(
+        user_frame.file_name,
+        user_frame.line_num,
+        user_frame.function_name,
+        library,
+        backward,
+    )
 
 
 def name_of(eqn: Any) -> str:
-    """The name of an equation's primitive, or of the composite that it calls."""
+    """Return the name of an equation's primitive, or of the composite that it calls."""
     return (
         eqn.params["call"].name
         if eqn.primitive.name == "scalify_composite"

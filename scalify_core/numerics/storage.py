@@ -17,8 +17,9 @@ _F32 = np.dtype(np.float32)
 
 
 def materialise(x: Any) -> Any:
-    """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array
-    of constants.
+    """Return a plain operand for `bind`.
+
+    A uniform constant becomes a broadcast, not an array of constants.
     """
     if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
         return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
@@ -26,17 +27,15 @@ def materialise(x: Any) -> Any:
 
 
 def as_float32(x: Any) -> Any:
-    """`x` in FP32 (no operation where it is)."""
+    """Return `x` in FP32 (no operation if it already is)."""
     x = materialise(x)
     return x if getattr(x, "dtype", None) == _F32 else lax.convert_element_type(x, _F32)
 
 
 def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
-    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite
-    stays not finite.
+    """Return `x` in `dtype`, saturating; infinities and NaN stay not finite.
 
-    `meant`: that numbers saturate is intended, as of a mask's -1e9, and nothing to
-    report.
+    `meant`: saturation is intended, as of a mask's -1e9, and not reported.
     """
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
@@ -48,7 +47,7 @@ def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
 
 
 def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
-    """`x` in an 8-bit format, see `FloatFormat.cast_or_nan`."""
+    """Return `x` in an 8-bit format, see `FloatFormat.cast_or_nan`."""
     return precision_warnings.rounded(x, fmt.cast_or_nan(x))
 
 

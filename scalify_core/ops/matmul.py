@@ -42,7 +42,7 @@ from scalify_core.numerics.formats import (
 )
 from scalify_core.ops.composite import composite
 
-# of rows, columns and contracted elements: what cuBLASLt's FP8 kernels ask for
+# cuBLASLt's FP8 kernels need rows, columns and contracted sizes that it divides.
 MULTIPLE = 16
 
 Scale = float | Literal["rms", "amax"]
@@ -51,13 +51,12 @@ DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
 
 class Scaling(NamedTuple):
-    """What each tensor is divided by before its cast to FP8, in plain programs; the
-    product is multiplied by it.
+    """The divisors of tensors before their cast to FP8, in plain programs.
 
-    A number, better a power of two, is a constant of the program. "rms": the power of
-    two nearest to the root mean square. "amax": the one that puts the largest magnitude
-    into [128, 256) for E4M3, [16384, 32768) for E5M2. Under `scalify` the propagated
-    scales take the place of all three.
+    The product is multiplied by them. A number, better a power of two, is a constant of
+    the program. "rms" is the power of two nearest to the root mean square. "amax" is
+    the power that puts the largest magnitude into [128, 256) for E4M3, [16384, 32768)
+    for E5M2. Under `scalify` the propagated scales replace all three.
     """
 
     lhs: Scale = 1.0
@@ -133,11 +132,11 @@ class Fp8DotGeneral:
         self.skipped: set[tuple[int, int, int]] = set()
 
     def __repr__(self) -> str:
-        kept = (
+        options = (
             f"keep_rhs={self.keep_rhs}, rhs_gradient={self.rhs_gradient},"
             f" gradient={self.gradient}"
         )
-        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, {kept})"
+        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, {options})"
 
     def __call__(
         self,
@@ -149,7 +148,8 @@ class Fp8DotGeneral:
         *,
         out_sharding: None = None,
     ) -> jax.Array:
-        """The product of `lhs` and `rhs`, with the dimensions of `jax.lax.dot_general`.
+        """Return the product of `lhs` and `rhs`, with the dimensions of
+        `jax.lax.dot_general`.
 
         Args:
             lhs: float array.
@@ -215,7 +215,7 @@ fp8_dot_general = Fp8DotGeneral()
 
 
 def normalised(dimension_numbers: Any) -> DimensionNumbers:
-    """Hashable dimension numbers: tuples all the way down."""
+    """Return hashable dimension numbers: tuples at every level."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     return (tuple(lhs_contract), tuple(rhs_contract)), (
         tuple(lhs_batch),
@@ -226,8 +226,9 @@ def normalised(dimension_numbers: Any) -> DimensionNumbers:
 def matrix_sizes(
     lhs: Sequence[int], rhs: Sequence[int], dims: DimensionNumbers
 ) -> tuple[int, int, int]:
-    """(rows, columns, contracted elements) of each matrix of a product of these shapes;
-    batch axes do not count.
+    """Return (rows, columns, contracted elements) of each matrix of a product.
+
+    Batch axes do not count.
     """
     (lhs_contract, _), (lhs_batch, rhs_batch) = dims
     contracted = math.prod(lhs[axis] for axis in lhs_contract)
@@ -237,7 +238,7 @@ def matrix_sizes(
 
 
 def _rest(rank: int, *taken: Axes) -> Axes:
-    """The axes that are in none of `taken`, in order."""
+    """Return the axes that are in none of `taken`, in order."""
     return tuple(axis for axis in range(rank) if axis not in sum(taken, ()))
 
 
@@ -269,8 +270,9 @@ def _fp8_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
 def _forward(
     lhs: jax.Array, rhs: jax.Array, *, product: Product
 ) -> tuple[jax.Array, tuple]:
-    """The product, and as residuals the FP8 operands and those of their scales that are
-    not constants.
+    """Return the product and the residuals.
+
+    They are the FP8 operands, and those of their scales that are not constants.
     """
     lhs8, lhs_scale = _cast(lhs, E4M3, product.scaling.lhs)
     rhs8, rhs_scale = _cast(rhs, E4M3, product.scaling.rhs)
@@ -284,7 +286,7 @@ def _forward(
 def _backward(
     residuals: tuple, gradient: jax.Array, *, product: Product
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of lhs and rhs, in their dtypes."""
+    """Return the gradients of lhs and rhs, in their dtypes."""
     dims, dtypes, scaling = product.dims, product.dtypes, product.scaling
     lhs8, rhs8, *traced = residuals
     scales: list[Any] = [
@@ -308,8 +310,9 @@ def lhs_gradient(
     dtype: Any,
     alpha: float = 1.0,
 ) -> jax.Array:
-    """The gradient of lhs, in its axes: the FP8 product of the output's gradient and
-    rhs, times `alpha`.
+    """Return the gradient of lhs, in its axes.
+
+    It is the FP8 product of the output's gradient and rhs, times `alpha`.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     rhs_kept = _rest(rhs8.ndim, rhs_contract, rhs_batch)
@@ -342,8 +345,9 @@ def rhs_gradient(
     dtype: Any,
     alpha: float = 1.0,
 ) -> jax.Array:
-    """The gradient of rhs, in its axes: the FP8 product of lhs and the output's
-    gradient, times `alpha`.
+    """Return the gradient of rhs, in its axes.
+
+    It is the FP8 product of lhs and the output's gradient, times `alpha`.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch)
@@ -373,20 +377,21 @@ def _range(start: int, stop: int) -> Axes:
 
 
 def _moved(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x`, its axis i moved to be axis `axes[i]`."""
+    """Return `x` with its axis i moved to `axes[i]`."""
     return lax.transpose(x, [axes.index(i) for i in range(len(axes))])
 
 
 def _contracted_last(x: jax.Array, contracted: Axes, batch: Axes) -> jax.Array:
-    """`x` with its axes in the order batch, kept, contracted."""
+    """Return `x` with its axes in the order batch, kept, contracted."""
     return lax.transpose(x, (*batch, *_rest(x.ndim, contracted, batch), *contracted))
 
 
 def _cast(
     x: jax.Array, fmt: FloatFormat, scale: Scale
 ) -> tuple[jax.Array, float | jax.Array]:
-    """`x / scale` in FP8, and the scale: a float when it is a constant, else an FP32
-    scalar.
+    """Return `x / scale` in FP8, and the scale.
+
+    The scale is a float when it is a constant, else an FP32 scalar.
     """
     x = x.astype(jnp.float32)
     if scale == "rms":
@@ -404,7 +409,7 @@ def _cast(
 
 
 def _scaled(dot: Callable, dtype: str, *scales: float | jax.Array) -> jax.Array:
-    """`dot(dtype, alpha)` times the scales."""
+    """Return `dot(dtype, alpha)` times the scales."""
     if all(isinstance(scale, float) for scale in scales):
         return dot(dtype, math.prod(scales))
     # The unscaled product can leave the range of FP16, where the scaled one does not.
@@ -421,16 +426,16 @@ def dot_fp8(
     *,
     fast: bool,
 ) -> jax.Array:
-    """The product of two FP8 arrays times a constant, accumulated in FP32, rounded to
-    `dtype`.
+    """Return the product of two FP8 arrays times a constant, accumulated in FP32.
 
-    On CUDA it is cuBLASLt's, where `fast` keeps some 14 bits in the accumulator: good
-    enough for the forward pass. The constant is the GEMM's own
-    (`lowering.scales_in_products`), or multiplies its result before that is rounded to
-    FP16; in no case is an FP16 result stored that still lacks it, which would overflow
-    early. The choice is made by the platform that the program is lowered for, so a
-    CPU-only machine compiles for a GPU. Not differentiable: the derivative would not be
-    FP8.
+    It is rounded to `dtype`. On CUDA it is cuBLASLt's, where `fast` keeps some 14 bits
+    in the accumulator: enough for the forward pass. The constant is the GEMM's own
+    (`compiler_hints.scales_in_products`), or multiplies its result before the rounding
+    to FP16. An FP16 result is never stored without the constant, where it would
+    overflow.
+
+    The platform of lowering decides, so a CPU-only machine compiles for a GPU. The
+    function is not differentiable: the derivative would not be FP8.
     """
     dtype = jnp.dtype(dtype)
     preset = lax.DotAlgorithmPreset

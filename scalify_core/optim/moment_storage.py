@@ -250,7 +250,7 @@ def recompute_barrier(tree: Any, scales: Any) -> tuple[Any, Any]:
     scales in the tree are not held: each part of an array would become an array.
     """
     flat, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
-    data, scales = compiler_hints.held(
+    data, scales = compiler_hints.barrier(
         "computed_again", ([x.data if is_scaled_array(x) else x for x in flat], scales)
     )
     barred = [
@@ -402,7 +402,9 @@ def narrow_arrays(
     if large:
         inverse |= zip(
             large,
-            compiler_hints.apart(jnp.stack([inverse[leaf] for leaf in large])),
+            compiler_hints.separate_buffers(
+                jnp.stack([inverse[leaf] for leaf in large])
+            ),
             strict=True,
         )
 

@@ -133,7 +133,7 @@ def scaled_state(
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = flatten(tx.init(wide(params)), stored)
             # The compiler would fold statistics of constants, for minutes.
-            one = compiler_hints.held("not_folded", jnp.float32(1))
+            one = compiler_hints.barrier("not_folded", jnp.float32(1))
             new = [
                 x if plan.how is None else x * one.astype(x.dtype)
                 for x, plan in zip(new, plans, strict=True)
@@ -220,7 +220,7 @@ def scaled_state(
         def keep(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
-            data = compiler_hints.held("rows", x.data) if x.scale.ndim else x.data
+            data = compiler_hints.barrier("rows", x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
         array_numbers = None if numbers is None else jax.tree.leaves(numbers)
@@ -360,7 +360,7 @@ def _with_separate_scales(arrays: list[Any]) -> list[Any]:
     ]
     large = [i for i in large if not arrays[i].is_static]
     scales = (
-        compiler_hints.apart(jnp.stack([arrays[i].scale for i in large]))
+        compiler_hints.separate_buffers(jnp.stack([arrays[i].scale for i in large]))
         if large
         else ()
     )

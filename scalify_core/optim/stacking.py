@@ -190,7 +190,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
 def _one_array(parts: Sequence[jax.Array]) -> jax.Array:
     # Without the barrier a kernel would write where it reads the parts, and the parts
     # would be copied first.
-    return compiler_hints.held("rows", jnp.stack(parts))
+    return compiler_hints.barrier("rows", jnp.stack(parts))
 
 
 def _rows(stack: Any, like: Sequence[Any]) -> list[Any]:

@@ -193,7 +193,7 @@ def apply_with_compensation(
         if accept is not None:
             total = jnp.where(
                 accept,
-                compiler_hints.held("rows", total) if np.ndim(number) else total,
+                compiler_hints.barrier("rows", total) if np.ndim(number) else total,
                 data,
             )
             scale = scale if is_static else jnp.where(accept, scale, old_scale)
@@ -234,7 +234,7 @@ def apply_with_compensation(
             # One parameter after the other: equal code for many would be merged into
             # kernels that spill to memory. What is held is small: the compiler would
             # read an array that is also held twice.
-            new[previous], words[i] = compiler_hints.held(
+            new[previous], words[i] = compiler_hints.barrier(
                 "in_turn", (new[previous], words[i])
             )
         new.append(add(p, update, number, words[i], rest))
@@ -309,7 +309,7 @@ def words_of(
     apart = [i for i in alone if large[i]]
     rest = [i for i in alone if not large[i]]
     table = counter_words(seed, step, _integers(numbers, apart))
-    for i, pair in zip(apart, compiler_hints.apart(table), strict=True):
+    for i, pair in zip(apart, compiler_hints.separate_buffers(table), strict=True):
         words[i] = pair
     for block in itertools.batched(rest, WORDS):
         table = counter_words(seed, step, _integers(numbers, block))

@@ -42,7 +42,7 @@ class Kernels(StrEnum):
 
 def takes_scales(policy: Policy) -> bool:
     """Return whether the precision has FP8 products with constant scales
-    (`lowering.scales_in_products`).
+    (`compiler_hints.scales_in_products`).
     """
     return policy.scaled and policy.forward is not None
 

@@ -179,7 +179,7 @@ def make_train_step(
         )
         grads = stacks.stack(update.store_gradients(trained(grads)))
         # Held, or XLA computes every gradient once more for its square.
-        squares = compiler_hints.held(
+        squares = compiler_hints.barrier(
             "squares_once",
             stacks.each(weights.wide(grads), reductions.squares, squares_of_rows),
         )

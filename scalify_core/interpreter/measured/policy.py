@@ -352,7 +352,7 @@ def _lines_lost(
 
 def _in_units_of(x: Any, copy: ScaledArray) -> Any:
     """Return a logical value, FP32, divided by the scale of its stored copy."""
-    (data,) = compiler_hints.once(storage.as_float32(wide(x)))
+    (data,) = compiler_hints.materialize_once(storage.as_float32(wide(x)))
     scale = jnp.asarray(copy.scale, jnp.float32)
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 

@@ -168,7 +168,7 @@ def _beside(
     (beside 1e-8), they become -inf. All other constants count as numbers: the scale is
     that of the largest.
     """
-    (x,) = compiler_hints.once(x)
+    (x,) = compiler_hints.materialize_once(x)
     fmt, top, known = (
         FloatFormat.of(dtype),
         amax.top_of(dtype),
@@ -225,7 +225,7 @@ def _measured_masked(
     The scale is larger where masks would saturate below `_MASK`, as long as the rest
     stays 4 octaves above the smallest normal number.
     """
-    (x,) = compiler_hints.once(x)
+    (x,) = compiler_hints.materialize_once(x)
     top, fmt = amax.top_of(dtype), FloatFormat.of(dtype)
     is_mask = lax.bitwise_and(
         lax.le(x, np.float32(mask_constants.LOWEST)), lax.gt(x, np.float32(-np.inf))

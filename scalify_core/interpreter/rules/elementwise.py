@@ -66,7 +66,7 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
             dtype,
             rms_correction=correction,
         )
-    scale, correction, *changes = compiler_hints.together(
+    scale, correction, *changes = compiler_hints.in_one_kernel(
         scale, correction, *(sc.ratio(x.multiple, scale) for x in sources)
     )
     data = [

@@ -15,7 +15,7 @@ from scalify_core.ops.composite import composite
 
 
 def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `table[ids]`.
+    """Return the rows `table[ids]`.
 
     Args:
         table: [V, D], any float dtype.
@@ -24,8 +24,8 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     Returns:
         [..., D] in the dtype of the table. The gradient of the table adds up in FP32,
-        always in the same order (scatter-add with atomic operations, what a GPU does by
-        default, gives other bits on every run).
+        always in the same order. (By default a GPU's scatter-add is atomic, and not
+        deterministic.)
     """
     return _embedding(table, ids)
 
@@ -51,8 +51,10 @@ def _embedding_bwd(residuals: tuple, gradient: jax.Array) -> tuple:
 
 
 def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
-    """Sort the ids, add up each run of equal ids by a segmented scan, write each sum
-    once: no atomics.
+    """Return the gradient of the table without atomics.
+
+    Ids are sorted, a segmented scan adds up each run of equal ids, and each sum is
+    written once.
     """
     table, ids = residuals
     width, count = table.shape[-1], math.prod(ids.shape)
@@ -73,7 +75,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     )
     # Not before the sums are there: zeros would be among the first things that are
     # made, and held all the while.
-    zero, sums = compiler_hints.held("late_zeros", (jnp.float32(0), sums))
+    zero, sums = compiler_hints.barrier("late_zeros", (jnp.float32(0), sums))
     zeros = jnp.full(table.shape, zero)
     return (
         zeros.at[target]

@@ -24,19 +24,19 @@ _LOWEST = -1e30
 
 
 def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`."""
+    """Return `exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`."""
     return _softmax(x, axis=axis)
 
 
 def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`x - log(sum(exp(x)))` along `axis`, in the dtype of `x`."""
+    """Return `x - log(sum(exp(x)))` along `axis`, in the dtype of `x`."""
     return _log_softmax(x, axis=axis)
 
 
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, vocab_size: int | None = None
 ) -> jax.Array:
-    """Mean over the tokens of `-log softmax(logits)[target]`, in nats.
+    """Return the mean over the tokens of `-log softmax(logits)[target]`, in nats.
 
     Args:
         logits: [N, V], any float dtype.
@@ -63,12 +63,12 @@ def linear_cross_entropy(
     masked: bool = False,
     narrow_logits: bool = False,
 ) -> jax.Array:
-    """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole
+    """Return `cross_entropy(x @ head.T, targets)` without the logits of the whole
     batch.
 
     The tokens are taken in chunks. When differentiated, the gradients are made in the
-    same pass over the chunks (three matrix products, no logits kept or computed twice)
-    and only multiplied by the incoming gradient later.
+    same pass over the chunks (three matrix products; no logits are kept or computed
+    twice), and multiplied by the incoming gradient later.
 
     Args:
         x: [N, D]; its dtype is the one the matrix products read.
@@ -76,13 +76,13 @@ def linear_cross_entropy(
         targets: [N], integers in [0, vocab_size).
         vocab_size: columns from here on are padding and take no part; V if None.
         masked: whether targets may be negative: such a token has no loss and no
-            gradient, the mean is still over N.
-        chunk: most tokens in a chunk; if None, as many as keep the chunk's logits
-            within 64 MiB, on a GPU 256.
+            gradient; the mean is still over N.
+        chunk: the largest number of tokens in a chunk; if None, as many as keep the
+            chunk's logits within 64 MiB, on a GPU 256.
         narrow_logits: whether the product writes the logits in the dtype of `x`, under
-            `scalify` in that of its data: half the memory traffic, and a rounding of
-            each by 2^-12 of its size in FP16. Beyond the largest number they are that.
-            All that is computed of them is FP32.
+            `scalify` in that of its data. It halves the memory traffic, and rounds each
+            logit by 2^-12 of its size in FP16, saturating. All later arithmetic is
+            FP32.
 
     Returns:
         FP32 scalar, mean nats.
@@ -169,7 +169,7 @@ def _linear_cross_entropy(
     ) -> tuple[jax.Array, None]:
         logits = _logits(x_CxD, head, vocab_size, logit_scale, narrow)
         return (
-            total + jnp.sum(_kept(_nats(logits, targets_C)[0], targets_C, masked)),
+            total + jnp.sum(_unmasked(_nats(logits, targets_C)[0], targets_C, masked)),
             None,
         )
 
@@ -187,8 +187,9 @@ def _linear_cross_entropy_fwd(
     narrow: bool,
     logit_scale: float,
 ) -> tuple:
-    """The loss, and as residuals its gradients times N / logit_scale: sizes that do not
-    depend on the batch (FP16).
+    """Return the loss, and as residuals its gradients times N / logit_scale.
+
+    Their sizes do not depend on the batch, which suits FP16.
     """
     step = _gradient_step(
         head.astype(x.dtype), vocab_size, logit_scale, _nats, masked, narrow
@@ -210,15 +211,16 @@ def _linear_cross_entropy_fwd_cuda(
     narrow: bool,
     logit_scale: float,
 ) -> tuple:
-    """The same in larger chunks, of which two passes read the logits: one for all sums,
-    one for the error.
+    """Return the same in larger chunks, whose logits are read in two passes.
+
+    One pass makes all sums, one the error.
     """
     step = _gradient_step(
         head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked, narrow
     )
     # A constant would be there from the beginning, and be taken for other zeros of this
     # size to the end.
-    zero, x = compiler_hints.held("late_zeros", (jnp.float32(0), x))
+    zero, x = compiler_hints.barrier("late_zeros", (jnp.float32(0), x))
     start = (jnp.float32(0), jnp.full(head.shape, zero))
     chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, x, head, narrow)
     (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled=1)
@@ -233,8 +235,9 @@ def _gradient_step(
     masked: bool,
     narrow: bool,
 ) -> Callable:
-    """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that
-    of the chunk's tokens.
+    """Add up the loss and the head's gradient, and return that of the chunk's tokens.
+
+    It is a step for `_over_chunks`.
     """
     # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this
     # power of two brings it to 1.
@@ -244,24 +247,26 @@ def _gradient_step(
         total, dhead = carry
         logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale, narrow)
         loss, log_norm = nats(logits, targets_C)
-        error = _kept(_error(logits, log_norm, targets_C), targets_C[:, None], masked)
+        error = _unmasked(
+            _error(logits, log_norm, targets_C), targets_C[:, None], masked
+        )
         error = (error * lift).astype(x_CxD.dtype)
         dx = _dot(error, head_VxD, ((1,), (0,))) / lift
         dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
-        return (total + jnp.sum(_kept(loss, targets_C, masked)), dhead), dx.astype(
+        return (total + jnp.sum(_unmasked(loss, targets_C, masked)), dhead), dx.astype(
             x_CxD.dtype
         )
 
     return step
 
 
-def _kept(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
-    """`x`, or zero where a target is negative; without `masked` none is."""
+def _unmasked(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
+    """Return `x`, or zero where a target is negative if `masked`."""
     return jnp.where(targets >= 0, x, 0) if masked else x
 
 
 def _tokens_within(size: int, x: jax.Array, head: jax.Array, narrow: bool) -> int:
-    """How many tokens' logits are within so many bytes."""
+    """Return the number of tokens whose logits fit into so many bytes."""
     return max(1, size // ((x.dtype.itemsize if narrow else 4) * head.shape[0]))
 
 
@@ -293,11 +298,11 @@ def _over_chunks(
     chunk: int,
     max_unrolled: int = _MAX_UNROLLED,
 ) -> tuple[Any, Any]:
-    """Fold `step(carry, x_CxD, targets_C) -> (carry, y_CxD or None)` over chunks of at
-    most `chunk` tokens.
+    """Fold `step` over chunks of at most `chunk` tokens.
 
-    A chunk takes every n-th token, so that tokens that are sharded in contiguous blocks
-    are in every chunk evenly.
+    `step(carry, x_CxD, targets_C)` returns `(carry, y_CxD or None)`. A chunk takes
+    every n-th token, so tokens that are sharded in contiguous blocks are in every chunk
+    evenly.
     """
     count = -(-x.shape[0] // chunk)
     # Rather some more chunks than a small one that is left over.
@@ -328,7 +333,7 @@ def _over_chunks(
 def _logits(
     x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float, narrow: bool
 ) -> jax.Array:
-    """FP32; with `narrow` the product has rounded them to the dtype of `x`."""
+    """Return FP32 logits; with `narrow` they were rounded to the dtype of `x`."""
     logits = _dot(x_CxD, head_VxD, ((1,), (1,)), x_CxD.dtype if narrow else jnp.float32)
     if logits.dtype != jnp.float32:
         top = float(jnp.finfo(logits.dtype).max)
@@ -350,7 +355,7 @@ def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _nats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """FP32 (-log softmax(logits)[target], log of the normaliser), both [N]."""
+    """Return FP32 (-log softmax(logits)[target], log of the normalizer), both [N]."""
     log_norm = jax.nn.logsumexp(logits, axis=-1)
     return (
         log_norm - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0],
@@ -361,8 +366,10 @@ def _nats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _nats_in_one_pass(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_nats`: largest logit, sum of the exponentials relative to it and the
-    target's logit, in one reduction.
+    """Return the results of `_nats`, from one reduction.
+
+    It finds the largest logit, the sum of exponentials relative to it, and the target's
+    logit.
     """
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     target = jnp.where(column == targets[:, None], logits, 0)
@@ -385,8 +392,9 @@ def _nats_in_one_pass(
 
 
 def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Array:
-    """`softmax(logits) - onehot(targets)`, [N, V] FP32: the gradient of the sum of the
-    losses.
+    """Return `softmax(logits) - onehot(targets)`, [N, V] FP32.
+
+    It is the gradient of the sum of the losses.
     """
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     probability = jnp.exp(logits - log_norm[:, None])

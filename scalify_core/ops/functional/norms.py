@@ -21,7 +21,7 @@ from scalify_core.ops.composite import composite
 def layer_norm(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float = 1e-5
 ) -> jax.Array:
-    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis.
+    """Return `(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis.
 
     Args:
         x: [..., D], any float dtype; the arithmetic is FP32.
@@ -40,8 +40,8 @@ def layer_norm(
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis; arguments and result as
-    in `layer_norm`.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last axis; arguments and
+    result as in `layer_norm`.
 
     References:
         Zhang and Sennrich, Root Mean Square Layer Normalization, 2019
@@ -71,19 +71,19 @@ def _layer_norm_fwd(
 def _layer_norm_fwd_cuda(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float
 ) -> tuple:
-    """The same with both statistics stored, by a kernel each: who else reads a row
-    needs no reduction of it.
+    """Return the same with both statistics stored, by a kernel each.
 
-    Left to the compiler, the mean is computed again in each kernel, which then is one
-    for norms (Triton): such a kernel writes one array only, the products that the
-    gain's gradient is the sum of in FP32, and no transposed ones. What follows the
-    reductions are functions of one operand, which their kernels take in: all factors
-    stand before. So the mean is kept times `_width`, as a sum with a power of two: that
-    of equal elements of 16 bits is exact.
+    Other readers of a row then need no reduction of it. Left to the compiler, the mean
+    is computed again in each kernel, which then is a kernel for norms (Triton). Such a
+    kernel writes one array only, in FP32 the products that are summed to the gain's
+    gradient, and no transposed ones. The operations after the reductions have one
+    operand, so the reductions' kernels include them: all factors are applied before. So
+    the mean is kept times `_width`, as a sum with a power of two: for equal elements of
+    16 bits it is exact.
     """
     size = x.shape[-1]
     width, x32 = _width(size), x.astype(jnp.float32)
-    mean = compiler_hints.held(
+    mean = compiler_hints.barrier(
         "norm_statistics",
         jnp.sum(x32 * np.float32(width / size), axis=-1, keepdims=True),
     )
@@ -92,14 +92,14 @@ def _layer_norm_fwd_cuda(
     spread = (
         jnp.square(x32 * np.float32(width) - mean) + np.float32(eps)
     ) * np.float32(1 / size)
-    rstd = compiler_hints.held(
+    rstd = compiler_hints.barrier(
         "norm_statistics", jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True))
     )
     return _affine(x, mean, rstd, weight, bias, width), (x, mean, rstd, weight, bias)
 
 
 def _width(size: int) -> float:
-    """The size of a row over the next power of two."""
+    """Return the size of a row over the next power of two."""
     return size / 2.0 ** (size - 1).bit_length()
 
 
@@ -127,8 +127,9 @@ def _layer_norm_bwd(
     width: float = 1.0,
     sums: Callable[..., Any] = _sums,
 ) -> tuple:
-    """`width`: what the mean was multiplied by, and the reciprocal standard deviation
-    divided by.
+    """Return the gradients of the arguments.
+
+    `width`: the mean was multiplied by it, the reciprocal standard deviation divided.
     """
     del eps
     x, mean, rstd, weight, bias = residuals
@@ -183,7 +184,7 @@ def _rms_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple
 
 
 def _row(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """[D] as FP32 [1, ..., D]: ranks are promoted explicitly."""
+    """Return [D] as FP32 [1, ..., D]: ranks are promoted explicitly."""
     return weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
 
 

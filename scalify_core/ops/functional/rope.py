@@ -12,8 +12,8 @@ from scalify_core.ops.composite import composite
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`x` with channels k and k + K/2 of each head rotated by the angle k of their
-    position, in FP32.
+    """Return `x` with channels k and k + K/2 of each head rotated by the angle k of
+    their position, in FP32.
 
     Frequencies, and what lengthens a context by changing them, are in the tables alone.
 

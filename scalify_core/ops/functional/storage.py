@@ -1,4 +1,4 @@
-"""Where a compiler is to store an array in the format it has."""
+"""Storage of arrays in their own format in compiled programs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from scalify_core.ops.composite import composite
 
 
 def materialised(x: jax.Array) -> jax.Array:
-    """`x`. Compiled for CUDA, it is written once, in its own format, and everyone who
-    reads it reads that.
+    """Return `x`; on CUDA, it is written once, in its own format, and read from memory.
 
-    A compiler may otherwise fuse the last operation of an array with several readers, a
-    rounding from FP32, into each of them, and store the FP32 array. Meant for what is
+    A compiler may otherwise fuse the last operation of an array, a rounding from FP32,
+    into each of several readers, and store the FP32 array. Use it for arrays that are
     stored in any case: the residual stream.
     """
     return _materialised(x)
 
 
 _materialised = composite(
-    lambda x: x, name="materialised", cuda=lambda x: compiler_hints.held("stored", x)
+    lambda x: x, name="materialised", cuda=lambda x: compiler_hints.barrier("stored", x)
 )
 _materialised.defvjp(
     lambda x: (x, None),
     lambda _, gradient: (gradient,),
     cuda=(
-        lambda x: (compiler_hints.held("stored", x), None),
+        lambda x: (compiler_hints.barrier("stored", x), None),
         lambda _, gradient: (gradient,),
     ),
 )

@@ -48,13 +48,13 @@ PROGRAMS = {
     "stored": materialised,
     "row_major": compiler_hints.row_major,
     "stored_both_ways": compiler_hints.stored_both_ways,
-    "together": lambda x: compiler_hints.together(x[0, 0], x[0, 1]),
-    "apart": lambda x: compiler_hints.apart(x[:, 0]),
+    "in_one_kernel": lambda x: compiler_hints.in_one_kernel(x[0, 0], x[0, 1]),
+    "separate_buffers": lambda x: compiler_hints.separate_buffers(x[:, 0]),
     "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).stack([x[0], x[1]])[0],
     "sums_at_once": lambda x: compiler_hints.column_sums(
         x, lambda xs, axes: [held_sum(y, axes) for y in xs]
     ),
-    "once": lambda x: compiler_hints.once(x, x + 1),
+    "materialize_once": lambda x: compiler_hints.materialize_once(x, x + 1),
     "norm_statistics": norm,
     "late_zeros": table,
 }
@@ -71,7 +71,7 @@ def marks(fun, platform):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_case_is_in_the_program_of_its_platform_and_can_be_turned_off(name):
-    fun, platform = PROGRAMS[name], "cpu" if name == "once" else "cuda"
+    fun, platform = PROGRAMS[name], "cpu" if name == "materialize_once" else "cuda"
     there = marks(lambda x: fun(x), platform)
     with compiler_hints.without(name):
         without = marks(lambda x: fun(x), platform)
@@ -91,7 +91,7 @@ def test_cases_are_turned_off_by_the_environment():
         "from scalify_core.numerics import compiler_hints as hints;"
         " print(*sorted(hints.turned_off()))"
     )
-    env = os.environ | {"SCALIFY_LOWERING_OFF": "together,apart"}
+    env = os.environ | {"SCALIFY_LOWERING_OFF": "separate_buffers,in_one_kernel"}
     said = subprocess.run(
         [sys.executable, "-c", code],
         env=env,
@@ -99,7 +99,7 @@ def test_cases_are_turned_off_by_the_environment():
         text=True,
         check=True,
     ).stdout
-    assert said.split() == ["apart", "together"]
+    assert said.split() == ["in_one_kernel", "separate_buffers"]
 
 
 def test_an_unknown_case_is_named():
