@@ -164,7 +164,9 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
 
     The loss is reported at the equation that makes the result, inside calls of jit.
     """
-    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    makers: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        makers |= dict.fromkeys(eqn.outvars, eqn)
     if not isinstance(x, Value) or type(var) is Literal or var not in makers:
         return x
     eqn = makers[var]

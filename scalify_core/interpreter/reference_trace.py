@@ -17,13 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.interpreter.measured.product_reads import CALLS, PRODUCTS
+from scalify_core.interpreter.measured.product_reads import CALLS, IN_FULL, PRODUCTS
 from scalify_core.numerics.caches import per_jaxpr
 
-_IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 _LIBRARIES = (
     os.path.dirname(jax.__file__),
     os.path.dirname(os.path.dirname(__file__)),  # scalify_core
@@ -199,7 +197,7 @@ def _as_in(eqn: Any, reference: Any) -> Any:
         )
         if not is_fp32 or is_algorithm:
             return eqn
-        return eqn.replace(params={**eqn.params, "precision": _IN_FULL})
+        return eqn.replace(params={**eqn.params, "precision": IN_FULL})
     pairs = zip(_inner_jaxprs(eqn), _inner_jaxprs(reference), strict=True)
     new: dict[str, list[Any]] = {}
     changed = False

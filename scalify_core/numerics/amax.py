@@ -46,11 +46,11 @@ def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
     finite = lax.select(
         lax.lt(magnitude, np.float32(np.inf)), magnitude, lax.full_like(magnitude, 0)
     )
-    peak = (
-        _peaks(finite, parts)
-        if x.size
-        else lax.full((1,) * (x.ndim if max(parts, default=1) > 1 else 0), 0.0)
-    )
+    if x.size:
+        peak = _peaks(finite, parts)
+    else:
+        rank = x.ndim if max(parts, default=1) > 1 else 0
+        peak = lax.full((1,) * rank, 0.0)
     exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
     least = lax.select(
         lax.gt(exponent, np.int32(0)),
@@ -72,11 +72,9 @@ def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
     shape = tuple(1 if n == 1 else size for n, size in zip(parts, x.shape, strict=True))
     if not blocks:
         return lax.reshape(lax.reduce_max(x, common), shape)
-    cut = [
-        n
-        for part, size in zip(parts, x.shape, strict=True)
-        for n in (part, size // part)
-    ]
+    cut = list[int]()
+    for part, size in zip(parts, x.shape, strict=True):
+        cut += part, size // part
     unsplit = [axis for axis, n in enumerate(parts) if n == x.shape[axis]]
     inner = [
         2 * axis + 1

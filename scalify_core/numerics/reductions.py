@@ -102,25 +102,19 @@ def _reduced(
                 (1,),
             )
             large.setdefault(rows[0].size, []).extend(zip(rows, number, strict=False))
-    tables = [
-        table
-        for same in large.values()
-        for table in itertools.batched(same, LARGE_ROWS)
-    ]
-    tables += [
-        table
-        for same in small.values()
-        for table in itertools.batched(same, SMALL_ROWS)
-    ]
+    tables = list[tuple]()
+    for same in large.values():
+        tables += itertools.batched(same, LARGE_ROWS)
+    for same in small.values():
+        tables += itertools.batched(same, SMALL_ROWS)
     if not tables:
         return jnp.zeros(0)
     results = [
         lax.reduce(jnp.stack([row for row, _ in table]), jnp.float32(0), combine, (1,))
         for table in tables
     ]
-    return jnp.concatenate(results)[
-        np.argsort([n for table in tables for _, n in table])
-    ]
+    numbers = [n for _, n in itertools.chain(*tables)]
+    return jnp.concatenate(results)[np.argsort(numbers)]
 
 
 def _blocks(x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ product leaves the range of scales, the remainder goes into the data.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -117,19 +118,13 @@ def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
             and x.base.ndim == 0
         ):
             alike.setdefault(jax.typeof(x.base), []).append(i)
-    blocks = [
-        same[i : i + _TOGETHER]
-        for same in alike.values()
-        for i in range(0, len(same), _TOGETHER)
-    ]
-    for block in blocks:
-        bases, by = (
-            [scales[i].base for i in block],
-            np.array([scales[i].by for i in block], np.float32),
-        )
-        numbers = _multiplied(stacked := jnp.stack(bases), by, stacked)
-        for place, i in enumerate(block):
-            results[i] = numbers[place]
+    for same in alike.values():
+        for block in itertools.batched(same, _TOGETHER):
+            stacked = jnp.stack([scales[i].base for i in block])
+            multipliers = np.array([scales[i].by for i in block], np.float32)
+            numbers = _multiplied(stacked, multipliers, stacked)
+            for place, i in enumerate(block):
+                results[i] = numbers[place]
     return [as_number(x) for x in results]
 
 

@@ -7,6 +7,7 @@ effects and the reasons; here a state is a flat list of arrays, each with its pl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -305,9 +306,7 @@ def new_scales(
             ).append(leaf)
     alone = [(key[0], group) for key, group in groups.items() if not key[-1]]
     stacks = [group for key, group in groups.items() if key[-1]]
-    measured = [
-        leaf for group in (*(group for _, group in alone), *stacks) for leaf in group
-    ]
+    measured = list(itertools.chain(*(group for _, group in alone), *stacks))
     fixed = [
         leaf
         for leaf, plan in enumerate(plans)
@@ -334,11 +333,8 @@ def new_scales(
                 [path for path, _ in alone],
             )
         ]
-        peaks += [
-            x
-            for group in stacks
-            for x in largest_of_rows([new[leaf] for leaf in group])
-        ]
+        for group in stacks:
+            peaks += largest_of_rows([new[leaf] for leaf in group])
         largest = jnp.concatenate(peaks)
         largest = jnp.where(is_root, _square_root(largest), largest)
         is_new = jnp.isfinite(largest) & (largest > 0)

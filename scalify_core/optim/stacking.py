@@ -58,7 +58,7 @@ class Stacks(NamedTuple):
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)
         structure = jax.tree.structure(tree, is_leaf=is_scaled_array)
-        blocks = (tuple(block) for group in groups.values() for block in _even(group))
+        blocks = itertools.chain(*map(_even, groups.values()))
         return cls(structure, tuple(block for block in blocks if len(block) > 1))
 
     def stack(self, tree: Any) -> Any:
@@ -122,7 +122,7 @@ class Stacks(NamedTuple):
         if not self.groups:
             return of_arrays(tree)
         parts = self.structure.flatten_up_to(tree)
-        rows = [i for group in self.groups for i in group]
+        rows = list(itertools.chain(*self.groups))
         alone = sorted(set(range(len(parts))) - set(rows))
         numbers = [
             of_arrays([parts[i] for i in alone]),
@@ -156,7 +156,7 @@ NONE = Stacks()
 OPERANDS = 90  # most rows of a stack: XLA gives a kernel some 96 operands
 
 
-def _even(group: Sequence[int]) -> Iterable[Sequence[int]]:
+def _even(group: Sequence[int]) -> Iterable[tuple[int, ...]]:
     """Split into nearly equal parts of at most `OPERANDS`.
 
     XLA takes the rows of a larger stack one by one, a kernel each.

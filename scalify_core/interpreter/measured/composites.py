@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,6 +30,7 @@ from scalify_core.interpreter.measured.policy import (
 from scalify_core.interpreter.measured.product_reads import Reading
 from scalify_core.interpreter.measured.products import each_index
 from scalify_core.interpreter.rules.composites import in_order
+from scalify_core.interpreter.rules.fp8 import call_on_data
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import amax, storage
 from scalify_core.numerics.formats import FloatFormat
@@ -46,7 +47,7 @@ _RESCALES = (
 _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialised")
 
 
-@composite_rule(*(f"{name}{part}" for name in _SAME for part in ("", ".fwd", ".bwd")))
+@composite_rule(*map("".join, itertools.product(_SAME, ("", ".fwd", ".bwd"))))
 @composite_rule("stop_scaling.bwd")
 @composite_rule(
     "set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd"
@@ -112,7 +113,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 
     # The residuals, too: under vmap all results have the axis of the batch in front,
     # whatever that of the operands is.
-    out, lhs8, rhs8, *unused = _on_data(call, forward, lhs.data, rhs.data)
+    out, lhs8, rhs8, *unused = call_on_data(call, forward, lhs.data, rhs.data)
     batch, vmaps = len(product.dims[1][0]), len(call.in_axes)
     result = labels_of_result(
         [*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps
@@ -151,7 +152,9 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         d_lhs = lhs_gradient(rest[-1], rhs8, product.dims, _F32)
         return d_lhs, rhs_gradient(lhs8, rest[-1], product.dims, _F32)
 
-    d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *unused, gradient.data)
+    d_lhs, d_rhs = call_on_data(
+        call, backward, lhs.data, rhs.data, *unused, gradient.data
+    )
     lhs_labels, rhs_labels, gradient_labels = axis_labels
     out = []
     for data, operand_labels, other, other_labels in (
@@ -188,9 +191,3 @@ def _labels(call: Any, eqn: Any, product: Any, operands: Sequence[int]) -> list[
 def _without_vmaps(axis_labels: Labels) -> Labels:
     """Return the labels of the axes that belong to no vmap."""
     return [label for label in axis_labels if not isinstance(label, tuple)]
-
-
-def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
-    """Call `fun` on the data, under the vmaps of the call."""
-    in_tree = jax.tree.structure(operands)
-    return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from scalify_core.interpreter.measured.product_reads import inner_jaxpr
 from scalify_core.numerics.caches import per_jaxpr
 
 # The source of a number: a narrow dtype, or a constant of the program.
@@ -22,44 +23,13 @@ Origins = frozenset[Origin] | None  # of the elements of a value; None: any
 # Their results have elements of their operands, or those negated.
 _SAME = frozenset(
     {
-        "reshape",
-        "transpose",
-        "broadcast_in_dim",
-        "squeeze",
-        "rev",
-        "slice",
-        "dynamic_slice",
-        "gather",
+        "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice",
+        "dynamic_slice", "gather", "copy", "copy_p", "stop_gradient", "name",
+        "expand_dims", "neg", "concatenate", "pad", "max", "min", "abs", "select_n",
+        "dynamic_update_slice", "split", "tile", "reduce_max", "reduce_min", "sort",
     }
-)
-_SAME |= {
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "name",
-    "expand_dims",
-    "neg",
-    "concatenate",
-    "pad",
-    "max",
-    "min",
-    "abs",
-}
-_SAME |= {
-    "select_n",
-    "dynamic_update_slice",
-    "split",
-    "tile",
-    "reduce_max",
-    "reduce_min",
-    "sort",
-}
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+)  # fmt: skip
+_CALLS = frozenset({"jit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
 
 
 @per_jaxpr
@@ -84,14 +54,9 @@ def origins_in(
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _CALLS:
-            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-            known.update(
-                zip(
-                    eqn.outvars,
-                    origins_in(inner, tuple(map(origins_of, eqn.invars)))[1],
-                    strict=True,
-                )
-            )
+            operands = tuple(map(origins_of, eqn.invars))
+            _, results = origins_in(inner_jaxpr(eqn), operands)
+            known |= zip(eqn.outvars, results, strict=True)
         elif name == "convert_element_type":
             (x,) = eqn.invars
             known[eqn.outvars[0]] = (
@@ -121,7 +86,7 @@ def _elements(eqn: Any) -> Sequence[Any]:
 def _joined(operand_origins: Sequence[Origins]) -> Origins:
     if any(x is None for x in operand_origins):
         return None
-    return frozenset(origin for x in operand_origins if x is not None for origin in x)
+    return frozenset[Origin]().union(*filter(None, operand_origins))
 
 
 def _of_number(atom: Any) -> Origins:

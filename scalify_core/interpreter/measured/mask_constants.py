@@ -24,41 +24,12 @@ from scalify_core.numerics.caches import per_jaxpr
 
 # A large constant among the operands may be an element of the result: the operation
 # moves it, multiplies it by 1, or adds a number too small to change it.
-_KEEP = (
-    MOVES
-    | {
-        "select_n",
-        "max",
-        "min",
-        "clamp",
-        "concatenate",
-        "pad",
-        "sort",
-        "dynamic_update_slice",
-        "scatter",
-    }
-    | {
-        "convert_element_type",
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "scatter-add",
-        "reduce_max",
-        "reduce_min",
-        "reduce_sum",
-        "cummax",
-        "cummin",
-        "cumsum",
-        "real",
-        "pvary",
-        "psum",
-        "all_gather",
-        "ppermute",
-        "all_to_all",
-        "roll",
-    }
-)
+_KEEP = MOVES | {
+    "select_n", "max", "min", "clamp", "concatenate", "pad", "sort",
+    "dynamic_update_slice", "scatter", "convert_element_type", "add", "add_any", "sub",
+    "mul", "scatter-add", "reduce_max", "reduce_min", "reduce_sum", "cummax", "cummin",
+    "cumsum", "real", "pvary", "psum", "all_gather", "ppermute", "all_to_all", "roll",
+}  # fmt: skip
 
 # Stands for large numbers that are no literals of the program: elements of plain
 # arrays, or results computed from them.
@@ -84,13 +55,10 @@ def large_constants(jaxpr: Any) -> frozenset[float]:
 
 
 def _large(atom: Any) -> frozenset[float]:
-    number = (
-        type(atom) is Literal
-        and is_float(atom.aval)
-        and np.ndim(atom.val) == 0
-        and 65504 < abs(atom.val) < np.inf
-    )
-    return frozenset({float(atom.val)}) if number else frozenset()
+    number = _number(atom)
+    if number is None or not 65504 < abs(number) < math.inf:
+        return frozenset()
+    return frozenset({number})
 
 
 def argument_constants(

@@ -61,22 +61,13 @@ def _collective(
         eqn,
         *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
     )
-    results = [
-        (
-            v.settled(
-                saturated(y) if adds else y,
-                x.multiple,
-                x.expected_rms * (_growth(eqn, x) if adds else 1.0),
-                x.dtype,
-            )
-            if isinstance(x, Value)
-            else y
-        )
-        for x, y in zip(
-            operands, out if eqn.primitive.multiple_results else [out], strict=True
-        )
-    ]
-    return results if eqn.primitive.multiple_results else results[0]
+    several, results = eqn.primitive.multiple_results, []
+    for x, y in zip(operands, out if several else [out], strict=True):
+        if isinstance(x, Value):
+            data, growth = (saturated(y), _growth(eqn, x)) if adds else (y, 1.0)
+            y = v.settled(data, x.multiple, x.expected_rms * growth, x.dtype)
+        results.append(y)
+    return results if several else results[0]
 
 
 def _growth(eqn: Any, x: Value) -> float:

@@ -95,12 +95,11 @@ def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
     must not set the scale of the values beside it. Other integers, such as indices, are
     not part of a traced function's structure: each would be traced anew.
     """
-    made = {
-        variable
-        for eqn in jaxpr.eqns
-        for i, variable in enumerate(eqn.invars)
-        if not isinstance(variable, Literal) and _is_made_float(eqn, i)
-    }
+    made = set()
+    for eqn in jaxpr.eqns:
+        for i, variable in enumerate(eqn.invars):
+            if not isinstance(variable, Literal) and _is_made_float(eqn, i):
+                made.add(variable)
     return frozenset(
         i
         for i, x in enumerate(jaxpr.invars)

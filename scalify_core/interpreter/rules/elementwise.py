@@ -341,8 +341,12 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
         scale = sc.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
     keep = all(x.data.dtype == dtype and sc.same_scale(x.scale, scale) for x in values)
     keep = keep and all(_holds(dtype, c, scale) for c in constants)
-    data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
-            else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
+    data = []
+    for x in arrays:
+        if isinstance(x, Value):
+            data.append(x.data if keep else v.wide_at(x, scale))
+        else:
+            data.append(constant_at(x, scale, dtype, keep))
     return data, scale, rms, dtype
 
 

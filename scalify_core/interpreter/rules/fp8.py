@@ -1,8 +1,7 @@
-"""The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is
-computed, none is looked up.
+"""The FP8 product: a cast of data whose RMS is near 1, so no scale is computed.
 
-What it keeps for the backward pass is the left operand in FP8, and the right one, a
-parameter, as it was given, or in FP8 too where `keep_rhs` asks for it.
+The residuals are the left operand in FP8, and the right operand, a parameter, as given.
+With `keep_rhs` the right one is kept in FP8, too.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         )
 
     power, rms = _sum_of(product.sizes[2], lhs, rhs)
-    out, lhs_kept, rhs_kept = _on_data(call, forward, lhs.data, rhs.data)
+    out, lhs_kept, rhs_kept = call_on_data(call, forward, lhs.data, rhs.data)
     operands = (
         v.value(lhs_kept, lhs.scale, lhs.expected_rms),
         v.value(rhs_kept, rhs.scale, rhs.expected_rms),
@@ -93,14 +92,12 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         if rhs8.dtype != E4M3.dtype:
-            # A parameter, which is there in any case: it is cast again, `stored`
-            # telling the two casts apart. In its own order, too: the product contracts
-            # its last axis.
+            # A parameter exists in any case, so it is cast again: `stored` separates
+            # the two casts. It is row-major: the product contracts its last axis.
             rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
         # Not `saturated`, which would make large numbers of infinities.
         gradient8 = fp8_cast(rest[-1], product.gradient)
-        # What adds up its rows can write it too, in one order; if they are added up,
-        # one pass writes both.
+        # If the gradient's rows are added up, that pass writes both orders.
         both = (
             stored_both_ways(gradient8)
             if summed and gradient8.ndim == 2
@@ -109,7 +106,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)
         return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
 
-    d_lhs, d_rhs = _on_data(
+    d_lhs, d_rhs = call_on_data(
         call, backward, lhs.data, rhs.data, *_unused(product), gradient.data
     )
     d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
@@ -144,7 +141,7 @@ def _unused(product: Product) -> tuple:
     )
 
 
-def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
+def call_on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
     """Call `fun` on the data, under the vmaps of the call."""
     in_tree = jax.tree.structure(operands)
     return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

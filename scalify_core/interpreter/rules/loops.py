@@ -222,7 +222,9 @@ def _slices(x: Any) -> tuple[Any, Any]:
 
 def _end(x: Any, last: bool) -> Any:
     """Return the first or the last slice, or zeros for an empty array."""
-    return x[-1 if last else 0] if len(x) else lax.full_like(x, 0, shape=x.shape[1:])
+    if not len(x):
+        return lax.full_like(x, 0, shape=x.shape[1:])
+    return x[-1 if last else 0]
 
 
 def _of_slice(pieces: Any, stack: Any) -> Any:
