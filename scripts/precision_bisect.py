@@ -32,6 +32,7 @@ from scripts.arguments import argument, note, run
 from trainer.assembly.saved_model import restore_training
 from trainer.errors import UserError
 from trainer.files import write_text
+from trainer.models.registry import family_of
 from trainer.models.roles import role_of
 from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
@@ -373,7 +374,7 @@ def load(
     )
     spec, params = w.model.spec, restored.state.params
     if spec.scan_layers:
-        params = spec.family().unstack_layers(params)
+        params = family_of(spec).unstack_layers(params)
     unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")
     model = Model.make(unrolled, w.model.policy, w.model.rows, border=w.model.border)
     segments = batch.segments_AxBxT1

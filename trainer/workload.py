@@ -15,9 +15,10 @@ from scalify_core import asarray, tree
 from scalify_core.numerics import compiler_hints
 from scalify_core.optim.stacking import NONE as NO_STACKS
 from scalify_core.optim.stacking import Stacks
-from trainer.models.family import Family, Spec, param_count
-from trainer.models.flops import flops_per_token
+from trainer.models.family import Family, Spec
+from trainer.models.flops import flops_per_token, param_count
 from trainer.models.functional import Functional, Params, next_token_loss
+from trainer.models.registry import family_of
 from trainer.models.roles import Role, role_of, select_roles
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import (
@@ -114,7 +115,7 @@ class Model(NamedTuple):
         Raises:
           UserError: a pattern of the precision matches no layer.
         """
-        family = spec.family()
+        family = family_of(spec)
         sizes = family.linear_sizes(spec)
         skipped = skipped_matmuls(policy, sizes, rows)
         narrow = [path for path in sizes if path not in skipped]
@@ -190,7 +191,7 @@ class Model(NamedTuple):
     @property
     def family(self) -> Family:
         """The family of the model's spec."""
-        return self.spec.family()
+        return family_of(self.spec)
 
     @property
     def roles(self) -> Params:

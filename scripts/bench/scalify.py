@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 from scalify_core import PrecisionWarning, as_scaled_array, asarray, scalify, tree
-from trainer.models.gpt2 import functional
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec
 
 State = tuple[Any, Any]  # parameters, optimizer's state
 MOMENT_SCALE = 2.0**-10

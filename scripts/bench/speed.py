@@ -91,8 +91,8 @@ def our_step(args: Arguments, vocab: int) -> TakeSteps:
     import numpy as np
 
     from scalify_core.optim import scaled_state
-    from trainer.models.gpt2 import functional
-    from trainer.models.spec import GPT2Spec
+    from trainer.models.gpt2.model import functional
+    from trainer.models.gpt2.spec import GPT2Spec
     from trainer.precision.gradients import plain
     from trainer.step.optimizer import make_optimizer
     from trainer.step.state import init_state
@@ -188,7 +188,7 @@ def compare_cases(args: Arguments) -> None:
 def against_plain(args: Arguments) -> list[dict[str, Any]]:
     """Compare the scaled step with the plain one."""
     from scripts.bench.scalify import compare, report
-    from trainer.models.spec import GPT2Spec
+    from trainer.models.gpt2.spec import GPT2Spec
 
     formats = tuple(args.scalify.split(","))
     if unknown := set(formats) - set(FORMATS):

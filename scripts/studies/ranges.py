@@ -23,6 +23,7 @@ from scripts.arguments import argument, run
 from trainer.assembly.build import build_state
 from trainer.assembly.saved_model import restore_training
 from trainer.errors import UserError
+from trainer.models.registry import family_of
 from trainer.parallel.mesh import place_batch
 from trainer.workload import Model
 
@@ -126,7 +127,7 @@ def measure(arguments: Arguments) -> tuple[OperandRms, OperandRms, int]:
         )
     spec = w.model.spec
     unstack = (
-        spec.family().unstack_layers if spec.scan_layers else lambda params: params
+        family_of(spec).unstack_layers if spec.scan_layers else lambda params: params
     )
     model = Model.make(
         dataclasses.replace(spec, scan_layers=False, remat="none"),

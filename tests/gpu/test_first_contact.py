@@ -19,7 +19,7 @@ from trainer.compiled.fp8 import Gpu, check_step
 from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Kernels, gpu_options

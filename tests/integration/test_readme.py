@@ -30,9 +30,9 @@ from trainer.config.composition import (
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.huggingface import save
-from trainer.models.spec import GPT2Spec
 from trainer.run.shutdown import HUNG, SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.models import gpt2, llama
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2 import model as gpt2
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama import model as llama
+from trainer.models.llama.spec import LlamaSpec
 
 GPT2 = GPT2Spec(vocab_size=100, context=16, n_layer=2, n_head=2, d_model=16)
 LLAMA = LlamaSpec(

@@ -109,7 +109,7 @@ def test_importing_does_not_load_what_is_not_used_yet():
     code = "import sys"
     for module, absent in [
         ("trainer.config.schema", {"jax", "wandb", "datasets", "orbax"}),
-        ("trainer.models.specs", {"jax", "safetensors"}),
+        ("trainer.models.registry", {"jax", "safetensors"}),
         ("trainer.assembly.run", {"wandb", "datasets"}),
     ]:
         code += f"\nimport {module}; print(*sorted({absent} & set(sys.modules)))"

@@ -19,6 +19,7 @@ from trainer.config.phases import phases_of
 from trainer.data import Batch, prefetch
 from trainer.errors import UserError
 from trainer.models.custom import MakeModel, custom_spec
+from trainer.models.registry import family_of
 from trainer.observe.metrics import Throughput
 from trainer.observe.peaks import peak_flops
 from trainer.parallel.diloco import DiLoCoSettings
@@ -147,7 +148,9 @@ def check_split(model: Model, mesh: Mesh) -> None:
             " a product that divides it"
         )
     if tensor > 1:
-        spec.family().check_tensor(spec, tensor, MULTIPLE if model.policy.in_fp8 else 1)
+        family_of(spec).check_tensor(
+            spec, tensor, MULTIPLE if model.policy.in_fp8 else 1
+        )
 
 
 def check_trainable(task: TrainTask) -> None:

@@ -10,7 +10,7 @@ from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
 from trainer.config.fields import flatten, from_saved, to_tree
 from trainer.models.custom import CUSTOM
-from trainer.models.family import param_count
+from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, rounding_of, schedule_change

@@ -20,7 +20,7 @@ from trainer.config.renamed import renamed_keys
 from trainer.config.schema import DATA_KEYS, Config
 from trainer.errors import UserError
 from trainer.files import read_mapping
-from trainer.models.specs import FIRST
+from trainer.models.registry import FIRST
 from trainer.text import nearest
 
 # Not settings of the training.

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.files import read_mapping, well_formed
-from trainer.models.specs import FIRST, SPECS
+from trainer.models.registry import FIRST, SPECS
 from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 

@@ -24,7 +24,7 @@ from trainer.bounds import (
     at_most,
 )
 from trainer.models.new_tokens import Method
-from trainer.models.specs import FIRST, SPECS
+from trainer.models.registry import FIRST, SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Deterministic
 from trainer.step.optimizers import ENTRIES, Optimizer
@@ -37,7 +37,7 @@ class Model:
 
     Attributes:
       name: of the preset.
-      family: of `trainer.models.specs`.
+      family: of `trainer.models.registry`.
       lr: the peak learning rate that suits the size; `optimizer.lr` takes it.
       vocab_size: number of ids; None: that of the tokenizer.
       context: of the spec.

@@ -149,11 +149,6 @@ class CustomSpec:
         return 1
 
     @classmethod
-    def family(cls) -> Family:
-        """See `family.Spec`."""
-        return CUSTOM
-
-    @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
         return ("vocab_size", "context", "parameters")

@@ -1,10 +1,9 @@
 """The interface of a family of models for all other rooms.
 
 A family is a `Family` and a spec, a frozen dataclass with the attributes of `Spec`.
-`trainer.models.specs` lists those that a configuration can name.
+`trainer.models.registry` finds the family of a spec.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +54,6 @@ class Spec(Protocol):
 
         This takes a byte more per parameter and saves four kernels per layer.
         """
-
-    @classmethod
-    def family(cls) -> "Family":
-        """The family of this class of specs."""
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
@@ -183,18 +178,3 @@ class Family:
                 for i in range(n_layer)
             },
         }
-
-
-def param_count(spec: Spec, part: Callable[[Any], Any] = lambda params: params) -> int:
-    """Return the number of parameters, or of a part of them, without padding.
-
-    Nothing is allocated.
-    """
-    model = spec.family().build(spec)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    sizes = jax.tree.map(
-        lambda s, role: math.prod(s.shape) - role.padding * s.shape[-1],
-        shapes,
-        model.roles,
-    )
-    return sum(jax.tree.leaves(part(sizes)))

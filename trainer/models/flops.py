@@ -11,19 +11,24 @@ on average, as in PaLM (Chowdhery et al. 2022, appendix B) and most published MF
 is 13% of GPT-2's 124M at T = 1024.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
 
 from trainer.models.family import Spec
+from trainer.models.registry import family_of
 
 
 def forward_flops_per_token(spec: Spec) -> int:
     """Return the FLOPs of one token's forward pass at the full context."""
-    return spec.family().forward_flops_per_token(spec)
+    return family_of(spec).forward_flops_per_token(spec)
 
 
 def linear_flops_per_token(spec: Spec, paths: Iterable[str]) -> int:
     """Return the FLOPs of one token's forward pass through some linear layers."""
-    sizes = spec.family().linear_sizes(spec)
+    sizes = family_of(spec).linear_sizes(spec)
     weights = sum(inputs * outputs for inputs, outputs in map(sizes.__getitem__, paths))
     return 2 * weights * (spec.n_layer if spec.scan_layers else 1)
 
@@ -40,3 +45,18 @@ def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
 def flop_share(spec: Spec, paths: Iterable[str]) -> float:
     """Return the share of some linear layers in the FLOPs of a step that trains all."""
     return linear_flops_per_token(spec, paths) / forward_flops_per_token(spec)
+
+
+def param_count(spec: Spec, part: Callable[[Any], Any] = lambda params: params) -> int:
+    """Return the number of parameters, or of a part of them, without padding.
+
+    Nothing is allocated.
+    """
+    model = family_of(spec).build(spec)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sizes = jax.tree.map(
+        lambda s, role: math.prod(s.shape) - role.padding * s.shape[-1],
+        shapes,
+        model.roles,
+    )
+    return sum(jax.tree.leaves(part(sizes)))

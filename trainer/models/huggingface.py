@@ -7,7 +7,7 @@ from trainer.errors import UserError
 from trainer.files import well_formed
 from trainer.models.family import Family, Spec
 from trainer.models.functional import Params
-from trainer.models.specs import FIRST, SPECS
+from trainer.models.registry import FIRST, SPECS, family_of
 from trainer.models.weight_files import config_beside, read_object
 
 
@@ -30,7 +30,7 @@ def family_at(source: Path) -> Family | None:
         raise UserError(
             f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
         )
-    return SPECS[name].family()
+    return family_of(SPECS[name])
 
 
 def load(source: Path, spec: Spec) -> tuple[Any, Params]:
@@ -48,7 +48,7 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
     with well_formed(f"the model in {source}", "download or copy it again"):
         family = family_at(source)
         if family is None:
-            return spec.family().huggingface.load(source, spec)
+            return family_of(spec).huggingface.load(source, spec)
         return family.huggingface.load(source, None)
 
 
@@ -70,6 +70,6 @@ def save(
       UserError: a choice that Hugging Face's models of the family lack, or existing
           weights.
     """
-    family = spec.family()
+    family = family_of(spec)
     unrolled = family.unstack_layers(params) if spec.scan_layers else params
     return family.huggingface.save(Path(directory), spec, unrolled, eot)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.models.gpt2_block import Attention, Block, SwigluMLP
+from trainer.models.gpt2.block import Attention, Block, SwigluMLP
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import DotGeneral, Factory, Linear, dense
-from trainer.models.spec import GPT2Spec
 
 
 def align(gate: Any, linear: Any, channels: int, gain: float) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 from trainer.compiled.exchange import Exchanges, exchanges_of
 from trainer.compiled.hlo import Program
 from trainer.data import Manifest
-from trainer.models.family import param_count
-from trainer.models.flops import flop_share
+from trainer.models.flops import flop_share, param_count
 from trainer.observe.metrics import GIB
 from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep

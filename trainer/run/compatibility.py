@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.models.family import Spec
-from trainer.models.specs import FIRST
+from trainer.models.registry import FIRST, family_of
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Restored
 from trainer.run.phases import saved_trainable
@@ -20,7 +20,7 @@ def architecture(spec: Spec) -> dict[str, Any]:
 
     That is the family and `Spec.architecture`.
     """
-    return {"family": spec.family().name} | spec.architecture()
+    return {"family": family_of(spec).name} | spec.architecture()
 
 
 def check_same_model(
@@ -43,7 +43,7 @@ def check_same_model(
     Raises:
       UserError: with all differences in one message.
     """
-    wanted, family = spec.architecture(), spec.family().name
+    wanted, family = spec.architecture(), family_of(spec).name
     saved_family = saved.get("family", FIRST)
     if saved_family != family:
         raise UserError(

@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
+from trainer.models.registry import family_of
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf
@@ -63,7 +64,7 @@ def initial_weights(
     problem = other_tokenizer_beside(source, saved_spec, tokenizer)
     check_same_model(key, architecture(saved_spec), spec, FROM_INIT, problem)
     if spec.scan_layers:
-        params = spec.family().stack_layers(params)
+        params = family_of(spec).stack_layers(params)
     return jax.tree.map(
         lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding),
         params,
@@ -140,7 +141,7 @@ def describe_init(
             f"weights from {source} after its step {step:,}: {size}; its tokenizer,"
             f" {tokenizer.name}, is that of the data"
         )
-    family = (huggingface.family_at(source) or spec.family()).name
+    family = (huggingface.family_at(source) or family_of(spec)).name
     weights_line = f"weights from {source} (Hugging Face, {family}): {size}; "
     if ids_beside(huggingface.directory_of(source)) is not None:
         return (

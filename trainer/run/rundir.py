@@ -30,7 +30,7 @@ from trainer.files import (
     remove_partial,
     write_text,
 )
-from trainer.models.specs import FIRST
+from trainer.models.registry import FIRST
 from trainer.parallel.processes import PROCESS_VARIABLES, refused_together
 from trainer.run.checkpoint import Checkpointer
 from trainer.text import redact

@@ -24,6 +24,7 @@ from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
+from trainer.models.registry import family_of
 from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
@@ -175,7 +176,7 @@ def old_weights(
     if not (source / "checkpoints").is_dir():
         saved_spec, params = huggingface.load(source, spec)
         check_same_model(key, architecture(saved_spec) | vocab_size, spec, FROM_INIT)
-        return spec.family().stack_layers(params) if spec.scan_layers else params
+        return family_of(spec).stack_layers(params) if spec.scan_layers else params
     old_spec: Any = dataclasses.replace(spec, vocab_size=size)
 
     def target(is_table: bool, leaf: jax.Array) -> Any:
@@ -203,7 +204,7 @@ def vocabulary_tables(spec: Spec) -> Any:
 
     def shapes(size: int) -> Any:
         model: Any = dataclasses.replace(spec, vocab_size=size)
-        return jax.eval_shape(spec.family().build(model).init, jax.random.key(0))
+        return jax.eval_shape(family_of(spec).build(model).init, jax.random.key(0))
 
     # Twice as many and then some: padded tables differ as well.
     return jax.tree.map(

@@ -23,7 +23,7 @@ from scripts.precision_bisect import (
 from trainer.__main__ import CONFIGS
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.workload import Model

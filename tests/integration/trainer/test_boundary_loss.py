@@ -9,7 +9,7 @@ from families import whole
 from precisions import SPEC, abstract, batch, copied, hyper, workload
 
 from scalify_core import asarray
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.llama.spec import LlamaSpec
 from trainer.workload import compile_step, first_state
 
 END = 7

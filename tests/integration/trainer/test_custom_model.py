@@ -12,6 +12,7 @@ from flax import nnx
 from trainer import CausalModel, Role, UserError, compose, train
 from trainer.assembly.saved_model import restore_run
 from trainer.models.custom import custom_spec
+from trainer.models.registry import family_of
 from trainer.workload import Model
 
 SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
@@ -96,18 +97,18 @@ def test_a_pattern_of_the_precision_chooses_its_layers():
     ).precision.policy
     model = Model.make(spec, policy, rows=32)
     assert model.narrow == ["h.0.up"]
-    assert spec.family().linear_sizes(spec) == {
+    assert family_of(spec).linear_sizes(spec) == {
         "h.0.up": (D, 4 * D),
         "h.0.down": (4 * D, V),
     }
-    assert spec.family().forward_flops_per_token(spec) == 2 * (
+    assert family_of(spec).forward_flops_per_token(spec) == 2 * (
         4 * D * D + 4 * D * V + V * D
     )
 
 
 def test_its_cacheless_decoding_gives_the_logits_of_the_whole():
     spec = custom_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
-    model = spec.family().build(spec)
+    model = family_of(spec).build(spec)
     bound = model.bind(model.init(jax.random.key(0)))
     tokens = jnp.arange(8, dtype=jnp.int32)[None] * 3
     whole = bound(tokens)

@@ -13,9 +13,10 @@ from scalify_core import tree, weights
 from trainer.compiled.hlo import Program
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import family_of
 from trainer.models.roles import select_roles
-from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import Reduce
 from trainer.run.compatibility import check_same_trainable
 from trainer.step.optimizer import make_optimizer
@@ -215,7 +216,7 @@ def test_a_layer_is_frozen_where_its_kernel_is(spec, names):
     if spec is LLAMA:
         names = [name for name in names if name != "biases"]  # it has none
     w = only(*names, spec=spec)
-    every = set(spec.family().linear_sizes(spec))
+    every = set(family_of(spec).linear_sizes(spec))
     frozen = {
         "kernels": set(),
         "h.*.mlp.*": {path for path in every if ".mlp." not in path},

@@ -20,9 +20,11 @@ from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 from trainer.data.hf_tokenizer import ids_beside, save_hf
 from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError
-from trainer.models import gpt2, huggingface, llama
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
+from trainer.models import huggingface
+from trainer.models.gpt2 import model as gpt2
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama import model as llama
+from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.records import encode_row, encode_sample, read_samples
 from trainer.report.comparing import write_comparison
 from trainer.report.page import write_report

@@ -15,8 +15,8 @@ from scalify_core.array.tree import leaves
 from scalify_core.debug.probe import FIGURES
 from trainer.config.composition import compose_config
 from trainer.data import Batch
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.step.optimizer import make_optimizer

@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 
 from scalify_core import asarray
 from trainer.data import Batch
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import stored_gradients
 from trainer.observe.sharpness import (
     CLOSE,

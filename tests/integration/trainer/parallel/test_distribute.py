@@ -16,8 +16,8 @@ from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
 from trainer.parallel.distribute import (
     Reduce,
     gather,

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.roles import Role
-from trainer.models.spec import GPT2Spec
 from trainer.parallel.mesh import Sizes, make_mesh
 from trainer.parallel.sharding import fsdp_axis, mesh_axes, partition, partitions
 

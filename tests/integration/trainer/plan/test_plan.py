@@ -25,8 +25,8 @@ from trainer.compiled.fp8 import (
 from trainer.compiled.operations import Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional
-from trainer.models.spec import GPT2Spec, linear_sizes
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
 from trainer.plan.aot import live_at_peak, make_target_mesh

@@ -7,7 +7,8 @@ import pytest
 from precisions import SPEC, abstract, policy, workload
 
 from trainer.errors import UserError
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import family_of
 from trainer.parallel.mesh import abstract_batch
 from trainer.report.messages import describe_idle, describe_precision
 from trainer.step.moments import moment_settings
@@ -58,7 +59,9 @@ def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_u
     ).as_text()
     loops = re.findall(r"stablehlo.while.*?: (.*)", text)
     in_bytes = [len(re.findall(r"tensor<3x\d+x\d+xf8E5M2>", types)) for types in loops]
-    assert max(in_bytes) == (len(spec.family().linear_sizes(spec)) if accum == 1 else 0)
+    assert max(in_bytes) == (
+        len(family_of(spec).linear_sizes(spec)) if accum == 1 else 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from precisions import SPEC, batch, bits, policy, workload
 from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
 from scalify_core.array.tree import map_arrays
 from scalify_core.optim.weights import scaled_params, wide
-from trainer.models.gpt2_block import SmoothSwigluMLP, SwigluMLP
+from trainer.models.gpt2.block import SmoothSwigluMLP, SwigluMLP
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import Factory
-from trainer.models.spec import GPT2Spec
 from trainer.models.stress import align
 from trainer.precision.arrays import abstract_weights
 from trainer.precision.dots import ClippedDot

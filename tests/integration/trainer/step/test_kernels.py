@@ -12,7 +12,7 @@ from trainer.config import schema
 from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
 from trainer.errors import UserError
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.plan.aot import (

@@ -14,7 +14,7 @@ from precisions import workload
 
 from trainer.data import get_tokenizer
 from trainer.errors import UserError
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.tasks import harness
 from trainer.tasks.choose import choose
 from trainer.tasks.eval_model import EvalModel, GenerationRequest, before_first

@@ -10,7 +10,7 @@ from families import whole
 from precisions import SPEC, workload
 
 from scalify_core import asarray
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.llama.spec import LlamaSpec
 from trainer.models.sampling import Generator
 from trainer.tasks.writing import DecodingParams, Writer
 from trainer.workload import first_state

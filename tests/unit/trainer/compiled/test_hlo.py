@@ -16,8 +16,8 @@ from trainer.compiled.fp8 import layer_products, missing_products
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.instructions import Shape, parse_instruction
 from trainer.compiled.operations import Gemm
-from trainer.models.llama import functional
-from trainer.models.llama_spec import LlamaSpec, linear_sizes
+from trainer.models.llama.model import functional
+from trainer.models.llama.spec import LlamaSpec, linear_sizes
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh
 from trainer.plan.targets import get_target
 

@@ -19,7 +19,7 @@ from trainer.config.composition import CONFIGS, compose_config, describe_wrong_k
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import MODELS, Config, schema_of
 from trainer.errors import UserError
-from trainer.models.specs import SPECS
+from trainer.models.registry import SPECS
 
 
 def load(*arguments: str) -> Config:

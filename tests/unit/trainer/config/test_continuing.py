@@ -24,7 +24,7 @@ from trainer.config.continuing import COMPILED, DATA_CACHE, continue_run, defaul
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.models.specs import SPECS
+from trainer.models.registry import SPECS
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from small_models import (
     functional,
 )
 
-from trainer.models.llama_spec import RopeScaling
-from trainer.models.spec import REMAT_POLICIES
+from trainer.models.choices import REMAT_POLICIES
+from trainer.models.llama.spec import RopeScaling
+from trainer.models.registry import family_of
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
 scanned_or_not = pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(spec):
     ],
 )
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
-    spec, family = dataclasses.replace(spec, mlp=mlp), spec.family()
+    spec, family = dataclasses.replace(spec, mlp=mlp), family_of(spec)
     params, loss_and_grads, _ = compiled(spec)
     stacked, loss_and_grads_scanned, _ = compiled(
         dataclasses.replace(spec, scan_layers=True)

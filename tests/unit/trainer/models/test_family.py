@@ -12,11 +12,11 @@ from flax import nnx
 from trainer.config.inherited import inherit, needs_architecture
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.family import param_count
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.flops import param_count
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import SPECS, family_of
 from trainer.models.sampling import Generator
-from trainer.models.spec import GPT2Spec
-from trainer.models.specs import SPECS
 from trainer.run.compatibility import architecture, check_same_model
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
@@ -36,7 +36,7 @@ def spec(request):
 
 
 def test_a_family_is_found_by_its_name(spec):
-    family = spec.family()
+    family = family_of(spec)
     assert SPECS[family.name] is type(spec)
     assert architecture(spec)["family"] == family.name
     assert set(spec.architecture()) == set(spec.checkpoint_fields())
@@ -44,7 +44,7 @@ def test_a_family_is_found_by_its_name(spec):
 
 
 def test_every_part_has_its_place_in_the_order_of_rows(spec):
-    model = spec.family().build(spec)
+    model = family_of(spec).build(spec)
     bound = nnx.eval_shape(lambda: model.bind(model.init(jax.random.key(0))))
     probed = [
         path
@@ -58,12 +58,12 @@ def test_every_part_has_its_place_in_the_order_of_rows(spec):
     words = {
         word for path in (*probed, *kept) for word in path if isinstance(word, str)
     }
-    assert words <= set(spec.family().parts)
+    assert words <= set(family_of(spec).parts)
     assert len(probed) > 2 * spec.n_layer
 
 
 def test_layers_are_stacked_and_taken_apart(spec):
-    family = spec.family()
+    family = family_of(spec)
     params = family.build(spec).init(jax.random.key(0))
     scanned = family.build(stacked(spec)).init(jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, family.stack_layers(params), scanned)
@@ -82,26 +82,28 @@ def test_layers_are_stacked_and_taken_apart(spec):
 def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(
     spec, tmp_path
 ):
-    params = spec.family().build(stacked(spec)).init(jax.random.key(0))
+    params = family_of(spec).build(stacked(spec)).init(jax.random.key(0))
     huggingface.save(tmp_path, stacked(spec), params, eot=3)
-    assert huggingface.family_at(tmp_path) is spec.family()
+    assert huggingface.family_at(tmp_path) is family_of(spec)
     other = next(
-        other for name, other in FAMILIES.items() if name != spec.family().name
+        other for name, other in FAMILIES.items() if name != family_of(spec).name
     )
     found, again = huggingface.load(tmp_path, other)  # what the files say counts
     assert found.architecture() == spec.architecture()
     jax.tree.map(
-        np.testing.assert_array_equal, again, spec.family().unstack_layers(params)
+        np.testing.assert_array_equal, again, family_of(spec).unstack_layers(params)
     )
-    ids = Generator(found.family().build(found).bind, found)(
+    ids = Generator(family_of(found).build(found).bind, found)(
         again, [1, 2], max_new_tokens=2, temperature=0
     )
     assert len(ids) == 2
 
 
 def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
-    huggingface.save(tmp_path, spec, spec.family().build(spec).init(jax.random.key(0)))
-    model = {"name": "from_init", "family": spec.family().name} | dict.fromkeys(
+    huggingface.save(
+        tmp_path, spec, family_of(spec).build(spec).init(jax.random.key(0))
+    )
+    model = {"name": "from_init", "family": family_of(spec).name} | dict.fromkeys(
         spec.checkpoint_fields()
     )
     assert needs_architecture(model)
@@ -112,12 +114,13 @@ def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
 
 def test_weights_of_another_family_are_refused_in_a_line(spec):
     other = next(
-        other for name, other in FAMILIES.items() if name != spec.family().name
+        other for name, other in FAMILIES.items() if name != family_of(spec).name
     )
     with pytest.raises(UserError) as error:
         check_same_model("init_from=A", architecture(spec), other)
-    assert f"has a {spec.family().name}, the model is a {other.family().name}" in str(
-        error.value
+    assert (
+        f"has a {family_of(spec).name}, the model is a {family_of(other).name}"
+        in str(error.value)
     )
     assert "\n" not in str(error.value)
 
@@ -154,7 +157,7 @@ def test_weights_of_either_kind_of_gated_mlp_are_those_of_the_other(spec):
     ) as error:
         check_same_model("init_from=A", architecture(plain), wider)
     assert "mlp=swiglu" not in str(error.value)
-    if spec.family().name == "gpt2":
+    if family_of(spec).name == "gpt2":
         with pytest.raises(UserError, match="has mlp=gelu"):
             check_same_model(
                 "init_from=A",

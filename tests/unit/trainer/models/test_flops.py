@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 
 from trainer.models.flops import flop_share, flops_per_token, forward_flops_per_token
-from trainer.models.gpt2 import functional
-from trainer.models.spec import GPT2Spec, linear_sizes
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import PEAKS, peak_flops
 
 GPT2_124M = GPT2Spec(vocab_size=50257)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.sampling import Generator, sample
-from trainer.models.spec import GPT2Spec
 
 SPEC = GPT2Spec(vocab_size=50, context=16, n_layer=2, n_head=2, d_model=16)
 PROMPT = [3, 1, 4, 1, 5]

@@ -10,9 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.gpt2 import functional
-from trainer.models.gpt2_huggingface import load_gpt2, save_gpt2
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.registry import family_of
 
 V, T, D, L, H = 100, 24, 32, 3, 4
 CONFIG = {
@@ -160,7 +161,7 @@ def test_scanned_layers_export_the_same_file(tmp_path):
     spec, params = load_gpt2(source)
     scanned = GPT2Spec(**{**vars(spec), "scan_layers": True})
     (out,) = huggingface.save(
-        tmp_path / "out", scanned, spec.family().stack_layers(params)
+        tmp_path / "out", scanned, family_of(spec).stack_layers(params)
     )
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
 

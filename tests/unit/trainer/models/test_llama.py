@@ -16,8 +16,8 @@ from scalify_core import as_scaled_array, asarray, get_data_scale, scalify, swig
 from scalify_core.array.scaled_array import is_scaled_array
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import RMSNorm
-from trainer.models.llama import Llama, functional
-from trainer.models.llama_spec import LlamaSpec, linear_sizes
+from trainer.models.llama.model import Llama, functional
+from trainer.models.llama.spec import LlamaSpec, linear_sizes
 from trainer.models.sampling import Generator
 
 

@@ -10,10 +10,11 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.gpt2_huggingface import load_gpt2
-from trainer.models.llama import functional
-from trainer.models.llama_huggingface import load_llama, save_llama
-from trainer.models.llama_spec import LlamaSpec, RopeScaling
+from trainer.models.gpt2.huggingface import load_gpt2
+from trainer.models.llama.huggingface import load_llama, save_llama
+from trainer.models.llama.model import functional
+from trainer.models.llama.spec import LlamaSpec, RopeScaling
+from trainer.models.registry import family_of
 from trainer.models.weight_files import carry_tokenizer, read_tensors
 
 CONFIG = {
@@ -119,7 +120,7 @@ def test_scanned_layers_export_the_same_tensors(tmp_path):
     spec, params = load_llama(write(tmp_path / "llama", weights))
     scanned = LlamaSpec(**{**vars(spec), "scan_layers": True, "mlp": "smooth_swiglu"})
     (file,) = huggingface.save(
-        tmp_path / "out", scanned, spec.family().stack_layers(params)
+        tmp_path / "out", scanned, family_of(spec).stack_layers(params)
     )
     same(load_file(file), weights)
 

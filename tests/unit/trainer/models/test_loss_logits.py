@@ -11,8 +11,9 @@ import pytest
 
 from scalify_core import asarray, scalify
 from scalify_core.optim.weights import scaled_params
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import family_of
 
 SPECS = {
     "gpt2": GPT2Spec(vocab_size=100, context=16, n_layer=1, n_head=2, d_model=16),
@@ -26,7 +27,7 @@ LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"
 
 
 def loss_of(spec, dtype):
-    made = spec.family().build(spec, compute_dtype=dtype)
+    made = family_of(spec).build(spec, compute_dtype=dtype)
     return jax.jit(made.init)(jax.random.key(0)), lambda p: made.bind(p).loss(
         TOKENS[:, :-1], TOKENS[:, 1:]
     )

@@ -11,11 +11,11 @@ from small_models import GPT2 as SPEC
 from small_models import TOKENS, assert_close, compiled
 
 from trainer.errors import UserError
-from trainer.models import gpt2 as model
-from trainer.models import gpt2_block
-from trainer.models.family import param_count
-from trainer.models.gpt2 import GPT2, dropout, functional
-from trainer.models.spec import GPT2Spec, linear_sizes
+from trainer.models.flops import param_count
+from trainer.models.gpt2 import block as gpt2_block
+from trainer.models.gpt2 import model
+from trainer.models.gpt2.model import GPT2, dropout, functional
+from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from flax import nnx
 
 from scalify_core import as_scaled_array, tree
 from trainer.models.functional import as_functions
+from trainer.models.registry import SPECS, family_of
 from trainer.models.roles import Role, role_of
-from trainer.models.specs import SPECS
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
@@ -25,7 +25,7 @@ MODELS = [(family, scan) for family in SPECS for scan in (False, True)]
 
 def build(family, scan, **choices):
     spec = spec_of(family, scan, **choices)
-    return spec.family().build(spec)
+    return family_of(spec).build(spec)
 
 
 def spec_of(family, scan, **choices):
@@ -52,7 +52,7 @@ def test_layers_of_kernels_are_those_that_patterns_choose_from(family, scan):
     spec = spec_of(family, scan)
     roles = jax.tree.leaves(build(family, scan).roles)
     assert {role.layer for role in roles if role.is_kernel} == set(
-        spec.family().linear_sizes(spec)
+        family_of(spec).linear_sizes(spec)
     )
 
 
@@ -186,7 +186,7 @@ def test_no_other_room_names_a_layer_or_a_leaf(tmp_path):
         "q_proj",
         "lm_head",
     } <= names
-    rooms = [p for p in (ROOT / "trainer").rglob("*.py") if p.parent.name != "models"]
+    rooms = [p for p in (ROOT / "trainer").rglob("*.py") if "models" not in p.parts]
     files = [*rooms, *(ROOT / "scripts").glob("*.py")]
     assert {
         str(p.relative_to(ROOT)): found for p in files if (found := named_in(p, names))

@@ -19,7 +19,7 @@ from trainer.config.inherited import inherit
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.run.checkpoint import Restored
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.run.initial_weights import (

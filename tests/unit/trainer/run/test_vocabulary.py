@@ -15,8 +15,9 @@ from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import family_of
 from trainer.run.vocabulary import (
     describe_embeddings,
     vocabulary_of,
@@ -41,7 +42,7 @@ def bpe(directory, *merges):
 
 
 def initial(spec, seed):
-    return spec.family().build(spec).init(jax.random.key(seed))
+    return family_of(spec).build(spec).init(jax.random.key(seed))
 
 
 @pytest.fixture

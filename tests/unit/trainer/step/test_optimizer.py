@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from trainer.errors import UserError
-from trainer.models.gpt2_family import GPT2_FAMILY
+from trainer.models.gpt2.family import FAMILY
 from trainer.models.roles import Role
 from trainer.step.optimizer import make_optimizer, matrix_mask
 from trainer.step.optimizers import ENTRIES
@@ -153,7 +153,7 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
             update, state = tx.update(grads, state, params)
         return update
 
-    unstack_layers = GPT2_FAMILY.unstack_layers
+    unstack_layers = FAMILY.unstack_layers
     ours = updates(grads, stacked, roles)
     theirs = updates(unstack_layers(grads), unstack_layers(stacked), unrolled)
     # Sums of 128 x 130 squares in another order; muon's iteration multiplies matrices

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from trainer.bounds import (
     POWER_OF_TWO,
@@ -17,21 +17,8 @@ from trainer.bounds import (
     more_than,
 )
 from trainer.errors import UserError
+from trainer.models.choices import REMATS, SAME_MLP
 
-if TYPE_CHECKING:
-    from trainer.models.family import Family
-
-# Members of jax.checkpoint_policies that are policies; the others are functions that
-# make one.
-REMAT_POLICIES = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots",
-    "checkpoint_dots_with_no_batch_dims",
-)
-REMATS = ("none", "elementwise", "block", *REMAT_POLICIES)
 ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
 # fields, and Hugging Face's names for them
 HUGGING_FACE = {
@@ -41,8 +28,6 @@ HUGGING_FACE = {
     "context": "n_positions",
     "vocab_size": "vocab_size",
 }
-
-SAME_MLP = {"swiglu", "smooth_swiglu"}  # one function, rounded differently
 
 
 @dataclass(frozen=True)
@@ -146,13 +131,6 @@ class GPT2Spec:
     def head_dim(self) -> int:
         """Width of a head, K."""
         return self.d_model // self.n_head
-
-    @classmethod
-    def family(cls) -> "Family":
-        """Return GPT-2; imported here, so that configurations are read without JAX."""
-        from trainer.models.gpt2_family import GPT2_FAMILY
-
-        return GPT2_FAMILY
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from scalify_core import embedding, linear_cross_entropy
 from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
 from trainer.models.cache import KVCache, empty_cache
 from trainer.models.functional import Functional, as_functions
-from trainer.models.gpt2_block import Block
+from trainer.models.gpt2.block import Block
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import DotGeneralFor, Embedding, Factory, dropout, split_keys
-from trainer.models.spec import GPT2Spec
 from trainer.models.stress import gpt2_block
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.functional import Params
-from trainer.models.gpt2 import functional
-from trainer.models.spec import GPT2Spec
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.weight_files import (
     config_beside,
     read_object,

@@ -5,9 +5,9 @@ from pathlib import Path
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.functional import Params
-from trainer.models.llama import functional
-from trainer.models.llama_huggingface import load_llama, save_llama
-from trainer.models.llama_spec import LlamaSpec, forward_flops_per_token, linear_sizes
+from trainer.models.llama.huggingface import load_llama, save_llama
+from trainer.models.llama.model import functional
+from trainer.models.llama.spec import LlamaSpec, forward_flops_per_token, linear_sizes
 
 
 def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
@@ -30,7 +30,7 @@ def load(source: Path, spec: LlamaSpec | None) -> tuple[LlamaSpec, Params]:
     return load_llama(source)
 
 
-LLAMA_FAMILY = Family(
+FAMILY = Family(
     name="llama",
     blocks="h",
     parts=(

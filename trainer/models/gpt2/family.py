@@ -5,9 +5,9 @@ from pathlib import Path
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.functional import Params
-from trainer.models.gpt2 import functional
-from trainer.models.gpt2_huggingface import load_gpt2, save_gpt2
-from trainer.models.spec import GPT2Spec, forward_flops_per_token, linear_sizes
+from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
+from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.spec import GPT2Spec, forward_flops_per_token, linear_sizes
 
 
 def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
@@ -35,7 +35,7 @@ def load(source: Path, spec: GPT2Spec | None) -> tuple[GPT2Spec, Params]:
     return load_gpt2(source, n_head=None if spec is None else spec.n_head)
 
 
-GPT2_FAMILY = Family(
+FAMILY = Family(
     name="gpt2",
     blocks="h",
     parts=(

@@ -42,7 +42,7 @@ from trainer.models.layers import (
     copy_to_axis,
     recomputed,
 )
-from trainer.models.llama_spec import LlamaSpec, RopeScaling
+from trainer.models.llama.spec import LlamaSpec, RopeScaling
 from trainer.models.stress import align
 
 # Under `scalify`, expected sizes are those of independent numbers, as at

@@ -14,6 +14,7 @@ from flax import nnx
 from scalify_core import attention, dynamic_rescale_rms_grad, gelu, materialised, swiglu
 from trainer.models.cache import KVCache, cached_attention
 from trainer.models.gated import smooth_swiglu
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import (
     Factory,
     Norm,
@@ -22,7 +23,6 @@ from trainer.models.layers import (
     recomputed,
     split_keys,
 )
-from trainer.models.spec import GPT2Spec
 
 
 class Attention(nnx.Module):

@@ -16,9 +16,8 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.functional import Params
-from trainer.models.llama import functional
-from trainer.models.llama_config import ROPE_SCALING, spec_of
-from trainer.models.llama_spec import LlamaSpec
+from trainer.models.llama.model import functional
+from trainer.models.llama.spec import ROPE_SCALING, LlamaSpec, spec_of
 from trainer.models.weight_files import (
     SHARD_BYTES,
     check_sizes,

@@ -1,0 +1,4 @@
+"""GPT-2: sizes and choices, the model, and Hugging Face's files.
+
+`spec` needs no JAX; `family.FAMILY` is what `trainer.models.registry` finds.
+"""

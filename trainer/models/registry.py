@@ -1,0 +1,34 @@
+"""The families of models: their specs, without importing JAX, and the family of a spec.
+
+A family `name` is the package `trainer.models.name`: the spec is in `spec`, and
+`family.FAMILY` is what the other rooms use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.spec import LlamaSpec
+
+if TYPE_CHECKING:
+    from trainer.models.family import Family, Spec
+
+# the family of saved runs and config.json files that name none
+FIRST = "gpt2"
+SPECS: dict[str, type[Spec]] = {"gpt2": GPT2Spec, "llama": LlamaSpec}
+
+
+def family_of(spec: Spec | type[Spec]) -> Family:
+    """Return the family of a spec, or of a class of specs.
+
+    It is imported here, so that configurations are read without JAX.
+    """
+    cls = spec if isinstance(spec, type) else type(spec)
+    for name, of_family in SPECS.items():
+        if issubclass(cls, of_family):
+            return importlib.import_module(f"trainer.models.{name}.family").FAMILY
+    from trainer.models.custom import CUSTOM
+
+    return CUSTOM
