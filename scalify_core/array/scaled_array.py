@@ -36,13 +36,16 @@ _REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE
 class ScaledArray(UnsupportedArithmetic):
     """The array `data * scale`: narrow data near RMS 1, and a power of two.
 
-    Invariants: - `data` is a floating-point array; shape, dtype, ndim and size are
-    those of the data. - `scale` is a power of two in [2^-126, 2^126], of one of two
-    kinds. *Static*: a Python float. It is part of the pytree's structure, so `jit`
-    compiles it as a constant, and recompiles for another scale. *Dynamic*: an FP32
-    array, a leaf beside the data; 2^-126 is the scale of zeros. - A dynamic scale is a
-    scalar, or has the shape of leading axes of the data ((L,) for L layers), or the
-    rank of the data with size 1 along the axes that share a scale.
+    Invariants:
+        - `data` is a floating-point array; shape, dtype, ndim and size are those of the
+          data.
+        - `scale` is a power of two in [2^-126, 2^126], of one of two kinds. *Static*: a
+          Python float. It is part of the pytree's structure, so `jit` compiles it as a
+          constant, and recompiles for another scale. *Dynamic*: an FP32 array, a leaf
+          beside the data; 2^-126 is the scale of zeros.
+        - A dynamic scale is a scalar, or has the shape of the data's leading axes, (L,)
+          for L layers. Or it has the rank of the data, with size 1 along the axes that
+          share a scale.
 
     No arithmetic is defined on a ScaledArray. `jax.tree.map` over trees with
     ScaledArrays acts on data and scales separately, which is seldom meant. Compute with
@@ -207,22 +210,22 @@ def is_scaled_array(x: Any) -> bool:
 def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     """Return a tree with every floating-point array as a ScaledArray of the same value.
 
-    Outside of `jit`, a `PrecisionWarning` names arrays of which more than a tenth
-    become zeros, because one scale does not hold them beside the rest, or of which
-    more than 1% of the norm is beyond what the format holds.
+    Outside `jit`, a `PrecisionWarning` names arrays with large losses. Either more than
+    a tenth of the elements become zeros, because one scale does not hold them beside
+    the rest, or more than 1% of the norm saturates.
 
     Args:
-        tree: any pytree; ScaledArrays, integers, booleans, keys, and what is no array,
-            stay as they are.
-        scale: of every leaf: a number makes static scales, an FP32 array dynamic ones.
-            None: the power of two that is nearest to the RMS of each leaf, dynamic (1
-            for a leaf with infinities or NaNs, and 2^-126 for zeros, so that a state
-            that begins with zeros does not set the scale of what is added to it).
-        dtype: of the data; that of each leaf if None.
+        tree: any pytree; ScaledArrays, integers, booleans, keys, and leaves that are
+            not arrays are unchanged.
+        scale: the scale of every leaf: a number makes static scales, an FP32 array
+            dynamic ones. None: the power of two nearest to the RMS of each leaf,
+            dynamic. It is 1 for a leaf with infinities or NaNs. It is 2^-126 for zeros,
+            so that a state that starts at zero does not set the scale of later sums.
+        dtype: the dtype of the data; None: that of each leaf.
 
     Raises:
-        ValueError: a scale that is no power of two.
-        TypeError, when differentiated: gradients are taken inside of scalify.
+        ValueError: the scale is not a power of two.
+        TypeError: differentiated; take gradients inside scalify.
 
     Example:
         >>> as_scaled_array(jnp.full(2, 3.0), dtype=jnp.float16).scale
@@ -350,7 +353,7 @@ def undifferentiated(tree: Any, message: str = _REFUSED) -> Any:
 
 
 def has_range_of_float32(dtype: Any) -> bool:
-    """Return whether a format needs no scale to hold what FP32 holds."""
+    """Return whether a format has the range of FP32, and so needs no scale."""
     return FloatFormat.of(np.dtype(dtype)).max > 2.0**120
 
 

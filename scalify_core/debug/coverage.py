@@ -1,5 +1,4 @@
-"""The table of docs/coverage.md: what `scalify` does with each primitive of the
-installed JAX.
+"""The table of docs/coverage.md: the rule of each primitive of the installed JAX.
 
 python -m scalify_core.debug.coverage > docs/coverage.md
 """
@@ -12,6 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
+import scalify_core.debug.probe  # noqa: F401  (registers its rules)
 from scalify_core.interpreter import registry
 
 NO_FLOATS = {

@@ -49,8 +49,8 @@ def explain(
             copy.
         tolerance: the limit of a tensor's error: the norm of its difference from plain
             FP32, over the norm of plain FP32. Values are lost where the error exceeds
-            the limit, and twice the error of the operands, because values are flushed
-            to zero, saturate, or have a scale that is astray. If a coarser format takes
+            the limit, and twice the error of the operands. The cause is underflow,
+            saturation, or a scale that is astray. If a coarser format takes
             part (FP8), its epsilon is the limit.
         kwargs: keyword arguments of `fun`.
 

@@ -1,5 +1,6 @@
-"""Figures of the arrays of a tree that tell whether their format holds them: cheap
-reductions, safe inside jit.
+"""Figures that tell whether a format holds the arrays of a tree.
+
+They are cheap reductions, safe inside jit.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ from scalify_core.numerics.formats import FloatFormat, pow2_floor
 
 
 class Summary(NamedTuple):
-    """Figures of one tensor: scalars, or arrays of shape (L,) where each of L layers
-    has its own scale.
+    """Figures of one tensor: scalars, or arrays of shape (L,) for L layers with scales.
 
     Attributes:
         exponent: log2 of the scale (int32); 0 for a plain array.
-        rms: root mean square of the data, the scale left out; about 1 is where a narrow
-            format holds most.
-        zeros: share of the elements that are zero, for whatever reason (a mask, a row
-            never seen, underflow).
-        underflow: share of the elements that underflow takes away; see `summarize` for
-            what it is counted against.
-        saturated: share of the elements at or beyond the largest finite number of the
+        rms: root mean square of the data, without the scale; a narrow format holds most
+            numbers where it is about 1.
+        zeros: the share of elements that are zero, for any reason (a mask, a row never
+            seen, underflow).
+        underflow: the share of elements that underflow, as `summarize` counts them.
+        saturated: the share of elements at or beyond the largest finite number of the
             format, infinities included.
     """
 
@@ -40,11 +39,10 @@ class Summary(NamedTuple):
 def summarize(
     tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None, zeros: bool = True
 ) -> Any:
-    """Return a `Summary` of each floating-point array and ScaledArray of a tree; None
-    in the place of other leaves.
+    """Return a `Summary` of each floating-point array and ScaledArray of a tree.
 
-    A zero does not tell what it was before it was rounded, so underflow is counted in
-    one of three ways:
+    Other leaves become None. Data does not tell whether a zero was zero before
+    rounding, so underflow is counted in one of three ways:
 
     - `exact`, a tree of the same structure with the unrounded logical values (arrays or
       ScaledArrays): the elements that are zero although the exact value is not. Exact.
@@ -52,13 +50,13 @@ def summarize(
       product): the elements that are not zero but will be, and `saturated` counts those
       that the cast will clamp. Exact.
     - neither: an upper bound, the elements that are zero or subnormal in the data's own
-      format. Rounding may have taken bits from all of them, and from no other; true
-      zeros are counted (take `zeros` beside it to judge). A tensor that slides out of
-      its format shows subnormals long before it is lost. With `zeros=False`, for
-      tensors whose zeros are known to be true, the subnormal ones alone.
+      format. Only these can have lost bits by rounding; true zeros are counted (compare
+      with `zeros`). A tensor that slides out of its format shows subnormals long before
+      it is lost. With `zeros=False`, for tensors whose zeros are known to be true, the
+      subnormal ones alone.
 
     The figures mean the same for plain arrays, whose scale is 1. Data of FP64 is
-    summarised as FP32.
+    summarized as FP32.
 
     Raises:
         ValueError: `fmt` and `exact` are both given, or a leaf's dtype has no

@@ -1,6 +1,4 @@
-"""`check_scalify`, the one checker: a scaled function gives what the plain one gives,
-in FP32, and keeps its word.
-"""
+"""`check_scalify`, the one checker: a scaled function matches the plain one in FP32."""
 
 from __future__ import annotations
 
@@ -35,42 +33,45 @@ def check_scalify(
     strict: bool = True,
     scales: Scales = "auto",
 ) -> Any:
-    """Assert that `scalify(fun)(*args)` is `fun(*args)`.
+    """Assert that `scalify(fun)(*args)` equals `fun(*args)`.
 
     Args:
         fun: function of pytrees of arrays, to pytrees of arrays.
-        args: its arguments; the ScaledArrays in them are what it is scaled in, with the
-            scales they have. At least one is needed. `fun` itself is run on their
-            logical values in FP32.
-        dtype: of the data of the scaled arguments, which are cast to it first (so the
-            cast is not part of the error).
-        roundings: how many roundings to `dtype` lie between arguments and result, on
+        args: its arguments, at least one of them a ScaledArray. `fun` itself runs on
+            their logical values in FP32.
+        dtype: the dtype of the scaled arguments' data, which is cast to it first. So
+            the cast is not part of the error.
+        roundings: the number of roundings to `dtype` between arguments and result, on
             one path.
-        reduction: length of the longest sum. Of a sum, an element may be wrong by a
+        reduction: the length of the longest sum. An element of a sum may be wrong by a
             rounding of the largest element of the result for each term; without sums
-            (1) each element is held to its own size.
-        grad: check the gradient, too: of a weighted sum of all floating-point results,
-            with respect to the scaled arguments, as `scalify(jax.grad(...))`.
-        ways: of running it; leave some out where one function is checked many times.
-        strict: whether what plain data of the format keeps must be kept. Without it, an
-            element may be lost that is below the smallest numbers of its data, whatever
-            the scale: also of one that is astray.
+            (1) each element is compared at its own size.
+        grad: whether to check the gradient, too: of a weighted sum of all
+            floating-point results, with respect to the scaled arguments, as
+            `scalify(jax.grad(...))`.
+        ways: the ways to run it; leave some out where one function is checked many
+            times.
+        strict: whether elements that plain data of the format keeps must be kept.
+            Without it, elements below the smallest numbers of the data may be lost,
+            even at a wrong scale.
         scales: as for `scalify`.
 
-    Plain data of the format is what a program without scales has: the arguments'
-    logical values rounded to `dtype`, the function of them, its result rounded to its
-    format. An element that this keeps, within the error that is granted here, must come
-    out of the scaled function so, too. Where it does not (it overflows, or is below the
-    format's smallest numbers), an element may be lost that is below the smallest number
-    of its data times its scale.
+    A plain program in the format rounds the arguments' logical values to `dtype`, calls
+    the function, and rounds its result to its format. An element that it keeps, within
+    the allowed error, must be kept by the scaled function, too. Other elements
+    overflow, or are below the format's smallest numbers. They may be lost if they are
+    below the smallest number of the data times its scale.
 
-    Checked are, eagerly and under jit with static scales, and under jit with dynamic
-    ones: the tree of the result; values, within (roundings + reduction) x epsilon;
-    infinities and NaNs, which must stand where the plain function has them; that scales
-    are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16
-    for the results of arithmetic on FP8), or that of the plain result where the
-    function itself asks for another; FP32 with measured scales only where plain code of
-    the format has FP32, and with the tolerance of `dtype`.
+    The function runs eagerly and under jit with static scales, and under jit with
+    dynamic ones. Checked are:
+
+    - the tree of the result, and its values, within (roundings + reduction) x epsilon;
+    - infinities and NaNs, which must stand where the plain function has them;
+    - scales, which must be powers of two within [2^-126, 2^126];
+    - the format: `dtype` (FP16 for the results of arithmetic on FP8), or that of the
+      plain result where the function itself casts to another. With measured scales it
+      may be FP32 where plain code of the format has FP32, with the tolerance of
+      `dtype`.
 
     Returns:
         The result of the first way.

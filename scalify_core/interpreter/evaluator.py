@@ -82,8 +82,8 @@ class Evaluator:
         Args:
             eqn: the equation.
             operands: `Value`s and plain operands.
-            jaxpr: that the equation stands in.
-            inner: what evaluates inner jaxprs; None: an evaluator like this one.
+            jaxpr: the jaxpr that contains the equation.
+            inner: the evaluator of inner jaxprs; None: an evaluator like this one.
         """
         if inner is None:
             inner = self
@@ -117,10 +117,10 @@ class Evaluator:
         """Return the results of a jaxpr of arrays and ScaledArrays, as such.
 
         Args:
-            jaxpr: traced with float32 arrays for what is scaled.
+            jaxpr: the program, traced with float32 arrays for ScaledArrays.
             leaves: its arguments.
-            dtypes: of the results in plain code; None where they are not known. They
-                count where scales are measured.
+            dtypes: the dtypes of the results in plain code; None where unknown. They
+                are used where scales are measured.
         """
         args = list(map(entering, leaves))
         out = self(jaxpr, args)

@@ -1,8 +1,8 @@
 """The gradient of a scalified function with respect to its plain arguments.
 
-It is taken outside, `jax.grad(scalify(f))`. The backward pass is one program of its
-own, the scalified vjp, so it has the precision of `scalify(jax.grad(f))`. What JAX adds
-up outside are plain arrays, or data at scale 1 that has the range of FP32.
+It is taken outside, `jax.grad(scalify(f))`. The backward pass is one program, the
+scalified vjp, so it has the precision of `scalify(jax.grad(f))`. Outside, JAX adds up
+plain arrays, or data at scale 1 that has the range of FP32.
 """
 
 from __future__ import annotations

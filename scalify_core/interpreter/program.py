@@ -1,5 +1,4 @@
-"""A function of leaves as `scalify` evaluates it: a jaxpr, and the dtypes of its
-results.
+"""The program that `scalify` evaluates: a jaxpr, and the dtypes of its results.
 
 Its gradient is a program of the same kind: the backward pass, of both traces.
 """
@@ -35,16 +34,16 @@ class Program(NamedTuple):
     """A traced function.
 
     Attributes:
-        name: of the function, for warnings.
-        jaxpr: traced with FP32 arrays for what is scaled; products are in FP32 that
-            plain code has so. What the function closes over is in front of its
-            arguments.
-        dtypes: of the results in plain code; None where they are not known, or of no
-            matter.
-        unknown: why it is not known what plain code has in FP32; None: it is.
+        name: the name of the function, for warnings.
+        jaxpr: the jaxpr, traced with FP32 arrays for scaled arguments. Products that
+            are FP32 in plain code are FP32. Closed-over values precede the arguments.
+        dtypes: the dtypes of the results in plain code; None where they are unknown or
+            not needed.
+        unknown: the reason why the FP32 products of plain code are unknown; None: they
+            are known.
         traces: the jaxprs of the function, with FP32 arrays and in the formats of the
-            data; the latter None: it has no narrow data, its scales are not measured,
-            or it cannot be traced so.
+            data. The latter is None without narrow data or measured scales, or if the
+            trace fails.
     """
 
     name: str
@@ -78,12 +77,12 @@ class Program(NamedTuple):
 def traced(
     fun: Callable, leaves: Sequence[Any], *, narrow: bool
 ) -> tuple[Program, list[Any]]:
-    """Trace a function of leaves, of which the scaled ones are FP32 arrays to it.
+    """Trace a function of leaves, with FP32 arrays for scaled ones.
 
     Args:
         fun: function of the leaves.
         leaves: arrays and ScaledArrays.
-        narrow: whether it matters what plain code of the data's formats has in FP32.
+        narrow: whether to find the FP32 results of plain code in the data's formats.
 
     Returns:
         The program, and the values that it closes over, which are its first arguments.

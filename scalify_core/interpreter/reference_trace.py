@@ -1,9 +1,9 @@
-"""The trace of a function in the formats of its data: what plain narrow code computes.
+"""The trace of a function in the formats of its data, the reference of plain code.
 
-`scalify` traces with FP32 arrays, where a cast to FP32 is none. So the function is
-traced once more, with arrays as narrow as the data, and the products of both traces are
-laid beside each other by position. A product with an FP32 operand there, by a cast or
-by promotion, is FP32 here.
+`scalify` traces with FP32 arrays, where a cast to FP32 leaves no equation. So the
+function is traced once more, with arrays as narrow as the data, and the products of
+both traces are paired by position. A product with an FP32 operand in the reference, by
+a cast or by promotion, is FP32 in the program.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def _as_in(eqn: Any, reference: Any) -> Any:
             for x in reference.invars[:2]
         )
         precisions = (eqn.params["precision"], reference.params["precision"])
-        # An algorithm that was chosen by name says itself what it reads, as that of
-        # jax.nn.dot_product_attention, of FP16 data, does for the gradients, too.
+        # A named algorithm defines its operands' precision, also in gradients: that of
+        # jax.nn.dot_product_attention reads FP16.
         is_algorithm = any(
             x is not None and not isinstance(x, tuple) for x in precisions
         )

@@ -78,27 +78,26 @@ def scalify(
 
     Returns:
         A function of the same arguments, which may contain ScaledArrays. A
-            floating-point
-        result that depends on a ScaledArray is a ScaledArray; an FP32 scalar is a plain
-        array.
+        floating-point result that depends on a ScaledArray is a ScaledArray; an FP32
+        scalar is a plain array.
 
-    With measured scales, products and results have the dtypes of plain code whose
-    arrays have the formats of the data (FP16 for those of 8 bits). So they are FP32 by
-    a cast or by promotion. These dtypes come from a second trace; if it fails or has
-    other products, a `PrecisionWarning` says so. With static scales all results have
-    the format of the data. Complex numbers have no scale: they are plain, and so are
-    the results computed from them (`irfft(rfft(x))`). ScaledArrays that `fun` itself
-    makes are plain numbers inside it and in its results; use `set_scaling` to choose
-    the scale of a result.
+        With measured scales, products and results have the dtypes of plain code whose
+        arrays have the formats of the data (FP16 for those of 8 bits). So they are FP32
+        by a cast or by promotion. These dtypes come from a second trace; if it fails or
+        has other products, a `PrecisionWarning` says so. With static scales all results
+        have the format of the data. Complex numbers have no scale: they are plain, and
+        so are the results computed from them (`irfft(rfft(x))`). ScaledArrays that
+        `fun` itself makes are plain numbers inside it and in its results; use
+        `set_scaling` to choose the scale of a result.
 
-    Called outside `jit`, `fun` runs at each call and reads the current value of its
-    globals, like any JAX function. Put a training step under `jax.jit`, which traces it
-    once.
+        Called outside `jit`, `fun` runs at each call and reads the current value of its
+        globals, like any JAX function. Put a training step under `jax.jit`, which
+        traces it once.
 
-    The function can be jitted, vmapped and sharded. Take gradients inside,
-    `scalify(jax.grad(fun))`. Outside, `jax.grad(scalify(fun))` supports plain
-    arguments, the first derivative, and results that are plain or have the range of
-    FP32.
+        The function can be jitted, vmapped and sharded. Take gradients inside,
+        `scalify(jax.grad(fun))`. Outside, `jax.grad(scalify(fun))` supports plain
+        arguments, the first derivative, and results that are plain or have the range of
+        FP32.
 
     Raises:
         ValueError: `scales` is unknown; `fun` does not have a static argument.

@@ -1,4 +1,5 @@
 """Numbers: formats, power-of-two scales, casts, and hints to compilers.
 
-Knows nothing of `ScaledArray`. `precision_warnings` is where casts tell what they lose.
+This package does not depend on `ScaledArray`. `precision_warnings` reports the losses
+of casts.
 """

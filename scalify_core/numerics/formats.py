@@ -5,15 +5,15 @@ Rules that hold for every rounding in this module:
 
 - A *finite* value beyond the largest finite number of the format saturates (JAX's own
   casts give NaN or infinity).
-- What is not finite stays not finite, so that a watchdog still sees it: NaN stays NaN;
+- Infinities and NaN stay not finite, so that a watchdog still sees them: NaN stays NaN;
   an infinity stays one where the format has infinities (FP16, BF16, E5M2) and becomes
   NaN where it has none (E4M3).
 - Subnormals of the format are kept, and rounded on their own coarser grid.
 - Everything that decides a bit is integer arithmetic on the FP32 bit pattern: no
   compiler may remove it (floating point conversions there and back are removed on GPU),
   and a flush-to-zero mode of the device does not change it. Stochastic rounding also
-  adds the smallest normal number to those below it and takes it away again, in FP32 to
-  nearest; what it does with the bits in between keeps compilers from leaving that out.
+  adds the smallest normal number to those below it and subtracts it again, in FP32 to
+  nearest; the bit operations in between keep compilers from removing both.
 """
 
 from __future__ import annotations
@@ -199,17 +199,21 @@ class FloatFormat:
         )
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
-        """Return `x` rounded to one of its two neighbours in the format, the nearer the
-        likelier; saturating.
+        """Return `x` rounded to one of its two neighbors in the format, saturating.
+
+        The probability of a neighbor grows with its nearness.
 
         `bits` holds 16 random bits per element (uint16, shape of `x`): from
         `counter_bits`, or `jax.random.bits(key, x.shape, jnp.uint16)`. The expectation
-        is `x` up to 2^-17 of the distance of the two neighbours, and exactly `x` where
-        FP32 has at most 16 bits below that distance, as it has of FP16's and BF16's
-        normal numbers. Below the smallest normal number, `x` is first rounded to
-        nearest at FP32's last place of that: for m bits of mantissa and a narrower
-        exponent than FP32's another 2^-(24-m) of the distance, 2^-14 for FP16. A number
-        of the format is always returned as it is. Result: the native dtype, else FP32.
+        is `x` up to 2^-17 of the distance of the two neighbors. It is exact where FP32
+        has at most 16 bits below that distance, as for the normal numbers of FP16 and
+        BF16.
+
+        Below the smallest normal number, `x` is first rounded to nearest at FP32's last
+        place of that number. With m bits of mantissa and a narrower exponent than
+        FP32's, this adds an error of 2^-(24-m) of the distance, 2^-14 for FP16. A
+        number of the format is always returned unchanged. The result has the native
+        dtype, else FP32.
 
         Raises:
             ValueError: `bits` is not uint16 of the shape of `x`.

@@ -1,9 +1,8 @@
-"""Functions that `scalify` sees whole: one primitive, which survives differentiation,
-batching and partitioning.
+"""Functions that are one equation for `scalify`, after transformations, too.
 
-A composite is a plain JAX function under a name. Wherever it is traced, and in every
-derivative of it, it stands in the jaxpr as *one* call, which a rule registered under
-that name (`registry.composite_rule`) can give scales. Without `scalify` the call is
+A composite is a plain JAX function with a name. It is *one* call in every jaxpr, also
+in those of its derivatives. A rule registered under the name
+(`registry.composite_rule`) can give the call scales. Without `scalify` the call is
 compiled as the function's own equations.
 
     @composite
@@ -189,7 +188,7 @@ def composite(
     Args:
         fun: function of positional pytrees of arrays and of keyword-only, hashable,
             static arguments.
-        name: what its rules are registered under; the function's name if not given.
+        name: the name that its rules are registered under; default: the function's.
         cuda: an equivalent function that is lowered instead where the program is
             compiled for CUDA devices. The choice is made by the platform the program is
             lowered for, never by the default backend.

@@ -3,13 +3,12 @@ or E4M3 on request.
 
     y  = X8 W8             X8, W8: saturating casts to E4M3; fast accumulation
     dX = G8 W8^T           G8: a saturating cast of dy to E5M2, or E4M3
-    dW = X8^T G8           residuals of the forward pass are X8 and W8, never the wide
-    operands
+    dW = X8^T G8           residuals are X8 and W8, never the wide operands
 
-The operands of every product are real FP8 arrays, and the algorithm is named in the
-program: what XLA needs to choose cuBLASLt's FP8 kernels, and what it cannot undo. Wide
-operands that were rounded to FP8 and back, scales that are vectors, or a derivative
-left to AD would silently run in BF16. Programs compiled for other platforms than CUDA
+The operands of every product are real FP8 arrays, and the program names the algorithm.
+XLA needs both to choose cuBLASLt's FP8 kernels, and cannot undo either. Wide operands
+that were rounded to FP8 and back, scales that are vectors, or a derivative left to AD
+would silently run in BF16. Programs compiled for other platforms than CUDA
 multiply the same FP8 numbers in FP32.
 
 References:
@@ -65,33 +64,31 @@ class Scaling(NamedTuple):
 
 
 class Fp8DotGeneral:
-    """`jax.lax.dot_general` in FP8, for a Flax layer's `dot_general` argument (Linen or
-    NNX).
+    """`jax.lax.dot_general` in FP8, for the `dot_general` argument of Flax layers.
 
     A product whose rows, columns or contracted elements are not multiples of 16 is done
-    by `jax.lax.dot_general` in the operands' dtype, with a warning that names it, once
-    per shape. `converted` and `skipped` tell what happened, so that a trainer can
-    count: they fill while the layer is traced.
+    by `jax.lax.dot_general` in the operands' dtype, with a warning once per shape.
+    `converted` and `skipped` record the shapes while the layer is traced, so that a
+    trainer can count.
 
-    Differentiable once. A gradient of a gradient through the product has no meaning, as
-    the FP8 operands that the first one keeps have none: in plain programs it is NaN,
-    under `scalify` JAX raises ValueError about the FP8 precision.
+    It is differentiable once. A gradient of a gradient through the product has no
+    meaning, since the FP8 operands that the first one keeps have none: in plain
+    programs it is NaN, under `scalify` JAX raises ValueError about the FP8 precision.
 
     Attributes:
-        name: of the layer, for the warning.
-        keep_rhs: under `scalify`, a 16-bit right operand, which is a parameter, is kept
-            for the backward pass in FP8: a byte an element. Of (rows, k) (k, columns)
+        name: the name of the layer, for the warning.
+        keep_rhs: under `scalify`, whether a 16-bit right operand, a parameter, is kept
+            for the backward pass in FP8: a byte an element. For (rows, k) (k, columns)
             one kernel writes both orders that the GEMMs read. Otherwise it is cast
-            again. Operands of other widths, and plain programs, keep the FP8 copy in
-            any case.
-        rhs_gradient: under `scalify`, the dtype that the data of the gradient of the
-            right operand is cast to where it is computed, so that a loop over layers
-            stacks it in this; None: that of the result.
-        gradient: what the gradient of the result is cast to, E5M2 or E4M3, which has a
-            digit more and 14 octaves less.
-        converted: the (rows, columns, contracted) of the products that were traced as
-            FP8.
-        skipped: of those that were not.
+            again. Operands of other widths, and plain programs, always keep the FP8
+            copy.
+        rhs_gradient: under `scalify`, the dtype that the right operand's gradient is
+            cast to where it is computed, so that a loop over layers stacks it in that
+            dtype; None: the dtype of the result.
+        gradient: the format that the gradient of the result is cast to, E5M2 or E4M3,
+            which has a digit more and 14 octaves less.
+        converted: the (rows, columns, contracted) of the products traced as FP8.
+        skipped: those of the other products.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Functions that act on scales. Without `scalify` each is the identity (the casts
 round, as they say).
 
-A user places them in a model or an optimiser; under `scalify` they move powers of two
+A user places them in a model or an optimizer; under `scalify` they move powers of two
 between data and scale, or take statistics of the data at run time.
 """
 
@@ -42,10 +42,10 @@ def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rebalance(x: jax.Array, factor: float) -> jax.Array:
-    """Return `x`; under `scalify`, the data divided and the scale multiplied by
-    `factor`.
+    """Return `x`; under `scalify`, data divided and scale multiplied by `factor`.
 
-    Raises ValueError for what is not a power of two in [2^-126, 2^126].
+    Raises:
+        ValueError: the factor is not a power of two in [2^-126, 2^126].
     """
     return _rebalance(x, factor=_power_of_two("rebalance", factor))
 

@@ -105,21 +105,21 @@ def scaled_state(
             determines every random bit.
 
     Returns:
-        The transformation. Its `update` takes three more arguments and passes all
-            others
-        to `tx`:
+        The transformation. Its `update` takes three more arguments, and passes all
+        others to `tx`:
 
-    - `accept`, a boolean scalar: where it is false, the new state is the old one, at no
-    extra cost (the old values are read in any case). - `largest_of`, a `Largest`: for
-    arrays that are split over devices, a function that moves only the maxima between
-    them. - `numbers`, a tree of integers like the inner state: they tell the random
-    bits of its arrays apart (default: their positions). An array of integers marks a
-    stack, whose rows have scales of their own.
+        - `accept`, a boolean scalar: where it is false, the new state is the old one,
+          at no extra cost (the old values are read in any case).
+        - `largest_of`, a `Largest`: for arrays that are split over devices, a function
+          that moves only the maxima between them.
+        - `numbers`, a tree of integers like the inner state: they tell the random bits
+          of its arrays apart (default: their positions). An array of integers marks a
+          stack, whose rows have scales of their own.
 
-    Gradients and parameters may be plain arrays or ScaledArrays of any float dtype; the
-    transformation gets FP32, and updates are plain FP32 arrays. A tensor with
-    infinities or NaNs keeps its scale and stays not finite: the caller restores the old
-    state. Scales are FP32 scalars in separate buffers, so they can be donated.
+        Gradients and parameters may be plain arrays or ScaledArrays of any float dtype;
+        the transformation gets FP32, and updates are plain FP32 arrays. A tensor with
+        infinities or NaNs keeps its scale and stays not finite: the caller restores the
+        old state. Scales are FP32 scalars in separate buffers, so they can be donated.
 
     Raises:
         ValueError: from `init`, if the state has no array in a field of a given name;

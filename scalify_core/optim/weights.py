@@ -1,11 +1,9 @@
-"""Scaled master weights: FP16 (or other narrow) parameters with static scales, that
-lose no update.
+"""Scaled master weights: narrow parameters with static scales, that lose no update.
 
-The scale of a parameter is a constant of the compiled step: chosen when the weights are
-made, changed only in the rare event that the data has left its place, by a power of
-two. What keeps small updates is stochastic rounding: an FP16 parameter has 11
-significant bits, and updates below half of its last place, 2^-12 of its value, are
-otherwise lost.
+The scale of a parameter is a constant of the compiled step. It is chosen when the
+weights are made, and changed by a power of two in the rare event that the data leaves
+its range. Stochastic rounding keeps small updates: an FP16 parameter has 11 significant
+bits, and updates below half of its last place, 2^-12 of its value, are otherwise lost.
 """
 
 from __future__ import annotations
@@ -59,28 +57,27 @@ def apply_updates(
     accept: Any = None,
     numbers: Any = None,
 ) -> Any:
-    """Return `params + updates`, added in FP32 and rounded once to each parameter's
-    format.
+    """Return `params + updates`, added in FP32 and rounded once to the parameters'
+    formats.
 
     The sum has the parameter's scale, and saturates.
 
     Args:
-        params: ScaledArrays and plain arrays. Static scales stay as they are, as do
-            NumPy's of the rows of a stack. A run-time scale does, too, while the
+        params: ScaledArrays and plain arrays. Static scales are unchanged, as are the
+            NumPy scales of a stack's rows. A run-time scale is unchanged while the
             largest new value is below half of the format's largest number, and at least
-            2^-4; beyond that, also where all was zero (a fresh bias, whose scale is the
-            smallest), it becomes that of the largest new value. FP32 parameters are not
-            rounded.
-        updates: a tree of the same structure, plain or scaled, what is to be added
+            2^-4. Otherwise it becomes that of the largest new value, also where all
+            elements were zero (a fresh bias). FP32 parameters are not rounded.
+        updates: a tree of the same structure, plain or scaled: the terms to add
             (learning rate and sign included).
         rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16
             parameter, 2^-9 of a BF16 one); "stochastic" keeps them in expectation.
         seed, step: of the stochastic rounding, which needs both: integers or integer
-            scalars. The random bits are not those of `scaled_state`, also with the same
+            scalars. The random bits differ from those of `scaled_state` with the same
             seed and step.
-        accept: boolean scalar, false: the parameters stay as they are. None: true.
-        numbers: of the parameters, a tree of integers, which tell their random bits
-            apart; arrays of them of the rows of stacks. None: 0, 1, ...
+        accept: boolean scalar; false: the parameters are unchanged. None: true.
+        numbers: a tree of integers, which tell the random bits of the parameters apart;
+            arrays of integers for the rows of stacks. None: 0, 1, ...
 
     Raises:
         ValueError: `updates` or `numbers` is another tree than `params`; an unknown

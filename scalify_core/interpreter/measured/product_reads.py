@@ -115,7 +115,7 @@ def operand_readings(
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
         length = max(eqn.params["length"], 1)
         return [*consts, *[None] * len(carry), *(_of_stack(x, length) for x in xs)]
-    if name in CALLS and name != "shard_map":  # whose parts are those of a device
+    if name in CALLS and name != "shard_map":  # its parts are per device
         reads = reads_in(inner_jaxpr(eqn))
         return [reads.get(var) for var in inner_jaxpr(eqn).invars]
     return nothing

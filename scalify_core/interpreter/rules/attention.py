@@ -79,7 +79,7 @@ def _attention(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
 @composite_rule("attention.fwd")
 def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
     y, out, static = _attend(call, q, k, values, segments)
-    # The kernel's own output, at the scale of v, is what its backward reads.
+    # The backward reads the kernel's own output, at the scale of v.
     kernel_output = v.value(out[0], static.scale, static.expected_rms, y.dtype)
     return y, (q, k, values, segments, kernel_output, out[-1])
 

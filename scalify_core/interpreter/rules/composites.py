@@ -302,9 +302,9 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     dx, dbias = on_gradient(call, results, (x, bias), gradient)
     dx = v.narrow(dx)
     if not call.in_axes:
-        # Its rows are added up as they are rounded for the next product. They are
-        # computed twice, `stored` telling them apart: the compiler then makes one
-        # kernel of the sum and the cast to FP8; else it stores them in between.
+        # The rows are computed twice, and `stored` separates the two computations. The
+        # compiler then makes one kernel of their sum and their cast to FP8. Otherwise
+        # it stores the rows in between.
         apart = v.value(compiler_hints.stored(v.unscaled(bias)), 1.0)
         recomputed = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
         added = jnp.sum(
@@ -378,7 +378,7 @@ composite_rule("materialised.bwd", wide=True)(
 )
 
 
-# Norms. The data is normalised as it is; epsilon stays that of the logical value.
+# Norms. The data is normalized directly; epsilon stays that of the logical value.
 
 
 def _normalised(
@@ -394,9 +394,8 @@ def _normalised(
         and sc.is_static(weight.scale)
         and sc.is_static(others[0].scale)
     ):
-        # The bias as it is stored, the result being multiplied by its scale: a multiple
-        # of a whole vector could become a kernel of its own. Not at the scale of zeros,
-        # far from all others.
+        # Use the bias's data, and multiply the result by its scale: scaling the vector
+        # could become a separate kernel. The scale of zeros is too far from others.
         near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
         unit = others[0].scale if near else 1.0
     parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]

@@ -1,9 +1,8 @@
-"""Calls, branches and meshes: the rules of the inner equations apply; structure, names
-and donation are kept.
+"""Calls, branches and meshes: the rules of the inner equations apply.
 
-A value crosses into a traced function as a pytree whose static scale, expected RMS and
-format are part of its structure, so JAX's own transformations carry them, and static
-scales stay static on the other side.
+Structure, names and donation are preserved. A value enters a traced function as a
+pytree whose static scale, expected RMS and format are part of its structure. So JAX's
+own transformations carry them, and static scales stay static inside.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations that move elements about."""
+"""Rules of operations that move elements."""
 
 from __future__ import annotations
 

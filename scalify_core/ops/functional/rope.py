@@ -15,7 +15,7 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Return `x` with channels k and k + K/2 of each head rotated by the angle k of
     their position, in FP32.
 
-    Frequencies, and what lengthens a context by changing them, are in the tables alone.
+    Frequencies, and their changes for longer contexts, are in the tables alone.
 
     Args:
         x: [B, T, H, K], K even.
