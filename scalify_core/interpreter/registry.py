@@ -114,8 +114,8 @@ def structural(*primitives: str, along: Callable | None = None) -> None:
 
 
 def unscaled(*primitives: str, as_traced: bool = False) -> None:
-    """Register primitives that compute on the logical value in FP32; results get scale
-    1.
+    """Register primitives that compute on the logical value in FP32, with results at
+    scale 1.
 
     With `as_traced`, they compute in the narrower dtype where the user cast to one: for
     equations with inner jaxprs of that dtype.

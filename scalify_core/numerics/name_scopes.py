@@ -23,6 +23,7 @@ def scope_of(eqn: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def within(scopes: Any, ctx: Any) -> Iterator[None]:
+    """Trace inside these named scopes, and in this compiler context unless None."""
     name = str(scopes)
     with (
         jax.named_scope(name) if name else contextlib.nullcontext(),

@@ -422,6 +422,11 @@ def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
 
 
 def check_rounding(rounding: str) -> None:
+    """Check the name of a rounding.
+
+    Raises:
+        ValueError: it is not "nearest" or "stochastic".
+    """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(
             f"rounding={rounding!r} is not a choice; valid: nearest, stochastic"

@@ -30,6 +30,7 @@ SQRT_2 = math.sqrt(2)
 
 
 def is_value(x: Any) -> bool:
+    """Return whether `x` is a `Value`, for `is_leaf=` of `jax.tree` functions."""
     return isinstance(x, Value)
 
 
@@ -188,10 +189,15 @@ def size_of(*factors: Any) -> Any:
 
 
 def as_value(x: Any, *others: Any) -> Value:
+    """Return an operand as a value with one scale.
+
+    A plain operand takes the format of the others.
+    """
     return v.scalar_scale(x) if is_value(x) else v.lift(x, v.result_dtype(*others))
 
 
 def dtype_of(parameter: Any, x: Value) -> np.dtype:
+    """Return the dtype of a parameter, or that of `x` for a plain parameter."""
     return parameter.dtype if is_value(parameter) else x.dtype
 
 

@@ -228,7 +228,10 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 def _without_copies(x: Any) -> Any:
-    """A copy's scales would need specs: a device stores its part itself."""
+    """Return a value without copies, whose scales would need specs.
+
+    Each device stores its own part.
+    """
     return dataclasses.replace(x, copies={}) if isinstance(x, Value) else x
 
 
