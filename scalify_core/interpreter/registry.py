@@ -182,9 +182,14 @@ def composite_rule(
 def default(eqn: Any, *operands: Any) -> Any:
     """Evaluate a primitive or composite without a rule, as `unscaled` does.
 
-    The result is correct without a rule, so there is no warning.
+    The result is correct without a rule, so there is no warning. A composite is traced
+    anew with FP32 operands: a user's cast to FP16 in front of it is not to overflow.
     """
-    return as_traced_dtypes(eqn, *operands)
+    if eqn.primitive.name != "scalify_composite":
+        return as_traced_dtypes(eqn, *operands)
+    args = [v.unscaled(x) for x in operands]
+    args = [storage.as_float32(x) if _is_float(x) else x for x in args]
+    return _of_scale_1(eqn.params["call"].bind(*args), operands)
 
 
 DEFAULT = Rule(default, "default", lazy=True)

@@ -107,7 +107,7 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
     static = registry.rule_of(eqn)
     if static.control:
         return static.fun(eqn, *operands, evaluate=evaluate)
-    if static.kind == "composite":
+    if eqn.primitive.name == "scalify_composite":
         return _composite(eqn, *operands)
     if _means_its_dtype(eqn):
         return _wide_results(registry.as_traced_dtypes(eqn, *map(widened, operands)))

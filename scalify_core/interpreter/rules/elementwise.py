@@ -115,6 +115,7 @@ def _times_constant(x: Value, constant: float) -> Value:
             dtype,
             x.factor * (constant / factor),
             x.rms_correction,
+            is_fill_value=x.is_fill_value,
         )
     scale = sc.product(x.multiple, factor)
     if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
@@ -127,6 +128,7 @@ def _times_constant(x: Value, constant: float) -> Value:
         dtype,
         x.factor * (constant / factor),
         x.rms_correction,
+        is_fill_value=x.is_fill_value,
     )
 
 
@@ -140,6 +142,7 @@ def _neg(eqn: Any, x: Value) -> Value:
         v.result_dtype(x),
         -x.factor,
         x.rms_correction,
+        is_fill_value=x.is_fill_value,
     )
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+import scalify_core
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, composite
@@ -106,3 +107,24 @@ def test_these_primitives_have_no_rule_or_one_that_evaluates_them():
         "debug_print",
     } & set(registry.rules)
     assert registry.rules["custom_vmap_call"].control
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_a_composite_without_a_rule_runs_in_float32_behind_a_cast(scales):
+    square = composite(lambda x: x * x, name="square_without_a_rule")
+    x = as_scaled_array(jnp.full(4, 100.0), dtype=jnp.float16)
+    fun = lambda x: square(10 * x.astype(jnp.float16)) / 1e4
+    found = asarray(scalify_core.scalify(fun, scales=scales)(x))
+    np.testing.assert_allclose(found, 100.0, rtol=2**-10)
+
+
+@pytest.mark.parametrize("change", [-1.0, 0.75, 1.0])
+def test_a_fill_value_outlives_a_constant_that_multiplies_it(change):
+    x = ScaledArray(jnp.zeros((2, 2), jnp.float16), 1.0)
+
+    def both(x):
+        d = jnp.maximum(x, 1e-12) * change
+        return d @ d, 1 / d
+
+    _, found = scalify(both)(x)
+    assert np.all(np.isfinite(asarray(found)))
