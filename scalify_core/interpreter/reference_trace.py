@@ -32,6 +32,8 @@ _INNER = {
     "scan": ("jaxpr",),
     "cond": ("branches",),
     "while": ("cond_jaxpr", "body_jaxpr"),
+    "custom_vmap_call": ("call",),
+    "composite": ("call_jaxpr",),
 }
 
 
@@ -181,6 +183,13 @@ def _inner_jaxprs(eqn: Any) -> list[tuple[str, Any]]:
     return jaxprs
 
 
+def _reads_less(precision: Any) -> bool:
+    """Return whether a precision is an algorithm that reads less than FP32."""
+    if precision is None or isinstance(precision, (tuple, jax.lax.Precision)):
+        return False
+    return not str(getattr(precision, "name", precision)).startswith(("F32", "F64"))
+
+
 def _as_in(eqn: Any, reference: Any) -> Any:
     if eqn.primitive.name in PRODUCTS:
         # Numbers of Python are FP32 arrays of a weak type, which takes part in no
@@ -192,10 +201,7 @@ def _as_in(eqn: Any, reference: Any) -> Any:
         precisions = (eqn.params["precision"], reference.params["precision"])
         # A named algorithm defines its operands' precision, also in gradients: that of
         # jax.nn.dot_product_attention reads FP16.
-        is_algorithm = any(
-            x is not None and not isinstance(x, tuple) for x in precisions
-        )
-        if not is_fp32 or is_algorithm:
+        if not is_fp32 or any(map(_reads_less, precisions)):
             return eqn
         return eqn.replace(params={**eqn.params, "precision": IN_FULL})
     pairs = zip(_inner_jaxprs(eqn), _inner_jaxprs(reference), strict=True)

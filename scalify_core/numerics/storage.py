@@ -32,6 +32,13 @@ def as_float32(x: Any) -> Any:
     return x if getattr(x, "dtype", None) == _F32 else lax.convert_element_type(x, _F32)
 
 
+def at_least_float32(x: Any) -> Any:
+    """Return `x` in FP32 if it is a narrower float, else as it is."""
+    dtype = jnp.result_type(x)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return as_float32(x) if is_narrow else x
+
+
 def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
     """Return `x` in `dtype`, saturating; infinities and NaN stay not finite.
 

@@ -5,15 +5,16 @@ Such numbers are masks, one-hot vectors and small integers.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.product_reads import inner_jaxpr
+from scalify_core.interpreter.measured.product_reads import CALLS, inner_jaxpr
 from scalify_core.numerics.caches import per_jaxpr
 
 # The source of a number: a narrow dtype, or a constant of the program.
@@ -27,6 +28,7 @@ _SAME = frozenset(
         "dynamic_slice", "gather", "copy", "copy_p", "stop_gradient", "name",
         "expand_dims", "neg", "concatenate", "pad", "max", "min", "abs", "select_n",
         "dynamic_update_slice", "split", "tile", "reduce_max", "reduce_min", "sort",
+        "scatter",
     }
 )  # fmt: skip
 _CALLS = frozenset({"jit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
@@ -43,14 +45,7 @@ def origins_in(
         given: the origins of its arguments.
     """
     known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
-
-    def origins_of(atom: Any) -> Origins:
-        if type(atom) is Literal:
-            return _of_number(atom)
-        return known.get(atom) or (
-            frozenset({atom.aval.dtype}) if atom.aval.dtype == np.bool_ else None
-        )
-
+    origins_of = functools.partial(origins_of_atom, known)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _CALLS:
@@ -69,6 +64,28 @@ def origins_in(
             origins = _joined([origins_of(x) for x in _elements(eqn)])
             known.update(dict.fromkeys(eqn.outvars, origins))
     return known, tuple(map(origins_of, jaxpr.outvars))
+
+
+def origins_of_atom(known: Mapping[Any, Origins], atom: Any) -> Origins:
+    """Return the origins of a variable or literal, those of variables being `known`."""
+    if type(atom) is Literal:
+        return _of_number(atom)
+    is_bool = atom.aval.dtype == np.bool_
+    return known.get(atom) or (frozenset({atom.aval.dtype}) if is_bool else None)
+
+
+def origins_inside(
+    eqn: Any, known: Mapping[Any, Origins]
+) -> tuple[Origins, ...] | None:
+    """Return the origins of an inner jaxpr's arguments; None: they are not known."""
+    origins = [origins_of_atom(known, atom) for atom in eqn.invars]
+    name = eqn.primitive.name
+    if name == "cond":
+        return tuple(origins[1:])
+    if name == "scan":
+        consts, carry, xs = eqn.params["ft_in"].update(origins).unpack()
+        return (*consts, *[None] * len(carry), *xs)
+    return tuple(origins) if name in CALLS else None
 
 
 def _elements(eqn: Any) -> Sequence[Any]:

@@ -104,6 +104,17 @@ def constants_in(
     )
 
 
+def constants_of(jaxpr: Any, atom: Any) -> frozenset[float]:
+    """Return the large constants that may be elements of a variable of a jaxpr.
+
+    Those that its arguments may have are not known.
+    """
+    if type(atom) is Literal or not large_constants(jaxpr):
+        return frozenset()
+    known = _followed(jaxpr, (frozenset[float](),) * len(jaxpr.invars))
+    return known.get(atom, frozenset()) - {UNKNOWN}
+
+
 @per_jaxpr
 def lowest_in(jaxpr: Any) -> frozenset[Any]:
     """Return the variables of which elements may be the lowest numbers.

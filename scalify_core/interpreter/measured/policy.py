@@ -10,7 +10,8 @@ serves all products that read it alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,6 +100,8 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
         evaluate: the evaluator of inner jaxprs.
     """
     store_for_products(eqn, operands, jaxpr)
+    if eqn.primitive.name == "convert_element_type":
+        return _convert(eqn, operands[0], jaxpr)
     special = rules.get(registry.key_of(eqn))
     if special is not None:
         return special(eqn, *operands)
@@ -106,6 +109,10 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
         return _product(eqn, operands, jaxpr, evaluate)
     static = registry.rule_of(eqn)
     if static.control:
+        if hasattr(evaluate, "origins"):
+            known, _ = _origins_in(jaxpr, evaluate)
+            inside = exactly_representable.origins_inside(eqn, known)
+            evaluate = dataclasses.replace(evaluate, origins=inside)
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
         return _composite(eqn, *operands)
@@ -153,7 +160,7 @@ def is_masked(atom: Any, jaxpr: Any) -> bool:
 
 def wide_value(data: Any, dtype: Any) -> Value:
     """Return a value of format `dtype` that is not stored: FP32 data at scale 1."""
-    return v.value(storage.as_float32(data), 1.0, v.UNKNOWN, dtype)
+    return v.value(storage.at_least_float32(data), 1.0, v.UNKNOWN, dtype)
 
 
 def like(x: Any, data: Any) -> Any:
@@ -193,8 +200,15 @@ def as_array(x: Value) -> Any:
 
 
 def in_float32(eqn: Any, *operands: Any) -> Any:
-    """Bind an equation on the logical values in FP32."""
-    return _wide_results(registry.in_float32(eqn, *map(widened, operands)))
+    """Bind an equation on the logical values, which have at least FP32."""
+    args = [storage.at_least_float32(wide(x)) for x in operands]
+    dtype = v.result_dtype(*operands)
+    out = registry.bind(eqn, *args)
+    several = isinstance(out, (list, tuple))
+    values = [
+        wide_value(y, dtype) if _is_float(y) else y for y in (out if several else [out])
+    ]
+    return values if several else values[0]
 
 
 def _wide_results(out: Any) -> Any:
@@ -242,7 +256,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> Any:
     if type(x) is not Value or any(type(y) is Value for y in rest):
         return in_float32(eqn, x, *rest)
     fill = eqn.params.get("fill_value")
-    keeps = fill is None or fill == 0 or not np.isfinite(fill)
+    keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
     if is_stored(x) and keeps:
         scale = _moved_scale(eqn, as_array(x))
         if scale is not None:
@@ -296,7 +310,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         or not is_narrow_product(eqn)
     ):
         return in_float32(eqn, *operands)
-    if _copies(eqn, operands, jaxpr):
+    if _copies(eqn, operands, _origins_in(jaxpr, evaluate)[0]):
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return in_float32(eqn, *operands)
@@ -306,14 +320,11 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         common = reading if type(atom) is Literal else reads.get(atom, reading)
         copies.append(stored(x, fmt, reading, common, is_masked(atom, jaxpr)))
     a8, b8 = copies
-    # BF16 has the range of FP32, and XLA's CPU backend has no BF16 product with an
-    # FP32 result.
-    result = _F32 if quantize.has_own_range(fmt) else fmt
     others = list(map(storage.materialise, rest))
     out = eqn.primitive.bind(
         *registry.as_traced(eqn, [a8.data, b8.data]),
         *others,
-        **{**eqn.params, "preferred_element_type": result},
+        **{**eqn.params, "preferred_element_type": _F32},
     )
     scales = scales_of_result(eqn, a8, b8, *others)
     if evaluate.reporter is not None:
@@ -357,7 +368,14 @@ def _in_units_of(x: Any, copy: ScaledArray) -> Any:
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 
 
-def _copies(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> bool:
+def _origins_in(jaxpr: Any, evaluate: Any) -> tuple[Mapping[Any, Any], Any]:
+    given = getattr(evaluate, "origins", None)
+    if given is None or len(given) != len(jaxpr.invars):
+        given = (None,) * len(jaxpr.invars)
+    return exactly_representable.origins_in(jaxpr, given)
+
+
+def _copies(eqn: Any, operands: Sequence[Any], origins: Mapping[Any, Any]) -> bool:
     """Return whether a product may copy elements of one operand.
 
     It does where the other operand holds only zeros and powers of two: for patches of a
@@ -368,7 +386,6 @@ def _copies(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> bool:
     chosen = precision is not None and not isinstance(precision, tuple)
     if eqn.primitive.name == "ragged_dot_general" or chosen:  # an algorithm by name
         return False
-    origins, _ = exactly_representable.origins_in(jaxpr, (None,) * len(jaxpr.invars))
     return any(
         type(x) is not Value
         and type(atom) is not Literal
@@ -382,16 +399,18 @@ def _copies(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> bool:
     )
 
 
-@rule("convert_element_type")
-def _convert(eqn: Any, x: Value) -> Any:
+def _convert(eqn: Any, x: Value, jaxpr: Any) -> Any:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
         return registry.bind(
             eqn, storage.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
         )
     if dtype.itemsize < 4:  # the user's wish to round
+        constants = mask_constants.constants_of(jaxpr, eqn.invars[0])
+        if constants:  # a mask's constant is not to set the scale
+            return stored_value(quantize.result(as_array(x), dtype, constants))
         return stored_value(quantize.stored(as_array(x), dtype))
-    return wide_value(wide(x), dtype)
+    return wide_value(lax.convert_element_type(wide(x), dtype), dtype)
 
 
 def _composite(eqn: Any, *operands: Any) -> Any:

@@ -140,7 +140,7 @@ def to_form(x: Any, form: Form | None) -> Any:
 
 def _formed(data: Any, scale: Any, form: Form) -> Value:
     data = (
-        storage.as_float32(data)
+        storage.at_least_float32(data)
         if form.wide
         else storage.saturating_cast(data, form.dtype)
     )
