@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -201,7 +202,9 @@ def as_array(x: Value) -> Any:
 
 def in_float32(eqn: Any, *operands: Any) -> Any:
     """Bind an equation on the logical values, which have at least FP32."""
-    args = [storage.at_least_float32(wide(x)) for x in operands]
+    args = [
+        _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
+    ]
     dtype = v.result_dtype(*operands)
     out = registry.bind(eqn, *args)
     several = isinstance(out, (list, tuple))
@@ -209,6 +212,15 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
         wide_value(y, dtype) if _is_float(y) else y for y in (out if several else [out])
     ]
     return values if several else values[0]
+
+
+def _as_wide_as(x: Any, aval: Any) -> Any:
+    """Return a logical value in FP32, or in FP64 where the trace has that."""
+    x = wide(x)
+    if isinstance(x, jax.Ref) or not is_float(aval):
+        return x
+    dtype = aval.dtype if aval.dtype.itemsize > 4 else _F32
+    return lax.convert_element_type(x, dtype)
 
 
 def _wide_results(out: Any) -> Any:

@@ -139,11 +139,12 @@ def to_form(x: Any, form: Form | None) -> Any:
 
 
 def _formed(data: Any, scale: Any, form: Form) -> Value:
-    data = (
-        storage.at_least_float32(data)
-        if form.wide
-        else storage.saturating_cast(data, form.dtype)
-    )
+    if not form.wide:
+        data = storage.saturating_cast(data, form.dtype)
+    elif form.dtype.itemsize > 4:
+        data = jnp.asarray(data, form.dtype)
+    else:
+        data = storage.as_float32(data)
     return v.value(data, scale, form.expected_rms, form.dtype, is_fill_value=form.wide)
 
 
