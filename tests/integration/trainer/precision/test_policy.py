@@ -72,7 +72,7 @@ def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_u
         ({"forward": "e4m3"}, "give both"),
         ({"clip_outliers": 6.0}, "no matmul is"),
         ({"hadamard": 16}, "precision.hadamard=16 .* no matmul is"),
-        ({"hadamard": 512}, "precision.hadamard=512: groups are of up to 256 channels"),
+        ({"hadamard": 512}, "precision.hadamard=512: groups have at most 256 channels"),
         ({"backward_e4m3": ("h.*",)}, "precision.backward_e4m3 needs FP8 matmuls"),
         ({"scaling": "delayed"}, "scales FP8 matmuls"),
         ({"weights": "fp16"}, "needs precision.scaling=propagate"),
