@@ -43,14 +43,13 @@ class Evaluator:
         reporter: reports the losses of casts; None: the program has no callbacks.
         place: tells evaluators with a reporter apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
-        origins: of the arguments of the jaxpr, see `exactly_representable`; None: they
-            are not known.
+        numbers: that the jaxpr's arguments may hold, see `powers_of_two`; None: any.
     """
 
     measures: bool
     reporter: Reporter | None = None
     place: object = None
-    origins: tuple[Any, ...] | None = None
+    numbers: tuple[Any, ...] | None = None
 
     def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Return the results of a jaxpr on operands that are `Value`s or plain."""

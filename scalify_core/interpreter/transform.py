@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import scalify_core.interpreter.rules  # noqa: F401  (fills the table)
 from scalify_core.array.scaled_array import (
@@ -33,8 +32,6 @@ from scalify_core.interpreter.program import Program, is_float, traced
 from scalify_core.numerics.precision_warnings import PrecisionWarning, Reporter
 
 Scales = Literal["auto", "static"]
-# (jaxpr, arguments, dtypes of the results in plain code) -> results
-Evaluate = Callable[[Any, Sequence[Any], Sequence[np.dtype | None]], list[Any]]
 _OUTSIDE = (
     "scalify: a gradient with respect to a ScaledArray is taken inside, "
     "scalify(jax.grad(f)), not outside, jax.grad(scalify(f)), where JAX would add data "
@@ -105,7 +102,7 @@ def scalify(
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
     reporter = Reporter() if check else None
-    evaluate = functools.partial(_evaluated, how=_evaluator(scales, reporter))
+    evaluate = _evaluator(scales, reporter)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -156,23 +153,26 @@ def _is_traced(x: ScaledArray) -> bool:
     return any(isinstance(y, jax.core.Tracer) for y in (x.data, x.scale))
 
 
-def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluate:
-    """Return the function that evaluates a jaxpr on arrays and ScaledArrays."""
+def _evaluator(
+    scales: Scales, reporter: Reporter | None
+) -> Callable[[Program, Sequence[Any]], list[Any]]:
+    """Return the function that evaluates a program on arrays and ScaledArrays.
+
+    An FP32 scalar is returned plain, since losses are compared, averaged and branched
+    on.
+    """
     if scales not in get_args(Scales):
         raise ValueError(
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
             ' "static" (propagated)'
         )
-    return Evaluator(scales == "auto", reporter).arrays
+    evaluator = Evaluator(scales == "auto", reporter)
 
+    def evaluate(program: Program, leaves: Sequence[Any]) -> list[Any]:
+        results = evaluator.arrays(program.jaxpr, leaves, program.dtypes)
+        return list(map(_returned, results))
 
-def _evaluated(program: Program, leaves: Sequence[Any], *, how: Evaluate) -> list[Any]:
-    """Return the results of a program of arrays and ScaledArrays.
-
-    An FP32 scalar is returned plain, since losses are compared, averaged and branched
-    on.
-    """
-    return list(map(_returned, how(program.jaxpr, leaves, program.dtypes)))
+    return evaluate
 
 
 def _returned(x: Any) -> Any:

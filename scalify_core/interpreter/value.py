@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.compiler_hints import (
     column_sums,
     in_one_kernel,
@@ -64,8 +65,6 @@ from scalify_core.numerics.storage import as_float32, materialise, saturating_ca
 _F32 = np.dtype(np.float32)
 
 
-# For each axis, the number of pieces that have their own scale.
-Parts = tuple[int, ...]
 UNKNOWN = 0.0  # the expected RMS where scales are measured
 
 

@@ -50,8 +50,9 @@ def needs_nonzero(
     for eqn in reversed(jaxpr.eqns):
         name, outs = eqn.primitive.name, tuple(var in variables for var in eqn.outvars)
         read: list[Any] = []
-        if name in CALLS:
-            needed_results, needed_operands = needs_nonzero(inner_jaxpr(eqn), outs)
+        if name in CALLS or name == "scan":
+            inside = _in_scan if name == "scan" else _in_call
+            needed_results, needed_operands = inside(eqn, outs)
             variables.update(
                 var
                 for var, needed in zip(eqn.outvars, needed_results, strict=True)
@@ -71,3 +72,24 @@ def needs_nonzero(
         variables.update(atom for atom in read if type(atom) is not Literal)
     results = (type(x) is not Literal and x in variables for x in jaxpr.outvars)
     return tuple(results), tuple(x in variables for x in jaxpr.invars)
+
+
+def _in_call(
+    eqn: Any, read_later: tuple[bool, ...]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    return needs_nonzero(inner_jaxpr(eqn), read_later)
+
+
+def _in_scan(
+    eqn: Any, read_later: tuple[bool, ...]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """As `needs_nonzero`: the next iteration reads what one makes of the carry."""
+    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
+    first, count = len(consts), len(carry)
+    while True:
+        results, operands = needs_nonzero(eqn.params["jaxpr"], read_later)
+        read_next = operands[first : first + count] + (False,) * len(read_later)
+        joined = tuple(map(any, zip(read_later, read_next, strict=False)))
+        if joined == read_later:
+            return tuple(map(any, zip(results, joined, strict=True))), operands
+        read_later = joined

@@ -25,9 +25,9 @@ from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import (
     additive_uses,
-    exactly_representable,
     mask_constants,
     nonzero_results,
+    powers_of_two,
     quantize,
 )
 from scalify_core.interpreter.measured.product_reads import (
@@ -43,7 +43,6 @@ from scalify_core.interpreter.measured.product_reads import (
     reads_in,
 )
 from scalify_core.interpreter.measured.products import (
-    Parts,
     is_finer,
     lines,
     readings,
@@ -51,6 +50,7 @@ from scalify_core.interpreter.measured.products import (
 )
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, precision_warnings, storage
+from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.scales import broadcast_scale
 
 # Rows and columns below this share of the largest do not count.
@@ -110,10 +110,9 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
         return _product(eqn, operands, jaxpr, evaluate)
     static = registry.rule_of(eqn)
     if static.control:
-        if hasattr(evaluate, "origins"):
-            known, _ = _origins_in(jaxpr, evaluate)
-            inside = exactly_representable.origins_inside(eqn, known)
-            evaluate = dataclasses.replace(evaluate, origins=inside)
+        if hasattr(evaluate, "numbers"):
+            inside = powers_of_two.numbers_inside(eqn, _numbers_in(jaxpr, evaluate))
+            evaluate = dataclasses.replace(evaluate, numbers=inside)
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
         return _composite(eqn, *operands)
@@ -322,7 +321,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         or not is_narrow_product(eqn)
     ):
         return in_float32(eqn, *operands)
-    if _copies(eqn, operands, _origins_in(jaxpr, evaluate)[0]):
+    if _selects_elements(eqn, operands, _numbers_in(jaxpr, evaluate)):
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return in_float32(eqn, *operands)
@@ -380,34 +379,31 @@ def _in_units_of(x: Any, copy: ScaledArray) -> Any:
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 
 
-def _origins_in(jaxpr: Any, evaluate: Any) -> tuple[Mapping[Any, Any], Any]:
-    given = getattr(evaluate, "origins", None)
+def _numbers_in(jaxpr: Any, evaluate: Any) -> Mapping[Any, powers_of_two.Numbers]:
+    given = getattr(evaluate, "numbers", None)
     if given is None or len(given) != len(jaxpr.invars):
         given = (None,) * len(jaxpr.invars)
-    return exactly_representable.origins_in(jaxpr, given)
+    return powers_of_two.numbers_in(jaxpr, given)[0]
 
 
-def _copies(eqn: Any, operands: Sequence[Any], origins: Mapping[Any, Any]) -> bool:
-    """Return whether a product may copy elements of one operand.
+def _selects_elements(
+    eqn: Any, operands: Sequence[Any], known: Mapping[Any, powers_of_two.Numbers]
+) -> bool:
+    """Return whether a product may copy elements of a value that is not stored.
 
-    It does where the other operand holds only zeros and powers of two: for patches of a
-    convolution, permutations, and means of pairs. Copied elements are often compared
-    with their source, so all digits are read.
+    So are made: patches of a convolution, permutations, means of pairs. Copied elements
+    are often compared with their source, so all digits are read.
     """
     precision = eqn.params["precision"]
     chosen = precision is not None and not isinstance(precision, tuple)
     if eqn.primitive.name == "ragged_dot_general" or chosen:  # an algorithm by name
         return False
+    pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)
     return any(
         type(x) is not Value
-        and type(atom) is not Literal
-        and exactly_representable.are_powers(origins.get(atom))
-        # Equal numbers add up, and copy nothing.
-        and origins[atom] != frozenset({1.0})
+        and powers_of_two.select_elements(powers_of_two.numbers_of_atom(known, atom))
         and not (type(other) is Value and is_stored(other))
-        for atom, x, other in zip(
-            eqn.invars, operands[:2], operands[1::-1], strict=False
-        )
+        for atom, x, other in pairs
     )
 
 

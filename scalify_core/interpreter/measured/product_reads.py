@@ -18,11 +18,11 @@ from jax import lax
 from jax.extend.core import Literal
 
 from scalify_core.interpreter.measured.products import (
-    Parts,
     contracted_size,
     is_finer,
     readings,
 )
+from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.caches import per_jaxpr
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})

@@ -17,9 +17,7 @@ from jax import lax
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.interpreter.measured.batch_axes import Labels, placed, scale_for
-
-# For each axis, the number of pieces of equal size that have their own scale.
-Parts = tuple[int, ...]
+from scalify_core.numerics.amax import Parts
 
 
 def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:

@@ -16,8 +16,8 @@ from jax import lax
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter.measured import mask_constants
-from scalify_core.interpreter.measured.products import Parts
 from scalify_core.numerics import amax, compiler_hints, precision_warnings, storage
+from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
 from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, times
 

@@ -47,6 +47,22 @@ def test_what_is_taken_of_it_again_is_finite(what, called):
     assert not asarray(scalify(squares)(X)).all()  # of which nothing is taken
 
 
+def test_what_a_scan_carries_and_takes_the_root_of_is_finite():
+    def steps(x):
+        def update(v, g):
+            v = 0.5 * v + g
+            return v, jnp.sqrt(v)
+
+        grads = jnp.stack([squares(x)] * 3)
+        return jax.lax.scan(update, squares(x), grads)[0]
+
+    found, exact = scalify(steps)(X), steps(asarray(X))
+    assert (asarray(found) > 0).all()
+    np.testing.assert_allclose(
+        asarray(found), exact, rtol=2**-9, atol=2.0**-38 * exact.max()
+    )
+
+
 def test_the_sign_stays_and_zeros_stay():
     x = as_scaled_array(jnp.array([1.0, -1.0, 0.0, 1.0]), dtype=HALF)
     sizes = jnp.array([1e-14, 1e-14, 1.0, 1.0])
