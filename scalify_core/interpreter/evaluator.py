@@ -44,12 +44,15 @@ class Evaluator:
         place: tells evaluators with a reporter apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
         numbers: that the jaxpr's arguments may hold, see `powers_of_two`; None: any.
+        resized: the results that have readers which may give their rows other sizes,
+            see `additive_uses`; None: all. It counts for a reporter.
     """
 
     measures: bool
     reporter: Reporter | None = None
     place: object = None
     numbers: tuple[Any, ...] | None = None
+    resized: tuple[bool, ...] | None = None
 
     def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Return the results of a jaxpr on operands that are `Value`s or plain."""
@@ -125,7 +128,9 @@ class Evaluator:
                 are used where scales are measured.
         """
         args = list(map(entering, leaves))
-        out = self(jaxpr, args)
+        out = dataclasses.replace(self, resized=(False,) * len(jaxpr.outvars))(
+            jaxpr, args
+        )
         if self.measures:
             made = measuring.leaving(jaxpr, args, out, dtypes, self.reporter)
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}

@@ -112,7 +112,11 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
     if static.control:
         if hasattr(evaluate, "numbers"):
             inside = powers_of_two.numbers_inside(eqn, _numbers_in(jaxpr, evaluate))
-            evaluate = dataclasses.replace(evaluate, numbers=inside)
+            resized = None
+            if evaluate.reporter is not None and eqn.primitive.name in CALLS:
+                variables = _resized(jaxpr, evaluate)
+                resized = tuple(var in variables for var in eqn.outvars)
+            evaluate = dataclasses.replace(evaluate, numbers=inside, resized=resized)
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
         return _composite(eqn, *operands)
@@ -339,24 +343,32 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
     )
     scales = scales_of_result(eqn, a8, b8, *others)
     if evaluate.reporter is not None:
-        evaluate.reporter.multiplied(
-            str(fmt), _lines_lost(eqn, jaxpr, (a, b), (a8, b8), others, scales)
-        )
+        is_resized = eqn.outvars[0] in _resized(jaxpr, evaluate)
+        smallest = 0.0 if is_resized else _SMALLEST_LINE
+        lost = _lines_lost(eqn, (a, b), (a8, b8), others, scales, smallest)
+        evaluate.reporter.multiplied(str(fmt), lost)
     out = quantize.scaled_by(storage.as_float32(out), *scales)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return wide_value(out, np.dtype(aval.dtype) if wider else fmt)
 
 
+def _resized(jaxpr: Any, evaluate: Any) -> frozenset[Any]:
+    """Return the variables whose readers may give their rows other sizes."""
+    returned = evaluate.resized
+    if returned is None or len(returned) != len(jaxpr.outvars):
+        returned = (True,) * len(jaxpr.outvars)
+    return additive_uses.resized(jaxpr, returned)
+
+
 def _lines_lost(
     eqn: Any,
-    jaxpr: Any,
     operands: Sequence[Any],
     copies: Sequence[ScaledArray],
     rest: Sequence[Any],
     scales: Any,
+    smallest: float,
 ) -> Any:
     """Return the shares of the rows and columns of a product that are lost."""
-    resized = additive_uses.resized(jaxpr, (True,) * len(jaxpr.outvars))
     full = {**eqn.params, "preferred_element_type": _F32, "precision": IN_FULL}
     left, right = (
         (_in_units_of(x, copy), copy.data)
@@ -368,7 +380,7 @@ def _lines_lost(
         left,
         right,
         scales,
-        0.0 if eqn.outvars[0] in resized else _SMALLEST_LINE,
+        smallest,
     )
 
 

@@ -54,7 +54,6 @@ ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1
 DEVICES = 8
 
 
-@functools.cache
 def bytes_per_device(tree):
     """Of the device that holds the most."""
     held = {}
@@ -66,6 +65,7 @@ def bytes_per_device(tree):
     return max(held.values())
 
 
+@functools.cache
 def workload(preset, sizes, spec=SPEC):
     mesh = make_mesh(*sizes)
     policy = compose_config([f"precision={preset}"]).precision.policy
