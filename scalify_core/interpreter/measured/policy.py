@@ -62,6 +62,9 @@ _READ_BITS = frozenset(
     | {"io_callback"}
 )
 
+# Behind them products may read their operands. A device stores its own part.
+_READ_FURTHER_ON = (CALLS | MOVES | {"scan"}) - {"shard_map"}
+
 rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
 
 
@@ -145,7 +148,7 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
     outside read the same copy, and a loop does not store it in every iteration.
     """
     name = eqn.primitive.name
-    if name not in {*CALLS, *MOVES, "scan"} - {"shard_map"}:
+    if name not in _READ_FURTHER_ON:
         return
     reads = reads_in(jaxpr)
     result_readings = [reads.get(var) for var in eqn.outvars]
