@@ -25,6 +25,7 @@ import scalify_core.interpreter.rules  # noqa: F401  (fills the table)
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured import policy as measuring
+from scalify_core.interpreter.measured.product_reads import Reading
 from scalify_core.interpreter.value import Value, in_format, narrow, value
 from scalify_core.numerics.caches import per_jaxpr
 from scalify_core.numerics.name_scopes import scope_of, within
@@ -46,6 +47,8 @@ class Evaluator:
         numbers: that the jaxpr's arguments may hold, see `powers_of_two`; None: any.
         resized: the results that have readers which may give their rows other sizes,
             see `additive_uses`; None: all. It counts for a reporter.
+        stacks: for each result of a scan's body how products of later loops read it,
+            None if anything else reads it too; see `loop_stacks`.
     """
 
     measures: bool
@@ -53,6 +56,7 @@ class Evaluator:
     place: object = None
     numbers: tuple[Any, ...] | None = None
     resized: tuple[bool, ...] | None = None
+    stacks: tuple[Reading | None, ...] = ()
 
     def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Return the results of a jaxpr on operands that are `Value`s or plain."""
@@ -111,6 +115,15 @@ class Evaluator:
         return [
             _stored_once(x) if var in stored and type(x) is Value else x
             for var, x in zip(eqn.outvars, out if several else [out], strict=True)
+        ]
+
+    def stacked(self, jaxpr: Any, ys: list[Any]) -> list[Any]:
+        """Return the last results of a scan's body as their stacks hold them."""
+        first = -len(ys)
+        made = zip(ys, self.stacks[first:], jaxpr.outvars[first:], strict=True)
+        return [
+            y if reading is None else measuring.stacked(y, reading, var, jaxpr)
+            for y, reading, var in made
         ]
 
     def arrays(

@@ -25,6 +25,7 @@ from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import (
     additive_uses,
+    loop_stacks,
     mask_constants,
     nonzero_results,
     powers_of_two,
@@ -113,19 +114,58 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
         return _product(eqn, operands, jaxpr, evaluate)
     static = registry.rule_of(eqn)
     if static.control:
-        if hasattr(evaluate, "numbers"):
-            inside = powers_of_two.numbers_inside(eqn, _numbers_in(jaxpr, evaluate))
-            resized = None
-            if evaluate.reporter is not None and eqn.primitive.name in CALLS:
-                variables = _resized(jaxpr, evaluate)
-                resized = tuple(var in variables for var in eqn.outvars)
-            evaluate = dataclasses.replace(evaluate, numbers=inside, resized=resized)
+        evaluate = _evaluator_inside(eqn, jaxpr, evaluate)
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
         return _composite(eqn, *operands)
     if _means_its_dtype(eqn):
         return _wide_results(registry.as_traced_dtypes(eqn, *map(widened, operands)))
     return in_float32(eqn, *operands)
+
+
+def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
+    """Return the evaluator of an equation's bodies, with what is known outside."""
+    if not hasattr(evaluate, "numbers"):
+        return evaluate
+    name, resized = eqn.primitive.name, None
+    if evaluate.reporter is not None and name in CALLS:
+        variables = _resized(jaxpr, evaluate)
+        resized = tuple(var in variables for var in eqn.outvars)
+    stacks = _stacks(eqn, jaxpr, evaluate.stacks) if name in CALLS | {"scan"} else ()
+    return dataclasses.replace(
+        evaluate,
+        numbers=powers_of_two.numbers_inside(eqn, _numbers_in(jaxpr, evaluate)),
+        resized=resized,
+        stacks=stacks,
+    )
+
+
+def _stacks(
+    eqn: Any, jaxpr: Any, returned: tuple[Reading | None, ...]
+) -> tuple[Reading | None, ...]:
+    """Return how later loops read the results of an equation; see `Evaluator.stacks`.
+
+    `returned` is that of the results of the jaxpr.
+    """
+    known = returned or (None,) * len(jaxpr.outvars)
+    elsewhere = loop_stacks.read_outside_loops(jaxpr, tuple(r is None for r in known))
+    given = {
+        atom: reading
+        for atom, reading in zip(jaxpr.outvars, known, strict=True)
+        if type(atom) is not Literal
+    }
+    reads = reads_in(jaxpr)
+    stacks: list[Reading | None] = []
+    for var in eqn.outvars:
+        if var in elsewhere:
+            stacks.append(None)
+            continue
+        ones = (1,) * len(var.aval.shape)
+        reading = reads.get(var) or given.get(var) or Reading(ones, ones)
+        if eqn.primitive.name == "scan":  # an iteration makes a slice
+            reading = Reading(reading.must[1:], reading.may[1:])
+        stacks.append(reading)
+    return tuple(stacks)
 
 
 def _means_its_dtype(eqn: Any) -> bool:
@@ -267,6 +307,14 @@ def stored(
     copy = quantize.stored(as_array(x), dtype, parts, masked=masked)
     x.copies[dtype.name, parts] = copy
     return copy
+
+
+def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
+    """Return a result of an iteration in its format, in the parts of its readers."""
+    if type(x) is not Value or x.dtype.itemsize >= 4 or is_stored(x):
+        return x
+    dtype = v.result_dtype(x)
+    return stored_value(stored(x, dtype, reading, reading, is_masked(var, jaxpr)))
 
 
 @rule(*MOVES)

@@ -72,6 +72,13 @@ def measures(evaluate: Callable) -> bool:
     return getattr(evaluate, "measures", False)
 
 
+def stacked(evaluate: Callable, jaxpr: Any, ys: list[Any]) -> list[Any]:
+    """Return the last results of an iteration as the stacks hold them."""
+    if not ys or not getattr(evaluate, "stacks", ()):
+        return ys
+    return evaluate.stacked(jaxpr, ys)  # type: ignore[attr-defined]
+
+
 def shape_of(fun: Callable, operands: Any) -> list[Any]:
     """Return the results of `fun` without data; static scales are known."""
     return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))

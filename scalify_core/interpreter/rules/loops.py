@@ -19,7 +19,7 @@ from jax import lax
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import control
-from scalify_core.interpreter.rules.bodies import measures, run, shape_of
+from scalify_core.interpreter.rules.bodies import measures, run, shape_of, stacked
 from scalify_core.interpreter.rules.carries import (
     after,
     carry_forms,
@@ -94,9 +94,8 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         last = unpack(carry)
         out = step(last, slices)
-        return pack(map(next_carry, out[: len(init)], forms, last)), pack(
-            out[len(init) :]
-        )
+        ys = stacked(evaluate, jaxpr, out[len(init) :])
+        return pack(map(next_carry, out[: len(init)], forms, last)), pack(ys)
 
     ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
     agreed, carry = shard_map_types.agreeing_carry(
