@@ -1,93 +1,46 @@
 """Scale propagation for JAX programs: narrow floating point without loss scaling or
 amax histories.
+
+Ten names are enough to train a model of your own:
+
+    params = as_scaled_array(params, dtype=jnp.float16)
+    tx = scaled_state(optax.adamw(1e-3), mu=jnp.float16, nu=jnp.float16, seed=0)
+    state = tx.init(params)
+    grads = scalify(jax.grad(loss))(params, batch)  # gradients are taken inside
+    updates, state = tx.update(grads, state, params)
+    params = apply_updates(params, updates)
+
+`explain(f)(...)` and `check_scalify` say where a format loses something. Beside them
+are modules: `functional` (layers with gradients of their own), `optim` and `weights`
+(state and parameters in narrow formats), `tree`, and `static` (scales by hand).
 """
 
-from scalify_core import optim
+from scalify_core import optim, static
 from scalify_core.array import tree
 from scalify_core.array.scaled_array import ScaledArray, as_scaled_array, asarray
 from scalify_core.debug.explain import explain
-from scalify_core.debug.explanation import Explanation
-from scalify_core.debug.stats import summarize
 from scalify_core.debug.testing import check_scalify
-from scalify_core.interpreter.registry import composite_rule
 from scalify_core.interpreter.transform import scalify
-from scalify_core.numerics.formats import FloatFormat
 from scalify_core.numerics.precision_warnings import PrecisionWarning
-from scalify_core.ops.composite import composite
-from scalify_core.ops.functional import (
-    attention,
-    cross_entropy,
-    embedding,
-    gelu,
-    layer_norm,
-    linear_cross_entropy,
-    log_softmax,
-    materialised,
-    relu,
-    rms_norm,
-    rope,
-    silu,
-    softmax,
-    swiglu,
-)
-from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
-from scalify_core.ops.rescale import (
-    cast_on_backward,
-    cast_on_forward,
-    dynamic_rescale_max,
-    dynamic_rescale_max_grad,
-    dynamic_rescale_rms,
-    dynamic_rescale_rms_grad,
-    get_data_scale,
-    rebalance,
-    rebalance_grad,
-    set_scaling,
-    stop_scaling,
-)
-from scalify_core.optim import weights
+from scalify_core.ops import functional
+from scalify_core.ops.matmul import fp8_dot_general
+from scalify_core.optim import scaled_state, weights
+from scalify_core.optim.weights import apply_updates
 
 __all__ = [
-    "Explanation",
-    "FloatFormat",
-    "Fp8DotGeneral",
     "PrecisionWarning",
     "ScaledArray",
-    "Scaling",
+    "apply_updates",
     "as_scaled_array",
     "asarray",
-    "attention",
-    "cast_on_backward",
-    "cast_on_forward",
     "check_scalify",
-    "composite",
-    "composite_rule",
-    "cross_entropy",
-    "dynamic_rescale_max",
-    "dynamic_rescale_max_grad",
-    "dynamic_rescale_rms",
-    "dynamic_rescale_rms_grad",
-    "embedding",
     "explain",
     "fp8_dot_general",
-    "gelu",
-    "get_data_scale",
-    "layer_norm",
-    "linear_cross_entropy",
-    "log_softmax",
-    "materialised",
+    "functional",
     "optim",
-    "rebalance",
-    "rebalance_grad",
-    "relu",
-    "rms_norm",
-    "rope",
+    "scaled_state",
     "scalify",
-    "set_scaling",
-    "silu",
-    "softmax",
-    "stop_scaling",
-    "summarize",
-    "swiglu",
+    "static",
     "tree",
     "weights",
 ]

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
-from scalify_core import Explanation, explain
+from scalify_core import explain
 from scalify_core.array.tree import map_arrays
+from scalify_core.debug.explanation import Explanation
 from scripts.arguments import argument, read, usage
 from trainer.assembly.build import build_state, build_workload
 from trainer.assembly.saved_model import restore_training

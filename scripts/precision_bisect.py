@@ -25,9 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scalify_core import FloatFormat, cast_on_forward, weights
+from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.numerics.formats import FloatFormat
 from scalify_core.ops.matmul import MULTIPLE
+from scalify_core.static import cast_on_forward
 from scripts.arguments import argument, note, run
 from trainer.assembly.saved_model import restore_training
 from trainer.errors import UserError

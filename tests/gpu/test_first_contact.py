@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from families import whole
 
-from scalify_core import attention, fp8_dot_general
+from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
+from scalify_core.ops.functional import attention
 from scalify_core.ops.functional.attention import _attention
 from trainer.compiled.fp8 import Gpu, check_step
 from trainer.compiled.hlo import Program

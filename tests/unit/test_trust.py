@@ -17,10 +17,10 @@ from scalify_core import (
     ScaledArray,
     as_scaled_array,
     asarray,
-    gelu,
     optim,
     scalify,
 )
+from scalify_core.ops.functional import gelu
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trust.md").read_text()
 X = as_scaled_array(jnp.arange(1.0, 5.0), dtype=jnp.float16)

@@ -11,8 +11,9 @@ Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
 import jax
 import jax.numpy as jnp
 
-from scalify_core import get_data_scale, swiglu
 from scalify_core.numerics.formats import pow2_round
+from scalify_core.ops.functional import swiglu
+from scalify_core.static import get_data_scale
 
 SIZES = 2.0**-14, 2.0**14  # limits of channel sizes, whose inverses FP16 has too
 

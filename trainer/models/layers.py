@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import dynamic_rescale_rms_grad, layer_norm, rms_norm
+from scalify_core.ops.functional import layer_norm, rms_norm
+from scalify_core.static import dynamic_rescale_rms_grad
 from trainer.models.roles import Role
 from trainer.precision.dots import wide_gradient_dot
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalify_core import FloatFormat, ScaledArray, as_scaled_array, weights
+from scalify_core import ScaledArray, as_scaled_array, weights
 from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.numerics.formats import E4M3
+from scalify_core.numerics.formats import E4M3, FloatFormat
 from scalify_core.ops.matmul import MULTIPLE
 from trainer.errors import UserError
 from trainer.precision.dots import (

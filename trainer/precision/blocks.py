@@ -33,8 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import FloatFormat
-from scalify_core.numerics.formats import E4M3, hash_bits, pow2_floor, pow2_inverse
+from scalify_core.numerics.formats import (
+    E4M3,
+    FloatFormat,
+    hash_bits,
+    pow2_floor,
+    pow2_inverse,
+)
 from trainer.precision.dots import MATRICES, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN

@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from flax.linen.fp8_ops import fp8_scaled_dot_general
 
-from scalify_core import FloatFormat, cast_on_backward, cast_on_forward
+from scalify_core.numerics.formats import FloatFormat
+from scalify_core.static import cast_on_backward, cast_on_forward
 
 Dot = Callable[..., jax.Array]
 Dims = Any  # of jax.lax.dot_general

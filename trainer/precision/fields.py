@@ -23,7 +23,7 @@ ALIASES = (*DTYPES, "float32", "bfloat16", "float16")
 
 
 def is_format(name: str) -> bool:
-    """Return whether `scalify_core.FloatFormat` can parse this name."""
+    """Return whether `FloatFormat` can parse this name."""
     bits = re.fullmatch(r"e(\d+)m(\d+)[ts]?", name.lower())
     if bits is None:
         return name.lower() in ALIASES

@@ -14,7 +14,7 @@ import numpy as np
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from scalify_core import FloatFormat
+    from scalify_core.numerics.formats import FloatFormat
     from trainer.precision.dots import Dot
     from trainer.precision.fields import PrecisionFields
     from trainer.precision.gradients import Differentiate, LossFn
@@ -96,9 +96,9 @@ class Method:
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return the FP8 `dot_general` of the linear layer at `path`.
 
-        The settings are those of `scalify_core.Fp8DotGeneral`.
+        The settings are those of `scalify_core.ops.matmul.Fp8DotGeneral`.
         """
-        from scalify_core import Fp8DotGeneral, Scaling
+        from scalify_core.ops.matmul import Fp8DotGeneral, Scaling
 
         return Fp8DotGeneral(path, Scaling(), **settings)
 
@@ -283,7 +283,7 @@ class Current(Method):
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return the FP8 product that measures its operands and its gradient."""
-        from scalify_core import Fp8DotGeneral, Scaling
+        from scalify_core.ops.matmul import Fp8DotGeneral, Scaling
 
         return Fp8DotGeneral(path, Scaling("amax", "amax", "amax"), **settings)
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from scalify_core import FloatFormat, optim
-from scalify_core.numerics.formats import FP32
+from scalify_core import optim
+from scalify_core.numerics.formats import FP32, FloatFormat
 from scalify_core.optim.stacking import NONE as NO_STACKS
 from scalify_core.optim.stacking import Stacks
 from trainer.errors import UserError

@@ -7,16 +7,10 @@ import optax
 import pytest
 from families import quick
 
-from scalify_core import (
-    ScaledArray,
-    as_scaled_array,
-    asarray,
-    dynamic_rescale_rms,
-    scalify,
-    tree,
-)
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify, tree
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.optim import scaled_state
+from scalify_core.static import dynamic_rescale_rms
 
 FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
 

@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 from draws import draw_normal
 
-from scalify_core import (
-    PrecisionWarning,
-    ScaledArray,
-    as_scaled_array,
-    asarray,
-    rebalance,
-    rebalance_grad,
-    set_scaling,
-    tree,
-)
+from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, tree
+from scalify_core.static import rebalance, rebalance_grad, set_scaling
 
 X = draw_normal(0, (4, 8))
 

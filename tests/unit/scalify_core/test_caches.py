@@ -11,7 +11,8 @@ from draws import draw_normal
 from families import quick
 from jax import lax
 
-from scalify_core import as_scaled_array, composite, scalify
+from scalify_core import as_scaled_array, scalify
+from scalify_core.static import composite
 
 HALF = jnp.float16
 

@@ -184,7 +184,7 @@ def test_small_tails_and_masks_are_no_harm():
         return jax.checkpoint(jax.nn.softmax)(logits) @ v
 
     def gelu(x, w):
-        return sc.fp8_dot_general(sc.gelu(x), w, (((1,), (0,)), ((), ())))
+        return sc.fp8_dot_general(sc.functional.gelu(x), w, (((1,), (0,)), ((), ())))
 
     assert run(jax.jit(checked(attention)), scaled(X), scaled(W), scaled(X)) == []
     assert (

@@ -38,7 +38,7 @@ def test_sum_over_devices_of_what_each_rescaled_for_itself(check_vma):
         check_vma=check_vma,
     )
     def summed(x):
-        return lax.psum(sc.dynamic_rescale_rms(x).sum(0), "d")
+        return lax.psum(sc.static.dynamic_rescale_rms(x).sum(0), "d")
 
     x = rows() * SCALES[:, None]
     found = jax.jit(scalify(summed))(as_scaled_array(x, 1.0))
@@ -202,7 +202,7 @@ def some_on_each_device(t):
     far = lax.axis_index("d") > 3
     t = lax.cond(far, lambda: t, lambda: jnp.zeros_like(t))
     return lax.cond(
-        t.sum() > 0, lambda: sc.dynamic_rescale_rms(t) * 2.0, lambda: t
+        t.sum() > 0, lambda: sc.static.dynamic_rescale_rms(t) * 2.0, lambda: t
     ) + jnp.where(far, 1.0, t)
 
 

@@ -14,8 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms
+from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.interpreter.rules import loops
+from scalify_core.static import dynamic_rescale_rms
 
 X = draw_normal(0, (4, 8))
 W = draw_normal(1, (8, 8)) / 3

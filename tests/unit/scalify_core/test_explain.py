@@ -118,7 +118,7 @@ def test_what_it_tells_one_to_do_helps():
     def rescaled(ws, x, size):
         for w in ws:
             x = x + jnp.tanh(x @ w)
-        return jnp.mean(sc.dynamic_rescale_rms_grad(x) ** 2) * size
+        return jnp.mean(sc.static.dynamic_rescale_rms_grad(x) ** 2) * size
 
     ws, x = scaled([normal(16, 16, seed=i) / 4 for i in range(3)]), normal(8, 16)
     assert explain(jax.grad(rescaled), ws, x, 1e-7).first_loss is None

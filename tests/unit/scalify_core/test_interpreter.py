@@ -16,15 +16,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import (
-    ScaledArray,
-    as_scaled_array,
-    asarray,
-    composite,
-    composite_rule,
-)
+from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.interpreter import registry, transform
 from scalify_core.interpreter.rules.composites import on_values
+from scalify_core.static import composite, composite_rule
 
 X = draw_normal(0, (16, 64))
 PARAMS = {

@@ -10,17 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core import (
-    as_scaled_array,
-    asarray,
-    dynamic_rescale_rms_grad,
-    embedding,
-    layer_norm,
-    scalify,
-)
+from scalify_core import as_scaled_array, asarray, scalify
 from scalify_core.numerics import compiler_hints
+from scalify_core.ops.functional import embedding, layer_norm
 from scalify_core.ops.functional.storage import materialised
 from scalify_core.optim.stacking import Stacks
+from scalify_core.static import dynamic_rescale_rms_grad
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float16)
 ONES = jnp.ones(16, jnp.float16)

@@ -19,7 +19,7 @@ from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16
 def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     x = normal(0, 256) * size
     found = quantize.stored(x, np.dtype(dtype))
-    fmt = sc.FloatFormat.of(dtype)
+    fmt = sc.numerics.formats.FloatFormat.of(dtype)
     np.testing.assert_allclose(
         quantize.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
     )
@@ -139,10 +139,10 @@ def test_a_cast_of_the_users_rounds_and_its_products_are_of_that_format():
 def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
     def fun(x):
         return (
-            sc.dynamic_rescale_rms(x * 1e-6),
-            sc.set_scaling(x, 2.0**-3),
-            sc.stop_scaling(x),
-            sc.rebalance(x, 4.0),
+            sc.static.dynamic_rescale_rms(x * 1e-6),
+            sc.static.set_scaling(x, 2.0**-3),
+            sc.static.stop_scaling(x),
+            sc.static.rebalance(x, 4.0),
         )
 
     x = as_scaled_array(normal(0, 64), dtype=HALF)
@@ -155,8 +155,8 @@ def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_simulated_formats_are_applied_to_data(size):
-    fmt = sc.FloatFormat.parse("e4m3")
+    fmt = sc.numerics.formats.FloatFormat.parse("e4m3")
     x = as_scaled_array(normal(0, 64) * size)
-    found = asarray(jax.jit(scalify(lambda x: sc.cast_on_forward(x, fmt)))(x))
+    found = asarray(jax.jit(scalify(lambda x: sc.static.cast_on_forward(x, fmt)))(x))
     np.testing.assert_allclose(found, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size)
     assert not np.array_equal(found, asarray(x))

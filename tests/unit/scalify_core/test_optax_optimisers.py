@@ -11,7 +11,8 @@ import pytest
 from families import quick
 from optax import contrib
 
-from scalify_core import as_scaled_array, asarray, dynamic_rescale_rms, scalify
+from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core.static import dynamic_rescale_rms
 
 STEPS = 50
 OPTIMISERS = {

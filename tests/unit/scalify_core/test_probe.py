@@ -9,9 +9,10 @@ import pytest
 from draws import draw_normal
 from propagated import scalify
 
-from scalify_core import FloatFormat, ScaledArray, asarray, gelu
+from scalify_core import ScaledArray, asarray
 from scalify_core.debug.probe import FIGURES, SLOT, figures, probe
-from scalify_core.numerics.formats import E4M3, E5M2
+from scalify_core.numerics.formats import E4M3, E5M2, FloatFormat
+from scalify_core.ops.functional import gelu
 
 EMPTY = jnp.zeros(SLOT)
 

@@ -9,9 +9,10 @@ from jax import lax
 from propagated import scalify
 
 import scalify_core
-from scalify_core import ScaledArray, as_scaled_array, asarray, composite
+from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.debug.testing import check_scalify
 from scalify_core.interpreter import registry
+from scalify_core.static import composite
 
 X = ScaledArray(jnp.asarray([[4.0, 16.0, 1.0], [9.0, 2.0, 0.5]]), 4.0)
 

@@ -35,7 +35,7 @@ def test_rescale_finds_the_power_of_two_and_changes_no_value(name):
 
 @pytest.mark.parametrize("content", [0.0, np.inf, np.nan])
 def test_rescale_of_zeros_or_what_is_not_finite_keeps_the_scale(content):
-    out = scalify(sc.dynamic_rescale_rms)(
+    out = scalify(sc.static.dynamic_rescale_rms)(
         as_scaled_array(jnp.full(4, content), 2.0**-5, dtype=HALF)
     )
     assert float(out.scale) == 2.0**-5
@@ -43,12 +43,12 @@ def test_rescale_of_zeros_or_what_is_not_finite_keeps_the_scale(content):
 
 def test_rescale_of_the_gradient_leaves_the_forward_alone():
     def loss(x):
-        return jnp.sum(jnp.sin(sc.dynamic_rescale_rms_grad(x)) * 2.0**-15)
+        return jnp.sum(jnp.sin(sc.static.dynamic_rescale_rms_grad(x)) * 2.0**-15)
 
     x = as_scaled_array(normal(0, 512), 1.0, dtype=HALF)
     gradient = scalify(jax.grad(loss))(x)
     assert 0.7 < rms(gradient) < 1.42
-    assert scalify(sc.dynamic_rescale_rms_grad)(x).scale == 1.0
+    assert scalify(sc.static.dynamic_rescale_rms_grad)(x).scale == 1.0
     np.testing.assert_allclose(
         asarray(gradient), jnp.cos(asarray(x)) * 2.0**-15, rtol=2**-9, atol=2.0**-24
     )
@@ -67,7 +67,9 @@ def test_a_bias_in_front_of_a_rescale_gets_its_gradient_from_what_was_there_befo
     )
 
     def gradients(x, bias, columns):
-        rescaled = functools.partial(sc.dynamic_rescale_rms_grad, columns=columns)
+        rescaled = functools.partial(
+            sc.static.dynamic_rescale_rms_grad, columns=columns
+        )
         return jax.vjp(lambda x, bias: rescaled(x + bias[None]), x, bias)[1](
             jnp.cos(0 * x) * gradient
         )
@@ -105,7 +107,7 @@ def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():
     )
 
     def total(x, y):
-        x, y = (sc.dynamic_rescale_rms(z * 2.0**-3) for z in (x, y))
+        x, y = (sc.static.dynamic_rescale_rms(z * 2.0**-3) for z in (x, y))
         return x + y, x - 2 * y
 
     for found, expected in zip(
@@ -121,7 +123,7 @@ def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():
     # On a GPU the scalars of both rescales are computed by the kernel that computes
     # those of the sum.
     sum_alone = scalify(
-        lambda x, y: sc.dynamic_rescale_rms(x) + sc.dynamic_rescale_rms(y)
+        lambda x, y: sc.static.dynamic_rescale_rms(x) + sc.static.dynamic_rescale_rms(y)
     )
     assert for_cuda(sum_alone, x, y).count("optimization_barrier") == 1
 
@@ -131,7 +133,10 @@ def test_remat_changes_no_bit_of_the_loss_or_the_gradient():
 
     def loss(wrap):
         return lambda w, x: jnp.mean(
-            wrap(lambda w: sc.gelu(sc.dynamic_rescale_rms_grad(x @ w)))(w) ** 2
+            wrap(
+                lambda w: sc.functional.gelu(sc.static.dynamic_rescale_rms_grad(x @ w))
+            )(w)
+            ** 2
         )
 
     args = as_scaled_array((w, x), 1.0, dtype=HALF)
@@ -144,31 +149,31 @@ def test_remat_changes_no_bit_of_the_loss_or_the_gradient():
 def test_rescaling_functions_mean_nothing_in_plain_arithmetic():
     x = normal(0, 8)
     for fun in (
-        lambda x: sc.set_scaling(x, 4.0),
-        sc.stop_scaling,
-        lambda x: sc.get_data_scale(x)[0],
-        lambda x: sc.rebalance(x, 2.0),
-        lambda x: sc.rebalance_grad(x, 2.0),
-        sc.dynamic_rescale_rms,
-        sc.dynamic_rescale_max,
-        sc.dynamic_rescale_rms_grad,
-        sc.dynamic_rescale_max_grad,
+        lambda x: sc.static.set_scaling(x, 4.0),
+        sc.static.stop_scaling,
+        lambda x: sc.static.get_data_scale(x)[0],
+        lambda x: sc.static.rebalance(x, 2.0),
+        lambda x: sc.static.rebalance_grad(x, 2.0),
+        sc.static.dynamic_rescale_rms,
+        sc.static.dynamic_rescale_max,
+        sc.static.dynamic_rescale_rms_grad,
+        sc.static.dynamic_rescale_max_grad,
     ):
         np.testing.assert_array_equal(fun(x), x)
 
 
 def test_scales_are_set_read_moved_and_dropped_inside():
     x = as_scaled_array(normal(0, 8), 1.0)
-    assert scalify(lambda x: sc.set_scaling(x, 4.0))(x).scale == 4.0
-    assert scalify(lambda x: sc.rebalance(x, 2.0))(x).scale == 2.0
+    assert scalify(lambda x: sc.static.set_scaling(x, 4.0))(x).scale == 4.0
+    assert scalify(lambda x: sc.static.rebalance(x, 2.0))(x).scale == 2.0
     gradient = scalify(
-        lambda x, g: jax.vjp(lambda x: sc.rebalance_grad(x, 2.0), x)[1](g)[0]
+        lambda x, g: jax.vjp(lambda x: sc.static.rebalance_grad(x, 2.0), x)[1](g)[0]
     )
     for scale in (0.5, jnp.float32(0.5)):
         g = ScaledArray(normal(1, 8), scale)
         assert gradient(x, g).scale == 1.0
         np.testing.assert_array_equal(asarray(gradient(x, g)), asarray(g))
-    assert not isinstance(scalify(sc.stop_scaling)(x), ScaledArray)
-    data, scale = scalify(sc.get_data_scale)(as_scaled_array(normal(0, 8), 0.25))
+    assert not isinstance(scalify(sc.static.stop_scaling)(x), ScaledArray)
+    data, scale = scalify(sc.static.get_data_scale)(as_scaled_array(normal(0, 8), 0.25))
     np.testing.assert_array_equal(data, normal(0, 8) * 4)
     assert float(scale) == 0.25

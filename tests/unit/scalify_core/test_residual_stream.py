@@ -17,16 +17,13 @@ import pytest
 from propagated import scalify
 
 import scalify_core as sc
-from scalify_core import (
-    as_scaled_array,
-    dynamic_rescale_rms,
-    dynamic_rescale_rms_grad,
-    summarize,
-)
+from scalify_core import as_scaled_array
 from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.debug.stats import summarize
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.evaluator import evaluate
 from scalify_core.interpreter.value import Value, narrow, value
+from scalify_core.static import dynamic_rescale_rms, dynamic_rescale_rms_grad
 
 L, B, T, D, H, V = 48, 2, 32, 32, 2, 64  # layers, batch, time, width, heads, vocabulary
 STD = 0.02 * math.sqrt(768 / D)
@@ -62,7 +59,7 @@ def initial_params():
 
 
 def layer_norm(x, p):
-    return sc.layer_norm(dynamic_rescale_rms_grad(x), p["scale"], p["bias"])
+    return sc.functional.layer_norm(dynamic_rescale_rms_grad(x), p["scale"], p["bias"])
 
 
 def dense(x, p):
@@ -70,15 +67,17 @@ def dense(x, p):
 
 
 def loss_fn(params, tokens):
-    x = (sc.embedding(params["wte"], tokens[:, :-1]) + params["wpe"][None]).reshape(
-        B * T, D
-    )
+    x = (
+        sc.functional.embedding(params["wte"], tokens[:, :-1]) + params["wpe"][None]
+    ).reshape(B * T, D)
     for p in params["h"]:
         qkv = jnp.split(dense(layer_norm(x, p["ln_1"]), p["c_attn"]), 3, axis=1)
         q, k, v = (y.reshape(B, T, H, D // H) for y in qkv)
-        x = x + dense(sc.attention(q, k, v).reshape(B * T, D), p["attn_out"])
-        x = x + dense(sc.gelu(dense(layer_norm(x, p["ln_2"]), p["c_fc"])), p["mlp_out"])
-    return sc.linear_cross_entropy(
+        x = x + dense(sc.functional.attention(q, k, v).reshape(B * T, D), p["attn_out"])
+        x = x + dense(
+            sc.functional.gelu(dense(layer_norm(x, p["ln_2"]), p["c_fc"])), p["mlp_out"]
+        )
+    return sc.functional.linear_cross_entropy(
         layer_norm(x, params["ln_f"]), params["wte"], tokens[:, 1:].reshape(-1)
     )
 

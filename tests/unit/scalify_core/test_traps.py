@@ -32,7 +32,7 @@ def test_creep_of_the_residual_stream_over_48_layers(loop):
     weights = normal(1, 48, 64, 64) / 8
 
     def layer(h, w):
-        return h + sc.layer_norm(h, jnp.ones(64), None) @ w, None
+        return h + sc.functional.layer_norm(h, jnp.ones(64), None) @ w, None
 
     def unrolled(h, ws):
         stream = [h]
@@ -100,7 +100,7 @@ def test_cast_on_forward_acts_in_the_differentiated_function(scaled):
     x = jnp.asarray([1.01, -3.3, 0.77])
     # The gradient of sum(cast(x)^2) is 2 cast(x): it shows whether the forward pass was
     # rounded.
-    gradient = jax.grad(lambda x: jnp.sum(sc.cast_on_forward(x, E4M3) ** 2))
+    gradient = jax.grad(lambda x: jnp.sum(sc.static.cast_on_forward(x, E4M3) ** 2))
     found = (
         asarray(scalify(gradient)(as_scaled_array(x, 1.0))) if scaled else gradient(x)
     )
@@ -110,7 +110,9 @@ def test_cast_on_forward_acts_in_the_differentiated_function(scaled):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_cast_on_backward_rounds_the_gradient_only(scaled):
     x = jnp.asarray([1.01, -3.3, 0.77])
-    both = jax.value_and_grad(lambda x: jnp.sum(sc.cast_on_backward(x, E5M2) ** 3))
+    both = jax.value_and_grad(
+        lambda x: jnp.sum(sc.static.cast_on_backward(x, E5M2) ** 3)
+    )
     value, gradient = (
         asarray(scalify(both)(as_scaled_array(x, 1.0))) if scaled else both(x)
     )
@@ -316,21 +318,21 @@ def test_comparisons_do_not_form_huge_or_tiny_values():
 def test_epsilon_of_a_norm_means_the_same_at_every_scale(exponent):
     x = normal(0, 4, 64) * 2.0**exponent
     w = jnp.ones(64)
-    out = scalify(lambda x: sc.layer_norm(x, w, None))(
+    out = scalify(lambda x: sc.functional.layer_norm(x, w, None))(
         as_scaled_array(x, 2.0**exponent)
     )
     np.testing.assert_allclose(
-        asarray(out), sc.layer_norm(x, w, None), rtol=1e-5, atol=1e-30
+        asarray(out), sc.functional.layer_norm(x, w, None), rtol=1e-5, atol=1e-30
     )
 
 
 def test_gradient_of_the_logits_survives_fp16():
     tokens, vocab = 1024, 4096
     logits, targets = 3 * normal(0, tokens, vocab), jnp.zeros(tokens, jnp.int32)
-    gradient = scalify(jax.grad(sc.cross_entropy))(
+    gradient = scalify(jax.grad(sc.functional.cross_entropy))(
         as_scaled_array(logits, 1.0, dtype=HALF), targets
     )
-    plain = jax.grad(sc.cross_entropy)(logits.astype(HALF), targets)
+    plain = jax.grad(sc.functional.cross_entropy)(logits.astype(HALF), targets)
     assert float(jnp.mean(plain == 0)) > 0.7
     assert float(jnp.mean(gradient.data == 0)) < 0.01
 
@@ -344,7 +346,7 @@ def test_queries_and_keys_far_below_their_scale_have_finite_gradients():
     q, k, v = (normal(i, 2, 64, 2, 16) for i in range(3))
 
     def loss(q, k, v):
-        return jnp.sum(sc.attention(q, k, v) * normal(3, 2, 64, 2, 16))
+        return jnp.sum(sc.functional.attention(q, k, v) * normal(3, 2, 64, 2, 16))
 
     low = [as_scaled_array(x, 2.0**12, dtype=HALF) for x in (q, k)]
     found = scalify(jax.grad(loss, (0, 1, 2)))(

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core import attention, dynamic_rescale_rms_grad, gelu, materialised, swiglu
+from scalify_core.ops.functional import attention, gelu, materialised, swiglu
+from scalify_core.static import dynamic_rescale_rms_grad
 from trainer.models.cache import KVCache, cached_attention
 from trainer.models.gated import smooth_swiglu
 from trainer.models.gpt2.spec import GPT2Spec

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import embedding, linear_cross_entropy
+from scalify_core.ops.functional import embedding, linear_cross_entropy
 from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
 from trainer.models.cache import KVCache, empty_cache
 from trainer.models.functional import Functional, as_functions

@@ -19,17 +19,15 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import (
+from scalify_core.ops.functional import (
     attention,
-    dynamic_rescale_rms_grad,
     embedding,
     linear_cross_entropy,
     materialised,
-    rebalance,
-    rebalance_grad,
     rope,
     swiglu,
 )
+from scalify_core.static import dynamic_rescale_rms_grad, rebalance, rebalance_grad
 from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
 from trainer.models.cache import KVCache, cached_attention, empty_cache
 from trainer.models.functional import Functional, as_functions

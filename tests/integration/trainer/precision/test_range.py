@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from precisions import SPEC, batch, bits, policy, workload
 
-from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
+from scalify_core import as_scaled_array, scalify
 from scalify_core.array.tree import map_arrays
+from scalify_core.ops.matmul import Fp8DotGeneral
 from scalify_core.optim.weights import scaled_params, wide
 from trainer.models.gpt2.block import SmoothSwigluMLP, SwigluMLP
 from trainer.models.gpt2.spec import GPT2Spec

@@ -78,75 +78,85 @@ HIDDEN, HEAD = normal(4, 30, 8), normal(5, 24, 8)
 IDS = jnp.asarray([[0, 3, 3], [7, 3, 0]], jnp.int32)
 
 CASES = {
-    "layer_norm": (sc.layer_norm, layer_norm, (X, W, B), 3),
-    "rms_norm": (sc.rms_norm, rms_norm, (X, W), 2),
-    "gelu": (sc.gelu, lambda x: jax.nn.gelu(x, approximate=True), (X,), 1),
+    "layer_norm": (sc.functional.layer_norm, layer_norm, (X, W, B), 3),
+    "rms_norm": (sc.functional.rms_norm, rms_norm, (X, W), 2),
+    "gelu": (sc.functional.gelu, lambda x: jax.nn.gelu(x, approximate=True), (X,), 1),
     "gelu_biased": (
-        sc.gelu,
+        sc.functional.gelu,
         lambda x, b: jax.nn.gelu(x + b[None, None], approximate=True),
         (X, B),
         2,
     ),
-    "materialised": (sc.materialised, lambda x: x, (X,), 1),
-    "silu": (sc.silu, jax.nn.silu, (X,), 1),
-    "relu": (sc.relu, jax.nn.relu, (X,), 1),
-    "swiglu": (sc.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1]), 2),
-    "softmax": (sc.softmax, jax.nn.softmax, (X,), 1),
+    "materialised": (sc.functional.materialised, lambda x: x, (X,), 1),
+    "silu": (sc.functional.silu, jax.nn.silu, (X,), 1),
+    "relu": (sc.functional.relu, jax.nn.relu, (X,), 1),
+    "swiglu": (sc.functional.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1]), 2),
+    "softmax": (sc.functional.softmax, jax.nn.softmax, (X,), 1),
     "softmax_axis_0": (
-        lambda x: sc.softmax(x, axis=0),
+        lambda x: sc.functional.softmax(x, axis=0),
         lambda x: jax.nn.softmax(x, axis=0),
         (X,),
         1,
     ),
-    "log_softmax": (sc.log_softmax, jax.nn.log_softmax, (X,), 1),
-    "attention": (sc.attention, full_attention(causal=True), QKV, 3),
+    "log_softmax": (sc.functional.log_softmax, jax.nn.log_softmax, (X,), 1),
+    "attention": (sc.functional.attention, full_attention(causal=True), QKV, 3),
     "attention_not_causal": (
-        lambda *a: sc.attention(*a, causal=False),
+        lambda *a: sc.functional.attention(*a, causal=False),
         full_attention(causal=False),
         QKV,
         3,
     ),
     "attention_more_keys": (
-        lambda *a: sc.attention(*a, causal=False),
+        lambda *a: sc.functional.attention(*a, causal=False),
         full_attention(causal=False),
         (QKV[0][:, :7], *QKV[1:]),
         3,
     ),
     "attention_segments": (
-        lambda *a: sc.attention(*a, segments=SEGMENTS),
+        lambda *a: sc.functional.attention(*a, segments=SEGMENTS),
         full_attention(causal=True, segments=SEGMENTS),
         QKV,
         3,
     ),
-    "attention_grouped": (sc.attention, full_attention(causal=True), GROUPED, 3),
+    "attention_grouped": (
+        sc.functional.attention,
+        full_attention(causal=True),
+        GROUPED,
+        3,
+    ),
     "attention_grouped_not_causal": (
-        lambda *a: sc.attention(*a, causal=False),
+        lambda *a: sc.functional.attention(*a, causal=False),
         full_attention(causal=False),
         (GROUPED[0][:, :7], *GROUPED[1:]),
         3,
     ),
     "attention_grouped_segments": (
-        lambda *a: sc.attention(*a, segments=SEGMENTS),
+        lambda *a: sc.functional.attention(*a, segments=SEGMENTS),
         full_attention(causal=True, segments=SEGMENTS),
         GROUPED,
         3,
     ),
     "rope": (
-        lambda x: sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)),
+        lambda x: sc.functional.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)),
         rotated,
         QKV[:1],
         1,
     ),
-    "cross_entropy": (sc.cross_entropy, cross_entropy(24), (LOGITS, TARGETS), 1),
+    "cross_entropy": (
+        sc.functional.cross_entropy,
+        cross_entropy(24),
+        (LOGITS, TARGETS),
+        1,
+    ),
     "cross_entropy_padded": (
-        lambda *a: sc.cross_entropy(*a, vocab_size=20),
+        lambda *a: sc.functional.cross_entropy(*a, vocab_size=20),
         cross_entropy(20),
         (LOGITS, TARGETS),
         1,
     ),
     **{
         f"linear_cross_entropy_chunk_{chunk}": (
-            lambda *a, chunk=chunk: sc.linear_cross_entropy(
+            lambda *a, chunk=chunk: sc.functional.linear_cross_entropy(
                 *a, vocab_size=20, chunk=chunk
             ),
             lambda x, head, targets: cross_entropy(20)(x @ head.T, targets),
@@ -156,7 +166,12 @@ CASES = {
         # one chunk, three, five unrolled with none left over, a scan of 15, of 30
         for chunk in (None, 10, 7, 2, 1)
     },
-    "embedding": (sc.embedding, lambda table, ids: table[ids], (HIDDEN, IDS), 1),
+    "embedding": (
+        sc.functional.embedding,
+        lambda table, ids: table[ids],
+        (HIDDEN, IDS),
+        1,
+    ),
 }
 
 
@@ -210,7 +225,7 @@ def test_result_and_gradients_have_the_dtype_of_the_input(name, dtype):
 def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
     n, d, v = 512, 16, 1024
     args = normal(0, n, d), normal(1, v, d), jnp.zeros(n, jnp.int32)
-    loss = lambda x, head, t: sc.linear_cross_entropy(x, head, t, chunk=32)
+    loss = lambda x, head, t: sc.functional.linear_cross_entropy(x, head, t, chunk=32)
     temp = (
         jax.jit(jax.grad(loss, (0, 1)))
         .lower(*args)
@@ -224,10 +239,10 @@ def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
 def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
     x, head = normal(0, 4096, 4), normal(1, 64, 4)
     targets = jnp.zeros(4096, jnp.int32)
-    g16 = jax.grad(sc.linear_cross_entropy, 1)(
+    g16 = jax.grad(sc.functional.linear_cross_entropy, 1)(
         x.astype(jnp.float16), head.astype(jnp.float16), targets
     )
-    g32 = jax.grad(sc.linear_cross_entropy, 1)(x, head, targets)
+    g32 = jax.grad(sc.functional.linear_cross_entropy, 1)(x, head, targets)
     np.testing.assert_allclose(
         np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8
     )
@@ -241,7 +256,7 @@ def test_narrow_logits_are_rounded_once_and_nothing_else_is(dtype, chunk):
     expected, slope = jax.value_and_grad(cross_entropy(20))(
         exact.astype(dtype).astype(jnp.float32), TARGETS
     )
-    fun = lambda x, head: sc.linear_cross_entropy(
+    fun = lambda x, head: sc.functional.linear_cross_entropy(
         x, head, TARGETS, vocab_size=20, chunk=chunk, narrow_logits=True
     )
     found, (dx, dhead) = jax.jit(jax.value_and_grad(fun, (0, 1)))(x, head)
@@ -267,7 +282,7 @@ def test_narrow_logits_beyond_the_format_are_its_largest_number():
         jnp.full((4, 16), 300, jnp.float16),
         jnp.full((24, 16), 300, jnp.float16).at[1:].set(-300),
     )
-    fun = lambda x, head: sc.linear_cross_entropy(
+    fun = lambda x, head: sc.functional.linear_cross_entropy(
         x, head, jnp.arange(4), narrow_logits=True
     )
     loss, gradients = jax.value_and_grad(fun, (0, 1))(x, head)
@@ -355,12 +370,12 @@ def test_embedding_gradient_for_cuda_equals_the_scatter_add():
 
 
 def test_embedding_of_an_id_outside_is_nan():
-    assert np.isnan(sc.embedding(HIDDEN, jnp.asarray([30]))).all()
+    assert np.isnan(sc.functional.embedding(HIDDEN, jnp.asarray([30]))).all()
 
 
 def test_attention_of_unequal_lengths_with_causal_is_an_error():
     with pytest.raises(ValueError, match="7 queries and 150 keys"):
-        sc.attention(QKV[0][:, :7], *QKV[1:])
+        sc.functional.attention(QKV[0][:, :7], *QKV[1:])
 
 
 @pytest.mark.parametrize("heads", [(3, 2, 2), (4, 2, 1), (1, 2, 2)])
@@ -369,7 +384,7 @@ def test_attention_of_heads_that_do_not_divide_is_an_error(heads):
         ValueError,
         match=f"{heads[0]} heads of queries, {heads[1]} of keys, {heads[2]} of values",
     ):
-        sc.attention(*(normal(0, 1, 4, n, 8) for n in heads))
+        sc.functional.attention(*(normal(0, 1, 4, n, 8) for n in heads))
 
 
 def test_grouped_attention_holds_no_repeated_keys_or_values():
@@ -399,7 +414,7 @@ def test_grouped_attention_holds_no_repeated_keys_or_values():
 def test_rope_keeps_what_a_pair_of_positions_sees_of_each_other():
     """A product of rotated channels is a function of the distance."""
     q, k = (jnp.broadcast_to(normal(i, 1, 1, 2, 8), (1, 150, 2, 8)) for i in (0, 1))
-    q, k = (sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)) for x in (q, k))
+    q, k = (sc.functional.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)) for x in (q, k))
     near, far = (jnp.sum(q[0, i : i + 100] * k[0, :100], axis=-1) for i in (3, 40))
     for products in (near, far):
         # Angles up to 150 are wrong by their FP32 rounding, and so are sums of 8
@@ -413,7 +428,7 @@ def test_rope_keeps_what_a_pair_of_positions_sees_of_each_other():
 @pytest.mark.parametrize("shape", [(149, 4), (150, 8), (4,)])
 def test_rope_tables_of_another_shape_are_an_error(shape):
     with pytest.raises(ValueError, match=r"expected \(150, 4"):
-        sc.rope(QKV[0], jnp.ones(shape), jnp.ones(shape))
+        sc.functional.rope(QKV[0], jnp.ones(shape), jnp.ones(shape))
 
 
 def test_gradients_of_attention_saturate_in_fp16():

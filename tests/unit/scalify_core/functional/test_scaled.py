@@ -43,7 +43,7 @@ X, HEAD, TARGETS = (
 
 
 def loss(x, head, targets):
-    return sc.linear_cross_entropy(x, head, targets)
+    return sc.functional.linear_cross_entropy(x, head, targets)
 
 
 LOSSES = {
@@ -100,7 +100,7 @@ def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(
     exponent, dynamic
 ):
     def fun(q, k, v):
-        out, pull = jax.vjp(lambda *qkv: sc.attention(*qkv), q, k, v)
+        out, pull = jax.vjp(lambda *qkv: sc.functional.attention(*qkv), q, k, v)
         return out, pull(out * 0.5)
 
     exponents = {"q": exponent, "k": -exponent, "v": exponent}
@@ -117,13 +117,13 @@ TABLES = jnp.cos(ANGLES), jnp.sin(ANGLES)
 
 def rotated(x):
     """With its gradient for a gradient of the same size."""
-    out, pull = jax.vjp(lambda x: sc.rope(x, *TABLES), x)
+    out, pull = jax.vjp(lambda x: sc.functional.rope(x, *TABLES), x)
     return out, pull(x[:, ::-1])
 
 
 def grouped(q, k, v):
     """The same of an attention of six heads over two."""
-    out, pull = jax.vjp(lambda *qkv: sc.attention(*qkv), q, k, v)
+    out, pull = jax.vjp(lambda *qkv: sc.functional.attention(*qkv), q, k, v)
     return out, pull(normal(3, *q.shape))
 
 
@@ -153,9 +153,9 @@ def test_a_rotation_under_vmap_rotates_each():
 def test_a_rotation_of_a_plain_array_by_scaled_tables():
     x = normal(0, 1, 64, 2, 8)
     tables = as_scaled_array(TABLES, 1.0)
-    assert_near(scalify(sc.rope)(x, *tables), sc.rope(x, *TABLES))
+    assert_near(scalify(sc.functional.rope)(x, *tables), sc.functional.rope(x, *TABLES))
     assert_near(
-        scalify(jax.grad(lambda t: jnp.sum(sc.rope(x, *t))))(tables),
+        scalify(jax.grad(lambda t: jnp.sum(sc.functional.rope(x, *t))))(tables),
         (0 * TABLES[0], 0 * TABLES[1]),
     )
 
@@ -209,7 +209,9 @@ def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
 def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynamic):
     x, head = half(X[0], exponent, dynamic), half(HEAD, -exponent, dynamic)
     fun = jax.value_and_grad(
-        lambda *args: sc.linear_cross_entropy(*args, TARGETS[0], narrow_logits=True),
+        lambda *args: sc.functional.linear_cross_entropy(
+            *args, TARGETS[0], narrow_logits=True
+        ),
         (0, 1),
     )
     found, wide = scalify(fun)(x, head), fun(*asarray((x, head)))
@@ -222,8 +224,8 @@ def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynam
 @pytest.mark.parametrize(
     "norm",
     [
-        lambda x: sc.layer_norm(x, jnp.ones(D), None),
-        lambda x: sc.rms_norm(x, jnp.ones(D)),
+        lambda x: sc.functional.layer_norm(x, jnp.ones(D), None),
+        lambda x: sc.functional.rms_norm(x, jnp.ones(D)),
     ],
 )
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -249,8 +251,8 @@ def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
         )
         for i, e in enumerate(exponents)
     ]
-    found = scalify(sc.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
-    assert_near(found, sc.layer_norm(X[0], *asarray(parameters)))
+    found = scalify(sc.functional.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
+    assert_near(found, sc.functional.layer_norm(X[0], *asarray(parameters)))
     if exponents[1] in (None, -126) or exponents[1] <= exponents[0]:
         assert 0.25 <= float(jnp.sqrt(jnp.mean(jnp.square(found.data)))) <= 4
 
@@ -259,8 +261,8 @@ def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
 def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
     x = as_scaled_array(X[0].at[1].set(0) * 2.0**exponent, 2.0**exponent)
     for norm in (
-        lambda x: sc.layer_norm(x, jnp.ones(D), None),
-        lambda x: sc.rms_norm(x, jnp.ones(D)),
+        lambda x: sc.functional.layer_norm(x, jnp.ones(D), None),
+        lambda x: sc.functional.rms_norm(x, jnp.ones(D)),
     ):
         np.testing.assert_array_equal(asarray(scalify(norm)(x))[1], 0)
         assert np.isfinite(
@@ -275,10 +277,12 @@ def test_a_gelu_with_its_own_bias_is_the_gelu_of_a_sum(scale):
     bias = normal(3, D)
 
     def own(x, bias):
-        return jax.vjp(sc.gelu, x, bias)[1](jnp.sin(x))
+        return jax.vjp(sc.functional.gelu, x, bias)[1](jnp.sin(x))
 
     def of_a_sum(x, bias):
-        return jax.vjp(lambda x, bias: sc.gelu(x + bias[None]), x, bias)[1](jnp.sin(x))
+        return jax.vjp(lambda x, bias: sc.functional.gelu(x + bias[None]), x, bias)[1](
+            jnp.sin(x)
+        )
 
     args = as_scaled_array((2.0**5 * X[0], 2.0**3 * bias), scale)
     assert_near(scalify(own)(*args), of_a_sum(*asarray(args)))
@@ -291,7 +295,7 @@ def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
     x, bias = half(normal(0, N, D), 3, dynamic), half(normal(1, D), 4, dynamic)
 
     def fun(x, bias):
-        out, pull = jax.vjp(sc.gelu, x, bias)
+        out, pull = jax.vjp(sc.functional.gelu, x, bias)
         return out, pull(out * 0.5)
 
     assert_near(scalify(fun)(x, bias), fun(*asarray((x, bias))), HALF_RTOL)
@@ -300,8 +304,12 @@ def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
 @pytest.mark.parametrize(
     "fun",
     quick(
-        [sc.dynamic_rescale_rms, sc.dynamic_rescale_max_grad, materialised],
-        sc.dynamic_rescale_rms,
+        [
+            sc.static.dynamic_rescale_rms,
+            sc.static.dynamic_rescale_max_grad,
+            materialised,
+        ],
+        sc.static.dynamic_rescale_rms,
     ),
 )
 @pytest.mark.parametrize(

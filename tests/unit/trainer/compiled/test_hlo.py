@@ -11,7 +11,9 @@ from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import Fp8DotGeneral, ScaledArray, attention, fp8_dot_general, scalify
+from scalify_core import ScaledArray, fp8_dot_general, scalify
+from scalify_core.ops.functional import attention
+from scalify_core.ops.matmul import Fp8DotGeneral
 from trainer.compiled.fp8 import layer_products, missing_products
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.instructions import Shape, parse_instruction

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 from small_models import LLAMA as SPEC
 from small_models import REORDERED, TOKENS, assert_close, compiled
 
-from scalify_core import as_scaled_array, asarray, get_data_scale, scalify, swiglu, tree
+from scalify_core import as_scaled_array, asarray, scalify, tree
 from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.ops.functional import swiglu
+from scalify_core.static import get_data_scale
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import RMSNorm
 from trainer.models.llama.model import Llama, functional

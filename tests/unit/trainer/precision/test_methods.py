@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from scalify_core import FloatFormat
+from scalify_core.numerics.formats import FloatFormat
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.precision.fields import is_format
