@@ -16,7 +16,6 @@ RUN python3 -m venv /tools && /tools/bin/pip install --no-cache-dir uv \
     && /tools/bin/uv pip install --no-cache --compile-bytecode --python /venv \
         --constraint requirements.lock -r pyproject.toml --extra gpu
 
-COPY configs configs
 COPY scalify_core scalify_core
 COPY trainer trainer
 COPY scripts scripts

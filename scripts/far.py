@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.arguments import argument, read, usage
 from scripts.members import Members, Round, beating, name_is_taken
+from trainer.cli.arguments import argument, read, usage
 from trainer.config.composition import compose_config
 from trainer.errors import UserError, run_and_flush
 from trainer.text import merge_overrides

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "trainer" / "configs"
 _read_config = FileConfigSource.load_config
 _configs: dict[tuple[str, str, str], bytes] = {}
 

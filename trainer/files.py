@@ -7,9 +7,10 @@ temporary names that nobody can guess.
 
 import contextlib
 import errno
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,11 @@ def well_formed(what: object, advice: str) -> Iterator[None]:
 def _malformed(what: object, error: BaseException, advice: str) -> UserError:
     reason = " ".join(str(error).split())[:200]
     return UserError(f"{what} is damaged ({type(error).__name__}: {reason}); {advice}")
+
+
+def finite(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Replace NaN and infinities, which JSON lacks, by null."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in values.items()
+    }

@@ -2,7 +2,7 @@
 
 import sys
 
-from scripts.arguments import run
 from scripts.bench import speed
+from trainer.cli.arguments import run
 
 sys.exit(run(speed.Arguments, "bench", speed.__doc__ or "", speed.main))

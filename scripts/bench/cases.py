@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.text import nearest
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "trainer" / "configs"
 VOCAB = 50257
 TORCH = "torch"
 # The keys of a case with their valid values; None: a whole number.

@@ -15,8 +15,8 @@ from statistics import median
 
 import jax
 
-from scripts.arguments import argument, run
 from scripts.bench.memory import filled, without_data
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 from trainer.run.allocator import keep_freed_memory

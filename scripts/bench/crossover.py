@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scripts.arguments import argument, run
-from scripts.plan import plan_of
+from trainer.cli.arguments import argument, run
+from trainer.cli.plan import plan_of
 from trainer.errors import UserError
 
 DEPTHS = (2, 3)

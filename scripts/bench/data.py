@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import argument, run
+from trainer.cli.arguments import argument, run
 from trainer.data import Loader, TextSource, get_tokenizer, prepare
 from trainer.data.corpus import open_embedded
 from trainer.data.tokenizer import BPETokenizer

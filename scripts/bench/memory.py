@@ -21,13 +21,13 @@ from jax.extend import core as jex
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.array.tree import leaves
-from scripts.arguments import argument, run, split
 from scripts.studies.runs import overrides
 from trainer.assembly.build import (
     build_mesh,
     build_model,
     build_optimizer,
 )
+from trainer.cli.arguments import argument, run, split
 from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.arguments import argument, run
 from scripts.bench.cases import TORCH, parse_case
 from scripts.bench.compare import Comparison, Results, Settings, say
 from scripts.bench.interleave import Failed
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.arguments import argument
 from scripts.bench.compare import Settings, run_cases
 from scripts.bench.interleave import (
     TakeSteps,
@@ -30,6 +29,7 @@ from scripts.bench.interleave import (
     torch_interpreter,
     torch_worker,
 )
+from trainer.cli.arguments import argument
 from trainer.errors import UserError
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.libraries import hide_missing_gpu

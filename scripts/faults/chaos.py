@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.arguments import argument, run
 from scripts.faults.fault_injection import (
     VALIDATIONS,
     Victim,
@@ -27,6 +26,7 @@ from scripts.faults.fault_injection import (
     unnoticed,
 )
 from scripts.faults.faulty import HAPPENED
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 

@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer import __main__ as command
 from trainer.assembly import run as build
+from trainer.cli import train as command
 from trainer.data import Batch
 from trainer.errors import leave
 from trainer.run import loop

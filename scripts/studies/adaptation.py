@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.arguments import argument, run, split
 from scripts.studies.adaptation_picture import draw
 from scripts.studies.adaptation_table import (
     ARMS,
@@ -40,12 +39,12 @@ from scripts.studies.adaptation_table import (
     table,
 )
 from scripts.studies.catalogues import write_texts
-from scripts.studies.pairs import finite
 from scripts.studies.runs import Trial, given, in_turn, last_line, remove_checkpoints
+from trainer.cli.arguments import argument, run, split
 from trainer.data.corpus import Corpus, TextSource, open_corpus
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import finite, write_atomically
 from trainer.observe.records import read_rows
 from trainer.run.rundir import code_version, is_held
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from scripts.studies.pairs import half_width, mean
+from scripts.studies.pairs import mean
 from scripts.studies.runs import Trial
+from trainer.tasks.intervals import half_width
 
 FOCUS, RANDOM, OLD = ARMS = ("focus", "random", "old")
 NAMES = {FOCUS: "new, FOCUS", RANDOM: "new, random rows", OLD: "old"}

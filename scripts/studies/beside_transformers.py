@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 
-from scripts.arguments import argument, run
-from scripts.export import Arguments as Export
-from scripts.export import main as export
 from trainer.assembly.saved_model import restore_run, restore_training
+from trainer.cli.arguments import argument, run
+from trainer.cli.export import Arguments as Export
+from trainer.cli.export import main as export
 from trainer.errors import UserError
 from trainer.models.sampling import Generator
 from trainer.tasks.eval_model import EvalModel

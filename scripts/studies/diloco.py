@@ -33,15 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.arguments import argument, run, split
 from scripts.studies import rows
-from scripts.studies.pairs import half_width
 from trainer.assembly.build import (
     build_batch,
     build_learning_rates,
     build_state,
     build_workload,
 )
+from trainer.cli.arguments import argument, run, split
 from trainer.compiled.exchange import exchanges_of
 from trainer.config.composition import compose_config
 from trainer.config.schema import Config
@@ -53,6 +52,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.run.rundir import code_version
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.step import Hyper, StepFn
+from trainer.tasks.intervals import half_width
 from trainer.workload import (
     Workload,
     abstract_state,

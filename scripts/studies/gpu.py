@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.arguments import argument, run
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 from trainer.text import merge_overrides, nearest

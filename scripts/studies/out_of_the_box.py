@@ -31,13 +31,13 @@ import numpy as np
 import optax
 
 import scalify_core as sc
-from scripts.arguments import argument, run, split
 from scripts.studies import rows
-from scripts.studies.pairs import half_width
+from trainer.cli.arguments import argument, run, split
 from trainer.data.corpus import open_embedded
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.run.rundir import code_version
+from trainer.tasks.intervals import half_width
 from trainer.text import nearest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # where `zoo` is

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from scipy.special import stdtrit
 
+from trainer.tasks.intervals import half_width, interval_of
+
 EFFECTS = (
     # variance of a true difference over that of a pair, of those that `always` is
     # narrowest for: 4 to 30 pairs
@@ -95,29 +97,6 @@ class PairedDifference(NamedTuple):
     def upper_percent(self) -> float:
         """Return the upper end of the interval in percent of the base's loss."""
         return 100 * (self.difference + self.half_width) / self.base_loss
-
-
-def half_width(differences: Sequence[float]) -> float:
-    """Return half the 95% interval of a mean: t(0.975, n-1) s / sqrt(n).
-
-    Infinite for a single value, and where one is not finite.
-    """
-    n = len(differences)
-    if n < 2 or not all(map(math.isfinite, differences)):
-        return math.inf
-    return interval_of(statistics.stdev(differences), n)
-
-
-def interval_of(scatter: float, pairs: int) -> float:
-    """Return half the 95% interval of `pairs` pairs of this standard deviation.
-
-    Infinite for a single pair.
-    """
-    return (
-        float(stdtrit(pairs - 1, 0.975)) * scatter / math.sqrt(pairs)
-        if pairs > 1
-        else math.inf
-    )
 
 
 def always(scatter: float, pairs: int) -> float:
@@ -336,11 +315,3 @@ def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -
             cells += ["-"] * 3
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def finite(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Replace NaN and infinities, which JSON lacks, by null."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in values.items()
-    }

@@ -29,13 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.arguments import argument, run, split
-from scripts.evaluate import policy_of
 from scripts.studies.pairs import (
     Outcome,
     compare,
-    finite,
-    interval_of,
     markdown,
     pairs_for,
     percents_of,
@@ -61,11 +57,14 @@ from scripts.studies.runs import (
     remove_removed,
     trunk_of,
 )
+from trainer.cli.arguments import argument, run, split
+from trainer.cli.evaluate import policy_of
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import finite, write_atomically
 from trainer.observe.records import read_rows
 from trainer.report.history import read_evaluation
 from trainer.run.rundir import is_held
+from trainer.tasks.intervals import interval_of
 
 
 @dataclass(frozen=True)

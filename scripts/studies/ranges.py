@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.interpreter import evaluator
 from scalify_core.interpreter.value import Value, narrow
-from scripts.arguments import argument, run
 from trainer.assembly.build import build_state
 from trainer.assembly.saved_model import restore_training
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.models.registry import family_of
 from trainer.parallel.mesh import place_batch

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.arguments import argument, run
 from scripts.studies.pairs import Outcome, PairedDifference, compare
 from scripts.studies.parity import read_outcome
 from scripts.studies.runs import Trial, folder
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.report.charts import Scale, tick_label, ticks

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
-from scripts.arguments import argument, split
+from trainer.cli.arguments import argument, split
 from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically
 from trainer.text import merge_overrides

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from scripts.arguments import argument, run
-from scripts.studies.pairs import finite
 from scripts.studies.runs import (
     Study,
     Trial,
@@ -37,8 +35,9 @@ from scripts.studies.runs import (
 )
 from scripts.studies.stability_picture import draw
 from scripts.studies.stable import Run, figures, markdown, run_of
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import finite, write_atomically
 from trainer.observe.records import read_rows
 from trainer.run.rundir import is_held
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from scipy.special import ndtri
 
-from scripts.studies.pairs import half_width
+from trainer.tasks.intervals import half_width
 
 # steps before a loss that it is held against; how far above them a spike begins
 WINDOW, SIGMAS, LEAST = 33, 6.0, 0.1

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scripts.arguments import argument, run, split
 from scripts.studies import rows
+from trainer.cli.arguments import argument, run, split
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.run.rundir import code_version

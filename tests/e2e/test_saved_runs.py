@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from golden.cases import machine
 
-from scripts import evaluate, export
-from trainer.__main__ import main
+from trainer.cli import evaluate, export
+from trainer.cli.train import main
 from trainer.observe.records import read_rows
 
 SAVED = Path(__file__).resolve().parents[1] / "data" / "saved_by_7ef3f38"

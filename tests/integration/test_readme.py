@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.interpreter import registry
-from scripts import evaluate, train_tokenizer
-from scripts import export as export_run
-from scripts.arguments import read
-from trainer.__main__ import STOPPED, main
+from trainer.cli import evaluate, train_tokenizer
+from trainer.cli import export as export_run
+from trainer.cli.arguments import read
+from trainer.cli.train import STOPPED, main
 from trainer.config.composition import (
     Sweep,
     compose_config,

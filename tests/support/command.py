@@ -18,7 +18,7 @@ import pytest
 
 from scripts.faults.chaos import SMALL
 from trainer import Callback, compose, train
-from trainer.__main__ import main
+from trainer.cli.train import main
 from trainer.observe.records import read_rows
 from trainer.text import merge_overrides
 

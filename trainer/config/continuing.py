@@ -29,7 +29,7 @@ NOT_TAKEN = ("run_dir", "resume", "dry_run")
 # compiled programs, which are code, are loaded.
 COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
 TASKS = "eval.tasks"
-CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
+CONFIGS = str(Path(__file__).resolve().parents[1] / "configs")
 RUN_NAME = "tracker.name"
 # Groups whose values come from the choice of another group.
 SET_BY = {"diloco": "parallel"}

@@ -29,8 +29,8 @@ from command import (
 )
 
 from scripts.faults import faulty
-from trainer.__main__ import main
 from trainer.assembly import run as build
+from trainer.cli.train import main
 from trainer.data import Batch
 from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir

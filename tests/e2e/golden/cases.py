@@ -133,7 +133,7 @@ def run_group(
     from command import environment
 
     code = (
-        "import json, sys; from trainer.__main__ import main\n"
+        "import json, sys; from trainer.cli.train import main\n"
         "for args in json.loads(sys.argv[1]):\n"
         "    if code := main(args): sys.exit(code)\n"
     )

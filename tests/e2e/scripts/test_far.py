@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from command import TINY, environment, values
 
-from scripts.arguments import read
 from scripts.far import Arguments, Supervisor, end_orphan
 from scripts.members import Members, Round, beating
+from trainer.cli.arguments import read
 from trainer.errors import UserError
 from trainer.run.start import saved_steps
 

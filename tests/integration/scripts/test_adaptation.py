@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from scripts import train_tokenizer
 from scripts.studies import adaptation, catalogues
 from scripts.studies.adaptation import OLD, RANDOM, Arguments, Curve, Sizes
 from scripts.studies.runs import Trial
+from trainer.cli import train_tokenizer
 from trainer.config.composition import compose_config
 from trainer.data import TextSource
 from trainer.data.corpus import open_corpus

@@ -3,8 +3,8 @@ figures it writes."""
 
 import pytest
 
-from scripts.arguments import read
 from scripts.studies import diloco, rows
+from trainer.cli.arguments import read
 from trainer.errors import UserError
 
 TINY = "model.n_layer=1 model.d_model=32 model.n_head=2 model.context=32"

@@ -7,8 +7,8 @@ import shlex
 import pytest
 from command import ROOT
 
-from scripts.arguments import read
 from scripts.far import Arguments, planned
+from trainer.cli.arguments import read
 from trainer.errors import UserError
 
 

@@ -10,8 +10,6 @@ from scripts.studies.pairs import (
     Outcome,
     always,
     compare,
-    half_width,
-    interval_of,
     markdown,
     pairs_for,
     scatter_of,
@@ -20,6 +18,7 @@ from scripts.studies.pairs import (
 )
 from scripts.studies.parity_picture import draw
 from scripts.studies.runs import Trial
+from trainer.tasks.intervals import half_width, interval_of
 
 
 def outcome(*losses, diverged=False, skipped=0):

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from scalify_core import ScaledArray
 from scripts.studies.ranges import AIM, operands_of_products, table
-from trainer.__main__ import CONFIGS
+from trainer.config.composition import CONFIGS
 from trainer.models.llama.spec import LlamaSpec
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy

@@ -8,7 +8,7 @@ import pytest
 from command import CACHE, values
 from families import whole
 
-from trainer.__main__ import main
+from trainer.cli.train import main
 
 SMALL = [
     *(

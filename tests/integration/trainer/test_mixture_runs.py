@@ -6,7 +6,7 @@ import logging
 import pytest
 from command import TINY, here, parameters, stopped_after, values
 
-from trainer.__main__ import main
+from trainer.cli.train import main
 
 MIX = [
     "data=mix",

@@ -9,10 +9,10 @@ import pytest
 from command import CACHE, TINY, here, parameters, values
 from tokenizers import Tokenizer
 
-from scripts.export import Arguments as Export
-from scripts.export import main as export
-from trainer.__main__ import main
 from trainer.assembly import run as build
+from trainer.cli.export import Arguments as Export
+from trainer.cli.export import main as export
+from trainer.cli.train import main
 from trainer.observe.records import read_rows
 from trainer.report.history import History
 from trainer.run.checkpoint import Checkpointer

@@ -6,7 +6,7 @@ import pytest
 from command import here, values
 from families import whole
 
-from scripts.evaluate import Arguments, main
+from trainer.cli.evaluate import Arguments, main
 
 TASKS = [
     "eval.tasks=[last_word]",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.plan import describe_fitting
+from trainer.cli.plan import describe_fitting
 from trainer.plan.plan import TRIES, Fitting, largest_that_fits
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts import plan as script
 from trainer.assembly.build import build_model, check_fp8
+from trainer.cli import plan as script
 from trainer.compiled.classes import FP8, GAPS
 from trainer.compiled.fp8 import (
     Gpu,

@@ -161,7 +161,7 @@ def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command
 
 def test_given_weights_are_looked_at_and_the_tensor_named(folder):
     train(configuration("train.steps=1"))
-    from scripts import export
+    from trainer.cli import export
 
     export.main(export.Arguments("A", "weights"))
     file = folder / "weights" / "model.safetensors"

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.__main__ import EARLY, command
 from trainer.bounds import Positive, at_least
+from trainer.cli.train import EARLY, command
 from trainer.config.combinations import validate
 from trainer.config.composition import CONFIGS, compose_config, describe_wrong_key
 from trainer.config.fields import from_saved, from_tree, to_tree
@@ -404,7 +404,7 @@ def test_a_key_given_twice_alike_and_flags_are_let_through(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "trainer", *flags],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(CONFIGS).parent), "PATH": ""},
+        env={"PYTHONPATH": str(Path(CONFIGS).parents[1]), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer import __main__ as command
 from trainer.assembly.saved_model import restore_run
+from trainer.cli import train as command
 from trainer.config.composition import (
     Sweep,
     choice_of_each_family,

@@ -3,7 +3,7 @@ read with it."""
 
 import pytest
 
-from trainer.__main__ import main
+from trainer.cli.train import main
 from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.renamed import RENAMED_CHOICES, RENAMED_KEYS, new_name, renamed_keys

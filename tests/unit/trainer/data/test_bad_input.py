@@ -12,8 +12,8 @@ import pytest
 import requests
 import tiktoken
 
-from scripts.prepare_data import main
 from trainer.assembly.data import build_data
+from trainer.cli.prepare_data import main
 from trainer.config.composition import compose_config
 from trainer.data import HubSource, TextSource, prepare
 from trainer.data.corpus import open_corpus

@@ -11,7 +11,7 @@ import tokenizers
 from families import whole
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from scripts.export import copy_original_tokenizer
+from trainer.cli.export import copy_original_tokenizer
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.__main__ import main
+from trainer.cli.train import main
 from trainer.data import Manifest, PythonSource, corpus, prepare
 from trainer.data.standard_library import find_library
 from trainer.errors import UserError

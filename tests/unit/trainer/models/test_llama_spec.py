@@ -13,7 +13,7 @@ from trainer.models.flops import param_count
 from trainer.models.llama.model import frequencies
 from trainer.models.llama.spec import LlamaSpec, RopeScaling, forward_flops_per_token
 
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+CONFIGS = Path(__file__).resolve().parents[4] / "trainer" / "configs"
 SPEC = LlamaSpec(
     vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.compare import Arguments, directories, main
+from trainer.cli.compare import Arguments, directories, main
 from trainer.errors import UserError
 from trainer.report.charts import Choice, by_choice, color_number
 from trainer.report.comparing import differences, overridden

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from histories import FALLING, FP8, history, rows, tensor
 
-from scripts.compare import Arguments, main
+from trainer.cli.compare import Arguments, main
 from trainer.errors import UserError
 from trainer.observe.records import encode_row
 from trainer.report.comparing import short_names

@@ -14,7 +14,7 @@ import pytest
 from command import TINY
 
 from scalify_core import ScaledArray
-from trainer.__main__ import main
+from trainer.cli.train import main
 from trainer.config.inherited import inherit
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf

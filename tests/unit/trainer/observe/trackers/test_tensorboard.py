@@ -10,7 +10,7 @@ import sys
 import pytest
 from tensorboardX.proto import event_pb2
 
-from trainer.__main__ import main
+from trainer.cli.train import main
 from trainer.errors import UserError
 from trainer.observe.trackers import tensorboard
 from trainer.observe.trackers.choose import make_tracker

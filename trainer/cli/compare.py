@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import argument, run
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.report.comparing import free_page, short_names, write_comparison
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import argument, note, run
+from trainer.cli.arguments import argument, note, run
 from trainer.errors import UserError
 
 

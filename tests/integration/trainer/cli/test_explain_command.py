@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from scripts.explain import main
+from trainer.cli.explain import main
 
 
 @pytest.fixture(scope="module")

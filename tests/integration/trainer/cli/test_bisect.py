@@ -9,7 +9,7 @@ import pytest
 from families import quick
 from omegaconf import OmegaConf
 
-from scripts.precision_bisect import (
+from trainer.cli.bisect import (
     ALL,
     CASTS,
     Finding,
@@ -20,8 +20,7 @@ from scripts.precision_bisect import (
     report,
     switches,
 )
-from trainer.__main__ import CONFIGS
-from trainer.config.composition import compose_config
+from trainer.config.composition import CONFIGS, compose_config
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.precision.arrays import store_weights

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.prepare_data import add_sources, source_of
+from trainer.cli.prepare_data import add_sources, source_of
 from trainer.data import HubSource, PreparedSource, Source
 from trainer.data.bpe_files import known_settings
 from trainer.data.corpus import open_corpus

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.arguments import argument, run
+from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
 from trainer.files import read_mapping
 

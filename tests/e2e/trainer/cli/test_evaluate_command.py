@@ -9,10 +9,10 @@ import shutil
 import pytest
 from command import finish, trainer
 
-from scripts import evaluate, explain
-from scripts.evaluate import Arguments, main, policy_of
-from scripts.generate import Arguments as Prompts
-from scripts.generate import main as generate
+from trainer.cli import evaluate, explain
+from trainer.cli.evaluate import Arguments, main, policy_of
+from trainer.cli.generate import Arguments as Prompts
+from trainer.cli.generate import main as generate
 from trainer.errors import UserError
 from trainer.observe import progress
 

@@ -25,15 +25,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scalify_core import weights
-from scripts.arguments import argument, note, run, split
-from scripts.studies.pairs import finite, half_width
 from trainer.assembly.saved_model import restore_training
+from trainer.cli.arguments import argument, note, run, split
 from trainer.config.composition import compose_config
 from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
-from trainer.files import write_text
+from trainer.files import finite, write_text
 from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import store_weights
@@ -42,6 +41,7 @@ from trainer.report.history import AS_TRAINED
 from trainer.step.state import TrainState
 from trainer.tasks.choose import BATCH, choose
 from trainer.tasks.eval_model import EvalModel
+from trainer.tasks.intervals import half_width
 from trainer.tasks.offline import ITEMS, write_for_harness
 from trainer.tasks.offline import TASKS as OFFLINE
 from trainer.workload import TrainTask, Workload, jitted_eval_step
@@ -84,13 +84,13 @@ class Text(NamedTuple):
     """The text of an evaluation.
 
     Attributes:
-      batch: returns the batch of a number below `count`.
-      count: number of batches.
+      batch: returns the batch of a number below `batches`.
+      batches: their number.
       bytes_per_token: of the text.
     """
 
     batch: Callable[[int], Batch]
-    count: int
+    batches: int
     bytes_per_token: float
 
 
@@ -142,10 +142,10 @@ def main(args: Arguments) -> None:
             min(most, w.data.val.steps_per_epoch),
             w.data.bytes_per_token,
         )
-    size = text.count * w.data.val.batch_size * w.model.spec.context
+    size = text.batches * w.data.val.batch_size * w.model.spec.context
     where = f"; {args.text}" if args.text else ""
     print(
-        f"{run_dir}: {c.precision.name}, step {restored.step:,}{where}; {text.count}"
+        f"{run_dir}: {c.precision.name}, step {restored.step:,}{where}; {text.batches}"
         f" batches, {size:,} tokens",
         flush=True,
     )
@@ -294,8 +294,8 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
         )
     stream = np.concatenate(arrays).astype(np.int32)
     starts = context * np.arange(count * loader.batch_size)
-    starts = starts.reshape(count, loader.batch_size, 1)
-    windows = stream[starts + np.arange(context + 1)]
+    starts_NxBx1 = starts.reshape(count, loader.batch_size, 1)
+    windows = stream[starts_NxBx1 + np.arange(context + 1)]
 
     def batch(i: int) -> Batch:
         if not loader.document_mask:
@@ -328,7 +328,7 @@ def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[f
     """Return the mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
     step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
-    return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
+    return [float(step(state, place(text.batch(i)))) for i in range(text.batches)]
 
 
 def result_of(

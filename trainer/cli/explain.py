@@ -22,9 +22,9 @@ import jax
 from scalify_core import explain
 from scalify_core.array.tree import map_arrays
 from scalify_core.debug.explanation import Explanation
-from scripts.arguments import argument, read, usage
 from trainer.assembly.build import build_state, build_workload
 from trainer.assembly.saved_model import restore_training
+from trainer.cli.arguments import argument, read, usage
 from trainer.config.composition import compose_config
 from trainer.errors import UserError, run_and_flush
 from trainer.files import write_text

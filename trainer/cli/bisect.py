@@ -30,8 +30,8 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import FloatFormat
 from scalify_core.ops.matmul import MULTIPLE
 from scalify_core.static import cast_on_forward
-from scripts.arguments import argument, note, run
 from trainer.assembly.saved_model import restore_training
+from trainer.cli.arguments import argument, note, run
 from trainer.errors import UserError
 from trainer.files import write_text
 from trainer.models.registry import family_of
@@ -147,7 +147,8 @@ def in_fp32(policy: Policy) -> Policy:
         "compute": "fp32",
     }
     casts = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
-    return dataclasses.replace(policy, simulate=False, **wide, **dict.fromkeys(casts))
+    wide.update(dict.fromkeys(casts))
+    return dataclasses.replace(policy, simulate=False, **wide)
 
 
 def with_switches(model: Model, on_Lx4: jax.Array) -> Model:

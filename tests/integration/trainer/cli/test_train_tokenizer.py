@@ -6,7 +6,7 @@ import json
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
-from scripts.train_tokenizer import main
+from trainer.cli.train_tokenizer import main
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 
 TEXT = "the cat sat on the mat; the rat sat on the hat. That was thát!\n" * 50

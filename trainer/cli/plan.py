@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from scripts.arguments import argument, note, read, usage
+from trainer.cli.arguments import argument, note, read, usage
 from trainer.config.composition import compose_config
 from trainer.config.schema import Config
 from trainer.errors import UserError, run_and_flush

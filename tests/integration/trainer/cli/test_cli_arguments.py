@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from families import quick
 
-from scripts.arguments import argument, read, run, usage
+from trainer.cli.arguments import argument, read, run, usage
 from trainer.errors import UserError, run_and_flush
 
 ROOT = Path(__file__).resolve().parents[3]

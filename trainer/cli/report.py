@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import argument, run
+from trainer.cli.arguments import argument, run
 from trainer.report.page import write_report
 
 

@@ -1,0 +1,327 @@
+"""Train from the command line: `python -m trainer [group=choice] [key=value] ...`.
+
+Hydra composes the configuration, `trainer.config` checks it, `trainer.assembly.run`
+trains.
+
+Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by the guard
+because there was no progress; 130 stopped by Ctrl-C, 143 by SIGTERM, both after a
+checkpoint; 141 broken pipe.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.composition import (
+    CONFIGS,
+    Sweep,
+    build_config,
+    expand_arguments,
+    explain,
+    long_forms,
+    override_key,
+    resolved_yaml,
+)
+from trainer.config.continuing import CommandLine, with_saved
+from trainer.config.schema import Config
+from trainer.errors import UserError, broken_pipe_code, complain, leave
+from trainer.run.allocator import keep_freed_memory
+from trainer.run.shutdown import EARLY
+from trainer.text import refuse_twice
+
+STOPPED = (130, 143)  # by a signal
+LOST_PROCESS = re.compile(
+    r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
+)
+RESUME_ALL = "start all processes again with the same run_dir to resume"
+LEAVE_SECONDS = 15  # within which processes that end for one reason do so
+NO_BEST = (
+    "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
+    " tracker=jsonl"
+)
+
+
+@dataclass
+class Job:
+    """A training that Hydra starts: one, or one of a sweep.
+
+    Attributes:
+      run_dir: its directory.
+      settings: its overrides of the keys that the sweep varies.
+      exit_code: None until it has ended.
+    """
+
+    run_dir: Path
+    settings: list[str]
+    exit_code: int | None = None
+
+
+def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config:
+    """Return the checked configuration of a job.
+
+    In a sweep the run directory is the numbered one that Hydra made. A run without a
+    name gets that of the sweep, its number, and its `settings`.
+    """
+    changes = {}
+    if in_sweep():
+        changes["run_dir"] = HydraConfig.get().runtime.output_dir
+    config = build_config(tree, line.saved, **changes)
+    if config.parallel.distributed and not overrides_of(["run_dir"]):
+        raise UserError(
+            "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"
+            " the same one"
+        )
+    for key, directory in line.not_taken.items():
+        if directory not in (config.compile_cache, config.data.cache_dir):
+            print(
+                f"{key}={directory} of that run is not used: a run directory is not"
+                " trusted with it; give the key to use it"
+            )
+    if in_sweep() and config.tracker.name is None:
+        name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *settings])
+        config = dataclasses.replace(
+            config, tracker=dataclasses.replace(config.tracker, name=name)
+        )
+    return config
+
+
+def in_sweep() -> bool:
+    """Return whether Hydra runs a sweep (--multirun)."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def overrides_of(keys: Collection[str]) -> list[str]:
+    """Return the job's overrides of these keys; others may come from a continued
+    run.
+    """
+    overrides = HydraConfig.get().overrides.task
+    return [override for override in overrides if override_key(override) in keys]
+
+
+def remove_empty_output_dir() -> None:
+    """Remove the directory that Hydra made for a job, unless the job has used it."""
+    # Not empty: training began here. Not there: another process was faster.
+    with contextlib.suppress(OSError):
+        os.rmdir(HydraConfig.get().runtime.output_dir)
+
+
+@contextlib.contextmanager
+def report_errors(job: Job) -> Iterator[None]:
+    """Print the error of a user or of the disk in one line, and set the job's exit
+    code.
+    """
+    try:
+        yield
+    except UserError as error:
+        complain(error)
+        job.exit_code = error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        complain(
+            f"{describe_os_error(error)}; bring it back or choose another path, then"
+            " run the same command again"
+        )
+        job.exit_code = 2
+    finally:
+        if in_sweep():
+            remove_empty_output_dir()
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return the file that the operating system refused, and its reason."""
+    return f"{str(error.filename)[:300]}: {error.strerror}"
+
+
+def announce(job: Job, number: int, sweep: Sweep) -> None:
+    """Print which job of a sweep starts."""
+    # An interval's jobs cannot be counted in advance.
+    count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
+    print(
+        f"\njob {number}{count}: {' '.join(job.settings)}, in {job.run_dir}",
+        flush=True,
+    )
+
+
+def report_sweep(jobs: Sequence[Job]) -> None:
+    """Print a table of the jobs, the best first, and write it to sweep.html; then name
+    the jobs that failed.
+    """
+    from trainer.report.comparing import write_comparison
+
+    run_dirs = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
+    if len(run_dirs) > 1:
+        lines = write_comparison(run_dirs, run_dirs[0].parent / "sweep.html")
+        print("\n".join(["", *lines]))
+    for job in jobs:
+        if job.exit_code:
+            print(
+                f"{job.run_dir} ({' '.join(job.settings)}) ended with exit code"
+                f" {job.exit_code}"
+            )
+
+
+def main(argv: list[str]) -> int:
+    """Train, once or as often as a sweep asks for.
+
+    Returns:
+      The first exit code that is not zero.
+    """
+    # Hydra then raises exceptions instead of printing tracebacks.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    EARLY.begun = False
+    try:
+        line = expand_arguments(argv)
+        sweep = Sweep.parse(line.overrides)
+        problems = sweep.problems(line.saved)
+    except UserError as error:
+        complain(error)
+        return error.exit_code
+    except OSError as error:
+        complain(f"{describe_os_error(error)}; choose another path")
+        return 2
+    for problem in problems:
+        complain(problem)
+    if problems:
+        return 2
+    if line.saved and prints_configuration(argv):
+        # Hydra would print it without the saved settings.
+        print(resolved_yaml(line), end="")
+        return 0
+    jobs: list[Job] = []
+    given_keys = {override_key(argument) for argument in long_forms(argv)}
+
+    def job(tree: DictConfig) -> None:
+        if jobs and jobs[-1].exit_code in STOPPED:
+            remove_empty_output_dir()
+            return  # the signal was for the whole sweep
+        if not jobs and in_sweep():
+            tracker = with_saved(tree, line.saved)["tracker"]
+            if tracker["kind"] == "none":
+                print(NO_BEST, flush=True)
+        this = Job(Path(HydraConfig.get().runtime.output_dir), overrides_of(sweep.keys))
+        jobs.append(this)
+        if in_sweep() and this.settings:
+            announce(this, len(jobs), sweep)
+        with report_errors(this):
+            config = load(tree, line, this.settings)
+            keep_freed_memory()
+            # JAX is imported only once the configuration is known to be good.
+            from trainer.assembly.run import run
+
+            this.exit_code, _ = run(config, overrides_of(given_keys))
+
+    sys.argv = ["trainer", *line.overrides]
+    try:
+        hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
+    except KeyboardInterrupt:
+        if EARLY.begun:
+            complain("interrupted while ending; re-run the same command to resume")
+        else:
+            complain("interrupted before the first step; nothing was trained")
+        return 130
+    except (HydraException, OmegaConfBaseException) as error:
+        complain(explain(error, sys.argv[1:]))
+        return 2
+    except OSError as error:
+        if (jobs and jobs[-1].exit_code is None) or isinstance(error, BrokenPipeError):
+            raise  # a bug in the job, or Hydra's printing
+        complain(
+            f"cannot write to {error.filename}: {error.strerror}; choose another"
+            " run_dir"
+        )
+        return 2
+    if len(jobs) > 1:
+        report_sweep(jobs)
+    return next((job.exit_code for job in jobs if job.exit_code), 0)
+
+
+def prints_configuration(argv: Sequence[str]) -> bool:
+    """Return whether `--cfg job` is among the arguments, in any form that Hydra
+    takes.
+    """
+    pairs = itertools.pairwise([*argv, ""])
+    return any(
+        flag in ("--cfg=job", "-cjob") or (flag in ("--cfg", "-c") and value == "job")
+        for flag, value in pairs
+    )
+
+
+def command() -> NoReturn:
+    """Run the program `python -m trainer`, installed as `scalify-trainer`."""
+    EARLY.install()
+    arguments = sys.argv[1:]
+    long = [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
+    try:
+        try:
+            # The shell turns `paths=[*.{a,b}]` into two arguments.
+            refuse_twice(long)
+            code = main(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = broken_pipe_code()
+    except UserError as error:
+        complain(error)
+        code = error.exit_code
+    except Exception as error:
+        if not is_distributed():
+            raise
+        if LOST_PROCESS.search(str(error)):
+            complain(
+                f"another process of this run ended ({str(error).splitlines()[0]});"
+                f" {RESUME_ALL}"
+            )
+        else:
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        leave_alone(1)
+    if code and is_distributed():
+        # All processes that end leave together. One that fails alone does not wait for
+        # the others, because they wait for it.
+        shutdown = threading.Thread(
+            target=sys.modules["jax"].distributed.shutdown, daemon=True
+        )
+        shutdown.start()
+        shutdown.join(LEAVE_SECONDS)
+        if shutdown.is_alive():
+            leave_alone(code)
+    leave(code)
+
+
+def is_distributed() -> bool:
+    """Return whether this is one of several processes, for which JAX would wait at
+    exit.
+    """
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def leave_alone(code: int) -> NoReturn:
+    """Exit at once, without waiting for the other processes.
+
+    A launcher that watches all processes could not tell which one failed while all of
+    them wait.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a closed pipe
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    command()
