@@ -484,7 +484,7 @@ def run_command_line() -> int:
     """Read the command line and supervise."""
     argv = sys.argv[1:]
     if "--help" in argv or "-h" in argv:
-        print(usage(Arguments, "far", __doc__ or ""))
+        print(usage(Arguments, "python -m scripts.far", __doc__ or ""))
         return 0
     try:
         return main(read(Arguments, argv))

@@ -95,6 +95,13 @@ def redact(tree: Any) -> Any:
     return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
+def program_command() -> str:
+    """Return this program as a command: `scalify-trainer` where it was called so."""
+    if Path(sys.argv[0]).name == "scalify-trainer":
+        return "scalify-trainer"
+    return f"{python_command()} -m trainer"
+
+
 def python_command() -> str:
     """Return this Python as a command: `python` if that is it, else its path, relative
     if below the working directory.

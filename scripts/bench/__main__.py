@@ -3,6 +3,6 @@
 import sys
 
 from scripts.bench import speed
-from trainer.cli.arguments import run
+from trainer.cli.arguments import run_script
 
-sys.exit(run(speed.Arguments, "bench", speed.__doc__ or "", speed.main))
+sys.exit(run_script(speed.Arguments, "bench", speed.__doc__ or "", speed.main))

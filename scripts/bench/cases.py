@@ -91,7 +91,7 @@ def parse_case(text: str) -> Case:
 
 
 def read_group(group: str, name: str) -> dict[str, Any]:
-    """Return a preset of `configs/` with its bases, without Hydra."""
+    """Return a preset of `trainer/configs/` with its bases, without Hydra."""
     import yaml  # a dependency of Flax and Orbax
 
     known = [path.stem for path in sorted((CONFIGS / group).glob("*.yaml"))]

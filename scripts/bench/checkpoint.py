@@ -16,7 +16,7 @@ from statistics import median
 import jax
 
 from scripts.bench.memory import filled, without_data
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 from trainer.run.allocator import keep_freed_memory
@@ -141,4 +141,4 @@ def resume(args: Arguments, folder: Path) -> None:
 
 if __name__ == "__main__":
     keep_freed_memory()  # as the trainer does
-    sys.exit(run(Arguments, "bench.checkpoint", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "bench.checkpoint", __doc__ or "", main))

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.cli.plan import plan_of
 from trainer.errors import UserError
 
@@ -91,4 +91,4 @@ def layer_cost(args: Arguments, width: int, precision: str) -> LayerCost:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "bench.crossover", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "bench.crossover", __doc__ or "", main))

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.data import Loader, TextSource, get_tokenizer, prepare
 from trainer.data.corpus import open_embedded
 from trainer.data.tokenizer import BPETokenizer
@@ -97,4 +97,4 @@ def main(args: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(Arguments, "bench.data", __doc__ or "", main))
+    raise SystemExit(run_script(Arguments, "bench.data", __doc__ or "", main))

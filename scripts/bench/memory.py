@@ -27,7 +27,7 @@ from trainer.assembly.build import (
     build_model,
     build_optimizer,
 )
-from trainer.cli.arguments import argument, run, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer
@@ -214,4 +214,4 @@ def table_row(row: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "bench.memory", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "bench.memory", __doc__ or "", main))

@@ -15,7 +15,7 @@ from typing import Any
 from scripts.bench.cases import TORCH, parse_case
 from scripts.bench.compare import Comparison, Results, Settings, say
 from scripts.bench.interleave import Failed
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 
 
@@ -81,4 +81,4 @@ def main(args: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "bench.profiling", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "bench.profiling", __doc__ or "", main))

@@ -26,7 +26,7 @@ from scripts.faults.fault_injection import (
     unnoticed,
 )
 from scripts.faults.faulty import HAPPENED
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 
@@ -225,4 +225,4 @@ def main(args: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "faults.chaos", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "faults.chaos", __doc__ or "", main))

@@ -40,7 +40,7 @@ from scripts.studies.adaptation_table import (
 )
 from scripts.studies.catalogues import write_texts
 from scripts.studies.runs import Trial, given, in_turn, last_line, remove_checkpoints
-from trainer.cli.arguments import argument, run, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.data.corpus import Corpus, TextSource, open_corpus
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
@@ -243,7 +243,7 @@ def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
     ]
     words.append(f"--val-fraction={VAL_FRACTION}")
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.train_tokenizer", *words],
+        [sys.executable, "-m", "trainer", "train-tokenizer", *words],
         capture_output=True,
         text=True,
     )
@@ -392,4 +392,4 @@ def report(args: Arguments, sizes: Sizes, curves: Mapping[Trial, Curve]) -> None
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.adaptation", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.adaptation", __doc__ or "", main))

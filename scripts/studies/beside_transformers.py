@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from trainer.assembly.saved_model import restore_run, restore_training
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.cli.export import Arguments as Export
 from trainer.cli.export import main as export
 from trainer.errors import UserError
@@ -222,4 +222,4 @@ def compare_scores(
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.beside_transformers", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.beside_transformers", __doc__ or "", main))

@@ -40,7 +40,7 @@ from trainer.assembly.build import (
     build_state,
     build_workload,
 )
-from trainer.cli.arguments import argument, run, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.compiled.exchange import exchanges_of
 from trainer.config.composition import compose_config
 from trainer.config.schema import Config
@@ -371,4 +371,4 @@ def table(args: Arguments, losses: dict[DiLoCoTrial, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.diloco", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.diloco", __doc__ or "", main))

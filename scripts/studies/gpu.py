@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 from trainer.text import merge_overrides, nearest
@@ -377,7 +377,8 @@ class Study:
         """Return the plans of the cases whose memory is measured; needs no GPU."""
         words = (
             "-m",
-            "scripts.plan",
+            "trainer",
+            "plan",
             f"model={self.size.planned}",
             *self.size.plan,
             "data.tokenizer=byte",
@@ -529,4 +530,4 @@ def main(args: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.gpu", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.gpu", __doc__ or "", main))

@@ -32,7 +32,7 @@ import optax
 
 import scalify_core as sc
 from scripts.studies import rows
-from trainer.cli.arguments import argument, run, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.data.corpus import open_embedded
 from trainer.errors import UserError
 from trainer.files import write_atomically
@@ -346,4 +346,4 @@ def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.out_of_the_box", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.out_of_the_box", __doc__ or "", main))

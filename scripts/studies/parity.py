@@ -57,7 +57,7 @@ from scripts.studies.runs import (
     remove_removed,
     trunk_of,
 )
-from trainer.cli.arguments import argument, run, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.cli.evaluate import policy_of
 from trainer.errors import UserError
 from trainer.files import finite, write_atomically
@@ -323,7 +323,7 @@ def conclude(job: Trial, run_dir: Path, args: Arguments) -> None:
             f"batches={args.eval_batches}",
         ]
         done = subprocess.run(
-            [sys.executable, "-m", "scripts.evaluate", *words],
+            [sys.executable, "-m", "trainer", "evaluate", *words],
             capture_output=True,
             text=True,
         )
@@ -446,4 +446,4 @@ def heading(args: Arguments) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.parity", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.parity", __doc__ or "", main))

@@ -21,7 +21,7 @@ from scalify_core.interpreter import evaluator
 from scalify_core.interpreter.value import Value, narrow
 from trainer.assembly.build import build_state
 from trainer.assembly.saved_model import restore_training
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.models.registry import family_of
 from trainer.parallel.mesh import place_batch
@@ -188,4 +188,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.ranges", __doc__, main))
+    sys.exit(run_script(Arguments, "studies.ranges", __doc__, main))

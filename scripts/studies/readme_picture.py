@@ -20,7 +20,7 @@ from typing import NamedTuple
 from scripts.studies.pairs import Outcome, PairedDifference, compare
 from scripts.studies.parity import read_outcome
 from scripts.studies.runs import Trial, folder
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.report.charts import Scale, tick_label, ticks
@@ -321,4 +321,4 @@ def main(args: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.readme_picture", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.readme_picture", __doc__ or "", main))

@@ -35,7 +35,7 @@ from scripts.studies.runs import (
 )
 from scripts.studies.stability_picture import draw
 from scripts.studies.stable import Run, figures, markdown, run_of
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.files import finite, write_atomically
 from trainer.observe.records import read_rows
@@ -171,4 +171,4 @@ def heading(args: Arguments) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.stability", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.stability", __doc__ or "", main))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scripts.studies import rows
-from trainer.cli.arguments import argument, run, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.run.rundir import code_version
@@ -231,4 +231,4 @@ def cell(result: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.zoo", __doc__ or "", main))
+    sys.exit(run_script(Arguments, "studies.zoo", __doc__ or "", main))

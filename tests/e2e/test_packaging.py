@@ -19,7 +19,7 @@ from trainer import __version__
 from trainer.text import merge_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("configs", "scripts", "trainer", "scalify_core")
+PACKAGES = ("trainer", "scalify_core")
 
 
 def run(*command, cwd, **variables):

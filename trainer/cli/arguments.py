@@ -1,7 +1,7 @@
-"""`key=value` arguments of the scripts, like those of the main command.
+"""`key=value` arguments of commands and scripts, like those of training.
 
-A script describes its arguments as a frozen dataclass with fields made by `argument`. A
-field without a default is required.
+A command describes its arguments as a frozen dataclass with fields made by `argument`.
+A field without a default is required.
 """
 
 import dataclasses
@@ -10,12 +10,12 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from trainer.errors import UserError, run_and_flush
+from trainer.errors import UserError, complain, run_and_flush
 from trainer.text import nearest, refuse_twice
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:
-    """Return a field of a script's arguments."""
+    """Return a field of a command's arguments."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -65,9 +65,9 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def usage(cls: type, name: str, about: str) -> str:
+def usage(cls: type, program: str, about: str) -> str:
     """Return the text of `--help`."""
-    lines = [f"usage: python -m scripts.{name} key=value ...", "", about.strip(), ""]
+    lines = [f"usage: {program} key=value ...", "", about.strip(), ""]
     for field in dataclasses.fields(cls):
         default = f"default {field.default!r}"
         if field.default is dataclasses.MISSING:
@@ -76,21 +76,34 @@ def usage(cls: type, name: str, about: str) -> str:
     return "\n".join(lines)
 
 
-def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> int:
-    """Parse the command line, call `main`, and return the exit code.
+def run_script[T](
+    cls: type[T], name: str, about: str, main: Callable[[T], None]
+) -> int:
+    """Run `main` as `python -m scripts.NAME`, and return the exit code."""
+    return run(cls, f"python -m scripts.{name}", about, main, sys.argv[1:])
+
+
+def run[T](
+    cls: type[T],
+    program: str,
+    about: str,
+    main: Callable[[T], None],
+    argv: Sequence[str],
+) -> int:
+    """Call `main` with the arguments that `argv` gives, and return the exit code.
 
     It is 0, that of a UserError after a line on stderr, or 141 for a broken pipe.
+    `program` and `about` are shown by `--help`.
     """
 
     def parse_and_call() -> int:
-        argv = sys.argv[1:]
         if "--help" in argv or "-h" in argv:
-            print(usage(cls, name, about))
+            print(usage(cls, program, about))
             return 0
         try:
             main(read(cls, argv))
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            complain(error)
             return error.exit_code
         return 0
 

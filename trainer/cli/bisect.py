@@ -1,6 +1,6 @@
 """Find the layers whose FP8 casts hurt most, by leaving out casts one by one.
 
-    python -m scripts.precision_bisect run_dir=runs/mine
+    scalify-trainer bisect run_dir=runs/mine
 
 It takes the model of the run's newest checkpoint, one batch of its training data, and
 four casts of every FP8 matmul: of activations, weights, the output's gradient, and the
@@ -15,7 +15,6 @@ Prints the remaining error of the gradient, the lowest first, and writes it as J
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -406,5 +405,6 @@ def main(arguments: Arguments) -> None:
     print(f"all findings: {path}")
 
 
-if __name__ == "__main__":
-    sys.exit(run(Arguments, "precision_bisect", __doc__, main))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run(Arguments, "scalify-trainer bisect", __doc__ or "", main, argv)

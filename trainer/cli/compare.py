@@ -1,12 +1,12 @@
 """Compare runs: a table with the best first, the keys that differ, and their curves.
 
-python -m scripts.compare runs=runs/a,runs/b
-python -m scripts.compare runs=runs/sweep     # all jobs of a sweep
+scalify-trainer compare runs=runs/a,runs/b
+scalify-trainer compare runs=runs/sweep     # all jobs of a sweep
 """
 
 import glob
 import os
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,5 +90,6 @@ def main(args: Arguments) -> None:
     print("\n".join(write_comparison(paths, out)))
 
 
-if __name__ == "__main__":
-    sys.exit(run(Arguments, "compare", __doc__ or "", main))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run(Arguments, "scalify-trainer compare", __doc__ or "", main, argv)

@@ -1,9 +1,9 @@
 """Evaluate a run's newest checkpoint in its own and other precisions, or on tasks.
 
-    python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
-    python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl
-    python -m scripts.evaluate run_dir=runs/mine tasks=last_word,word_order
-    python -m scripts.evaluate run_dir=runs/mine tasks=hellaswag,my.yaml limit=500
+    scalify-trainer evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
+    scalify-trainer evaluate run_dir=runs/mine text=other.txt,more.jsonl
+    scalify-trainer evaluate run_dir=runs/mine tasks=last_word,word_order
+    scalify-trainer evaluate run_dir=runs/mine tasks=hellaswag,my.yaml limit=500
 
 All precisions get the same weights and batches, so they differ in the arithmetic of the
 forward pass alone: the cost of FP8 in use, not in training. Weights are rounded to the
@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -354,5 +353,6 @@ def table_row(result: Result, reference: float) -> str:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(run(Arguments, "evaluate", __doc__ or "", main))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run(Arguments, "scalify-trainer evaluate", __doc__ or "", main, argv)

@@ -1,7 +1,7 @@
 """Find where scales go wrong: loss and gradient by equation, compared with FP32.
 
-    python -m scripts.explain run_dir=runs/mine
-    python -m scripts.explain precision=scalify_fp8 model.n_layer=2
+    scalify-trainer explain run_dir=runs/mine
+    scalify-trainer explain precision=scalify_fp8 model.n_layer=2
 
 The first form takes a run's newest checkpoint and a batch of its training data. The
 second takes a fresh model and overrides of python -m trainer.
@@ -145,7 +145,7 @@ def run(argv: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run, and return 0 or the exit code of a UserError after its line on stderr."""
     if "--help" in argv or "-h" in argv:
-        print(usage(Arguments, "explain", __doc__ or ""))
+        print(usage(Arguments, "scalify-trainer explain", __doc__ or ""))
         return 0
     try:
         refuse_twice(argv)
@@ -156,5 +156,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run_and_flush(lambda: main(argv))

@@ -1,9 +1,9 @@
 """Export a run's newest checkpoint to Hugging Face's format, with its tokenizer.
 
-python -m scripts.export run_dir=runs/mine out=exported
+scalify-trainer export run_dir=runs/mine out=exported
 """
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,5 +72,6 @@ def main(args: Arguments) -> None:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(run(Arguments, "export", __doc__ or "", main))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run(Arguments, "scalify-trainer export", __doc__ or "", main, argv)

@@ -1,15 +1,15 @@
 """Sample text from a run's newest checkpoint.
 
-    python -m scripts.generate run_dir=runs/mine prompt='And God said' temperature=0.8
-    python -m scripts.generate run_dir=runs/mine prompts=prompts.txt count=3
-    python -m scripts.generate run_dir=runs/mine prompts=-
+    scalify-trainer generate run_dir=runs/mine prompt='And God said' temperature=0.8
+    scalify-trainer generate run_dir=runs/mine prompts=prompts.txt count=3
+    scalify-trainer generate run_dir=runs/mine prompts=-
 
 prompts=FILE has a prompt per line. prompts=- reads prompts as you type them, until an
 empty line.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,5 +106,6 @@ def main(args: Arguments) -> None:
             first = False
 
 
-if __name__ == "__main__":
-    sys.exit(run(Arguments, "generate", __doc__ or "", main))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run(Arguments, "scalify-trainer generate", __doc__ or "", main, argv)

@@ -1,6 +1,6 @@
 """Plan a configuration's train step on GPUs that this machine lacks.
 
-    python -m scripts.plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8 [--json]
+    scalify-trainer plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8 [--json]
 
 Takes overrides of `python -m trainer`, and the arguments below. The compiler of a
 machine with that GPU compiles the step; `pip install '.[plan]'` installs it.
@@ -58,7 +58,7 @@ class Arguments:
 def main(argv: Sequence[str]) -> int:
     """Run, and return 0 or the exit code of a UserError after its line on stderr."""
     if "--help" in argv or "-h" in argv:
-        print(usage(Arguments, "plan", __doc__ or ""))
+        print(usage(Arguments, "scalify-trainer plan", __doc__ or ""))
         return 0
     try:
         refuse_twice(argv)
@@ -297,5 +297,6 @@ def describe_fitting(fitting: "Fitting") -> str:
     return text
 
 
-if __name__ == "__main__":
-    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run_and_flush(lambda: main(argv))

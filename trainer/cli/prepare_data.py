@@ -1,12 +1,12 @@
 """Tokenize text into a prepared directory.
 
-    python -m scripts.prepare_data
-    python -m scripts.prepare_data files books/ dump.parquet
-    python -m scripts.prepare_data text 'books/*.txt' --tokenizer gpt2
-    python -m scripts.prepare_data jsonl 'dump/*.jsonl' --column body
-    python -m scripts.prepare_data hub HuggingFaceFW/fineweb --config sample-10BT \\
+    scalify-trainer prepare-data
+    scalify-trainer prepare-data files books/ dump.parquet
+    scalify-trainer prepare-data text 'books/*.txt' --tokenizer gpt2
+    scalify-trainer prepare-data jsonl 'dump/*.jsonl' --column body
+    scalify-trainer prepare-data hub HuggingFaceFW/fineweb --config sample-10BT \\
         --streaming --max-tokens 1000000000
-    python -m scripts.prepare_data verify runs/data/DIRECTORY
+    scalify-trainer prepare-data verify runs/data/DIRECTORY
 
 Without a source it takes the embedded corpus; `files` reads each file by its suffix;
 `verify` reads every shard of a prepared directory. Train on the result with `python -m
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--workers", type=int, help="threads (default: all cores)")
     top = argparse.ArgumentParser(
-        prog="python -m scripts.prepare_data",
+        prog="scalify-trainer prepare-data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -173,7 +173,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))
+    return run_and_flush(lambda: main(argv))

@@ -1,9 +1,9 @@
 """Write report.html of a finished or running run: one file, readable without network.
 
-python -m scripts.report run_dir=runs/mine
+scalify-trainer report run_dir=runs/mine
 """
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,5 +23,6 @@ def main(args: Arguments) -> None:
     print(write_report(Path(args.run_dir)))
 
 
-if __name__ == "__main__":
-    sys.exit(run(Arguments, "report", __doc__ or "", main))
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
+    return run(Arguments, "scalify-trainer report", __doc__ or "", main, argv)

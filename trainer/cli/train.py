@@ -1,4 +1,4 @@
-"""Train from the command line: `python -m trainer [group=choice] [key=value] ...`.
+"""Train: `scalify-trainer [train] [group=choice] [key=value] ...`.
 
 Hydra composes the configuration, `trainer.config` checks it, `trainer.assembly.run`
 trains.
@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
 
             this.exit_code, _ = run(config, overrides_of(given_keys))
 
-    sys.argv = ["trainer", *line.overrides]
+    sys.argv = [sys.argv[0], *line.overrides]
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
     except KeyboardInterrupt:
@@ -263,10 +263,9 @@ def prints_configuration(argv: Sequence[str]) -> bool:
     )
 
 
-def command() -> NoReturn:
-    """Run the program `python -m trainer`, installed as `scalify-trainer`."""
+def command(arguments: list[str]) -> NoReturn:
+    """Train, and exit."""
     EARLY.install()
-    arguments = sys.argv[1:]
     long = [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
     try:
         try:
@@ -321,7 +320,3 @@ def leave_alone(code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # a closed pipe
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    command()

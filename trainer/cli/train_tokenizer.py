@@ -1,11 +1,11 @@
 """Train a byte-level BPE tokenizer on text, for `data.tokenizer=DIRECTORY`.
 
-    python -m scripts.train_tokenizer files books/ --vocab-size 8192 --out mine
-    python -m scripts.train_tokenizer embedded --vocab-size 2048 --out small
-    python -m scripts.train_tokenizer hub HuggingFaceFW/fineweb --streaming \\
+    scalify-trainer train-tokenizer files books/ --vocab-size 8192 --out mine
+    scalify-trainer train-tokenizer embedded --vocab-size 2048 --out small
+    scalify-trainer train-tokenizer hub HuggingFaceFW/fineweb --streaming \\
         --max-documents 10000 --vocab-size 32768 --out web
 
-Sources are those of scripts.prepare_data. The same text gives the same tokenizer. The
+Sources are those of prepare-data. The same text gives the same tokenizer. The
 directory has Hugging Face's tokenizer.json and tokenizer_config.json, which
 `transformers.AutoTokenizer` reads too.
 """
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data"
     )
     top = argparse.ArgumentParser(
-        prog="python -m scripts.train_tokenizer",
+        prog="scalify-trainer train-tokenizer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -183,7 +183,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command(argv: Sequence[str]) -> int:
+    """Run with the arguments, and return the exit code."""
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(run_and_flush(lambda: main(sys.argv[1:])))
+    return run_and_flush(lambda: main(argv))

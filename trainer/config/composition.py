@@ -1,5 +1,5 @@
-"""Compose the configuration from `configs/` and the command line, with Hydra, and check
-it.
+"""Compose the configuration from `trainer/configs/` and the command line, with Hydra,
+and check it.
 """
 
 import itertools

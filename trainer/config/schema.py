@@ -1,5 +1,5 @@
 """The schema of the configuration: frozen dataclasses without defaults (the YAML files
-of `configs/` have those).
+of `trainer/configs/` have those).
 
 Keys of a model, a precision or an optimizer are declared where they are used: in the
 specs of `trainer.models`, the `Policy` of `trainer.precision` and the entries of
@@ -269,7 +269,7 @@ class Eval:
     """Tasks that evaluate the model, beside the validation loss.
 
     Attributes:
-      tasks: of `scripts.evaluate`; None: none.
+      tasks: of `scalify-trainer evaluate`; None: none.
       tasks_every: steps; None: after the last one only.
       limit: largest number of items of a task; None: see there.
       batch_size: sequences at once; None: 16.

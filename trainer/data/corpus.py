@@ -494,8 +494,8 @@ def hub_errors(source: HubSource) -> Iterator[None]:
     except ConnectionError as error:
         raise UserError(
             f"data set {source.name!r} cannot be reached ({error}); check the network"
-            " and HF_HUB_OFFLINE, or prepare it elsewhere with `python -m"
-            " scripts.prepare_data` and use data=prepared"
+            " and HF_HUB_OFFLINE, or prepare it elsewhere with "
+            "`scalify-trainer prepare-data` and use data=prepared"
         ) from error
     except (ValueError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -30,8 +30,8 @@ BLOCK = 1 << 22
 MANY = 8  # files that a message names one by one
 # advice for files whose text columns have different names
 OTHER_COLUMNS = (
-    "; where files name it otherwise, prepare each kind apart (python -m"
-    " scripts.prepare_data files FILE --column NAME --tokenizer NAME), then data=mix"
+    "; where files name it otherwise, prepare each kind apart (scalify-trainer"
+    " prepare-data files FILE --column NAME --tokenizer NAME), then data=mix"
     " data.sources=[DIRECTORY,...] of the directories it names"
 )
 # Files of at least this size are read once and then recognized by size and times.

@@ -104,7 +104,7 @@ class Manifest:
         directory = Path(directory)
         path = directory / MANIFEST
         if not path.is_file():
-            hint = "make one with `python -m scripts.prepare_data`"
+            hint = "make one with `scalify-trainer prepare-data`"
             if (directory / JOURNAL).exists():
                 hint = "its preparation is unfinished: run it again to continue"
             raise UserError(

@@ -57,7 +57,7 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
         return None
     with well_formed(
         f"{run_dir}/evaluation.json",
-        "remove it, or let scripts.evaluate write it again",
+        "remove it, or let `scalify-trainer evaluate` write it again",
     ):
         document = json.loads(text)
         losses = {
@@ -83,7 +83,7 @@ class History:
       numerics: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), where
           they were measured.
       evaluation: the losses of its weights in several precisions, if
-          `scripts.evaluate` was run.
+          `scalify-trainer evaluate` was run.
       facts: the part of environment.txt that the last start wrote.
     """
 

@@ -18,7 +18,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.session import Run
 from trainer.step.kernels import promise
-from trainer.text import python_command
+from trainer.text import program_command
 from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
@@ -347,8 +347,8 @@ def schedule_change(
 def farewell(run: Run, code: int) -> None:
     """Show where the results are, and the commands for the next steps."""
     say, run_dir = run.session.display.message, shlex.quote(str(run.session.run_dir))
-    python = python_command()
-    resume = f"{python} -m trainer resume={run_dir}"
+    program = program_command()
+    resume = f"{program} resume={run_dir}"
     if code:
         saved = max(run.session.checkpointer.steps(), default=0)
         how = f"the same command with run_dir={run_dir}"
@@ -374,8 +374,5 @@ def farewell(run: Run, code: int) -> None:
     say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
     if not run.session.own_process:
         return  # the program that called knows what to do next
-    say(
-        f"sample more:  {python} -m scripts.generate run_dir={run_dir} prompt='And God"
-        " said'"
-    )
+    say(f"sample more:  {program} generate run_dir={run_dir} prompt='And God said'")
     say(f"train longer: {resume} train.steps={2 * run.plan.steps}")

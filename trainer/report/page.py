@@ -28,8 +28,8 @@ from trainer.report.verdicts import (
 
 # the limits of a page about one run
 BEYOND = (
-    "Only another run shows whether other settings do better: <code>python -m"
-    " scripts.compare</code> compares runs. <code>python -m scripts.evaluate</code>"
+    "Only another run shows whether other settings do better: <code>scalify-trainer"
+    " compare</code> compares runs. <code>scalify-trainer evaluate</code>"
     " measures the loss of the weights in other precisions."
 )
 SHARP = "% that the last tokens' loss rises at most when logits move by 0.05%"

@@ -107,7 +107,7 @@ def runs_below(directory: Path) -> str:
     if len(runs) > 8:
         listed += ", ..."
     return (
-        f"name one of the runs in it: {listed}; `python -m scripts.compare"
+        f"name one of the runs in it: {listed}; `scalify-trainer compare"
         f" runs={directory}` says which is the best"
     )
 

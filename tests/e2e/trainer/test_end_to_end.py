@@ -132,7 +132,8 @@ def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(
     tokenizer = [
         sys.executable,
         "-m",
-        "scripts.train_tokenizer",
+        "trainer",
+        "train-tokenizer",
         "embedded",
         "--vocab-size",
         "400",

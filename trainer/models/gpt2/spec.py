@@ -34,7 +34,8 @@ HUGGING_FACE = {
 class GPT2Spec:
     """A GPT-2's sizes and choices: the configuration's group `model` for this family.
 
-    The defaults are for programs; `configs/base/gpt2.yaml` has the same for users.
+    The defaults are for programs; `trainer/configs/base/gpt2.yaml` has the same for
+    users.
 
     Attributes:
       vocab_size: of the tokenizer; tables and logits have `padded_vocab` rows.

@@ -57,7 +57,8 @@ class RopeScaling:
 class LlamaSpec:
     """A Llama's sizes and choices.
 
-    The defaults are for programs; `configs/base/llama.yaml` has the same for users.
+    The defaults are for programs; `trainer/configs/base/llama.yaml` has the same for
+    users.
 
     Attributes:
       vocab_size: of the tokenizer; tables and logits have `padded_vocab` rows.

@@ -10,7 +10,7 @@ from families import quick
 from trainer.cli.arguments import argument, read, run, usage
 from trainer.errors import UserError, run_and_flush
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def test_help_lists_every_argument_with_its_default():
     assert "seed=  any number (default 0)" in text
 
 
-def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["generate", "run_dir=a", "seed=x"])
-    assert run(Arguments, "generate", "", lambda args: None) == 2
+def test_user_errors_are_one_line_and_exit_code_2(capsys):
+    argv = ["run_dir=a", "seed=x"]
+    assert run(Arguments, "generate", "", lambda args: None, argv) == 2
     assert capsys.readouterr().err == "error: seed=x: expected a whole number\n"
 
 
@@ -64,12 +64,12 @@ def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys):
     "command",
     quick(
         [
-            "scripts.compare --help",
-            "scripts.plan --help",
-            "scripts.explain --help",
+            "trainer compare --help",
+            "trainer plan --help",
+            "trainer explain --help",
             "trainer --cfg job",
         ],
-        "scripts.compare --help",
+        "trainer compare --help",
     ),
 )
 def test_where_nobody_reads_on_the_end_is_without_a_word(command, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from trainer.__main__ import command
 from trainer.bounds import Positive, at_least
-from trainer.cli.train import EARLY, command
+from trainer.cli.train import EARLY
 from trainer.config.combinations import validate
 from trainer.config.composition import CONFIGS, compose_config, describe_wrong_key
 from trainer.config.fields import from_saved, from_tree, to_tree

@@ -393,7 +393,8 @@ def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path
     args = [
         sys.executable,
         "-m",
-        "scripts.prepare_data",
+        "trainer",
+        "prepare-data",
         "text",
         "nothing.txt",
         "--cache-dir",

@@ -20,7 +20,7 @@ SPEC = LlamaSpec(
 
 
 def preset(name, **settings):
-    """The spec that a file of `configs/model` describes."""
+    """The spec that a file of `trainer/configs/model` describes."""
     own = OmegaConf.load(CONFIGS / "model" / f"{name}.yaml")
     assert own.pop("defaults") == ["/base/llama@_here_"]
     settings = (

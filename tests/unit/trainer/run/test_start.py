@@ -174,7 +174,7 @@ def test_a_sweep_is_no_run_and_its_runs_are_named(tmp_path):
         check_start(tmp_path / "new", str(tmp_path / "sweep"), None, None)
     listed = ", ".join(str(tmp_path / "sweep" / job) for job in ("0", "9", "10"))
     assert (
-        f"name one of the runs in it: {listed}; `python -m scripts.compare runs="
+        f"name one of the runs in it: {listed}; `scalify-trainer compare runs="
         in str(error.value)
     )
     with pytest.raises(
