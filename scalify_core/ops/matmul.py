@@ -67,7 +67,9 @@ class Fp8DotGeneral:
     """`jax.lax.dot_general` in FP8, for the `dot_general` argument of Flax layers.
 
     A product whose rows, columns or contracted elements are not multiples of 16 is done
-    by `jax.lax.dot_general` in the operands' dtype, with a warning once per shape.
+    by `jax.lax.dot_general` in the operands' dtype, with a warning once per shape. Under
+    `vmap` the sizes are those of one entry, whose gradients would be made one by one
+    and then added: give the layer all rows at once.
     `converted` and `skipped` record the shapes while the layer is traced, so that a
     trainer can count.
 
@@ -190,7 +192,9 @@ class Fp8DotGeneral:
                 self.skipped.add(sizes)
                 warnings.warn(
                     f"{self.name}: not FP8 but {dtype}, because (rows, columns,"
-                    f" contracted) = {sizes} are not all multiples of {MULTIPLE}",
+                    f" contracted) = {sizes} are not all multiples of {MULTIPLE}"
+                    " (under vmap these are of one entry: give the layer all rows at"
+                    " once instead)",
                     stacklevel=2,
                 )
             return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
