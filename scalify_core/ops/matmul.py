@@ -67,9 +67,9 @@ class Fp8DotGeneral:
     """`jax.lax.dot_general` in FP8, for the `dot_general` argument of Flax layers.
 
     A product whose rows, columns or contracted elements are not multiples of 16 is done
-    by `jax.lax.dot_general` in the operands' dtype, with a warning once per shape. Under
-    `vmap` the sizes are those of one entry, whose gradients would be made one by one
-    and then added: give the layer all rows at once.
+    by `jax.lax.dot_general` in the operands' dtype, with a warning once per shape.
+    Under `vmap` the sizes are those of one entry, whose gradients would be made one by
+    one and then added: give the layer all rows at once.
     `converted` and `skipped` record the shapes while the layer is traced, so that a
     trainer can count.
 
