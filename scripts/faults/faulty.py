@@ -28,7 +28,6 @@ import numpy as np
 from trainer.assembly import run as build
 from trainer.cli import train as command
 from trainer.data import Batch
-from trainer.errors import leave
 from trainer.run import loop
 from trainer.run.callbacks import Callback, StepContext
 
@@ -108,8 +107,8 @@ def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
     return dataclasses.replace(evaluation, run=slowly)
 
 
-def main(file: Path, overrides: list[str]) -> int:
-    """Train, and return the exit code."""
+def inject(file: Path) -> None:
+    """Let training in this process have the faults of a file."""
     faults: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
 
     def train(run: loop.Run) -> int:
@@ -126,8 +125,14 @@ def main(file: Path, overrides: list[str]) -> int:
         return loop.train(run)
 
     build.train = train
+
+
+def main(file: Path, overrides: list[str]) -> int:
+    """Train with faults, and return the exit code."""
+    inject(file)
     return command.main(overrides)
 
 
 if __name__ == "__main__":
-    leave(main(Path(sys.argv[1]), sys.argv[2:]))
+    inject(Path(sys.argv.pop(1)))
+    command.command()

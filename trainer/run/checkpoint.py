@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
@@ -167,7 +168,7 @@ class Checkpointer:
                 probe = self.directory / f".writable-{jax.process_index()}"
                 probe.touch()
                 probe.unlink()
-            self._set_aside_metrics()
+            self._set_aside_unreadable()
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except OSError as error:
             raise UserError(
@@ -444,28 +445,40 @@ class Checkpointer:
             number += 1
         return path.rename(folder / f"{name}-{number}")
 
-    def _set_aside_metrics(self) -> None:
-        """Move unreadable validation losses away.
+    def _set_aside_unreadable(self) -> None:
+        """Move checkpoints with unreadable metadata and unreadable validation losses.
 
-        Orbax would stop at one, although the state beside it may be intact.
+        Orbax would stop at one of them, although another checkpoint, or the state
+        beside the loss, is intact.
         """
         is_first = jax.process_index() == 0
-        for file in self.directory.glob("*/metrics/metrics") if is_first else ():
-            step = file.parent.parent.name
-            if step.isdigit() and not _holds_loss(file):
-                if self._read_only:
-                    raise UserError(
-                        f"{file} is damaged; remove {file.parent}: the checkpoint is"
-                        " intact without it"
-                    )
-                self._move_to_damaged(file.parent, f"{step}-loss")
-                logger.warning(
-                    "the validation loss of checkpoint %s is damaged: it cannot be the"
-                    " best one",
-                    step,
+        for folder in sorted(self.directory.glob("*")) if is_first else ():
+            if not folder.name.isdigit():
+                continue
+            loss = folder / "metrics" / "metrics"
+            if not _has_metadata(folder):
+                self._set_aside(
+                    folder,
+                    folder.name,
+                    f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
+                    "using the one before it",
+                )
+            elif loss.exists() and not _holds_loss(loss):
+                self._set_aside(
+                    loss.parent,
+                    f"{folder.name}-loss",
+                    f"the validation loss of checkpoint {folder.name} is damaged",
+                    "it cannot be the best one",
                 )
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("validation losses are readable")
+            multihost_utils.sync_global_devices("checkpoints are readable")
+
+    def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
+        """Move a damaged directory away; a reader, which may not, raises UserError."""
+        if self._read_only:
+            raise UserError(f"{problem}; remove {path}")
+        moved = self._move_to_damaged(path, name)
+        logger.warning("%s: moved to %s, %s", problem, moved, effect)
 
     def _manifest(self, step: int) -> dict[str, Any]:
         try:
@@ -547,6 +560,15 @@ class Checkpointer:
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
         restored = [arrays[name] for name in names]
         return jax.tree.unflatten(jax.tree.structure(target), restored)
+
+
+def _has_metadata(folder: Path) -> bool:
+    """Return whether Orbax can read when a checkpoint was written."""
+    try:
+        step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
+        return step.commit_timestamp is not None
+    except Exception:  # a damaged file can raise anything
+        return False
 
 
 def _holds_loss(file: Path) -> bool:

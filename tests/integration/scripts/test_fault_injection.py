@@ -1,12 +1,11 @@
 """What happens to a run is kept account of."""
 
-import random
-
-from scripts.faults.fault_injection import Victim, damage, unnoticed
+from scripts.faults.fault_injection import damage, unnoticed
+from scripts.faults.victim import Victim
 
 
 def test_a_damaged_checkpoint_that_the_run_has_not_set_aside_is_named(tmp_path):
-    run = Victim([], tmp_path, random.Random(0), {})
+    run = Victim([], tmp_path, "disturbed", {})
     folder = run.run_dir / "checkpoints"
     for step in (20, 40):
         (folder / str(step) / "manifest").mkdir(parents=True)

@@ -36,6 +36,10 @@ def alter_the_meta(directory):
     path.write_text(path.read_text().replace('"seed": 1', '"seed": 2'))
 
 
+def write_metadata(text):
+    return lambda directory: (directory / "_CHECKPOINT_METADATA").write_text(text)
+
+
 DAMAGE = {
     "bit flipped in the arrays": flip_a_bit,
     "arrays truncated": lambda d: os.truncate(
@@ -47,6 +51,11 @@ DAMAGE = {
     "manifest removed": lambda d: shutil.rmtree(d / "manifest"),
     "manifest altered": alter_the_meta,
     "manifest truncated": lambda d: os.truncate(d / "manifest" / "metadata", 40),
+    "metadata is a list": write_metadata("[1]"),
+    "metadata is nested too deep": write_metadata("[" * 100_000),
+    "time of metadata is out of range": write_metadata(
+        '{"commit_timestamp_nsecs": 99999999999999999999999999}'
+    ),
     "index removed": lambda d: (d / "state" / "manifest.ocdbt").unlink(),
     "everything removed": lambda d: [path.unlink() for path in files(d)],
 }
@@ -90,7 +99,7 @@ def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
     (checkpointer.directory / "1" / "metrics" / "metrics").write_bytes(text)
     with pytest.raises(
         UserError,
-        match=r"1/metrics/metrics is damaged; remove .*1/metrics: the checkpoint",
+        match=r"validation loss of checkpoint 1 is damaged; remove .*/1/metrics$",
     ):
         # which must not touch what may be another process's
         Checkpointer.reading(checkpointer.directory)
@@ -100,9 +109,10 @@ def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
             for record in caplog.records
             if record.name == "trainer.run.checkpoint"
         ]
-        assert (
-            line == "the validation loss of checkpoint 1 is damaged: it cannot be the"
-            " best one"
+        assert re.fullmatch(
+            "the validation loss of checkpoint 1 is damaged: moved to .*/1-loss-0, it"
+            " cannot be the best one",
+            line,
         )
         assert bits(checkpointer.restore(abstract(make_state()), 1).state) == bits(
             make_state(1)
