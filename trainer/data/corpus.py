@@ -24,8 +24,10 @@ from trainer.data.files import (
     explain_columns,
     folder_of,
     format_of,
+    reading,
 )
 from trainer.data.jsonl import read_jsonl
+from trainer.data.parquet import TEXT_TYPES, check_parquet, not_text_column
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
@@ -39,7 +41,6 @@ ROWS = 256  # documents read at a time
 FILES = 16  # text files read at a time
 LINES = 4096
 PIECE = 1 << 21  # characters of a single text read at a time
-TEXT_TYPES = ("string", "large_string", "null")  # of Arrow
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,9 @@ def read_groups(
     if position is None:
         for kind, files in groups:
             if kind == "parquet":
-                check_parquet(files, source.column)
+                for file in files:
+                    if file.size:
+                        check_parquet(file, source.column)
     if len(groups) == 1:
         yield from read_files(*groups[0], source.column, source.max_documents, position)
         return
@@ -317,25 +320,6 @@ def read_files(
         else:  # other columns are not read
             dataset = load_files(files, kind, columns=[column])
             yield from rows(dataset, column, max_documents, position, ROWS)
-
-
-def check_parquet(files: Sequence[File], column: str) -> None:
-    """Raise UserError for a file that is not parquet or lacks the text column.
-
-    Each file is opened here, because `datasets` only checks the first one at the start,
-    and its message for a later one does not name the file.
-    """
-    import pyarrow.parquet
-
-    for file in files:
-        if file.size:
-            with reading([file], "parquet"):
-                schema = pyarrow.parquet.read_schema(file.path)
-            if column not in schema.names:
-                raise NoColumn(column, schema.names, f"{file.path}: ")
-            kind = str(schema.field(column).type)
-            if kind not in TEXT_TYPES:
-                raise UserError(f"{file.path}: {not_text_column(column, kind)}")
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
@@ -414,11 +398,6 @@ def check_column(dataset: "IterableDataset", column: str) -> None:
         raise NoColumn(column, names)
 
 
-def not_text_column(column: str, kind: str) -> str:
-    """Return the message for a column of Arrow's type `kind`."""
-    return f"column {column!r} holds {kind}, not text; choose another data.column"
-
-
 def rows(
     dataset: "IterableDataset",
     column: str,
@@ -459,24 +438,6 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
             size += len(line)
     if piece:
         yield Rows(["".join(piece)], start + len(piece))
-
-
-@contextmanager
-def reading(files: list[File], format: str) -> Iterator[None]:
-    """Turn errors of reading local files into a UserError that names them."""
-    try:
-        yield
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        OSError,
-        RuntimeError,
-        StopIteration,
-    ) as error:
-        where = ", ".join(str(file.path) for file in files[:3])
-        what = str(error).strip().splitlines() or ["no rows"]
-        raise UserError(f"{where}: cannot be read as {format} ({what[0]})") from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -352,3 +353,21 @@ def explain_columns[T](rows: Iterator[T], sources: int) -> Iterator[T]:
         if sources == 1:
             raise
         raise UserError(f"{error}{OTHER_COLUMNS}") from None
+
+
+@contextmanager
+def reading(files: Sequence[File], format: str) -> Iterator[None]:
+    """Turn errors of reading local files into a UserError that names them."""
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OSError,
+        RuntimeError,
+        StopIteration,
+    ) as error:
+        where = ", ".join(str(file.path) for file in files[:3])
+        what = str(error).strip().splitlines() or ["no rows"]
+        raise UserError(f"{where}: cannot be read as {format} ({what[0]})") from error

@@ -321,6 +321,32 @@ def test_a_file_that_is_no_parquet(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        {"text": ["a" * 200_000] * 1000},  # one entry of a dictionary
+        {"text": ["a" * 100_000_000]},  # one compressed page
+        {"text": [None] * 10_000_000},
+    ],
+)
+def test_a_small_parquet_file_that_holds_much_is_refused(tmp_path, bomb):
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema({"text": pyarrow.string()})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table(bomb, schema=schema), path, compression="zstd"
+    )
+    assert path.stat().st_size < 50_000
+    fails(
+        TextSource((str(path),)),
+        tmp_path,
+        r"a\.parquet: [\d,]+ bytes hold more than 67,108,864 bytes of text; if that is"
+        " meant, give the text as jsonl",
+    )
+
+
 def test_a_hub_name_that_does_not_exist(tmp_path, monkeypatch):
     import datasets
 
