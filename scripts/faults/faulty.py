@@ -135,4 +135,4 @@ def main(file: Path, overrides: list[str]) -> int:
 
 if __name__ == "__main__":
     inject(Path(sys.argv.pop(1)))
-    command.command()
+    command.command(sys.argv[1:])

@@ -108,7 +108,7 @@ def run(
                     if ending.exit_code or training.step >= config.train.steps:
                         break
                     checkpoint = end_of_phase(training)
-            farewell(training, ending.exit_code)
+            farewell(training, ending.exit_code, has_report=ending.has_report)
             return ending.exit_code, training
 
 
@@ -259,6 +259,7 @@ class Ending:
     """The end of a run; its exit code is 1 until it is known."""
 
     exit_code: int = 1
+    has_report: bool = False
 
 
 @contextlib.contextmanager
@@ -271,7 +272,7 @@ def closing(session: Session) -> Iterator[Ending]:
     with contextlib.ExitStack() as stack:
         # Last in, first out: the report is written when the tracker has finished.
         stack.callback(session.checkpointer.close)
-        stack.callback(report_on, session.run_dir, session.display)
+        stack.callback(report_on, session.run_dir, session.display, ending)
         stack.callback(lambda: session.tracker.finish(ending.exit_code))
         stack.enter_context(leave_after_error(session.timeouts.stop))
         try:
@@ -284,11 +285,12 @@ def closing(session: Session) -> Iterator[Ending]:
             raise
 
 
-def report_on(run_dir: Path, display: Display) -> None:
+def report_on(run_dir: Path, display: Display, ending: Ending) -> None:
     """Write report.html, in the first process and where there are rows."""
     if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
         try:
             write_report(run_dir)
+            ending.has_report = True
         # A report that fails must not hide how the run ended.
         except Exception as error:
             reason = str(error) if isinstance(error, UserError) else repr(error)

@@ -39,6 +39,7 @@ from trainer.config.composition import (
     resolved_yaml,
 )
 from trainer.config.continuing import CommandLine, with_saved
+from trainer.config.fields import flatten, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError, broken_pipe_code, complain, leave
 from trainer.run.allocator import keep_freed_memory
@@ -65,11 +66,13 @@ class Job:
       run_dir: its directory.
       settings: its overrides of the keys that the sweep varies.
       exit_code: None until it has ended.
+      error: a bug or the loss of another process, which ended it.
     """
 
     run_dir: Path
     settings: list[str]
     exit_code: int | None = None
+    error: Exception | None = None
 
 
 def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config:
@@ -87,10 +90,11 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
             "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"
             " the same one"
         )
-    for key, directory in line.not_taken.items():
-        if directory not in (config.compile_cache, config.data.cache_dir):
+    used = dict(flatten(to_tree(config)))
+    for key, value in line.not_taken.items():
+        if value != used.get(key):
             print(
-                f"{key}={directory} of that run is not used: a run directory is not"
+                f"{key}={value} of that run is not used: a run directory is not"
                 " trusted with it; give the key to use it"
             )
     if in_sweep() and config.tracker.name is None:
@@ -208,9 +212,9 @@ def main(argv: list[str]) -> int:
     given_keys = {override_key(argument) for argument in long_forms(argv)}
 
     def job(tree: DictConfig) -> None:
-        if jobs and jobs[-1].exit_code in STOPPED:
+        if jobs and (jobs[-1].exit_code in STOPPED or jobs[-1].error):
             remove_empty_output_dir()
-            return  # the signal was for the whole sweep
+            return  # the signal or the error is that of the whole sweep
         if not jobs and in_sweep():
             tracker = with_saved(tree, line.saved)["tracker"]
             if tracker["kind"] == "none":
@@ -219,13 +223,17 @@ def main(argv: list[str]) -> int:
         jobs.append(this)
         if in_sweep() and this.settings:
             announce(this, len(jobs), sweep)
-        with report_errors(this):
-            config = load(tree, line, this.settings)
-            keep_freed_memory()
-            # JAX is imported only once the configuration is known to be good.
-            from trainer.assembly.run import run
+        try:
+            with report_errors(this):
+                config = load(tree, line, this.settings)
+                keep_freed_memory()
+                # JAX is imported only once the configuration is known to be good.
+                from trainer.assembly.run import run
 
-            this.exit_code, _ = run(config, overrides_of(given_keys))
+                this.exit_code, _ = run(config, overrides_of(given_keys))
+        except Exception as error:
+            # Hydra would print a line of its own before it.
+            this.error = error
 
     sys.argv = [sys.argv[0], *line.overrides]
     try:
@@ -240,27 +248,26 @@ def main(argv: list[str]) -> int:
         complain(explain(error, sys.argv[1:]))
         return 2
     except OSError as error:
-        if (jobs and jobs[-1].exit_code is None) or isinstance(error, BrokenPipeError):
-            raise  # a bug in the job, or Hydra's printing
+        if isinstance(error, BrokenPipeError):
+            raise
         complain(
             f"cannot write to {error.filename}: {error.strerror}; choose another"
             " run_dir"
         )
         return 2
+    if jobs and jobs[-1].error:
+        raise jobs[-1].error
     if len(jobs) > 1:
         report_sweep(jobs)
     return next((job.exit_code for job in jobs if job.exit_code), 0)
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:
-    """Return whether `--cfg job` is among the arguments, in any form that Hydra
-    takes.
+    """Return whether `--cfg job` or `--cfg all` is among the arguments, in any form
+    that Hydra takes.
     """
-    pairs = itertools.pairwise([*argv, ""])
-    return any(
-        flag in ("--cfg=job", "-cjob") or (flag in ("--cfg", "-c") and value == "job")
-        for flag, value in pairs
-    )
+    flags = [f"{flag} {value}" for flag, value in itertools.pairwise([*argv, ""])]
+    return any(re.match(r"(--cfg[= ]|-c ?)(job|all)\b", flag) for flag in flags)
 
 
 def command(arguments: list[str]) -> NoReturn:

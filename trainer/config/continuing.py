@@ -25,9 +25,10 @@ from trainer.text import nearest
 
 # Not settings of the training.
 NOT_TAKEN = ("run_dir", "resume", "dry_run")
-# Caches: who starts a run decides where it writes outside its directory, and from where
-# compiled programs, which are code, are loaded.
+# Who starts a run decides where it writes outside its directory, to whom it sends its
+# metrics, and from where compiled programs, which are code, are loaded.
 COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
+NOT_TRUSTED = (COMPILED, DATA_CACHE, "tracker.entity")
 TASKS = "eval.tasks"
 CONFIGS = str(Path(__file__).resolve().parents[1] / "configs")
 RUN_NAME = "tracker.name"
@@ -43,7 +44,7 @@ class CommandLine(NamedTuple):
         command line or from our own lists.
       saved: settings of the continued run by dotted key, without those that `overrides`
         set.
-      not_taken: caches of that run by key, which are not used.
+      not_taken: values of that run by key of `NOT_TRUSTED`, which are not used.
     """
 
     overrides: list[str]
@@ -98,10 +99,10 @@ def continue_run(
         # A fork has a name of its own.
         if not is_given and (is_same_run or key != RUN_NAME):
             saved[key] = value
-    caches = {}
-    for key in (COMPILED, DATA_CACHE):
+    not_trusted = {}
+    for key in NOT_TRUSTED:
         if saved.get(key) is not None:
-            caches[key] = saved.pop(key)
+            not_trusted[key] = saved.pop(key)
     for task in saved.get(TASKS) or ():
         if not re.fullmatch(r"[\w-]+", str(task)):
             raise UserError(
@@ -122,7 +123,7 @@ def continue_run(
     if "optimizer" not in chosen_groups and optimizer in groups["optimizer"]:
         choices.append(f"optimizer={optimizer}")
     place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
-    return CommandLine([*choices, *arguments, *place], saved, caches)
+    return CommandLine([*choices, *arguments, *place], saved, not_trusted)
 
 
 def _refuse_contradictions(given: Mapping[str, str], source: str) -> None:

@@ -344,7 +344,7 @@ def schedule_change(
     ]
 
 
-def farewell(run: Run, code: int) -> None:
+def farewell(run: Run, code: int, *, has_report: bool) -> None:
     """Show where the results are, and the commands for the next steps."""
     say, run_dir = run.session.display.message, shlex.quote(str(run.session.run_dir))
     program = program_command()
@@ -362,7 +362,7 @@ def farewell(run: Run, code: int) -> None:
         )
         return
     names = (
-        "report.html",
+        *(["report.html"] if has_report else []),
         "metrics.jsonl",
         "samples.txt",
         "numerics",

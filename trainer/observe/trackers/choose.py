@@ -27,7 +27,7 @@ def make_tracker(
     redo_row: bool = False,
     config: Mapping[str, Any],
     run_id: str | None = None,
-    written: Mapping[str, int] | None = None,
+    written: Mapping[str, Any] | None = None,
     init: Mapping[str, Any] | None = None,
     custom: Tracker | None = None,
 ) -> Tracker:

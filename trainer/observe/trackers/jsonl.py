@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Mapping
 from io import FileIO
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainer.errors import MAKE_ROOM, UserError
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Digest(NamedTuple):
-    """The fingerprint of a log: its size in bytes, its rows, and its CRC-32."""
+    """The fingerprint of a log: its size in bytes, its lines, and its CRC-32."""
 
     size: int
     rows: int
@@ -44,18 +45,90 @@ class Digest(NamedTuple):
 
     @classmethod
     def from_checkpoint(cls, saved: object) -> Self | None:
-        """Return the saved `JsonlTracker.written`, or None for anything else."""
-        if not isinstance(saved, dict) or saved.keys() != set(cls._fields):
+        """Return the saved digest, or None for anything else."""
+        if not isinstance(saved, dict) or not saved.keys() >= set(cls._fields):
             return None
+        values = [saved[name] for name in cls._fields]
         # bool is an int, but not a count
-        if any(type(value) is not int for value in saved.values()):
+        if any(type(value) is not int for value in values):
             return None
-        return cls(**saved)
+        return cls(*values)
 
     def extended(self, data: bytes) -> Self:
         """Return the digest of the content followed by `data`."""
         rows = self.rows + data.count(b"\n")
         return type(self)(self.size + len(data), rows, zlib.crc32(data, self.crc32))
+
+
+class Log:
+    """A file that grows by one write a record, with the digest of its content."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        self._file = FileIO(self.path, "ab+", opener=no_follow)
+        self.digest = Digest.from_data(self._read())
+
+    def _read(self) -> bytes:
+        self._file.seek(0)
+        return self._file.readall()
+
+    def append(self, data: bytes) -> None:
+        """Append by one unbuffered write. Raises UserError if the disk is full."""
+        with self._lock:  # the watchdog's thread reports a stall beside the loop
+            try:
+                written = self._file.write(data)
+                reason = "the disk is full" if written != len(data) else None
+            except OSError as error:
+                reason = error.strerror
+            if reason is not None:
+                raise UserError(
+                    f"cannot write {self._file.name}: {reason}; {MAKE_ROOM}"
+                )
+            self.digest = self.digest.extended(data)
+
+    def restore(self) -> str | None:
+        """Restore the file if somebody removed it; return what was done to it."""
+        mine = os.fstat(self._file.fileno())
+        try:
+            there = os.lstat(self.path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            # The open descriptor still reads the removed file.
+            write_atomically(self.path, self._read())
+            self._file.close()
+            self._open()
+            return "was removed or replaced while the run wrote it; it was restored"
+        if mine.st_size != self.digest.size:
+            lost, self.digest = self.digest, Digest.from_data(self._read())
+            return (
+                "was changed while the run wrote it: it has"
+                f" {self.digest.rows} of {lost.rows} lines"
+            )
+        return None
+
+    def sync(self) -> None:
+        """Write the content to disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def problem(path: Path, expected: Digest | None) -> str | None:
+    """Return how a log differs from what was written before a checkpoint."""
+    data = path.read_bytes() if path.exists() else b""
+    if expected is None or Digest.from_data(data[: expected.size]) == expected:
+        return None
+    return (
+        f"it has {Digest.from_data(data).rows} lines, {expected.rows} were written;"
+        " the missing lines are lost, the weights are complete"
+    )
 
 
 class JsonlTracker(Tracker):
@@ -71,90 +144,57 @@ class JsonlTracker(Tracker):
         Raises:
           UserError: a line in the middle is not JSON, or the disk is full.
         """
-        self._lock = threading.Lock()
         run_dir, step = start.run_dir, start.step
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
+        written = start.written or {}
         try:
-            expected = Digest.from_checkpoint(start.written)
-            data = self.path.read_bytes() if self.path.exists() else b""
-            actual = Digest.from_data(data[: expected.size]) if expected else None
-            cut = cut_rows if actual == expected else filter_rows
+            problems = {
+                self.path: problem(self.path, Digest.from_checkpoint(written)),
+                self.samples_path: problem(
+                    self.samples_path, Digest.from_checkpoint(written.get("samples"))
+                ),
+            }
+            cut = filter_rows if problems[self.path] else cut_rows
             self._logged = cut(self.path, step, redo_row=start.redo_row)
             cut_samples(self.samples_path, step - start.redo_row)
-            self._rows = FileIO(self.path, "ab+", opener=no_follow)
-            self._samples = FileIO(self.samples_path, "ab", opener=no_follow)
-            self._digest = Digest.from_data(self._read())
+            self._rows, self._samples = Log(self.path), Log(self.samples_path)
         except OSError as error:
             raise UserError(
                 f"cannot write to {run_dir}: {error.strerror}; choose another run_dir"
             ) from error
-        if expected and actual != expected:
-            self._warn(
-                step,
-                f"{self.path} is not what the run wrote up to step {step}: it has"
-                f" {Digest.from_data(data).rows} rows, {expected.rows} were written;"
-                " the missing rows are lost, the weights are complete",
-            )
+        for path, text in problems.items():
+            if text:
+                self._warn(
+                    step, f"{path} is not what the run wrote up to step {step}: {text}"
+                )
 
     def _warn(self, step: int, text: str) -> None:
         logger.warning("%s", text)
         self.event(step, text)
 
-    def _read(self) -> bytes:
-        self._rows.seek(0)
-        return self._rows.readall()
-
-    def _append(self, data: bytes) -> None:
-        with self._lock:  # the watchdog's thread reports a stall beside the loop
-            _append(self._rows, data)
-            self._digest = self._digest.extended(data)
-
     def row(self, step: int, row: Row) -> None:
         if step <= self._logged:
             raise ValueError(f"row of step {step} after the row of step {self._logged}")
-        self._append(encode_row(step, row))
+        self._rows.append(encode_row(step, row))
         self._logged = step
 
     def event(self, step: int, text: str) -> None:
-        self._append(encode_row(step, {"event": text}))
+        self._rows.append(encode_row(step, {"event": text}))
 
     def sample(self, step: int, name: str, text: str) -> None:
-        _append(self._samples, encode_sample(Sample(step, name, text)))
+        self._samples.append(encode_sample(Sample(step, name, text)))
 
-    def written(self) -> Mapping[str, int]:
-        return self._digest._asdict()
-
-    def _restore(self) -> None:
-        """Restore the file, or warn, when somebody changed it during the run."""
-        mine = os.fstat(self._rows.fileno())
-        try:
-            there = os.lstat(self.path)
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            # The open descriptor still reads the removed file.
-            write_atomically(self.path, self._read())
-            self._rows.close()
-            self._rows = FileIO(self.path, "ab+", opener=no_follow)
-            self._warn(
-                self._logged,
-                f"{self.path} was removed or replaced while the run wrote it; it was"
-                " restored",
-            )
-        elif mine.st_size != self._digest.size:
-            lost, self._digest = self._digest, Digest.from_data(self._read())
-            self._warn(
-                self._logged,
-                f"{self.path} was changed while the run wrote it: it has"
-                f" {self._digest.rows} of {lost.rows} rows",
-            )
+    def written(self) -> Mapping[str, Any]:
+        return self._rows.digest._asdict() | {"samples": self._samples.digest._asdict()}
 
     def flush(self) -> None:
         try:
-            self._restore()
-            os.fsync(self._rows.fileno())
-            os.fsync(self._samples.fileno())
+            for log in (self._samples, self._rows):
+                text = log.restore()
+                if text is not None:
+                    self._warn(self._logged, f"{log.path} {text}")
+                log.sync()
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}; {MAKE_ROOM}"
@@ -184,14 +224,3 @@ class JsonlTracker(Tracker):
                     step,
                     {name: value for name, value in record.items() if name != "step"},
                 )
-
-
-def _append(file: FileIO, data: bytes) -> None:
-    """Append by one unbuffered write."""
-    try:
-        written = file.write(data)
-        reason = "the disk is full" if written != len(data) else None
-    except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise UserError(f"cannot write {file.name}: {reason}; {MAKE_ROOM}")

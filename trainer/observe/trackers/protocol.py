@@ -53,7 +53,7 @@ class TrackerStart:
     config: Mapping[str, Any]
     id: str | None
     log: Log | None
-    written: Mapping[str, int] | None = None
+    written: Mapping[str, Any] | None = None
 
 
 class Tracker:
@@ -98,7 +98,7 @@ class Tracker:
     def flush(self) -> None:
         """Make all records survive a kill; called before each checkpoint."""
 
-    def written(self) -> Mapping[str, int] | None:
+    def written(self) -> Mapping[str, Any] | None:
         """Return JSON values that describe the flushed records, for the checkpoint.
 
         None: `start` needs nothing to compare with.
@@ -152,7 +152,7 @@ class Several(Tracker):
         for tracker in self.trackers:
             tracker.flush()
 
-    def written(self) -> Mapping[str, int] | None:
+    def written(self) -> Mapping[str, Any] | None:
         for tracker in self.trackers:
             written = tracker.written()
             if written is not None:

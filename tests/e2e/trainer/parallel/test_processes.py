@@ -143,8 +143,11 @@ def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line
     assert "not_here.txt" in output
     said, _ = others.communicate(timeout=100)
     assert others.returncode == 1, said
-    assert "error: another process of this run ended" in said, said
+    errors = said[said.index("error: ") :].splitlines()
+    assert errors[0].startswith("error: another process of this run ended"), said
+    assert len(errors) == 1, said  # Hydra says nothing beside it
     assert "Traceback" not in said
+    assert "Error executing job" not in said
 
 
 def test_processes_with_other_settings_are_refused_together(tmp_path):

@@ -4,9 +4,10 @@ writes it."""
 import os
 
 import pytest
-from command import TINY
+from command import TINY, here
 
 from trainer import Callback, compose, train
+from trainer.assembly import run as build
 from trainer.observe.records import read_rows
 
 SMALL = [
@@ -86,3 +87,17 @@ def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(
     ) in capsys.readouterr().out
     if damage != "emptied":
         assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_end_names_no_report_that_was_not_written(tmp_path, monkeypatch):
+    def fail(run_dir):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(build, "write_report", fail)
+    printed = here(
+        tmp_path, "A", "train.steps=2", "train.eval_every=0", "tracker=jsonl"
+    )
+    assert "no report.html: KeyError('a bug')" in printed
+    done = printed[printed.index("Everything is in ") :]
+    assert "metrics.jsonl" in done
+    assert "report.html" not in done

@@ -134,9 +134,10 @@ def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir, tmp_path):
     ]
 
 
-def test_caches_are_not_taken_from_a_run(run_dir, tmp_path):
+def test_caches_and_addressees_are_not_taken_from_a_run(run_dir, tmp_path):
     tree = to_tree(run_dir) | {"compile_cache": "evil"}
     tree["data"]["cache_dir"] = "old/data"
+    tree["tracker"]["entity"] = "somebody"
     file = tmp_path / "old" / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
     c = compose_config(["resume=old"])
@@ -147,7 +148,9 @@ def test_caches_are_not_taken_from_a_run(run_dir, tmp_path):
     assert expand_arguments(["resume=old"]).not_taken == {
         "compile_cache": "evil",
         "data.cache_dir": "old/data",
+        "tracker.entity": "somebody",
     }
+    assert c.tracker.entity is None
     c = compose_config(["resume=old", "compile_cache=mine", "data.cache_dir=here"])
     assert (c.compile_cache, c.data.cache_dir) == ("mine", "here")
     file.write_text(yaml.safe_dump(tree | {"compile_cache": None}))
@@ -202,6 +205,7 @@ def test_a_group_cannot_be_given_as_a_whole_beside_a_run(run_dir):
         (["-c", "job"], True),
         (["--cfg=job"], True),
         (["-cjob"], True),
+        (["--cfg", "all"], True),
         (["sample.prompt='x -c job y'"], False),
         (["--cfg", "hydra"], False),
     ],

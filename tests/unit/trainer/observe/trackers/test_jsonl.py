@@ -134,6 +134,44 @@ def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
         assert len(rows) >= len(lines)  # one row is lost, and no other
 
 
+@pytest.mark.parametrize("damage", ["none", "emptied", "changed", "removed"])
+def test_samples_that_are_not_what_was_written_are_noticed(tmp_path, damage):
+    tracker = jsonl(tmp_path, start=0)
+    for step in (1, 2):
+        tracker.row(step, loss(step))
+        tracker.sample(step, "sample", "some text")
+    written = tracker.written()
+    tracker.finish()
+    path = tmp_path / "samples.txt"
+    if damage == "emptied":
+        path.write_bytes(b"")
+    elif damage == "changed":
+        path.write_bytes(path.read_bytes().replace(b"some", b"same"))
+    elif damage == "removed":
+        path.unlink()
+    resumed = JsonlTracker()
+    resumed.start(TrackerStart(tmp_path, 2, False, {}, None, None, written))
+    resumed.finish()
+    noticed = [
+        row["event"]
+        for row in read_rows(tmp_path / "metrics.jsonl")
+        if "samples.txt is not what the run wrote" in row.get("event", "")
+    ]
+    assert len(noticed) == (damage != "none")
+
+
+def test_samples_that_are_removed_during_the_run_are_restored(tmp_path):
+    tracker = jsonl(tmp_path, start=0)
+    tracker.sample(1, "sample", "some text")
+    (tmp_path / "samples.txt").unlink()
+    tracker.finish()
+    assert [sample.text for sample in read_samples(tmp_path / "samples.txt")] == [
+        "some text"
+    ]
+    [row] = read_rows(tmp_path / "metrics.jsonl")
+    assert "samples.txt was removed or replaced" in row["event"]
+
+
 def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
     path, event = tmp_path / "metrics.jsonl", {"event": "x"}
     lines = [
@@ -195,7 +233,7 @@ def test_a_full_disk_is_an_error_in_a_line(tmp_path):
     tracker = jsonl(tmp_path, start=0)
     full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - the tracker closes it
     tracker._rows.close()
-    tracker._rows = full
+    tracker._rows._file = full
     with pytest.raises(
         UserError,
         match=(
