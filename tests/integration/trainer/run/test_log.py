@@ -94,6 +94,8 @@ def test_the_end_names_no_report_that_was_not_written(tmp_path, monkeypatch):
         raise KeyError("a bug")
 
     monkeypatch.setattr(build, "write_report", fail)
+    (tmp_path / "A").mkdir()
+    (tmp_path / "A" / "report.html").write_text("that of an earlier end")
     printed = here(
         tmp_path, "A", "train.steps=2", "train.eval_every=0", "tracker=jsonl"
     )
