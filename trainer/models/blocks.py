@@ -75,25 +75,24 @@ def decode_blocks(
     blocks: Any,
     call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
     x_NxD: jax.Array,
-    cache: Any,
+    each: Any,
     *,
     scan: bool,
 ) -> tuple[jax.Array, Any]:
-    """Apply `call(block, x, layer's cache)` of all blocks; return `x` and new cache.
+    """Apply `call(block, x, layer's entry of each)` of all blocks.
 
-    The cache is [L, ...].
+    `call` returns `x` and the layer's new cache. `each` is the cache [L, ...], or a
+    pytree that contains it. Returns `x` and the new cache.
     """
     if scan:
         graphdef, layers = nnx.split(blocks)
         return jax.lax.scan(
             lambda x, one: call(nnx.merge(graphdef, one[0]), x, one[1]),
             x_NxD,
-            (layers, cache),
+            (layers, each),
         )
     new = []
     for i, block in enumerate(blocks):
-        x_NxD, layer_cache = call(
-            block, x_NxD, jax.tree.map(lambda c, i=i: c[i], cache)
-        )
+        x_NxD, layer_cache = call(block, x_NxD, jax.tree.map(lambda c, i=i: c[i], each))
         new.append(layer_cache)
     return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new)

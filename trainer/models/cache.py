@@ -33,17 +33,22 @@ def cached_attention(
     k_BxSxGxK: jax.Array,
     v_BxSxGxK: jax.Array,
     position: jax.Array | int,
+    window: int | None = None,
 ) -> jax.Array:
     """Return attention of queries at `position + t` over cached positions up to theirs.
 
-    The softmax is FP32. Each head of keys and values serves R successive query heads.
+    With a `window` a query sees only the last so many of these, its own among them. The
+    softmax is FP32. Each head of keys and values serves R successive query heads.
     """
     (B, T, _, K), (S, G) = q_BxTxHxK.shape, k_BxSxGxK.shape[1:3]
     q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, -1, K)
     logits_BxGxRxTxS = jnp.einsum(
         "btgrk,bsgk->bgrts", q_BxTxGxRxK, k_BxSxGxK, preferred_element_type=jnp.float32
     )
-    visible_TxS = jnp.arange(S)[None, :] <= position + jnp.arange(T)[:, None]
+    key_1xS, query_Tx1 = jnp.arange(S)[None, :], position + jnp.arange(T)[:, None]
+    visible_TxS = key_1xS <= query_Tx1
+    if window is not None:
+        visible_TxS &= key_1xS > query_Tx1 - window
     logits_BxGxRxTxS = jnp.where(
         visible_TxS[None, None, None], logits_BxGxRxTxS / math.sqrt(K), -jnp.inf
     )

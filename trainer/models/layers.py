@@ -176,9 +176,16 @@ class Factory:
         )
 
     def rms_norm(
-        self, d: int, eps: float, probes: tuple[str, ...] = ("out",)
+        self,
+        d: int,
+        eps: float,
+        probes: tuple[str, ...] = ("out",),
+        split: str | None = None,
     ) -> "RMSNorm":
-        """Return an RMSNorm over `d` elements; for `probes` see `LayerNorm`."""
+        """Return an RMSNorm over `d` elements.
+
+        For `probes` see `LayerNorm`, for `split` `RMSNorm`.
+        """
         rescale_grad = "layer_norm" in self.rescale_grads
         return RMSNorm(
             d,
@@ -187,6 +194,7 @@ class Factory:
             rescale_grad=rescale_grad,
             stacked=self.stacked,
             probes=probes,
+            split=split,
         )
 
     def product(self, name: str) -> DotGeneral:
@@ -284,7 +292,8 @@ class RMSNorm(nnx.Module):
     """Division by the root mean square over the last axis, in FP32.
 
     The result has the input's dtype. `rescale_grad`, `stacked` and `probes` are those
-    of LayerNorm.
+    of LayerNorm. `split`: the mesh axis whose devices normalize different vectors, such
+    as heads, so that their gradients of the gain are added; None: all the same.
     """
 
     def __init__(
@@ -296,6 +305,7 @@ class RMSNorm(nnx.Module):
         rescale_grad: bool,
         stacked: bool,
         probes: tuple[str, ...],
+        split: str | None = None,
     ) -> None:
         self.scale = nnx.Param(
             jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked)
@@ -303,11 +313,12 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.rescale_grad = rescale_grad
         self.probes = probes
+        self.split = split
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
             x_NxD = dynamic_rescale_rms_grad(x_NxD)
-        return rms_norm(x_NxD, self.scale[...], self.eps)
+        return rms_norm(x_NxD, copy_to_axis(self.scale[...], self.split), self.eps)
 
 
 class Embedding(nnx.Module):

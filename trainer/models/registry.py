@@ -11,13 +11,27 @@ from typing import TYPE_CHECKING
 
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
+from trainer.models.mistral.spec import MistralSpec
+from trainer.models.olmo2.spec import Olmo2Spec
+from trainer.models.qwen2.spec import Qwen2Spec
+from trainer.models.qwen3.spec import Qwen3Spec
+from trainer.models.smollm3.spec import SmolLM3Spec
 
 if TYPE_CHECKING:
     from trainer.models.family import Family, Spec
 
 # the family of saved runs and config.json files that name none
 FIRST = "gpt2"
-SPECS: dict[str, type[Spec]] = {"gpt2": GPT2Spec, "llama": LlamaSpec}
+# a spec that another inherits from comes before it
+SPECS: dict[str, type[Spec]] = {
+    "gpt2": GPT2Spec,
+    "llama": LlamaSpec,
+    "mistral": MistralSpec,
+    "qwen2": Qwen2Spec,
+    "qwen3": Qwen3Spec,
+    "smollm3": SmolLM3Spec,
+    "olmo2": Olmo2Spec,
+}
 
 
 def family_of(spec: Spec | type[Spec]) -> Family:
@@ -26,7 +40,7 @@ def family_of(spec: Spec | type[Spec]) -> Family:
     It is imported here, so that configurations are read without JAX.
     """
     cls = spec if isinstance(spec, type) else type(spec)
-    for name, of_family in SPECS.items():
+    for name, of_family in reversed(SPECS.items()):
         if issubclass(cls, of_family):
             return importlib.import_module(f"trainer.models.{name}.family").FAMILY
     from trainer.models.custom import CUSTOM

@@ -43,11 +43,15 @@ def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
 def _attention_growth(call: Any, q: Value, k: Value) -> float:
     """Return the RMS of a row of probabilities, times sqrt(keys).
 
-    After t keys of equal weight it is 1/sqrt(t), averaged over t.
+    After t keys of equal weight it is 1/sqrt(t), averaged over t; t ends at the window.
     """
-    causal = dict(call.static)["causal"]
+    static = dict(call.static)
     queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
-    return math.sqrt(max(math.log(queries), 1) / queries) if causal else keys**-0.5
+    if not static["causal"]:
+        return keys**-0.5
+    window = static["window"] or queries
+    total = math.log(window) + (queries - window) / window
+    return math.sqrt(max(total, 1) / queries)
 
 
 def _attend(

@@ -27,6 +27,7 @@ def attention(
     v: jax.Array,
     *,
     causal: bool = True,
+    window: int | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """Return `softmax(q k^T / sqrt(K) + mask) v`, softmax in FP32.
@@ -36,6 +37,8 @@ def attention(
         k: [B, S, G, K]; each of its G heads serves H / G successive heads of `q`.
         v: [B, S, G, K].
         causal: query t sees the keys s <= t. Needs S = T.
+        window: query t sees the last `window` of these keys, t itself among them; None:
+            all.
         segments: [B, T] integers, or None: with them a query sees only keys of its own
             segment (a packed document). Needs S = T.
 
@@ -44,8 +47,8 @@ def attention(
         pass.
 
     Raises:
-        ValueError: `causal` or `segments` with S different from T, or H that is no
-            multiple of G.
+        ValueError: `causal` or `segments` with S different from T, `window` without
+            `causal` or below 1, or H that is no multiple of G.
 
     References:
         Ainslie et al., GQA, 2023 (https://arxiv.org/abs/2305.13245).
@@ -64,8 +67,21 @@ def attention(
             f"attention: {q.shape[1]} queries and {k.shape[1]} keys: causal and"
             " segments need as many"
         )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(
+            f"attention: window={window}, causal={causal}: a window is of at least one"
+            " key, and causal"
+        )
+    if window is not None and window >= q.shape[1]:
+        window = None  # each query sees all keys before it
     return _attention(
-        q, k, v, segments, causal=causal, logit_scale=1 / math.sqrt(q.shape[-1])
+        q,
+        k,
+        v,
+        segments,
+        causal=causal,
+        window=window,
+        logit_scale=1 / math.sqrt(q.shape[-1]),
     )
 
 
@@ -77,9 +93,12 @@ def _attention(
     segments: jax.Array | None,
     *,
     causal: bool,
+    window: int | None,
     logit_scale: float,
 ) -> jax.Array:
-    return _attention_fwd(q, k, v, segments, causal=causal, logit_scale=logit_scale)[0]
+    return _attention_fwd(
+        q, k, v, segments, causal=causal, window=window, logit_scale=logit_scale
+    )[0]
 
 
 def _attention_fwd(
@@ -89,13 +108,21 @@ def _attention_fwd(
     segments: jax.Array | None,
     *,
     causal: bool,
+    window: int | None,
     logit_scale: float,
 ) -> tuple:
     qh, kh, vh = (_heads_first(x) for x in (q, k, v))
     outs, log_norms = [], []
-    for rows, cols in _blocks(q.shape[1], k.shape[1], causal):
+    for rows, cols in _blocks(q.shape[1], k.shape[1], causal, window):
         logits = _logits(
-            qh[:, :, rows], kh[:, :, cols], segments, rows, cols, causal, logit_scale
+            qh[:, :, rows],
+            kh[:, :, cols],
+            segments,
+            rows,
+            cols,
+            causal,
+            window,
+            logit_scale,
         )
         peak = jnp.max(logits, axis=-1, keepdims=True)
         p = jnp.exp(logits - peak)
@@ -108,7 +135,12 @@ def _attention_fwd(
 
 
 def _attention_bwd(
-    residuals: tuple, gradient: jax.Array, *, causal: bool, logit_scale: float
+    residuals: tuple,
+    gradient: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    logit_scale: float,
 ) -> tuple:
     q, k, v, segments, out, log_norm = residuals
     qh, kh, vh, gh = (_heads_first(x) for x in (q, k, v, gradient.astype(q.dtype)))
@@ -119,9 +151,16 @@ def _attention_bwd(
         keepdims=True,
     )
     dqs, dk, dv = [], jnp.zeros(kh.shape, jnp.float32), jnp.zeros(vh.shape, jnp.float32)
-    for rows, cols in _blocks(q.shape[1], k.shape[1], causal):
+    for rows, cols in _blocks(q.shape[1], k.shape[1], causal, window):
         logits = _logits(
-            qh[:, :, rows], kh[:, :, cols], segments, rows, cols, causal, logit_scale
+            qh[:, :, rows],
+            kh[:, :, cols],
+            segments,
+            rows,
+            cols,
+            causal,
+            window,
+            logit_scale,
         )
         p = jnp.exp(logits - log_norm[:, :, rows])
         dp = _dot(gh[:, :, rows], vh[:, :, cols], 3)
@@ -142,7 +181,9 @@ def _attention_bwd(
     )
 
 
-def _blocks(queries: int, keys: int, causal: bool) -> list[tuple[slice, slice]]:
+def _blocks(
+    queries: int, keys: int, causal: bool, window: int | None
+) -> list[tuple[slice, slice]]:
     """Return each block of queries, and the keys that it may see.
 
     Leaving out the masked half is nearly twice as fast.
@@ -153,7 +194,9 @@ def _blocks(queries: int, keys: int, causal: bool) -> list[tuple[slice, slice]]:
     rows = [
         slice(start, min(start + size, queries)) for start in range(0, queries, size)
     ]
-    return [(block, slice(0, block.stop if causal else keys)) for block in rows]
+    first = [0 if window is None else max(0, b.start - window + 1) for b in rows]
+    last = [block.stop if causal else keys for block in rows]
+    return [(rows[i], slice(first[i], last[i])) for i in range(len(rows))]
 
 
 def _logits(
@@ -163,15 +206,18 @@ def _logits(
     rows: slice,
     cols: slice,
     causal: bool,
+    window: int | None,
     logit_scale: float,
 ) -> jax.Array:
     """Return [B, H, t, s] FP32, -inf where the query may not see the key."""
     logits = _dot(q, k, 3) * logit_scale
     if causal:
         query = jnp.arange(rows.start, rows.stop)[:, None]
-        logits = jnp.where(
-            (jnp.arange(cols.stop)[None, :] <= query)[None, None], logits, -jnp.inf
-        )
+        key = jnp.arange(cols.start, cols.stop)[None, :]
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+        logits = jnp.where(visible[None, None], logits, -jnp.inf)
     if segments is not None:
         same = segments[:, rows, None] == segments[:, None, cols]
         logits = jnp.where(same[:, None], logits, -jnp.inf)
@@ -217,6 +263,7 @@ def _cudnn(
     v: jax.Array,
     segments: jax.Array | None,
     causal: bool,
+    window: int | None,
     logit_scale: float,
 ) -> jax.Array:
     mask = (
@@ -225,7 +272,14 @@ def _cudnn(
         else (segments[:, :, None] == segments[:, None, :])[:, None]
     )
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=causal, scale=logit_scale, implementation="cudnn"
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        scale=logit_scale,
+        implementation="cudnn",
     )
 
 
@@ -245,11 +299,14 @@ def _attention_cuda(
     segments: jax.Array | None,
     *,
     causal: bool,
+    window: int | None,
     logit_scale: float,
 ) -> jax.Array:
     if not _is_for_cudnn(q, k, v):
-        return _attention.fun(q, k, v, segments, causal=causal, logit_scale=logit_scale)
-    return _cudnn(q, k, v, segments, causal, logit_scale)
+        return _attention.fun(
+            q, k, v, segments, causal=causal, window=window, logit_scale=logit_scale
+        )
+    return _cudnn(q, k, v, segments, causal, window, logit_scale)
 
 
 def _attention_fwd_cuda(
@@ -259,29 +316,41 @@ def _attention_fwd_cuda(
     segments: jax.Array | None,
     *,
     causal: bool,
+    window: int | None,
     logit_scale: float,
 ) -> tuple:
     if not _is_for_cudnn(q, k, v):
-        return _attention_fwd(q, k, v, segments, causal=causal, logit_scale=logit_scale)
+        return _attention_fwd(
+            q, k, v, segments, causal=causal, window=window, logit_scale=logit_scale
+        )
     # The training form of the kernel: the backward contains the same call, and the
     # compiler makes it once.
     out, _ = jax.vjp(
-        lambda q, k, v: _cudnn(q, k, v, segments, causal, logit_scale), q, k, v
+        lambda q, k, v: _cudnn(q, k, v, segments, causal, window, logit_scale), q, k, v
     )
     unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1], 1), jnp.float32)
     return out, (q, k, v, segments, out, unused)
 
 
 def _attention_bwd_cuda(
-    residuals: tuple, gradient: jax.Array, *, causal: bool, logit_scale: float
+    residuals: tuple,
+    gradient: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    logit_scale: float,
 ) -> tuple:
     q, k, v, segments, _, _ = residuals
     if not _is_for_cudnn(q, k, v):
         return _attention_bwd(
-            residuals, gradient, causal=causal, logit_scale=logit_scale
+            residuals,
+            gradient,
+            causal=causal,
+            window=window,
+            logit_scale=logit_scale,
         )
     _, vjp = jax.vjp(
-        lambda q, k, v: _cudnn(q, k, v, segments, causal, logit_scale), q, k, v
+        lambda q, k, v: _cudnn(q, k, v, segments, causal, window, logit_scale), q, k, v
     )
     return *vjp(gradient.astype(q.dtype)), None
 

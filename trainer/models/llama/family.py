@@ -25,22 +25,26 @@ def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
         )
 
 
-def load(source: Path, spec: LlamaSpec | None) -> tuple[LlamaSpec, Params]:
-    """Return sizes and parameters of a directory or file with its config.json."""
-    return load_llama(source)
+def make_family(cls: type[LlamaSpec]) -> Family:
+    """Return the family of a spec that is Llama's, or inherits from it."""
+
+    def load(source: Path, spec: LlamaSpec | None) -> tuple[LlamaSpec, Params]:
+        return load_llama(source, cls)
+
+    return Family(
+        name=cls.config_json.model_type,
+        blocks="h",
+        parts=(
+            "wte", "h", "norm", "lm_head", "attn_norm", "attn", "mlp_norm", "mlp",
+            "q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj", "gate_proj",
+            "up_proj", "down_proj", "embedding", "scale", "kernel", "bias",
+        ),
+        build=functional,
+        linear_sizes=linear_sizes,
+        forward_flops_per_token=forward_flops_per_token,
+        check_tensor=check_tensor,
+        huggingface=HuggingFace(load, save_llama),
+    )  # fmt: skip
 
 
-FAMILY = Family(
-    name="llama",
-    blocks="h",
-    parts=(
-        "wte", "h", "norm", "lm_head", "attn_norm", "attn", "mlp_norm", "mlp",
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-        "embedding", "scale", "kernel",
-    ),
-    build=functional,
-    linear_sizes=linear_sizes,
-    forward_flops_per_token=forward_flops_per_token,
-    check_tensor=check_tensor,
-    huggingface=HuggingFace(load, save_llama),
-)  # fmt: skip
+FAMILY = make_family(LlamaSpec)

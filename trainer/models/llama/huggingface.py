@@ -16,8 +16,9 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.functional import Params
+from trainer.models.llama.config_json import config_of
 from trainer.models.llama.model import functional
-from trainer.models.llama.spec import ROPE_SCALING, LlamaSpec, spec_of
+from trainer.models.llama.spec import LlamaSpec
 from trainer.models.weight_files import (
     SHARD_BYTES,
     check_sizes,
@@ -41,8 +42,10 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
-    """Return sizes and parameters of a Llama.
+def load_llama(
+    path: str | Path, cls: type[LlamaSpec] = LlamaSpec
+) -> tuple[LlamaSpec, Params]:
+    """Return sizes and parameters of a Llama, or of a family that inherits from it.
 
     Parameters are NumPy arrays in the files' dtypes, with unrolled layers and a
     vocabulary padded with zero rows.
@@ -50,13 +53,14 @@ def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
     Args:
       path: a directory with *.safetensors (and their index) and config.json, or one
           file with config.json beside it.
+      cls: the family's spec.
 
     Raises:
       UserError: missing or damaged files, a variant that this model does not compute,
         or tensors that are missing, unknown or of another shape.
     """
     path = Path(path)
-    spec = read_spec(config_beside(path))
+    spec = read_spec(config_beside(path), cls)
     sizes = ("n_layer", "d_model", "vocab_size")
     check_sizes(path, {name: getattr(spec, name) for name in sizes})
     tensors = {
@@ -73,7 +77,7 @@ def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
     return spec, to_params(tensors, spec, path)
 
 
-def read_spec(file: Path) -> LlamaSpec:
+def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
     """Return the spec of a config.json; UserError for an unsupported variant."""
     if not file.is_file():
         raise UserError(
@@ -82,20 +86,19 @@ def read_spec(file: Path) -> LlamaSpec:
         )
     config = read_object(file)
     try:
-        return spec_of(config)
+        return cls.of_config(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
 
-def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
+def named_leaves(spec: LlamaSpec, params: Params) -> Iterator[tuple[str, str, Any]]:
     """Yield Hugging Face's name, our last name, and the leaf of unrolled parameters."""
+    names = {**MODULES, **spec.config_json.modules}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *modules, last = (entry.key for entry in path)
-        yield (
-            ".".join([*(MODULES.get(part, str(part)) for part in modules), "weight"]),
-            last,
-            leaf,
-        )
+        kind = "bias" if last == "bias" else "weight"
+        parts = [names.get(part, str(part)) for part in modules]
+        yield ".".join([*parts, kind]), last, leaf
 
 
 def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) -> Params:
@@ -105,7 +108,7 @@ def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) ->
     """
     expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
     left, leaves = dict(tensors), []
-    for name, last, leaf in named_leaves(expected):
+    for name, last, leaf in named_leaves(spec, expected):
         shape = leaf.shape[::-1] if last == "kernel" else leaf.shape
         shape = (spec.vocab_size, spec.d_model) if last == "embedding" else shape
         if name not in left:
@@ -136,7 +139,7 @@ def save_llama(
     eot: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write weights and config.json, as LlamaForCausalLM does.
+    """Write weights and config.json, as transformers does.
 
     Args:
       directory: made if absent.
@@ -153,7 +156,7 @@ def save_llama(
       UserError: existing weights.
     """
     tensors = {}
-    for name, last, leaf in named_leaves(params):
+    for name, last, leaf in named_leaves(spec, params):
         data = np.asarray(leaf)
         data = data[: spec.vocab_size] if last == "embedding" else data
         tensors[name] = data.T if last == "kernel" else data
@@ -163,35 +166,3 @@ def save_llama(
         directory / "config.json", config_of(spec, str(tensors[TABLE].dtype), eot)
     )
     return files
-
-
-def config_of(spec: LlamaSpec, dtype: str, eot: int | None) -> dict[str, Any]:
-    """Return the content of config.json."""
-    scaling: dict[str, Any] | None = None
-    if spec.rope_scaling is not None:
-        scaling = {"rope_type": "llama3"}
-        for key, ours in ROPE_SCALING.items():
-            scaling[key] = getattr(spec.rope_scaling, ours)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.d_model,
-        "intermediate_size": spec.mlp_width,
-        "num_hidden_layers": spec.n_layer,
-        "num_attention_heads": spec.n_head,
-        "num_key_value_heads": spec.n_kv_head,
-        "head_dim": spec.head_width,
-        "hidden_act": "silu",
-        "max_position_embeddings": spec.context,
-        "initializer_range": spec.init_std,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": scaling,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": spec.tied,
-        "torch_dtype": dtype,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-    }

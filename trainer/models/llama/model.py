@@ -1,6 +1,6 @@
 """Llama in Flax NNX: rotary positions, RMS norms, grouped-query attention, SwiGLU.
 
-It has no biases, and a tied or a separate head.
+Families that are nearly Llama are this model, too: `LlamaSpec` says how they differ.
 
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads of queries, G
 heads of keys and values, K head dim, V padded vocabulary, L layers.
@@ -11,6 +11,7 @@ References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -40,7 +41,8 @@ from trainer.models.layers import (
     copy_to_axis,
     recomputed,
 )
-from trainer.models.llama.spec import LlamaSpec, RopeScaling
+from trainer.models.llama.rope import RopeScaling
+from trainer.models.llama.spec import LlamaSpec
 from trainer.models.stress import align
 
 # Under `scalify`, expected sizes are those of independent numbers, as at
@@ -57,6 +59,14 @@ class Rotation(NamedTuple):
 
     cos_TxP: jax.Array
     sin_TxP: jax.Array
+
+    def where(self, turns: Any) -> "Rotation":
+        """Return the rotation of a layer that turns, or angle 0; None: it turns."""
+        if turns is None:
+            return self
+        return Rotation(
+            jnp.where(turns, self.cos_TxP, 1), jnp.where(turns, self.sin_TxP, 0)
+        )
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -90,19 +100,27 @@ class Attention(nnx.Module):
         self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
+        self.window = spec.attention_window
         heads, groups = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
-        self.q_proj = make.linear(
-            "attn.q_proj", spec.d_model, heads, spec.init_std, "column", bias=False
+        linear = functools.partial(
+            make.linear,
+            d_in=spec.d_model,
+            stddev=spec.init_std,
+            kind="column",
+            bias=spec.qkv_bias,
         )
-        self.k_proj = make.linear(
-            "attn.k_proj", spec.d_model, groups, spec.init_std, "column", bias=False
-        )
-        self.v_proj = make.linear(
-            "attn.v_proj", spec.d_model, groups, spec.init_std, "column", bias=False
-        )
+        self.q_proj = linear("attn.q_proj", d_out=heads)
+        self.k_proj = linear("attn.k_proj", d_out=groups)
+        self.v_proj = linear("attn.v_proj", d_out=groups)
         self.o_proj = make.linear(
             "attn.o_proj", heads, spec.d_model, residual_stddev, "row", bias=False
         )
+        self.qk_norm = spec.qk_norm
+        if spec.qk_norm is not None:
+            sizes = (heads, groups) if spec.qk_norm == "layer" else (self.head_dim,) * 2
+            self.q_norm, self.k_norm = (
+                make.rms_norm(size, spec.norm_eps, split=make.split) for size in sizes
+            )
 
     def heads(
         self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, batch: int
@@ -115,10 +133,14 @@ class Attention(nnx.Module):
             lambda x_NxD: self.products(copy_to_axis(norm(x_NxD), self.split)),
             self.recompute,
         )(x_NxD)
+        if self.qk_norm == "layer":
+            products = [self.q_norm(products[0]), self.k_norm(products[1]), products[2]]
         q, k, v = (
             y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim)
             for y in products
         )
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         return [*(rope(rebalance(x, QUERIES_AND_KEYS), *rotation) for x in (q, k)), v]
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
@@ -139,7 +161,12 @@ class Attention(nnx.Module):
         """Return the attention of `norm(x)`."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, batch)
         out_BxTxHxK = attention(
-            q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, causal=True, segments=segments_BxT
+            q_BxTxHxK,
+            k_BxTxGxK,
+            v_BxTxGxK,
+            causal=True,
+            window=self.window,
+            segments=segments_BxT,
         )
         out_BxTxHxK = rebalance_grad(rebalance(out_BxTxHxK, MIXED), GRADIENTS)
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1))
@@ -162,7 +189,9 @@ class Attention(nnx.Module):
         v_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(
             cache.v, v_BxTxGxK, position, axis=1
         )
-        out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, position)
+        out_BxTxHxK = cached_attention(
+            q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, position, self.window
+        )
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1)), KVCache(
             k_BxSxGxK, v_BxSxGxK
         )
@@ -215,7 +244,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Two residual branches: attention and MLP, each after a norm."""
+    """Two residual branches, attention and MLP, each with a norm before or after it."""
 
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
@@ -227,6 +256,13 @@ class Block(nnx.Module):
         self.attn = Attention(spec, make, residual_stddev)
         self.mlp_norm = make.rms_norm(spec.d_model, spec.norm_eps)
         self.mlp = MLP(spec, make, residual_stddev)
+        self.norms_after = spec.norms == "after"
+
+    def branch(self, fun: Callable, norm: Norm, x_NxD: jax.Array, *args: Any) -> Any:
+        """Return `fun(x, norm, *args)`, or its result normalized after it."""
+        if not self.norms_after:
+            return fun(x_NxD, norm, *args)
+        return norm(fun(x_NxD, lambda x: x, *args))
 
     def __call__(
         self,
@@ -235,9 +271,11 @@ class Block(nnx.Module):
         segments_BxT: jax.Array | None,
         batch: int,
     ) -> jax.Array:
-        x_NxD += self.attn(x_NxD, self.attn_norm, rotation, segments_BxT, batch)
+        x_NxD += self.branch(
+            self.attn, self.attn_norm, x_NxD, rotation, segments_BxT, batch
+        )
         x_NxD = materialised(x_NxD)  # both norms and both sums read it
-        return materialised(x_NxD + self.mlp(x_NxD, self.mlp_norm))
+        return materialised(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
 
     def decode(
         self,
@@ -247,11 +285,10 @@ class Block(nnx.Module):
         position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
         """Return the output for tokens from `position` on, and the new cache."""
-        out_NxD, cache = self.attn.decode(
-            x_NxD, self.attn_norm, rotation, cache, position
-        )
-        x_NxD += out_NxD
-        return x_NxD + self.mlp(x_NxD, self.mlp_norm), cache
+        before = (lambda x: x) if self.norms_after else self.attn_norm
+        out_NxD, cache = self.attn.decode(x_NxD, before, rotation, cache, position)
+        x_NxD += self.attn_norm(out_NxD) if self.norms_after else out_NxD
+        return x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD), cache
 
 
 class Llama(nnx.Module):
@@ -330,6 +367,12 @@ class Llama(nnx.Module):
         """The head's weights: the token table if tied."""
         return (self.wte if self.spec.tied else self.lm_head).embedding[...]
 
+    @property
+    def rotated_L(self) -> jax.Array | None:
+        """For each layer whether it has rotary positions; None: all have."""
+        layers = self.spec.rotated_layers
+        return None if layers is None else jnp.asarray(layers)
+
     def rotation(self, position: jax.Array | int, length: int) -> Rotation:
         """Return the rotation of `length` positions from `position` on."""
         spec = self.spec
@@ -356,9 +399,9 @@ class Llama(nnx.Module):
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
 
-        def call(block: Block, x_NxD: jax.Array, shared: Any, _: None) -> jax.Array:
+        def call(block: Block, x_NxD: jax.Array, shared: Any, turns: Any) -> jax.Array:
             rotation, segments_BxT = shared
-            return block(x_NxD, rotation, segments_BxT, B)
+            return block(x_NxD, rotation.where(turns), segments_BxT, B)
 
         shared = self.rotation(0, T), segments_BxT
         x_NxD = apply_blocks(
@@ -366,6 +409,7 @@ class Llama(nnx.Module):
             call,
             self.embed(tokens_BxT),
             shared,
+            self.rotated_L,
             scan=spec.scan_layers,
             remat=spec.remat,
         )
@@ -432,12 +476,17 @@ class Llama(nnx.Module):
         rotation = self.rotation(position, tokens_BxT.shape[1])
 
         def call(
-            block: Block, x_NxD: jax.Array, cache: KVCache
+            block: Block, x_NxD: jax.Array, each: tuple[KVCache, Any]
         ) -> tuple[jax.Array, KVCache]:
-            return block.decode(x_NxD, rotation, cache, position)
+            cache, turns = each
+            return block.decode(x_NxD, rotation.where(turns), cache, position)
 
         x_NxD, cache = decode_blocks(
-            self.h, call, self.embed(tokens_BxT), cache, scan=self.spec.scan_layers
+            self.h,
+            call,
+            self.embed(tokens_BxT),
+            (cache, self.rotated_L),
+            scan=self.spec.scan_layers,
         )
         return self.norm(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 

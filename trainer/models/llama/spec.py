@@ -4,53 +4,19 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
 from trainer.models.choices import REMATS, SAME_MLP
+from trainer.models.llama.config_json import ConfigJson, fields_of
+from trainer.models.llama.rope import RopeScaling
 
 ARCHITECTURE = (
     "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size",
     "d_mlp", "mlp",
     "rope_theta", "rope_scaling", "norm_eps", "tied",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of rotary positions for a longer context.
-
-    Slow rotations become slower, fast ones stay.
-
-    Attributes:
-      factor: divides the frequencies whose wavelength is longer than
-          `original_context / low_freq_factor`.
-      low_freq_factor: see `factor`.
-      high_freq_factor: wavelengths shorter than `original_context / high_freq_factor`
-        stay; between the two, the frequency is interpolated.
-      original_context: tokens of the model's earlier context.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-    def __post_init__(self) -> None:
-        """Raise UserError for invalid factors."""
-        if (
-            self.factor <= 0
-            or self.original_context < 1
-            or not 0 < self.low_freq_factor < self.high_freq_factor
-        ):
-            raise UserError(
-                f"rope_scaling: factor={self.factor},"
-                f" low_freq_factor={self.low_freq_factor},"
-                f" high_freq_factor={self.high_freq_factor},"
-                f" original_context={self.original_context}: expected numbers above 0,"
-                " and low_freq_factor below high_freq_factor, such as 8, 1, 4, 8192"
-            )
 
 
 @dataclass(frozen=True)
@@ -85,7 +51,23 @@ class LlamaSpec:
           the residual stream.
       align_channels: as in GPT2Spec.
       align_gain: as in GPT2Spec.
+
+    Families that are nearly Llama inherit from it, and say here where they differ:
+      config_json: of their weights.
+      qkv_bias: whether queries, keys and values have biases.
+      qk_norm: "head": queries and keys are normalized, each head by itself, before they
+        are rotated; "layer": all heads together; None: they are not.
+      norms: "before" the branches, or "after" them.
     """
+
+    config_json: ClassVar[ConfigJson] = ConfigJson(
+        "llama",
+        "LlamaForCausalLM",
+        {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    )
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[Literal["head", "layer"] | None] = None
+    norms: ClassVar[Literal["before", "after"]] = "before"
 
     vocab_size: Positive
     context: Positive = 2048
@@ -155,6 +137,16 @@ class LlamaSpec:
         """Width of a head, K."""
         return self.d_model // self.n_head if self.head_dim is None else self.head_dim
 
+    @property
+    def attention_window(self) -> int | None:
+        """The number of keys that a query sees, itself among them; None: all."""
+        return None
+
+    @property
+    def rotated_layers(self) -> tuple[bool, ...] | None:
+        """For each layer whether it has rotary positions; None: all have."""
+        return None
+
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
@@ -163,14 +155,33 @@ class LlamaSpec:
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
-        fields = dataclasses.asdict(spec_of(config))
-        return {name: fields[name] for name in ARCHITECTURE}
+        fields = dataclasses.asdict(cls.of_config(config))
+        return {name: fields[name] for name in cls.checkpoint_fields()}
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the spec of a config.json, with transformers' defaults.
+
+        Raises:
+          UserError: a key that is missing or damaged, or a variant that this model does
+            not compute.
+        """
+        return cls(**fields_of(config, cls.config_json), **cls.choices_of(config))
+
+    @classmethod
+    def choices_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that Llama lacks, of a config.json."""
+        return {}
+
+    def choices(self) -> dict[str, Any]:
+        """Return the keys of a config.json for the fields that Llama lacks."""
+        return {}
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
         fields = dataclasses.asdict(self)
         filled = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
-        return {name: fields[name] for name in ARCHITECTURE} | filled
+        return {name: fields[name] for name in self.checkpoint_fields()} | filled
 
     def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
@@ -204,104 +215,6 @@ def forward_flops_per_token(spec: LlamaSpec) -> int:
     """Return the FLOPs of one token's forward pass at the full context; see `flops`."""
     sizes = linear_sizes(dataclasses.replace(spec, scan_layers=True))
     weights = spec.n_layer * sum(inputs * outputs for inputs, outputs in sizes.values())
-    scores = 4 * spec.n_layer * spec.context * spec.n_head * spec.head_width
+    keys = min(spec.attention_window or spec.context, spec.context)
+    scores = 4 * spec.n_layer * keys * spec.n_head * spec.head_width
     return 2 * weights + scores + 2 * spec.d_model * spec.vocab_size
-
-
-# The values that a config.json may have, where it has the key, for this model to
-# compute the same function.
-REQUIRED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "architectures": (["LlamaForCausalLM"], None),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (None,),
-}
-# required integers of a config.json, and their names in LlamaSpec
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "intermediate_size": "d_mlp",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-}
-ROPE_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_context",
-}
-
-
-def spec_of(config: Mapping[str, Any]) -> LlamaSpec:
-    """Return the spec of a config.json, with transformers' defaults."""
-    for key, valid in REQUIRED.items():
-        if key in config and config[key] not in valid:
-            raise UserError(
-                f"{key}={config[key]!r} is not supported; valid: {valid[0]!r}"
-            )
-    sizes: dict[str, Any] = {
-        ours: whole_number(config, key) for key, ours in SIZES.items()
-    }
-    heads, width = sizes["n_head"], sizes["d_model"]
-    head_dim = config.get("head_dim")
-    if head_dim in (None, width / heads):
-        head_dim = None
-    else:
-        head_dim = whole_number(config, "head_dim")
-    theta, scaling = rope_of(config)
-    return LlamaSpec(
-        **sizes,
-        context=whole_number(config, "max_position_embeddings", 2048),
-        n_kv_head=whole_number(config, "num_key_value_heads", heads),
-        head_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-
-
-def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer of a configuration, or raise UserError."""
-    value = tree.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:  # a bool is an int, but not a number
-        raise UserError(f"{key}={value!r}: expected a whole number, at least 1")
-    return value
-
-
-def number(tree: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a number of a configuration, or raise UserError."""
-    value = tree.get(key, default)
-    if type(value) not in (int, float):
-        raise UserError(f"{key}={value!r}: expected a number")
-    return float(value)
-
-
-def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return base and scaling of the rotary positions.
-
-    They are in `rope_theta` and `rope_scaling`, or both in `rope_parameters`.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"rope_scaling={rope!r}: expected an object")
-    settings = {**config, **rope}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(
-            f"rope_type={kind!r} is not supported; valid: 'default', 'llama3'"
-        )
-    partial = settings.get("partial_rotary_factor")
-    if partial not in (None, 1):
-        raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
-    theta = number(settings, "rope_theta", 10_000.0)
-    if kind == "default":
-        return theta, None
-    fields: dict[str, Any] = {
-        ours: number(rope, key) for key, ours in ROPE_SCALING.items()
-    }
-    fields["original_context"] = int(fields["original_context"])
-    return theta, RopeScaling(**fields)

@@ -33,7 +33,7 @@ def rms_norm(x, w):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w[None, None]
 
 
-def full_attention(causal, segments=None):
+def full_attention(causal, segments=None, window=None):
     def fun(q, k, v):
         # as many heads as queries
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -44,6 +44,8 @@ def full_attention(causal, segments=None):
             if causal
             else jnp.ones((1, 1, t, s), bool)
         )
+        if window is not None:
+            mask = mask & jnp.triu(jnp.ones((t, s), bool), 1 - window)
         if segments is not None:
             mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
         return jnp.einsum(
@@ -116,6 +118,12 @@ CASES = {
         lambda *a: sc.functional.attention(*a, segments=SEGMENTS),
         full_attention(causal=True, segments=SEGMENTS),
         QKV,
+        3,
+    ),
+    "attention_window": (
+        lambda *a: sc.functional.attention(*a, window=3),
+        full_attention(causal=True, window=3),
+        GROUPED,
         3,
     ),
     "attention_grouped": (

@@ -19,7 +19,7 @@ from trainer.models.roles import Role, role_of
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
-OWN = {"gpt2": {}, "llama": {"n_kv_head": 1}}
+OWN = {name: {} if name == "gpt2" else {"n_kv_head": 1} for name in SPECS}
 MODELS = [(family, scan) for family in SPECS for scan in (False, True)]
 
 

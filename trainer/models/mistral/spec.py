@@ -1,0 +1,56 @@
+"""Mistral's sizes and choices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.bounds import Positive
+from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.rope import whole_number
+from trainer.models.llama.spec import LlamaSpec
+
+
+@dataclass(frozen=True)
+class MistralSpec(LlamaSpec):
+    """A Mistral's sizes and choices: those of Llama, and a window.
+
+    Jiang et al. 2023, "Mistral 7B" (arXiv 2310.06825).
+
+    Attributes:
+      window: the number of keys that a query sees, its own among them; None: all.
+    """
+
+    config_json = ConfigJson(
+        "mistral",
+        "MistralForCausalLM",
+        {"hidden_act": "silu"},
+        {
+            "sliding_window": 4096,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    )
+
+    window: Positive | None = None
+
+    @property
+    def attention_window(self) -> int | None:
+        """See `LlamaSpec`."""
+        return self.window
+
+    @classmethod
+    def checkpoint_fields(cls) -> tuple[str, ...]:
+        """See `family.Spec`."""
+        return (*super().checkpoint_fields(), "window")
+
+    @classmethod
+    def choices_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `LlamaSpec`."""
+        given = {**cls.config_json.defaults, **config}
+        if given["sliding_window"] is None:
+            return {"window": None}
+        return {"window": whole_number(given, "sliding_window")}
+
+    def choices(self) -> dict[str, Any]:
+        """See `LlamaSpec`."""
+        return {"sliding_window": self.window}

@@ -1,0 +1,20 @@
+"""OLMo 2 as a `Family`."""
+
+import dataclasses
+
+from trainer.errors import UserError
+from trainer.models.llama.family import make_family
+from trainer.models.olmo2.spec import Olmo2Spec
+
+
+def check_tensor(spec: Olmo2Spec, devices: int, multiple: int) -> None:
+    """Raise UserError for several devices: a norm of queries needs all their heads."""
+    if devices > 1:
+        raise UserError(
+            f"parallel.tensor={devices}: the norms of an OLMo 2's queries and keys are"
+            " over all heads, which this would split; valid: parallel.tensor=1, or"
+            " parallel=fsdp for memory"
+        )
+
+
+FAMILY = dataclasses.replace(make_family(Olmo2Spec), check_tensor=check_tensor)

@@ -1,0 +1,27 @@
+"""OLMo 2's sizes and choices."""
+
+from dataclasses import dataclass
+
+from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.spec import LlamaSpec
+
+
+@dataclass(frozen=True)
+class Olmo2Spec(LlamaSpec):
+    """An OLMo 2's sizes and choices: those of Llama.
+
+    OLMo Team 2024, "2 OLMo 2 Furious" (arXiv 2501.00656).
+    """
+
+    config_json = ConfigJson(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {"hidden_act": "silu", "attention_bias": False},
+        {"rms_norm_eps": 1e-5},
+        {
+            "attn_norm": "post_attention_layernorm",
+            "mlp_norm": "post_feedforward_layernorm",
+        },
+    )
+    qk_norm = "layer"
+    norms = "after"

@@ -1,0 +1,22 @@
+"""Qwen2's sizes and choices."""
+
+from dataclasses import dataclass
+
+from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.spec import LlamaSpec
+
+
+@dataclass(frozen=True)
+class Qwen2Spec(LlamaSpec):
+    """A Qwen2's sizes and choices: those of Llama.
+
+    Qwen Team 2024, "Qwen2.5 technical report" (arXiv 2412.15115).
+    """
+
+    config_json = ConfigJson(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"hidden_act": "silu", "use_sliding_window": False},
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    )
+    qkv_bias = True

@@ -1,0 +1,26 @@
+"""Qwen3's sizes and choices."""
+
+from dataclasses import dataclass
+
+from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.spec import LlamaSpec
+
+
+@dataclass(frozen=True)
+class Qwen3Spec(LlamaSpec):
+    """A Qwen3's sizes and choices: those of Llama.
+
+    Qwen Team 2025, "Qwen3 technical report" (arXiv 2505.09388).
+    """
+
+    config_json = ConfigJson(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        {
+            "head_dim": 128,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+    )
+    qk_norm = "head"

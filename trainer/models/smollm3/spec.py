@@ -1,0 +1,86 @@
+"""SmolLM3's sizes and choices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.bounds import Natural
+from trainer.errors import UserError
+from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.rope import whole_number
+from trainer.models.llama.spec import LlamaSpec
+
+
+@dataclass(frozen=True)
+class SmolLM3Spec(LlamaSpec):
+    """A SmolLM3's sizes and choices: those of Llama, and layers without positions.
+
+    Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner"; Yang et
+    al. 2025, "RoPE to NoPE and back again" (arXiv 2501.18795).
+
+    Attributes:
+      unrotated_every: every so many layers one has no rotary positions, the last of
+        each group; 0: all have.
+    """
+
+    config_json = ConfigJson(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_sliding_window": False,
+        },
+        {
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "rope_theta": 2_000_000.0,
+        },
+    )
+
+    unrotated_every: Natural = 4
+
+    @property
+    def rotated_layers(self) -> tuple[bool, ...] | None:
+        """See `LlamaSpec`."""
+        every = self.unrotated_every
+        return _rotated(self.n_layer, every) if every else None
+
+    @classmethod
+    def checkpoint_fields(cls) -> tuple[str, ...]:
+        """See `family.Spec`."""
+        return (*super().checkpoint_fields(), "unrotated_every")
+
+    @classmethod
+    def choices_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `LlamaSpec`; the layers must be every so many of them."""
+        given = {**cls.config_json.defaults, **config}
+        layers = whole_number(given, "num_hidden_layers")
+        rotated = given.get("no_rope_layers")  # 1: it has rotary positions
+        intervals = [whole_number(given, "no_rope_layer_interval")]
+        if rotated is None:
+            return {"unrotated_every": intervals[0]}
+        intervals.append(rotated.index(0) + 1 if 0 in rotated else 0)
+        for every in intervals:
+            if rotated == [int(turns) for turns in _rotated(layers, every)]:
+                return {"unrotated_every": every}
+        raise UserError(
+            f"no_rope_layers={rotated} is not supported; valid: 1 for each of the"
+            f" {layers} layers, but 0 for the last of each group of as many"
+        )
+
+    def choices(self) -> dict[str, Any]:
+        """See `LlamaSpec`."""
+        rotated = self.rotated_layers or (True,) * self.n_layer
+        return {
+            "no_rope_layers": list(map(int, rotated)),
+            "no_rope_layer_interval": self.unrotated_every or self.n_layer + 1,
+            "pad_token_id": None,  # transformers' own is beyond most vocabularies
+        }
+
+
+def _rotated(layers: int, every: int) -> tuple[bool, ...]:
+    return tuple(every == 0 or (i + 1) % every != 0 for i in range(layers))
