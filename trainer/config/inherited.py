@@ -60,6 +60,8 @@ def inherit(
         theirs = architecture_of_weights(source)
     if other_tokenizer:
         theirs.pop("vocab_size", None)
+    if model.get("context") is not None:  # a limit, which another run may set lower
+        theirs.pop("context", None)
     other = [
         f"model.{key}={model[key]} ({value} there)"
         for key, value in theirs.items()

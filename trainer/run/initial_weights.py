@@ -2,11 +2,13 @@
 safetensors file.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
@@ -15,7 +17,8 @@ from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
-from trainer.models.registry import family_of
+from trainer.models.registry import SPECS, family_of
+from trainer.models.weight_files import config_beside, read_object
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf
@@ -58,18 +61,77 @@ def initial_weights(
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
             problem = other_tokenizer_of_run(source, meta, tokenizer)
-            check_same_model(key, meta["model"], spec, FROM_INIT, problem)
-            return restore_weights(checkpointer, like)
+            saved = fit_context(key, meta["model"], spec)
+            check_same_model(key, saved, spec, FROM_INIT, problem)
+            target = of_context(meta["model"]["context"], spec, like)
+            params = restore_weights(checkpointer, target)
+            return jax.tree.map(place_cropped, params, like)
     saved_spec, params = huggingface.load(source, spec)
     problem = other_tokenizer_beside(source, saved_spec, tokenizer)
-    check_same_model(key, architecture(saved_spec), spec, FROM_INIT, problem)
+    saved = fit_context(key, architecture(saved_spec), spec)
+    check_same_model(key, saved, spec, FROM_INIT, problem)
     if spec.scan_layers:
         params = family_of(spec).stack_layers(params)
-    return jax.tree.map(
-        lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding),
-        params,
-        like,
-    )
+    return jax.tree.map(place_cropped, params, like)
+
+
+def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
+    """Return the architecture of weights with the context of the model that takes them.
+
+    A context is a limit: another one is the same function, as far as there are
+    parameters for the positions.
+
+    Raises:
+      UserError: the model has learned positions for more tokens than the weights.
+    """
+    theirs, ours = saved["context"], spec.context
+    if ours > theirs and any(jax.tree.leaves(position_tables(spec))):
+        raise UserError(
+            f"{key} has learned positions for {theirs:,} tokens,"
+            f" model.context={ours}; valid: at most {theirs}"
+        )
+    return {**saved, "context": ours}
+
+
+def position_tables(spec: Spec) -> Any:
+    """Return which parameters have a row for each position, as booleans in their
+    structure. Axis 0 counts the positions. Nothing is allocated.
+    """
+
+    def shapes(context: int) -> Any:
+        model: Any = dataclasses.replace(spec, context=context)
+        return jax.eval_shape(family_of(spec).build(model).init, jax.random.key(0))
+
+    one, other = shapes(spec.context), shapes(2 * spec.context)
+    return jax.tree.map(lambda a, b: a.shape != b.shape, one, other)
+
+
+def of_context(context: int, spec: Spec, like: Params) -> Params:
+    """Return `like` with tables of positions for another context, unsharded."""
+
+    def target(is_table: bool, leaf: jax.Array) -> Any:
+        if not is_table or leaf.shape[0] == context:
+            return leaf
+        return with_rows(leaf, context)
+
+    return jax.tree.map(target, position_tables(spec), like)
+
+
+def with_rows(leaf: jax.Array, rows: int) -> jax.ShapeDtypeStruct:
+    """Return an array like `leaf` with another number of rows, to restore.
+
+    It is unsharded: the mesh need not divide the rows.
+    """
+    sharding: Any = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    shape = (rows, *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def place_cropped(new: Any, like: jax.Array) -> jax.Array:
+    """Return the first rows of an array, placed and typed as `like`."""
+    return jax.device_put(new[: len(like)].astype(like.dtype), like.sharding)
 
 
 def other_tokenizer_of_run(
@@ -136,19 +198,39 @@ def describe_init(
     size = f"{len(arrays):,} tensors, {sum(x.size for x in arrays):,} parameters"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            step = checkpointer.newest()
+            step, saved = checkpointer.newest(), checkpointer.meta()["model"]
         return (
             f"weights from {source} after its step {step:,}: {size}; its tokenizer,"
             f" {tokenizer.name}, is that of the data"
+            f"{other_context(saved['context'], spec)}"
         )
-    family = (huggingface.family_at(source) or family_of(spec)).name
-    weights_line = f"weights from {source} (Hugging Face, {family}): {size}; "
+    family = huggingface.family_at(source)
+    name = (family or family_of(spec)).name
+    weights_line = f"weights from {source} (Hugging Face, {name}): {size}; "
+    if family is not None:
+        config = read_object(config_beside(source))
+        theirs = SPECS[name].keys_of_huggingface(config)["context"]
+        context = other_context(theirs, spec)
+    else:
+        context = ""
     if ids_beside(huggingface.directory_of(source)) is not None:
         return (
             f"{weights_line}the tokenizer beside them is that of the data,"
-            f" {tokenizer.name}"
+            f" {tokenizer.name}{context}"
         )
     return (
         f"{weights_line}there is no tokenizer beside them, so nobody checked whether"
-        f" their ids are those of data.tokenizer={tokenizer.name}"
+        f" their ids are those of data.tokenizer={tokenizer.name}{context}"
+    )
+
+
+def other_context(theirs: int, spec: Spec) -> str:
+    """Return what another context than that of the weights means, or nothing."""
+    if spec.context == theirs:
+        return ""
+    if spec.context < theirs:
+        return f"; model.context={spec.context} of its {theirs}"
+    return (
+        f"; model.context={spec.context}: rotary positions beyond its {theirs} are new"
+        " to it, and may need model.rope_scaling"
     )

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.data.bpe_files import read_json, special_in
 from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
@@ -28,7 +27,13 @@ from trainer.models.registry import family_of
 from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
-from trainer.run.initial_weights import restore_weights
+from trainer.run.initial_weights import (
+    fit_context,
+    of_context,
+    place_cropped,
+    restore_weights,
+    with_rows,
+)
 
 
 class Vocabulary(NamedTuple):
@@ -153,7 +158,7 @@ def weights_for_tokenizer(
 
     def place(is_table: bool, old: Any, fresh: jax.Array) -> jax.Array:
         if not is_table:
-            return jax.device_put(old.astype(fresh.dtype), fresh.sharding)
+            return place_cropped(old, fresh)
         # Padding, and rows above the tokenizer's ids, stay fresh.
         rows = np.array(jax.device_get(fresh), np.float32)
         old_rows = np.asarray(jax.device_get(old), np.float32)[: old_vocabulary.size]
@@ -175,24 +180,23 @@ def old_weights(
     vocab_size = {"vocab_size": spec.architecture()["vocab_size"]}
     if not (source / "checkpoints").is_dir():
         saved_spec, params = huggingface.load(source, spec)
-        check_same_model(key, architecture(saved_spec) | vocab_size, spec, FROM_INIT)
+        saved = fit_context(key, architecture(saved_spec), spec)
+        check_same_model(key, saved | vocab_size, spec, FROM_INIT)
         return family_of(spec).stack_layers(params) if spec.scan_layers else params
     old_spec: Any = dataclasses.replace(spec, vocab_size=size)
 
     def target(is_table: bool, leaf: jax.Array) -> Any:
         if not is_table:
             return leaf
-        sharding: Any = leaf.sharding
-        # The old number of rows need not be one that the mesh divides.
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec())
-        shape = (old_spec.padded_vocab, *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return with_rows(leaf, old_spec.padded_vocab)
 
     with Checkpointer.reading(source / "checkpoints") as checkpointer:
-        saved = checkpointer.meta()["model"] | vocab_size
-        check_same_model(key, saved, spec, FROM_INIT)
-        return restore_weights(checkpointer, jax.tree.map(target, tables, like))
+        saved = checkpointer.meta()["model"]
+        check_same_model(
+            key, fit_context(key, saved, spec) | vocab_size, spec, FROM_INIT
+        )
+        old = of_context(saved["context"], spec, jax.tree.map(target, tables, like))
+        return restore_weights(checkpointer, old)
 
 
 def vocabulary_tables(spec: Spec) -> Any:

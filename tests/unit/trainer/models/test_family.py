@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from trainer.config.inherited import inherit, needs_architecture
+from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.flops import param_count
@@ -17,6 +18,12 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.registry import SPECS, family_of
 from trainer.models.sampling import Generator
 from trainer.run.compatibility import architecture, check_same_model
+from trainer.run.initial_weights import (
+    describe_init,
+    fit_context,
+    initial_weights,
+    other_context,
+)
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
 FAMILIES = {
@@ -163,3 +170,31 @@ def test_weights_of_either_kind_of_gated_mlp_are_those_of_the_other(spec):
                 architecture(dataclasses.replace(plain, mlp="gelu")),
                 smooth,
             )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_weights_are_taken_into_a_shorter_context(family, tmp_path):
+    spec = dataclasses.replace(FAMILIES[family], vocab_size=256)
+    params = family_of(spec).build(spec).init(jax.random.key(0))
+    huggingface.save(tmp_path, spec, params)
+    shorter = dataclasses.replace(spec, context=5)
+    like = family_of(spec).build(shorter).init(jax.random.key(1))
+    tokenizer = ByteTokenizer()
+    taken = initial_weights(tmp_path, shorter, tokenizer, like)
+    tokens = np.arange(5)[None]
+    model, short = (family_of(spec).build(s) for s in (spec, shorter))
+    np.testing.assert_array_equal(short.bind(taken)(tokens), model.bind(params)(tokens))
+    assert "model.context=5 of its 8" in describe_init(
+        tmp_path, tokenizer, shorter, taken
+    )
+    keys = inherit({"name": "from_init", "context": 5}, str(tmp_path))
+    assert (keys["context"], keys["n_layer"]) == (5, 2)
+
+
+def test_a_longer_context_is_refused_where_positions_are_learned(tmp_path):
+    longer = {name: dataclasses.replace(s, context=16) for name, s in FAMILIES.items()}
+    with pytest.raises(UserError, match="learned positions for 8 tokens, model"):
+        fit_context("init_from=A", architecture(FAMILIES["gpt2"]), longer["gpt2"])
+    saved = fit_context("init_from=A", architecture(FAMILIES["llama"]), longer["llama"])
+    check_same_model("init_from=A", saved, longer["llama"])
+    assert "beyond its 8 are new to it" in other_context(8, longer["llama"])

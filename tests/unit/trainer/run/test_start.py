@@ -230,7 +230,8 @@ def test_weights_of_a_run_are_told_with_the_step_they_are_of(
 ):
     checkpointer = open_checkpointer()
     for step in (5, 1200):
-        checkpointer.save(step, {"a": jnp.zeros(3)}, {})
+        meta = {"model": {"context": GPT2Spec.context}}
+        checkpointer.save(step, {"a": jnp.zeros(3)}, meta)
     checkpointer.wait()
     line = describe_init(tmp_path, BYTE, GPT2Spec(vocab_size=256), PARAMS)
     assert line.startswith(
