@@ -29,7 +29,35 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_linear": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "linear",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+            }
+        },
+    ),
+    "llama_dynamic": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+            }
+        },
+    ),
+    "qwen2_yarn": (
+        "Qwen2Config",
+        {
+            "hidden_size": 32,
+            "rope_parameters": YARN | {"original_max_position_embeddings": 8},
+        },
+    ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral_window": ("MistralConfig", {"sliding_window": 5, "head_dim": 8}),
     "qwen2": ("Qwen2Config", {"rope_theta": 1e6}),

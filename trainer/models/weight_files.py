@@ -70,14 +70,28 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     if path.is_dir():
         files, indexed = weight_files(path), indexed_names(path)
     tensors: dict[str, np.ndarray] = {}
+    homes: dict[str, Path] = {}
     for file in files:
         try:
-            tensors |= load_file(file)
+            own = load_file(file)
+        except AttributeError as error:  # a dtype that NumPy has not
+            raise UserError(
+                f"{file} holds tensors in a format that NumPy has not ({error});"
+                " give weights in float32, float16 or bfloat16"
+            ) from error
         except SafetensorError as error:
             raise UserError(
                 f"{file} is not a whole safetensors file ({error}); download or copy it"
                 " again"
             ) from error
+        twice = sorted(own.keys() & homes.keys())
+        if twice:
+            raise UserError(
+                f"{file} and {homes[twice[0]].name} both hold {twice[0]} ({len(twice)}"
+                " tensors twice in all); leave only one of them in the directory"
+            )
+        tensors |= own
+        homes |= dict.fromkeys(own, file)
     lost = sorted(indexed - tensors.keys()) if indexed is not None else []
     if lost:
         raise UserError(
@@ -112,8 +126,10 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
 
 
 def indexed_names(directory: Path) -> set[str] | None:
-    """Return the names of all tensors, if there is an index."""
-    return set(weight_map(directory)) if (directory / INDEX).is_file() else None
+    """Return the names of all tensors, if there is an index that counts."""
+    if (directory / SINGLE).is_file() or not (directory / INDEX).is_file():
+        return None
+    return set(weight_map(directory))
 
 
 def weight_map(directory: Path) -> dict[str, str]:
@@ -134,7 +150,13 @@ def weight_map(directory: Path) -> dict[str, str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return a directory's safetensors files: those of the index, or else all."""
+    """Return a directory's safetensors files.
+
+    As transformers does, `model.safetensors` goes before an index. Without both it is
+    all files.
+    """
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
     if (directory / INDEX).is_file():
         files = [
             directory / name for name in sorted(set(weight_map(directory).values()))

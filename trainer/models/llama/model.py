@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -41,7 +40,7 @@ from trainer.models.layers import (
     copy_to_axis,
     recomputed,
 )
-from trainer.models.llama.rope import RopeScaling
+from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.stress import align
 
@@ -67,24 +66,6 @@ class Rotation(NamedTuple):
         return Rotation(
             jnp.where(turns, self.cos_TxP, 1), jnp.where(turns, self.sin_TxP, 0)
         )
-
-
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the angles per position of the channel pairs, FP32 `[head_dim / 2]`.
-
-    The fastest pair comes first.
-    """
-    frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if scaling is not None:
-        # Pairs that turn often in the original context stay, as they tell neighbors
-        # apart; slow ones are stretched to the new context, with a ramp in between.
-        turns_P = scaling.original_context * frequency_P / (2 * math.pi)
-        between = scaling.high_freq_factor - scaling.low_freq_factor
-        share_P = np.clip((turns_P - scaling.low_freq_factor) / between, 0, 1)
-        frequency_P = (
-            share_P * frequency_P + (1 - share_P) * frequency_P / scaling.factor
-        )
-    return frequency_P.astype(np.float32)
 
 
 class Attention(nnx.Module):
@@ -380,7 +361,9 @@ class Llama(nnx.Module):
         # in FP32: above 256, BF16 has no odd numbers
         position_T = (position + jnp.arange(length)).astype(jnp.float32)
         angle_TxP = position_T[:, None] * frequency_P[None]
-        return Rotation(jnp.cos(angle_TxP), jnp.sin(angle_TxP))
+        rotation = Rotation(jnp.cos(angle_TxP), jnp.sin(angle_TxP))
+        size = 1.0 if spec.rope_scaling is None else spec.rope_scaling.amplitude
+        return rotation if size == 1.0 else Rotation(*(size * x for x in rotation))
 
     def embed(self, tokens_BxT: jax.Array) -> jax.Array:
         """Return token vectors, `[B*T, D]` in the compute dtype."""

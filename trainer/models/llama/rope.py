@@ -1,38 +1,64 @@
 """Rotary positions: their scaling for a longer context, as a config.json has it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from trainer.errors import UserError
 
-ROPE_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_context",
+Kind = Literal["llama3", "linear", "yarn"]
+# for each kind its keys in a config.json, and their names here
+KEYS: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_context",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
 }
+# Keys of YaRN with which transformers computes something else.
+YARN_OTHERS = ("mscale", "mscale_all_dim", "truncate")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary positions for a longer context.
-
-    Slow rotations become slower, fast ones stay.
+    """Scaling of rotary positions for a longer context.
 
     Attributes:
-      factor: divides the frequencies whose wavelength is longer than
-          `original_context / low_freq_factor`.
-      low_freq_factor: see `factor`.
-      high_freq_factor: wavelengths shorter than `original_context / high_freq_factor`
-        stay; between the two, the frequency is interpolated.
-      original_context: tokens of the model's earlier context.
+      factor: of the longer context. Frequencies are divided by it: all of them
+        (linear), or the slow ones (llama3, yarn), with a ramp to those that stay.
+      low_freq_factor: of llama3: frequencies whose wavelength is longer than
+          `original_context / low_freq_factor` are divided.
+      high_freq_factor: of llama3: wavelengths shorter than
+        `original_context / high_freq_factor` stay.
+      original_context: tokens of the model's earlier context, of llama3 and yarn.
+      kind: llama3 (Grattafiori et al. 2024, arXiv 2407.21783), linear (Chen et al.
+        2023, arXiv 2306.15595) or yarn (Peng et al. 2023, arXiv 2309.00071).
+      beta_fast: of yarn: pairs that turn more often than this in the original context
+        stay.
+      beta_slow: of yarn: pairs that turn less often than this are divided.
+      attention_factor: of yarn: multiplies cosines and sines; None: 0.1 ln(factor) + 1.
     """
 
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    kind: Kind = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for invalid factors."""
@@ -48,6 +74,65 @@ class RopeScaling:
                 f" original_context={self.original_context}: expected numbers above 0,"
                 " and low_freq_factor below high_freq_factor, such as 8, 1, 4, 8192"
             )
+        if not 0 < self.beta_slow < self.beta_fast or (self.attention_factor or 1) <= 0:
+            raise UserError(
+                f"rope_scaling: beta_fast={self.beta_fast}, beta_slow={self.beta_slow},"
+                f" attention_factor={self.attention_factor}: expected numbers above 0,"
+                " and beta_slow below beta_fast, such as 32, 1, null"
+            )
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of cosines and sines."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Return the angles per position of the channel pairs, FP32 `[head_dim / 2]`.
+
+    The fastest pair comes first.
+    """
+    frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is not None:
+        # The share of a frequency that stays. Pairs that turn often in the original
+        # context stay, as they tell neighbors apart; slow ones are stretched to the new
+        # context, with a ramp in between.
+        share_P = _SHARES[scaling.kind](scaling, frequency_P, theta)
+        frequency_P = (
+            share_P * frequency_P + (1 - share_P) * frequency_P / scaling.factor
+        )
+    return frequency_P.astype(np.float32)
+
+
+def _share_of_llama3(s: RopeScaling, frequency_P: np.ndarray, _: float) -> np.ndarray:
+    turns_P = s.original_context * frequency_P / (2 * math.pi)
+    between = s.high_freq_factor - s.low_freq_factor
+    return np.clip((turns_P - s.low_freq_factor) / between, 0, 1)
+
+
+def _share_of_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.ndarray:
+    dim = 2 * len(frequency_P)
+
+    def pair(turns: float) -> float:
+        """The number of the pair, not whole, that turns so often."""
+        ratio = s.original_context / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(theta))
+
+    first = max(math.floor(pair(s.beta_fast)), 0)
+    last = min(math.ceil(pair(s.beta_slow)), dim - 1)
+    width = last - first if last != first else 0.001
+    return 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
+
+
+_SHARES = {
+    "linear": lambda s, frequency_P, theta: np.zeros_like(frequency_P),
+    "llama3": _share_of_llama3,
+    "yarn": _share_of_yarn,
+}
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -59,30 +144,40 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling={rope!r}: expected an object")
     settings = {**config, **rope}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    # Up to the context that a config.json names, "dynamic" changes nothing.
+    plain = kind in ("default", "dynamic")
+    if not plain and kind not in KEYS:
         raise UserError(
-            f"rope_type={kind!r} is not supported; valid: 'default', 'llama3'"
+            f"rope_type={kind!r} is not supported; valid: 'default', 'dynamic',"
+            f" {', '.join(map(repr, KEYS))}"
         )
     partial = settings.get("partial_rotary_factor")
     if partial not in (None, 1):
         raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
     theta = number(settings, "rope_theta", 10_000.0)
-    if kind == "default":
+    if plain:
         return theta, None
-    fields: dict[str, Any] = {
-        ours: number(rope, key) for key, ours in ROPE_SCALING.items()
-    }
-    fields["original_context"] = int(fields["original_context"])
-    return theta, RopeScaling(**fields)
+    others = [key for key in YARN_OTHERS if rope.get(key) not in (None, True)]
+    if kind == "yarn" and others:
+        raise UserError(f"{others[0]} of rope_type='yarn' is not supported; remove it")
+    fields: dict[str, Any] = {}
+    for key, ours in KEYS[kind].items():
+        if kind != "yarn" or rope.get(key) is not None:
+            fields[ours] = number(rope, key)
+    if kind == "yarn" and "original_context" not in fields:
+        fields["original_context"] = whole_number(config, "max_position_embeddings")
+    if "original_context" in fields:
+        fields["original_context"] = int(fields["original_context"])
+    return theta, RopeScaling(kind=kind, **fields)
 
 
 def rope_to_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return `rope_scaling` of a config.json."""
     if scaling is None:
         return None
-    fields = {key: getattr(scaling, ours) for key, ours in ROPE_SCALING.items()}
-    return {"rope_type": "llama3", **fields}
+    fields = {key: getattr(scaling, ours) for key, ours in KEYS[scaling.kind].items()}
+    return {"rope_type": scaling.kind, **fields}
 
 
 def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:

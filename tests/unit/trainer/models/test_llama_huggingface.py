@@ -273,13 +273,13 @@ def changed(**tensors):
         ),
         (
             {},
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type='yarn' is not supported; valid: 'def",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_type='longrope' is not supported; valid: 'def",
         ),
         (
             {},
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-            "rope_type='linear' is not supported",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}},
+            "mscale of rope_type='yarn' is not supported",
         ),
         (
             {},
@@ -434,3 +434,32 @@ def test_a_tokenizer_is_carried_along_as_it_is(tmp_path):
     assert (target / "tokenizer.json").read_bytes() == (
         source / "tokenizer.json"
     ).read_bytes()
+
+
+def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_path):
+    weights = random_tensors(CONFIG)
+    directory = write(tmp_path / "a", weights)
+    zeros = {name: np.zeros_like(tensor) for name, tensor in weights.items()}
+    save_file(zeros, directory / "model_old.safetensors")
+    same(read_tensors(directory), weights)  # model.safetensors, as in transformers
+    (directory / "model.safetensors").rename(directory / "model_new.safetensors")
+    with pytest.raises(UserError, match=r"model_old.safetensors and model_new.* both"):
+        load_llama(directory)
+
+
+def test_an_index_beside_model_safetensors_does_not_count(tmp_path):
+    weights = random_tensors(CONFIG)
+    directory = write(tmp_path / "a", weights)
+    index = {"weight_map": {"lost.weight": "lost.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    same(read_tensors(directory), weights)
+
+
+def test_tensors_in_fp8_are_refused_in_a_line(tmp_path):
+    file = tmp_path / "model.safetensors"
+    header = json.dumps(
+        {"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
+    ).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(UserError, match="a format that NumPy has not"):
+        read_tensors(file)

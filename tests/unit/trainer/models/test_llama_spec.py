@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from trainer.config.fields import from_tree
 from trainer.errors import UserError
 from trainer.models.flops import param_count
-from trainer.models.llama.model import frequencies
+from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec, RopeScaling, forward_flops_per_token
 
 CONFIGS = Path(__file__).resolve().parents[4] / "trainer" / "configs"
