@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import inherited
+from trainer.config import hub, inherited
 from trainer.config.combinations import validate
 from trainer.config.continuing import CONFIGS, CommandLine, continue_run, with_saved
 from trainer.config.fields import flatten, from_tree
@@ -76,6 +76,7 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
     plain = with_saved(tree, saved)
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
     plain |= changes
+    fetch_from_hub(plain, saved)
     if inherited.needs_architecture(plain.get("model")):
         plain["model"] = inherited.inherit(
             plain["model"],
@@ -88,6 +89,21 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
     for phase in phases_of(config):
         validate(phase.config)
     return config
+
+
+def fetch_from_hub(plain: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Replace ids of the hub by the directories of their files.
+
+    Nothing is fetched because a saved run says so.
+    """
+    source, data = plain.get("init_from"), plain.get("data")
+    if isinstance(source, str) and "init_from" not in saved:
+        plain["init_from"] = hub.fetch("init_from", source, hub.MODEL_FILES)
+    if not isinstance(data, dict) or "data.tokenizer" in saved:
+        return
+    name = data.get("tokenizer")
+    if isinstance(name, str):
+        data["tokenizer"] = hub.fetch("data.tokenizer", name, hub.TOKENIZER_FILES)
 
 
 def with_presets(phases: Any) -> Any:

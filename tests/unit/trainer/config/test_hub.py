@@ -1,0 +1,49 @@
+"""Ids of the Hugging Face hub in place of paths."""
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+from trainer.config.composition import compose_config
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def download(name, revision=None, allow_patterns=()):
+        asked.append((name, revision))
+        if name == "no/network":
+            raise LocalEntryNotFoundError("x")
+        if name == "no/model":
+            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+def test_an_id_is_fetched_and_a_path_is_not(hub, tmp_path):
+    config = compose_config(["init_from=owner/model-1.5B@main"])
+    assert config.init_from == str(tmp_path / "cache")
+    assert hub == [("owner/model-1.5B", "main")]
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/mistyped", "./owner/model", "/owner/model", "mine"):
+        assert compose_config([f"init_from={path}"]).init_from.endswith(path)
+    assert len(hub) == 1
+    config = compose_config(["data.tokenizer=owner/model"])
+    assert config.data.tokenizer == str(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/network", r"hub cannot be reached \(Local.*`hf download no/network`"),
+        ("no/model", "is no path here, and the hub has no such repository"),
+    ],
+)
+def test_what_cannot_be_fetched_is_a_line(hub, name, message):
+    with pytest.raises(UserError, match=message):
+        compose_config([f"init_from={name}"])

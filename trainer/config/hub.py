@@ -1,0 +1,57 @@
+"""Models and tokenizers by their id on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from trainer.errors import UserError
+
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
+MODEL_FILES = ("model*.safetensors", "*.json", "merges.txt", *TOKENIZER_FILES)
+
+
+def fetch(key: str, value: str, files: tuple[str, ...]) -> str:
+    """Return the directory of a hub id's files, fetched if the cache lacks them.
+
+    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`. What exists as a path, or is in a
+    directory that does, is a path, and returned as it is.
+
+    Args:
+      key: the key of the configuration.
+      value: its value.
+      files: patterns of the files that count.
+
+    Raises:
+      UserError: the hub has no such repository, or is not reached.
+    """
+    match = HUB_ID.fullmatch(value)
+    if match is None or Path(value).exists() or Path(value).parent.exists():
+        return value
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    name, revision = match.groups()
+    try:
+        return huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(files)
+        )
+    except errors.RevisionNotFoundError:
+        raise UserError(
+            f"{key}={value}: the hub's {name} has no revision {revision}"
+        ) from None
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{key}={value}: the hub asks you to accept the model's terms; accept them"
+            f" on its page and log in by `hf auth login`"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{key}={value} is no path here, and the hub has no such repository (or you"
+            " may not read it); valid: a path, or OWNER/NAME of the hub"
+        ) from None
+    except (OSError, ValueError, errors.HfHubHTTPError) as error:
+        raise UserError(
+            f"{key}={value} is no path here, and the hub cannot be reached"
+            f" ({type(error).__name__}); fetch it where there is a network, by"
+            f" `hf download {name}`, and give the directory"
+        ) from error
