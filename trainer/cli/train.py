@@ -43,7 +43,7 @@ from trainer.config.fields import flatten, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError, broken_pipe_code, complain, leave
 from trainer.run.allocator import keep_freed_memory
-from trainer.run.shutdown import EARLY
+from trainer.run.shutdown import EARLY, NOTHING_TRAINED
 from trainer.text import refuse_twice
 
 STOPPED = (130, 143)  # by a signal
@@ -230,6 +230,7 @@ def main(argv: list[str]) -> int:
                 # JAX is imported only once the configuration is known to be good.
                 from trainer.assembly.run import run
 
+                EARLY.imported = True
                 this.exit_code, _ = run(config, overrides_of(given_keys))
         except Exception as error:
             # Hydra would print a line of its own before it.
@@ -242,7 +243,7 @@ def main(argv: list[str]) -> int:
         if EARLY.begun:
             complain("interrupted while ending; re-run the same command to resume")
         else:
-            complain("interrupted before the first step; nothing was trained")
+            complain(NOTHING_TRAINED)
         return 130
     except (HydraException, OmegaConfBaseException) as error:
         complain(explain(error, sys.argv[1:]))

@@ -23,6 +23,7 @@ from trainer.files import no_follow
 
 HUNG = 4  # exit code
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NOTHING_TRAINED = "interrupted before the first step; nothing was trained"
 POLL = 0.25  # seconds between two looks at the clock
 
 
@@ -31,12 +32,14 @@ class EarlyInterrupt:
     `Guard` takes it over.
 
     Attributes:
+      imported: whether JAX is imported. A KeyboardInterrupt during that aborts the
+        process with a trace of C++; before, a Ctrl-C ends it without an exception.
       received: whether one came.
       begun: whether a `Guard` was entered since `install`.
     """
 
     def __init__(self) -> None:
-        self.received = self.begun = False
+        self.imported = self.received = self.begun = False
 
     def install(self) -> None:
         """Catch Ctrl-C from now on, in the main thread of a program."""
@@ -44,6 +47,9 @@ class EarlyInterrupt:
         signal.signal(signal.SIGINT, self._caught)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
+        if not self.imported:
+            _write_error(NOTHING_TRAINED)
+            os._exit(128 + number)
         self.received = True
         raise KeyboardInterrupt
 

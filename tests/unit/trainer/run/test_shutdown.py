@@ -164,6 +164,7 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
     before = signal.getsignal(signal.SIGINT)
     try:
         early.install()
+        early.imported = True
         with contextlib.suppress(KeyboardInterrupt):  # as a library may
             signal.raise_signal(signal.SIGINT)
         for expected in (signal.SIGINT, 0):
@@ -171,6 +172,23 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
                 assert guard.signal == expected
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_during_the_imports_ends_the_process_without_an_exception():
+    code = """
+import signal
+from trainer.run.shutdown import EARLY
+EARLY.install()
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("swallowed, or an abort by nanobind")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert (
+        done.stderr == "error: interrupted before the first step; nothing was trained\n"
+    )
 
 
 def test_without_bounds_nothing_ends_it(start):
