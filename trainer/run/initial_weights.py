@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import tree, weights
@@ -21,7 +22,7 @@ from trainer.models.registry import SPECS, family_of
 from trainer.models.weight_files import config_beside, read_object
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
-from trainer.step.state_tree import as_saved, first_nonfinite_leaf
+from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
 
 NEW_ROWS = ", or init.embeddings=focus to make table rows for the data's tokens"
 
@@ -54,7 +55,7 @@ def initial_weights(
       like: the untrained parameters.
 
     Raises:
-      UserError: another architecture, or another tokenizer.
+      UserError: another architecture, another tokenizer, or a weight is not finite.
     """
     key = f"init_from={source}"
     if (source / "checkpoints").is_dir():
@@ -72,6 +73,7 @@ def initial_weights(
     check_same_model(key, saved, spec, FROM_INIT, problem)
     if spec.scan_layers:
         params = family_of(spec).stack_layers(params)
+    check_finite(key, params)
     return jax.tree.map(place_cropped, params, like)
 
 
@@ -132,6 +134,18 @@ def with_rows(leaf: jax.Array, rows: int) -> jax.ShapeDtypeStruct:
 def place_cropped(new: Any, like: jax.Array) -> jax.Array:
     """Return the first rows of an array, placed and typed as `like`."""
     return jax.device_put(new[: len(like)].astype(like.dtype), like.sharding)
+
+
+def check_finite(key: str, params: Params) -> None:
+    """Raise UserError for a weight that is not finite, before it is placed.
+
+    Placing weights, JAX asserts that they are equal in all processes, and no NaN is.
+    """
+    for name, array in zip(
+        leaf_names({"params": params}), jax.tree.leaves(params), strict=True
+    ):
+        if not np.isfinite(np.asarray(array, np.float32)).all():
+            raise UserError(f"{key}: {name} is not finite; choose other weights")
 
 
 def other_tokenizer_of_run(

@@ -28,6 +28,7 @@ from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.run.initial_weights import (
+    check_finite,
     fit_context,
     of_context,
     place_cropped,
@@ -182,6 +183,7 @@ def old_weights(
         saved_spec, params = huggingface.load(source, spec)
         saved = fit_context(key, architecture(saved_spec), spec)
         check_same_model(key, saved | vocab_size, spec, FROM_INIT)
+        check_finite(key, params)
         return family_of(spec).stack_layers(params) if spec.scan_layers else params
     old_spec: Any = dataclasses.replace(spec, vocab_size=size)
 

@@ -4,6 +4,9 @@ writing once."""
 import numpy as np
 import pytest
 from command import finish, parameters, several, trainer, values, wait_for_row
+from safetensors.numpy import load_file, save_file
+
+from trainer.cli import export
 
 ARGS = [
     "checkpoint.every=3",
@@ -105,6 +108,23 @@ def test_processes_that_diverge_skip_together_and_say_why_once(tmp_path):
     assert len(skipped) == 2
     # the whole batch, not the rows of one process
     assert np.load(skipped[0]).shape == (16, 33)
+
+
+def test_of_several_processes_the_console_names_the_given_weight_that_is_nan(both):
+    folder, _ = both
+    weights = folder / "weights"
+    export.main(export.Arguments(str(folder / "one"), str(weights)))
+    tensors = load_file(weights / "model.safetensors")
+    name = next(name for name in tensors if "c_fc.weight" in name)
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[-1] = np.nan  # in the part of the last device
+    save_file(tensors, weights / "model.safetensors", metadata={"format": "pt"})
+    args = [*ARGS, "parallel=fsdp", "init_from=weights"]
+    processes = several(folder, "poisoned", *args, devices=2)
+    outputs = [finish(process, code=2) for process in processes]
+    assert "error: init_from=weights: params/" in outputs[0], outputs[0]
+    assert "c_fc/kernel is not finite; choose other weights" in outputs[0], outputs[0]
+    assert not any("Traceback" in output for output in outputs)
 
 
 def test_a_process_that_fails_ends_at_once_and_waits_for_no_other(tmp_path):

@@ -172,7 +172,7 @@ def test_given_weights_are_looked_at_and_the_tensor_named(folder):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(
         UserError,
-        match=r"the initial state: params/.*c_fc.* is not finite; choose other weights",
+        match=r"init_from=weights: params/.*c_fc.* is not finite; choose other weights",
     ):
         train(compose([*SMALL, "run_dir=B", "init_from=weights", "train.steps=1"]))
     assert not (folder / "B").exists()
