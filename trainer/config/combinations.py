@@ -30,6 +30,13 @@ def validate(c: Config) -> None:
         f" {tokens}; nearest valid:"
         f" {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
     )
+    shares = c.schedule.warmup_fraction + c.schedule.decay_fraction
+    _require(
+        c.schedule.name != "wsd" or shares <= 1 + 1e-9,
+        f"schedule.warmup_fraction={c.schedule.warmup_fraction} and"
+        f" schedule.decay_fraction={c.schedule.decay_fraction} are more than all steps:"
+        " the learning rate would never come down; make them at most 1 together",
+    )
     mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
     _require(
         list(mesh.values()).count(-1) <= 1,

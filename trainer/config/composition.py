@@ -305,6 +305,13 @@ def explain(error: Exception, argv: list[str]) -> str:
                     f"{argument}: braces are not understood in a pattern; list the"
                     f" patterns: {listed}"
                 )
+        for argument in filter(_is_unreadable, argv):
+            key, _, value = argument.partition("=")
+            if "'" not in value and not value.startswith("["):
+                return (
+                    f"{argument}: characters such as = ( ) {{ }} : , in a value need"
+                    f" quotes within quotes: \"{key}='{value}'\""
+                )
         return (
             f"{text}: cannot be read; unusual characters need quotes within quotes:"
             " \"data.paths=['a (1).txt']\""
@@ -325,6 +332,17 @@ def explain(error: Exception, argv: list[str]) -> str:
         return describe_wrong_key(
             wrong.group(1), OmegaConf.to_container(compose("config", choices))
         )
+
+
+def _is_unreadable(argument: str) -> bool:
+    """Return whether Hydra's grammar does not have an argument `key=value`."""
+    if "=" not in argument or argument.startswith("-"):
+        return False
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return True
+    return False
 
 
 def is_group(argument: str) -> bool:

@@ -27,7 +27,7 @@ from trainer.data.files import (
     reading,
 )
 from trainer.data.jsonl import read_jsonl
-from trainer.data.parquet import TEXT_TYPES, check_parquet, not_text_column
+from trainer.data.parquet import check_parquet, is_text, not_text_column, read_parquet
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
@@ -40,6 +40,7 @@ Position = Any  # JSON; where reading continues
 ROWS = 256  # documents read at a time
 FILES = 16  # text files read at a time
 LINES = 4096
+BOM = "\ufeff"  # that a file may begin with, and no part of its text
 PIECE = 1 << 21  # characters of a single text read at a time
 
 
@@ -312,14 +313,30 @@ def read_files(
         for part in read_jsonl(paths, column, max_documents, position, ROWS):
             yield Rows(*part)
         return
+    if isinstance(position, dict):
+        raise UserError(
+            "this preparation was begun by an earlier version; remove its directory"
+            " below data.cache_dir, and start it anew"
+        )
+    read = read_parquet if kind == "parquet" else read_documents
     with reading(files, kind):
-        if kind == "text":
-            yield from rows(
-                load_files(files, kind), "text", max_documents, position, FILES
-            )
-        else:  # other columns are not read
-            dataset = load_files(files, kind, columns=[column])
-            yield from rows(dataset, column, max_documents, position, ROWS)
+        for part in read(files, column, max_documents, position):
+            yield Rows(*part)
+
+
+def read_documents(
+    files: Sequence[File], column: str, max_documents: int | None, position: Position
+) -> Iterator[tuple[list[str], Position]]:
+    """Yield the texts of files, each a document, and the position after them.
+
+    A position is the number of files that were read.
+    """
+    del column
+    paths = [file.path for file in files if file.size][:max_documents]
+    for start in range(position or 0, len(paths), FILES):
+        some = paths[start : start + FILES]
+        texts = [path.read_text(encoding="utf-8-sig") for path in some]
+        yield texts, start + len(some)
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
@@ -359,19 +376,18 @@ def fingerprint(*parts: Any) -> str:
     ).hexdigest()
 
 
-def load_files(files: list[File], format: Format, **options: Any) -> "IterableDataset":
-    """Return the rows of local files; of text, whole files unless `options` differ."""
+def load_lines(file: File) -> "IterableDataset":
+    """Return the lines of a text file, with their ends."""
     import datasets
 
-    defaults = {"sample_by": "document"} if format == "text" else {}
     # `datasets` takes a path as a glob; one with brackets would silently match nothing.
-    paths = [glob.escape(str(file.path.absolute())) for file in files if file.size]
     return datasets.load_dataset(
-        format,
-        data_files={"train": paths},
+        "text",
+        data_files={"train": glob.escape(str(file.path.absolute()))},
         split="train",
         streaming=True,
-        **defaults | options,
+        sample_by="line",
+        keep_linebreaks=True,
     )
 
 
@@ -413,7 +429,7 @@ def rows(
         dataset.load_state_dict(position)
     for table in dataset.iter(batch_size=batch):
         texts = table.column(column)
-        if str(texts.type) not in TEXT_TYPES:
+        if not is_text(texts.type):
             raise UserError(not_text_column(column, str(texts.type)))
         yield Rows([text or "" for text in texts.to_pylist()], dataset.state_dict())
 
@@ -421,15 +437,13 @@ def rows(
 def read_text(file: File, position: Position) -> Iterator[Rows]:
     """Yield a single text from line `position` on, in pieces that end at LINE_START."""
     start = position or 0
-    dataset = (
-        load_files([file], "text", sample_by="line", keep_linebreaks=True)
-        .with_format("arrow")
-        .skip(start)
-    )
+    dataset = load_lines(file).with_format("arrow").skip(start)
     piece: list[str] = []
     size = 0
     for table in dataset.iter(batch_size=LINES):
         for line in table.column("text").to_pylist():
+            if start == 0 and not piece:
+                line = line.removeprefix(BOM)
             if size >= PIECE and LINE_START.search(piece[-1][-2:] + line[:1]):
                 start += len(piece)
                 yield Rows(["".join(piece)], start)

@@ -27,6 +27,8 @@ FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
+# Text between marks, which would be trained on, too.
+MARKUP = (".html", ".htm", ".xhtml", ".xml")
 BLOCK = 1 << 22
 MANY = 8  # files that a message names one by one
 # advice for files whose text columns have different names
@@ -103,9 +105,11 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
     """Return the files of files, globs and directories, in the given order.
 
     A directory stands for all files below it. Names of files and directories that start
-    with a dot are left out. Files of a glob or a directory are sorted by name.
+    with a dot are left out. Files of a glob or a directory are sorted by name. A file
+    that links reach several times counts once: its twin in the validation text would be
+    one that was trained on.
     """
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     for path in paths:
         path = os.path.expanduser(path)
         if os.path.isfile(path):
@@ -118,8 +122,9 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
             raise no_match(path)
-        files += [Path(match) for match in matches]
-    return files
+        for match in matches:
+            files.setdefault(os.path.realpath(match), Path(match))
+    return list(files.values())
 
 
 def no_match(path: str) -> UserError:
@@ -148,14 +153,19 @@ def format_of(path: Path, given: Format | None) -> Format:
     """Return the format of a file: by its suffix, or else the given one.
 
     Raises:
-      UserError: the suffix contradicts the given format, or neither is known and the
-          file looks like JSON lines.
+      UserError: the suffix contradicts the given format, or without a format it is that
+          of markup, or none and the file looks like JSON lines.
     """
     named = FORMATS.get(path.suffix.lower())
     if named is not None and given not in (None, named):
         raise UserError(
             f"data.format={given}, but {path} is {named} by its name; leave data.format"
             " out (each file is then read by its name), or give the file another name"
+        )
+    if given is None and path.suffix.lower() in MARKUP:
+        raise UserError(
+            f"{path} is markup by its name: extract its text, leave it out of"
+            " data.paths, or set data.format=text to train on it as it stands"
         )
     if named is None and given is None and begins_like_json_lines(path):
         raise UserError(
@@ -235,7 +245,7 @@ def examine(
 def read_through(path: Path, text: bool) -> File:
     """Return size, digest and, for text, the number of characters of a file."""
     digest = hashlib.blake2b(digest_size=16)
-    utf8 = codecs.getincrementaldecoder("utf-8")()
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")()
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
     size = chars = 0
     try:

@@ -1,4 +1,5 @@
-"""Documents in JSON lines, and in files that hold one JSON list of objects.
+"""Documents in JSON lines, and in files with one JSON list of objects, or with an
+object that has one such list.
 
 Rows may have different keys, and only the text column is checked. A reader of tables,
 such as Arrow's, would need one schema for all rows.
@@ -14,6 +15,7 @@ from trainer.data.files import NoColumn
 from trainer.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
+SOME = 1000  # rows, of which one must have the column
 # A row, a function that returns its place in words, and the position after it. To count
 # lines the file is read again, so the function is only called for a message.
 JsonRow = tuple[dict[str, Any], Callable[[], str], int]
@@ -39,7 +41,7 @@ def read_jsonl(
 
     Raises:
       UserError: a row that is not an object, a value that is not text, or a file whose
-          first row lacks the column.
+          first `SOME` rows lack the column.
     """
     first, start, left = position or (0, 0, max_documents)
     texts: list[str] = []
@@ -69,15 +71,21 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
         read_rows = _rows_of_list if _is_list(file) else _rows_of_lines
-        rows = read_rows(path, file, start)
-        for number, (row, place, after) in enumerate(rows):
-            # Without this check all texts of the file would be empty.
-            if start == 0 and number == 0 and column not in row:
-                raise NoColumn(column, row, f"{path}: ")
+        keys: dict[str, None] = {}  # of rows without the column
+        has_column, number = start > 0, 0
+        for row, place, after in read_rows(path, file, start):
+            has_column, number = has_column or column in row, number + 1
+            if not has_column:
+                keys |= dict.fromkeys(row)
+                if number == SOME:
+                    break
             value = row.get(column)
             if value is not None and (problem := _text_problem(value)):
                 raise UserError(f"{path}, {place()}: column {column!r} holds {problem}")
             yield value or "", after
+        # Without this check all texts of the file would be empty.
+        if number and not has_column:
+            raise NoColumn(column, keys, f"{path}: ")
 
 
 def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
@@ -111,6 +119,14 @@ def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
         raise UserError(
             f"{path}: cannot be read as jsonl, nor as a list of objects ({error})"
         ) from error
+    if isinstance(rows, dict):
+        lists = [value for value in rows.values() if _is_rows(value)]
+        if len(lists) != 1:
+            raise UserError(
+                f"{path}: holds one object with {len(lists)} lists of objects; expected"
+                " JSON lines, a list of objects, or an object with one such list"
+            )
+        rows = lists[0]
     for i, row in enumerate(rows[start:], start + 1):
         if not isinstance(row, dict):
             raise UserError(
@@ -120,20 +136,37 @@ def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
 
 
 def _is_list(file: BinaryIO) -> bool:
-    """Return whether the file is a list of rows; rewind the file.
+    """Return whether the file is one JSON value of rows; rewind the file.
 
     A line that holds a list of other things than objects is a broken JSON line.
     """
     begin = file.tell()
-    line = file.readline()
+    line = next((line for line in file if line.strip()), b"")
     file.seek(begin)
-    if not line.lstrip().startswith(b"["):
+    if not line.lstrip().startswith((b"[", b"{")):
         return False
     try:
-        values = json.loads(line)
-    except ValueError:
-        return True
-    return all(isinstance(value, dict) for value in values)
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        # Over several lines; a broken line of JSON lines ends as a line does.
+        return line.lstrip().startswith(b"[") or not line.rstrip().endswith(b"}")
+    if isinstance(value, dict):
+        return any(map(_is_rows, value.values())) and _is_last(file, line)
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+
+def _is_rows(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(row, dict) for row in value)
+
+
+def _is_last(file: BinaryIO, line: bytes) -> bool:
+    """Return whether no other line than this has content; rewind the file."""
+    begin = file.tell()
+    lines = (other for other in file if other.strip())
+    alone = next(lines, b"") == line and next(lines, b"") == b""
+    file.seek(begin)
+    return alone
 
 
 def _text_problem(value: Any) -> str:

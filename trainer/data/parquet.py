@@ -1,15 +1,17 @@
-"""Checks of a Parquet file before `datasets` reads it."""
+"""Parquet files: checks before anything long starts, and their text."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.files import File, NoColumn, reading
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    import pyarrow
     import pyarrow.parquet
 
-TEXT_TYPES = ("string", "large_string", "null")  # of Arrow
 ROWS = 1024  # examined at a time
+READ = 256  # documents read at a time
 # Text may take so many times the bytes of its file, and at least the second number.
 # Compression gains a factor of 2 to 20; a dictionary of one long entry has no bound.
 EXPANSION = 1000
@@ -20,8 +22,8 @@ OFFSET = 8  # bytes that a row takes beside its text
 def check_parquet(file: File, column: str) -> None:
     """Check that a file is Parquet with a text column of a plausible size.
 
-    Each file is opened here, because `datasets` only checks the first one at the start,
-    and its message for a later one does not name the file.
+    Each file is opened before the first is read, and each may have another type of
+    text: strings of any kind, a dictionary of them (pandas' categories), or nulls only.
 
     Raises:
       UserError: it is not.
@@ -32,9 +34,9 @@ def check_parquet(file: File, column: str) -> None:
         schema = pyarrow.parquet.read_schema(file.path)
     if column not in schema.names:
         raise NoColumn(column, schema.names, f"{file.path}: ")
-    kind = str(schema.field(column).type)
-    if kind not in TEXT_TYPES:
-        raise UserError(f"{file.path}: {not_text_column(column, kind)}")
+    kind = schema.field(column).type
+    if not is_text(kind):
+        raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")
     with (
         reading([file], "parquet"),
         # Rows then refer to a dictionary, and repeated text takes no memory.
@@ -48,6 +50,46 @@ def check_parquet(file: File, column: str) -> None:
             size += text_bytes(batch.column(0))
             if size > limit:
                 raise too_large(file, limit)
+
+
+def is_text(kind: "pyarrow.DataType") -> bool:
+    """Return whether a column of Arrow's type `kind` is read as text."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_null(kind)
+    )
+
+
+def read_parquet(
+    files: Sequence[File], column: str, max_documents: int | None, position: Any
+) -> Iterator[tuple[list[str], Any]]:
+    """Yield the texts of a column, and the position after them; null is empty.
+
+    A position is the number of the file, that of the next of its batches of rows, and
+    how many documents are left of `max_documents` (None: no limit).
+    """
+    import pyarrow.parquet
+
+    first, begin, left = position or (0, 0, max_documents)
+    for number, file in enumerate(files[first:], first):
+        if not file.size:
+            continue
+        start = begin if number == first else 0
+        with pyarrow.parquet.ParquetFile(file.path) as parquet:
+            for i, batch in enumerate(parquet.iter_batches(READ, columns=[column])):
+                if i < start:
+                    continue
+                texts = [text or "" for text in batch.column(0).to_pylist()][:left]
+                left = None if left is None else left - len(texts)
+                yield texts, [number, i + 1, left]
+                if left == 0:
+                    return
 
 
 def claimed_bytes(metadata: "pyarrow.parquet.FileMetaData", column: str) -> int:

@@ -357,6 +357,18 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
         ),
         (["data.paths=[a (1).txt]"], ["'[a (1).'", "need quotes within quotes"]),
         (
+            ["seed=1", "init_from=ck/epoch=1-step=2"],
+            [
+                "init_from=ck/epoch=1",
+                "need quotes",
+                "\"init_from='ck/epoch=1-step=2'\"",
+            ],
+        ),
+        (
+            ["schedule=wsd", "schedule.decay_fraction=0.99"],
+            ["schedule.decay_fraction=0.99", "are more than all steps", "at most 1"],
+        ),
+        (
             ["data=text", "data.paths=[d/*.{txt,md},a.txt]"],
             ["braces are not understood", "data.paths=[d/*.txt,d/*.md,a.txt]"],
         ),
