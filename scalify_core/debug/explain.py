@@ -1,23 +1,46 @@
 """`explain`: a scaled program, equation by equation, beside the same program in plain
 FP32.
 
-It is evaluated eagerly by the rules that `scalify` uses. Calls are inlined and loops
-are run turn by turn; a composite is one equation.
+An observer of the evaluator that `scalify` uses, run eagerly: calls are entered, loops
+are run turn by turn, and a composite is one equation.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
 
-from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.debug.eager_interpreter import EagerInterpreter
-from scalify_core.debug.explanation import Explanation
+from scalify_core.array.scaled_array import asarray, is_scaled_array
+from scalify_core.debug import fp32_reference
+from scalify_core.debug.explanation import Explanation, Figures, Row, epsilon
+from scalify_core.debug.figures import (
+    Tensor,
+    cancelled,
+    differing,
+    inherited,
+    is_float,
+    measured,
+    sum_of,
+)
+from scalify_core.interpreter import registry
+from scalify_core.interpreter import value as v
 from scalify_core.interpreter.arguments import Arguments
+from scalify_core.interpreter.evaluator import Evaluator, entering
+from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.program import traced
 from scalify_core.interpreter.transform import Scales
+from scalify_core.interpreter.value import Value
+from scalify_core.numerics import precision_warnings
+from scalify_core.numerics.source_location import UNKNOWN, Place, name_of, place_of
+
+NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
 
 
 def explain(
@@ -81,12 +104,376 @@ def explain(
         raise TypeError(
             "explain: call it outside of jit, grad and vmap; it evaluates eagerly"
         )
-    interpreter = EagerInterpreter(tolerance, measures=scales == "auto")
-    errors = interpreter.errors(program.jaxpr, leaves, program.dtypes)
+    recorder = Recorder(tolerance, measures=scales == "auto")
+    errors = recorder.errors(program.jaxpr, leaves, program.dtypes)
     return Explanation(
-        list(interpreter.rows.values()),
+        list(recorder.rows.values()),
         errors,
         tolerance,
-        interpreter.first_difference,
+        recorder.first_difference,
         program.unknown,
     )
+
+
+class _Inside(NamedTuple):
+    """The equation whose inner jaxprs are evaluated: references, place and path."""
+
+    bodies: Any
+    place: Place
+    path: tuple
+    name: str
+
+
+class _Frame(NamedTuple):
+    """The tensors of the jaxpr that is evaluated; place and path of its caller."""
+
+    tensors: dict[Any, Tensor]
+    place: Place
+    path: tuple
+
+
+class Recorder(precision_warnings.Observer):
+    """The observer of one evaluation.
+
+    It keeps the tensors of plain FP32 beside those of the scaled program. What a JAX
+    transformation traces, as the body of a `shard_map`, is part of its equation.
+    """
+
+    def __init__(self, tolerance: float, *, measures: bool) -> None:
+        self.tolerance = tolerance
+        self.evaluate = Evaluator(measures, self)
+        self.rows: dict[tuple, Row] = {}
+        # The place where booleans or integers first differ from plain FP32.
+        self.first_difference: str | None = None
+        self._count = 0
+        self._lines: list[Any] = []
+        self._inside: _Inside | None = None
+        self._frame: _Frame | None = None
+
+    def _next_number(self) -> int:
+        """Return the number of this evaluation of an equation."""
+        self._count += 1
+        return self._count
+
+    def errors(
+        self, jaxpr: Any, leaves: Sequence[Any], dtypes: Sequence[np.dtype | None] = ()
+    ) -> list[float]:
+        """Return the errors of the results of a jaxpr.
+
+        Args:
+            jaxpr: the program.
+            leaves: its arguments, arrays and ScaledArrays.
+            dtypes: the dtypes of the results in plain code.
+        """
+        operands = [
+            Tensor(
+                entering(x),
+                fp32_reference.entering(asarray(x)),
+                UNKNOWN,
+                self._next_number(),
+            )
+            for x in leaves
+        ]
+        values = [x.value for x in operands]
+        program = fp32_reference.Call(operands)
+        self._inside = _Inside(program, UNKNOWN, (), "jit")
+        returned = (False,) * len(jaxpr.outvars)
+        dataclasses.replace(self.evaluate, resized=returned)(jaxpr, values)
+        out: list[Any] = program.out
+        if self.evaluate.measures:
+            made = measuring.leaving(jaxpr, values, [x.value for x in out], dtypes)
+            out = list(map(self._as_returned, out, made))
+        out = self._rounded(out)
+        return [x.error for x in out if is_float(x.reference)]
+
+    def _as_returned(self, x: Tensor, made: Any) -> Tensor:
+        """Return a result in storage form; lost small elements count as a loss.
+
+        They are compared with the result before it is stored. Against plain FP32, a
+        result of cancelling terms (the gradient of a key's bias) is left with other
+        roundings.
+        """
+        if not is_scaled_array(made):
+            return x
+        out = dataclasses.replace(
+            x, value=made, operand_error=max(x.operand_error, x.error)
+        )
+        if out.row is not None:
+            out.row.dtype = str(made.dtype)
+        self.measure(out, out.row.primitive if out.row else "")
+        if (
+            out.row is not None
+            and out.figures is not None
+            and precision_warnings.beside_lost(measuring.wide(x.value), asarray(made))
+            > 0
+        ):
+            out.row.see(out.figures, out.blame, out.when, loses=True)
+        return out
+
+    def jaxpr(self, jaxpr: Any, args: Sequence[Any], run: Callable) -> list[Any]:
+        """Evaluate a jaxpr, with a frame for its tensors."""
+        outer = self._inside, self._frame
+        inside, self._inside, self._frame = self._inside, None, None
+        try:
+            if inside is None or _is_traced():
+                return run()
+            with jax.disable_jit(False), precision_warnings.watching(None):
+                tensors = self._entering(jaxpr, args, inside)
+                self._frame = frame = _Frame(tensors, inside.place, inside.path)
+                out = run()
+                pairs = zip(jaxpr.outvars, out, strict=True)
+                results = [self._read(frame, *pair) for pair in pairs]
+                if inside.name not in fp32_reference.INLINE:
+                    results = self._rounded(results)
+                inside.bodies.done(jaxpr, results)
+                return out
+        finally:
+            self._inside, self._frame = outer
+
+    def _entering(
+        self, jaxpr: Any, args: Sequence[Any], inside: _Inside
+    ) -> dict[Any, Tensor]:
+        """Return the tensors of a jaxpr's constants and arguments."""
+        constants = [
+            Tensor(registry.known(x), fp32_reference.entering(x), inside.place, 0)
+            for x in jaxpr.consts
+        ]
+        tensors = []
+        for x, known in zip(args, inside.bodies.operands(jaxpr), strict=True):
+            tensor = dataclasses.replace(known, value=x)
+            if inside.name in fp32_reference.LOOPS:
+                # An iteration's operands are no result that has a row.
+                tensor = dataclasses.replace(tensor, place=inside.place, row=None)
+                self.measure(tensor, inside.name)
+            tensors.append(tensor)
+        names = (*jaxpr.constvars, *jaxpr.invars)
+        return dict(zip(names, (*constants, *tensors), strict=True))
+
+    def _read(self, frame: _Frame, atom: Any, x: Any) -> Tensor:
+        if isinstance(atom, Literal):
+            return Tensor(atom.val, atom.val, frame.place, 0)
+        known = frame.tensors[atom]
+        return known if known.value is x else dataclasses.replace(known, value=x)
+
+    def _rounded(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return results of a body as propagated scales store them."""
+        if self.evaluate.measures:
+            return tensors
+        return [self.stored(x, v.narrow) for x in tensors]
+
+    def equation(self, eqn: Any, operands: Sequence[Any], run: Callable) -> list[Any]:
+        """Evaluate an equation, and record the rows of its results."""
+        frame = self._frame
+        if frame is None:
+            return run(operands)
+        pairs = zip(eqn.invars, operands, strict=True)
+        tensors = [self._read(frame, *pair) for pair in pairs]
+        place, path = place_of(eqn, frame.place), (*frame.path, id(eqn))
+        bodies = None
+        if any(isinstance(x, Value) for x in operands):
+            rule = registry.rule_of(eqn)
+            if not rule.wide and not self.evaluate.measures:
+                tensors = [self.stored(x, rule.bring) for x in tensors]
+            bodies = _bodies(eqn, tensors)
+        casts = Casts()
+        self._lines, self._frame = [], None
+        self._inside = bodies and _Inside(bodies, place, path, eqn.primitive.name)
+        try:
+            with (
+                precision_warnings.watching(casts.record),
+                jax.disable_jit(bodies is not None),
+            ):
+                out = run([x.value for x in tensors])
+        finally:
+            self._inside, self._frame = None, frame
+        exact = bodies and bodies.results()
+        if exact is not None and eqn.primitive.name in fp32_reference.CALLS:
+            results = [
+                dataclasses.replace(y, value=x) for x, y in zip(out, exact, strict=True)
+            ]
+        else:
+            if exact is None:
+                exact = self.reference_results(eqn, tensors, place)
+            results = self.recorded(eqn, tensors, out, exact, casts, place, path)
+        frame.tensors.update(zip(eqn.outvars, results, strict=True))
+        return out
+
+    def multiplied(self, dtype: str, lost: Any) -> None:
+        """Keep the lost lines of a product for its row."""
+        self._lines.append(lost)
+
+    def reference_results(
+        self, eqn: Any, operands: Sequence[Tensor], place: Place
+    ) -> list[Tensor]:
+        """Return the results of an equation in plain FP32, without scaled values.
+
+        They hold the blame that their scales inherit.
+        """
+        blame = inherited(eqn, operands)
+        references = fp32_reference.in_float32(eqn, *(x.reference for x in operands))
+        return [Tensor(None, y, place, 0, blame=blame) for y in references]
+
+    def recorded(
+        self,
+        eqn: Any,
+        operands: Sequence[Tensor],
+        results: Sequence[Any],
+        exact: Sequence[Tensor],
+        casts: Casts,
+        place: Place,
+        path: tuple,
+    ) -> list[Tensor]:
+        """Return results measured against the `exact` ones; scaled results get rows."""
+        when = self._next_number()
+        error = max(
+            [
+                cancelled(eqn, operands, exact[0].reference) if exact else 0.0,
+                *(x.error for x in operands),
+            ]
+        )
+        vanished = max((x.figures.vanished for x in operands if x.figures), default=0.0)
+        out = []
+        for i, (x, like, var) in enumerate(
+            zip(results, exact, eqn.outvars, strict=True)
+        ):
+            if (
+                self.first_difference is None
+                and (share := differing(x, like.reference)) > 0
+            ):
+                self.first_difference = (
+                    f"{place}, {name_of(eqn)}: {share:.1%} of its elements are not"
+                    " those of plain FP32"
+                )
+            tensor = Tensor(
+                x,
+                like.reference,
+                place,
+                when,
+                None,
+                error,
+                vanished,
+                like.blame,
+                formats=casts.formats(),
+            )
+            if isinstance(x, Value):
+                is_wide = x.expected_rms == v.UNKNOWN and not measuring.is_stored(x)
+                dtype = "float32" if is_wide else str(x.dtype)
+                shape = tuple(var.aval.shape)
+                new = Row(place, name_of(eqn), shape, dtype, NOTHING)
+                tensor.row = self.rows.setdefault((*path, i), new)
+                tensor.row.turns += 1
+            self.measure(tensor, name_of(eqn), casts.lost())
+            lines = precision_warnings.lines_text(self._lines)
+            if lines and tensor.row is not None and tensor.figures is not None:
+                tensor.row.lines = lines
+                tensor.row.see(tensor.figures, tensor.blame, when, loses=True)
+            out.append(tensor)
+        return out
+
+    def measure(
+        self, x: Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    ) -> None:
+        """Measure a tensor.
+
+        Args:
+            x: the tensor.
+            name: the name of its equation.
+            cast: the losses of casts in the equation, see `precision_warnings.losses`.
+        """
+        if not is_float(x.reference):
+            return
+        figures, inherited_octaves = measured(x, cast), sum(x.blame.values())
+        x.figures = figures._replace(
+            drift=figures.astray - inherited_octaves if figures.due else 0.0
+        )
+        if isinstance(x.value, Value) and x.value.expected_rms != v.UNKNOWN:
+            # An equation that reduces the error reduces every share of the blame: a
+            # correct scale has nothing to blame.
+            part = (
+                min(max(figures.astray / inherited_octaves, 0.0), 1.0)
+                if inherited_octaves
+                else 1.0
+            )
+            x.blame = sum_of(
+                [
+                    (x.blame, part),
+                    ({(x.place, name): figures.astray - part * inherited_octaves}, 1.0),
+                ]
+            )
+        if x.row is not None:
+            data = x.value.data if isinstance(x.value, Value) else x.value
+            least = float(jnp.finfo(data.dtype).tiny)
+            loses = figures.loses(
+                self.tolerance, epsilon(x.row.dtype, *x.formats), least
+            )
+            x.row.see(x.figures, x.blame, x.when, loses=loses)
+
+    def stored(self, x: Tensor, bring: Callable) -> Tensor:
+        """Return the tensor in its format.
+
+        If that rounds the tensor, its row gets the figures after rounding.
+        """
+        if not isinstance(x.value, Value):
+            return x
+        # Rounding is not to blame for an error that the tensor already has.
+        out = dataclasses.replace(
+            x, value=bring(x.value), operand_error=max(x.operand_error, x.error)
+        )
+        # The constant of a mask saturates on purpose.
+        if out.value is not x.value and not x.value.is_fill_value:
+            self.measure(out, x.row.primitive if x.row else "")
+        return out
+
+
+class Casts:
+    """The losses of the casts inside one equation."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, Any]] = []
+
+    def record(self, unrounded: Any, rounded_values: Any) -> None:
+        with precision_warnings.watching(None):
+            lost, dtype = (
+                precision_warnings.losses(unrounded, rounded_values),
+                str(rounded_values.dtype),
+            )
+            # Under a vmap of the equation, losses are known only when it runs.
+            jax.debug.callback(
+                lambda x: self._seen.append((dtype, np.asarray(x))), lost
+            )
+
+    def formats(self) -> tuple[str, ...]:
+        return tuple(dtype for dtype, _ in self._seen)
+
+    def lost(self) -> tuple[float, float, float]:
+        norm, share, saturated = (
+            np.max([x for _, x in self._seen], axis=0, initial=0.0)
+            if self._seen
+            else (0, 0, 0)
+        )
+        return float(norm), float(share), float(saturated)
+
+
+def _bodies(eqn: Any, operands: list[Tensor]) -> Any:
+    """Return the references of an equation's inner jaxprs; None: it has none."""
+    name = eqn.primitive.name
+    if name in fp32_reference.CALLS:
+        return fp32_reference.Call(operands)
+    loop = fp32_reference.LOOPS.get(name)
+    return loop(eqn, operands) if loop is not None and _has_turns(eqn) else None
+
+
+def _has_turns(eqn: Any) -> bool:
+    """Return whether a loop can be evaluated one iteration at a time.
+
+    A batch of `while` loops, each with its own end, cannot.
+    """
+    condition = eqn.params.get("cond_jaxpr")
+    return eqn.params.get("length") != 0 and (
+        condition is None or condition.out_avals[0].shape == ()
+    )
+
+
+def _is_traced() -> bool:
+    """Return whether a JAX transformation is tracing the current computation."""
+    return isinstance(lax.full((), 0), jax.core.Tracer)

@@ -116,6 +116,7 @@ class Row:
             values; None: no evaluation did.
         blame: the octaves that its scale is astray by, as sums of the octaves added by
             each place and primitive.
+        lines: the sentence about lost rows and columns, of a product that loses some.
     """
 
     place: Place
@@ -126,6 +127,7 @@ class Row:
     turns: int = 0
     lost_at: int | None = None
     blame: Blame = dataclasses.field(default_factory=dict)
+    lines: str = ""
 
     def see(self, figures: Figures, blame: Blame, when: int, *, loses: bool) -> None:
         """Record the figures of evaluation `when`, or of its result in storage form."""
@@ -300,7 +302,7 @@ def _is_float32(row: Row) -> bool:
 
 def _sentence(row: Row) -> str:
     f = row.figures
-    what = []
+    what = [row.lines] if row.lines else []
     if f.flushed > 0:
         zero = (
             "zero, which are not in plain FP32"
@@ -324,7 +326,7 @@ def _sentence(row: Row) -> str:
 def _reason(row: Row) -> str:
     """Return the cause of a loss, and the remedy."""
     astray = row.figures.astray
-    if abs(astray) <= ASTRAY and _is_float32(row):
+    if abs(astray) <= ASTRAY and _is_float32(row) and not row.lines:
         return (
             "what it is computed from, in FP32, was rounded before: a comparison, a"
             " maximum or a sign went the other way there, or what was small beside"

@@ -8,8 +8,8 @@ Control flow is evaluated by the same rules under both.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from scalify_core.interpreter.measured.product_reads import Reading
 from scalify_core.interpreter.value import Value, in_format, narrow, value
 from scalify_core.numerics.caches import per_jaxpr
 from scalify_core.numerics.name_scopes import scope_of, within
-from scalify_core.numerics.precision_warnings import Reporter
+from scalify_core.numerics.precision_warnings import Observer
 from scalify_core.numerics.scales import as_numbers
 from scalify_core.numerics.storage import materialise
 
@@ -41,18 +41,19 @@ class Evaluator:
     Attributes:
         measures: whether scales are measured where values are stored; else rules
             propagate them.
-        reporter: reports the losses of casts; None: the program has no callbacks.
-        place: tells evaluators with a reporter apart. A trace inside an equation
+        observer: sees equations and the losses of casts: the check mode's, which has
+            callbacks, or that of `explain`.
+        place: tells evaluators with an observer apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
         numbers: that the jaxpr's arguments may hold, see `powers_of_two`; None: any.
         resized: the results that have readers which may give their rows other sizes,
-            see `additive_uses`; None: all. It counts for a reporter.
+            see `additive_uses`; None: all. It counts for an observer.
         stacks: for each result of a scan's body how products of later loops read it,
             None if anything else reads it too; see `loop_stacks`.
     """
 
     measures: bool
-    reporter: Reporter | None = None
+    observer: Observer | None = None
     place: object = None
     numbers: tuple[Any, ...] | None = None
     resized: tuple[bool, ...] | None = None
@@ -60,6 +61,11 @@ class Evaluator:
 
     def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Return the results of a jaxpr on operands that are `Value`s or plain."""
+        if self.observer is None:
+            return self._evaluated(jaxpr, args)
+        return self.observer.jaxpr(jaxpr, args, lambda: self._evaluated(jaxpr, args))
+
+    def _evaluated(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
@@ -69,35 +75,21 @@ class Evaluator:
         for scope, eqns in itertools.groupby(needed(jaxpr), scope_of):
             with within(*scope):
                 for eqn in eqns:
-                    with self._reported(eqn):
-                        out = self.results(eqn, list(map(read, eqn.invars)), jaxpr)
+                    out = self._observed(eqn, list(map(read, eqn.invars)), jaxpr)
                     env |= zip(eqn.outvars, out, strict=True)
         return list(map(read, jaxpr.outvars))
 
-    def _reported(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
-        if self.reporter is None:
-            return contextlib.nullcontext()
-        return self.reporter.at(eqn)
+    def _observed(self, eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
+        if self.observer is None:
+            return self.results(eqn, operands, jaxpr)
+        run = functools.partial(self.results, eqn, jaxpr=jaxpr)
+        return self.observer.equation(eqn, operands, run)
 
-    def results(
-        self,
-        eqn: Any,
-        operands: Sequence[Any],
-        jaxpr: Any,
-        inner: Any = None,
-    ) -> list[Any]:
-        """Return the results of one equation.
-
-        Args:
-            eqn: the equation.
-            operands: `Value`s and plain operands.
-            jaxpr: the jaxpr that contains the equation.
-            inner: the evaluator of inner jaxprs; None: an evaluator like this one.
-        """
-        if inner is None:
-            inner = self
-            if self.reporter is not None:
-                inner = dataclasses.replace(self, place=object())
+    def results(self, eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
+        """Return the results of one equation of a jaxpr."""
+        inner = self
+        if self.observer is not None:
+            inner = dataclasses.replace(self, place=object())
         several = eqn.primitive.multiple_results
         if Value not in map(type, operands):
             out = registry.plain(eqn, *operands)
@@ -145,18 +137,18 @@ class Evaluator:
             jaxpr, args
         )
         if self.measures:
-            made = measuring.leaving(jaxpr, args, out, dtypes, self.reporter)
+            made = measuring.leaving(jaxpr, args, out, dtypes, self.observer)
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
             left = [given.get(id(x), x) for x in made]
         else:
-            if self.reporter is not None:
+            if self.observer is not None:
                 pairs = zip(jaxpr.outvars, out, strict=True)
                 out = [
-                    _rounded_where_made(self.reporter, jaxpr, *pair) for pair in pairs
+                    _rounded_where_made(self.observer, jaxpr, *pair) for pair in pairs
                 ]
             left = _leaving(out)
-        if self.reporter is not None:
-            self.reporter.call_is_done(left)
+        if self.observer is not None:
+            self.observer.call_is_done(left)
         return left
 
 
@@ -179,7 +171,7 @@ def needed(jaxpr: Any) -> list[Any]:
     return equations[::-1]
 
 
-def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any:
+def _rounded_where_made(observer: Observer, jaxpr: Any, var: Any, x: Any) -> Any:
     """Return a result in its format.
 
     The loss is reported at the equation that makes the result, inside calls of jit.
@@ -190,11 +182,11 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
     if not isinstance(x, Value) or type(var) is Literal or var not in makers:
         return x
     eqn = makers[var]
-    with reporter.at(eqn):
+    with observer.at(eqn):
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
             var = inner.outvars[eqn.outvars.index(var)]
-            x = _rounded_where_made(reporter, inner, var, x)
+            x = _rounded_where_made(observer, inner, var, x)
         return narrow(x)
 
 

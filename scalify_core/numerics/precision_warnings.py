@@ -146,6 +146,19 @@ def lines_lost(
     )
 
 
+def lines_text(lost: Sequence[Any]) -> str:
+    """Return what `lines_lost` says of products; empty where no line is lost."""
+    shares = np.max(np.reshape(lost, (-1, 2)), 0, initial=0.0).tolist()
+    pairs = zip(shares, ("rows", "columns"), strict=True)
+    texts = [f"{share:.2%} of its {lines}" for share, lines in pairs if share > 0]
+    if not texts:
+        return ""
+    return (
+        f"{' and '.join(texts)} are off by more than 1%, for small elements of its"
+        " operands are lost beside large ones"
+    )
+
+
 @jax.jit
 def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
     """Return the share of small elements, if they are off by more than 1% (FP32).
@@ -257,7 +270,35 @@ def unreadable_when_run(where: str, is_invalid: Mapping[str, Any]) -> None:
     jax.debug.callback(report, *is_invalid.values())
 
 
-class Reporter:
+class Observer:
+    """Sees what an evaluator evaluates: an `Observer` by itself sees nothing."""
+
+    def jaxpr(
+        self, jaxpr: Any, args: Sequence[Any], run: Callable[[], list[Any]]
+    ) -> list[Any]:
+        """Return the results of a jaxpr, which `run` evaluates on `args`."""
+        return run()
+
+    def equation(self, eqn: Any, operands: Sequence[Any], run: Callable) -> list[Any]:
+        """Return the results of an equation: `run(operands)`."""
+        with self.at(eqn):
+            return run(operands)
+
+    def at(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
+        """Attribute roundings inside the context to this equation."""
+        return contextlib.nullcontext()
+
+    def multiplied(self, dtype: str, lost: Any) -> None:
+        """See the lost lines of a product, see `lines_lost`."""
+
+    def returned(self, dtype: str, lost: Any) -> None:
+        """See the lost share of a result, see `beside_lost`."""
+
+    def call_is_done(self, results: Sequence[Any]) -> None:
+        """See the results of a call."""
+
+
+class Reporter(Observer):
     """The check mode of one scalified function.
 
     It gives one `PrecisionWarning` per place and call.
@@ -326,18 +367,8 @@ class Reporter:
         self._warn(place, name, dtype, texts)
 
     def _report_lines(self, place: Place, name: str, dtype: str, lost: Any) -> None:
-        shares = zip(
-            np.max(np.asarray(lost).reshape(-1, 2), 0).tolist(),
-            ("rows", "columns"),
-            strict=True,
-        )
-        texts = [f"{share:.2%} of its {lines}" for share, lines in shares if share > 0]
-        if texts:
-            why = (
-                "are off by more than 1%, for small elements of its operands are lost"
-                " beside large ones"
-            )
-            self._warn(place, name, dtype, [f"{' and '.join(texts)} {why}"])
+        text = lines_text([lost])
+        self._warn(place, name, dtype, [text] if text else [])
 
     def _warn(self, place: Place, name: str, dtype: str, texts: Sequence[str]) -> None:
         """Warn of losses that have not been reported in this call."""

@@ -125,10 +125,8 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
 
 def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
     """Return the evaluator of an equation's bodies, with what is known outside."""
-    if not hasattr(evaluate, "numbers"):
-        return evaluate
     name, resized = eqn.primitive.name, None
-    if evaluate.reporter is not None and name in CALLS:
+    if evaluate.observer is not None and name in CALLS:
         variables = _resized(jaxpr, evaluate)
         resized = tuple(var in variables for var in eqn.outvars)
     stacks = _stacks(eqn, jaxpr, evaluate.stacks) if name in CALLS | {"scan"} else ()
@@ -393,11 +391,11 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         **{**eqn.params, "preferred_element_type": _F32},
     )
     scales = scales_of_result(eqn, a8, b8, *others)
-    if evaluate.reporter is not None:
+    if evaluate.observer is not None:
         is_resized = eqn.outvars[0] in _resized(jaxpr, evaluate)
         smallest = 0.0 if is_resized else _SMALLEST_LINE
         lost = _lines_lost(eqn, (a, b), (a8, b8), others, scales, smallest)
-        evaluate.reporter.multiplied(str(fmt), lost)
+        evaluate.observer.multiplied(str(fmt), lost)
     out = quantize.scaled_by(storage.as_float32(out), *scales)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return wide_value(out, np.dtype(aval.dtype) if wider else fmt)
@@ -443,7 +441,7 @@ def _in_units_of(x: Any, copy: ScaledArray) -> Any:
 
 
 def _numbers_in(jaxpr: Any, evaluate: Any) -> Mapping[Any, powers_of_two.Numbers]:
-    given = getattr(evaluate, "numbers", None)
+    given = evaluate.numbers
     if given is None or len(given) != len(jaxpr.invars):
         given = (None,) * len(jaxpr.invars)
     return powers_of_two.numbers_in(jaxpr, given)[0]
@@ -500,7 +498,7 @@ def leaving(
     args: Sequence[Any],
     out: Sequence[Any],
     dtypes: Sequence[np.dtype | None],
-    reporter: Any = None,
+    observer: Any = None,
 ) -> list[Any]:
     """Return the results of a program in storage form: ScaledArrays and arrays.
 
@@ -511,7 +509,7 @@ def leaving(
         args: its operands.
         out: its results, values and plain arrays.
         dtypes: the dtypes of the results in plain code; None where they are unknown.
-        reporter: reports losses at the equation that makes a result; None: no reports.
+        observer: sees losses at the equation that makes a result; None: no reports.
     """
     given = {id(x) for x in args}
     formats = [x.dtype if type(x) is Value else None for x in args]
@@ -528,20 +526,20 @@ def leaving(
         if id(x) in given and x.dtype.itemsize >= dtype.itemsize:
             made.append(x)
             continue
-        with _made_at(reporter, jaxpr, jaxpr.outvars[i]):
+        with _made_at(observer, jaxpr, jaxpr.outvars[i]):
             y = quantize.result(as_array(x), dtype, constants[i], nonzero=nonzero[i])
-            if reporter is not None and quantize.has_own_range(dtype):
+            if observer is not None and quantize.has_own_range(dtype):
                 lost = precision_warnings.beside_lost(wide(x), quantize.wide(y))
-                reporter.returned(str(dtype), lost)
+                observer.returned(str(dtype), lost)
         made.append(y)
     return made
 
 
-def _made_at(reporter: Any, jaxpr: Any, var: Any) -> Any:
+def _made_at(observer: Any, jaxpr: Any, var: Any) -> Any:
     makers = [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
-    if reporter is None or not makers:
+    if observer is None or not makers:
         return contextlib.nullcontext()
-    return reporter.at(makers[0])
+    return observer.at(makers[0])
 
 
 def result_format(dtype: np.dtype, plain: np.dtype | None) -> np.dtype:

@@ -152,6 +152,8 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @control("remat2", keeps_fill_values=True)
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    if jax.config.jax_disable_jit:
+        return run(eqn.params["jaxpr"], evaluate, operands)
     packed = pack(operands)
     traced = traced_body(eqn.params["jaxpr"], evaluate, packed)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier

@@ -282,6 +282,9 @@ def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothi
         re.search(said, text) and "in float16" in text and "dot_general" in text
         for text in texts
     )
+    explained = [row.lines for row in sc.explain(fun, *args).rows if row.lines]
+    assert len(explained) == bool(said)
+    assert all(re.search(said, text) for text in explained)
     exact, found = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
     assert bool(said) == bool(
         np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact)
