@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,51 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from scalify_core.array.refusals import (
-    UnsupportedArithmetic,
-    check_dynamic,
-    check_known,
-    check_powers,
-)
 from scalify_core.numerics import precision_warnings
-from scalify_core.numerics.formats import FloatFormat
+from scalify_core.numerics.formats import (
+    FloatFormat,
+    as_float32,
+    pow2_round,
+    saturating_cast,
+)
 from scalify_core.numerics.scales import (
     broadcast_scale,
     checked_scale,
     rms_scale,
     times,
 )
-from scalify_core.numerics.storage import as_float32, saturating_cast
 
 _INSIDE = "take gradients inside, scalify(jax.grad(f))"
 _REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE}"
+
+
+# Operations that a ScaledArray refuses, with messages that name the alternative.
+
+
+class UnsupportedArithmetic:
+    """A base class that refuses conversion to a number; `asarray` returns numbers."""
+
+    __slots__ = ()
+
+    def __float__(self) -> NoReturn:
+        _refuse("float(x)", "float(asarray(x))")
+
+    def __int__(self) -> NoReturn:
+        _refuse("int(x)", "int(asarray(x))")
+
+    def __format__(self, form: str) -> str:
+        """Return the text of `repr`.
+
+        Raises:
+            TypeError: a format is given.
+        """
+        if form:
+            _refuse(f"format(x, {form!r})", f"format(float(asarray(x)), {form!r})")
+        return repr(self)
+
+    def item(self, *_: Any) -> NoReturn:
+        """Raise TypeError."""
+        _refuse("x.item()", "asarray(x).item()")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -410,3 +437,63 @@ def _unscaled(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
     if not isinstance(scale, float):
         scale = jnp.asarray(scale, jnp.float32)
     return saturating_cast(times(data, scale), dtype)
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    """Raise the TypeError."""
+    raise TypeError(
+        f"{what} of a ScaledArray, which is data and a scale, not a number; write"
+        f" {instead}, with scalify_core.asarray"
+    )
+
+
+def check_powers(scale: Any) -> None:
+    """Raise ValueError for numbers that are not valid scales."""
+    for number in np.ravel(scale).tolist():
+        if not number > 0 or pow2_round(number) != number:
+            raise ValueError(
+                f"ScaledArray: scale is {number}, expected a power of two in [2^-126,"
+                " 2^126]"
+            )
+
+
+def check_known(scale: Any) -> None:
+    """Check a given run-time scale (or None), as far as its numbers are known here.
+
+    Raises:
+        TypeError: it is neither a number nor an array, such as a dtype that was meant
+            for another argument.
+        ValueError: a number is not a valid scale.
+    """
+    if scale is not None and not isinstance(scale, jax.typing.ArrayLike):
+        raise TypeError(
+            f"scale is {scale!r}, expected a power of two or an FP32 array; a dtype is"
+            " given by its name, dtype=..."
+        )
+    if (
+        isinstance(scale, jax.Array)
+        and not isinstance(scale, jax.core.Tracer)
+        and scale.is_fully_addressable
+    ):
+        check_powers(scale)
+
+
+def check_dynamic(data: Any, scale: Any) -> None:
+    """Check that an array can be the run-time scale of this data.
+
+    Raises:
+        TypeError: it is not of a floating-point dtype.
+        ValueError: its shape does not match the data.
+    """
+    if hasattr(scale, "dtype") and not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(
+            f"ScaledArray: the scale is an array of {scale.dtype}, expected float32"
+        )
+    if len(scale.shape) > len(data.shape) or any(
+        s not in (1, n) for s, n in zip(scale.shape, data.shape, strict=False)
+    ):
+        raise ValueError(
+            f"ScaledArray: scale of shape {scale.shape} for data of shape {data.shape},"
+            " expected a scalar, the shape of leading axes, or size 1 or that of the"
+            " data along each axis"
+        )

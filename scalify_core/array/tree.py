@@ -100,11 +100,9 @@ def with_dynamic_scales(tree: Any) -> Any:
     """
 
     def convert(x: Any) -> Any:
-        return (
-            ScaledArray(x.data, jnp.full((), x.scale, jnp.float32))
-            if is_scaled_array(x) and x.is_static
-            else x
-        )
+        if is_scaled_array(x) and x.is_static:
+            return ScaledArray(x.data, jnp.full((), x.scale, jnp.float32))
+        return x
 
     return map_arrays(convert, tree)
 
@@ -116,11 +114,9 @@ def rescaled_like(tree: Any, like: Any) -> Any:
     """
 
     def convert(x: Any, y: Any) -> Any:
-        return (
-            x.rescale(y.scale).astype(y.dtype)
-            if is_scaled_array(x) and is_scaled_array(y)
-            else x
-        )
+        if is_scaled_array(x) and is_scaled_array(y):
+            return x.rescale(y.scale).astype(y.dtype)
+        return x
 
     return map_arrays(convert, tree, like)
 
@@ -141,11 +137,10 @@ def global_norm(tree: Any) -> jax.Array:
     values = [
         x.astype(jnp.float32) for x in values if jnp.issubdtype(x.dtype, jnp.floating)
     ]
-    largest = (
-        jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))
-        if values
-        else jnp.float32(0)
-    )
+    if values:
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))
+    else:
+        largest = jnp.float32(0)
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = [jnp.sum(jnp.square(x / unit)) for x in values]
     return unit * jnp.sqrt(sum(squares, jnp.float32(0)))

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
-import scalify_core.debug.probe  # noqa: F401  (registers its rules)
+import scalify_core.debug.stats  # noqa: F401  (registers its rules)
 from scalify_core.interpreter import registry
 
 NO_FLOATS = {
@@ -77,11 +77,9 @@ def kind_of(primitive: str) -> str:
         return registry.rules[primitive].kind
     if primitive in PLAIN_RESULTS:
         return "plain"
-    return (
-        "exempt"
-        if any(primitive in names for names in NO_FLOATS.values())
-        else "default"
-    )
+    if any(primitive in names for names in NO_FLOATS.values()):
+        return "exempt"
+    return "default"
 
 
 def lines() -> Iterator[str]:

@@ -34,11 +34,11 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.arguments import Arguments
 from scalify_core.interpreter.evaluator import Evaluator, entering
 from scalify_core.interpreter.measured import policy as measuring
-from scalify_core.interpreter.program import traced
+from scalify_core.interpreter.reference_trace import traced
 from scalify_core.interpreter.transform import Scales
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
-from scalify_core.numerics.source_location import UNKNOWN, Place, name_of, place_of
+from scalify_core.numerics.jaxprs import UNKNOWN, Place, name_of, place_of
 
 NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
 
@@ -253,7 +253,9 @@ class Recorder(precision_warnings.Observer):
         if isinstance(atom, Literal):
             return Tensor(atom.val, atom.val, frame.place, 0)
         known = frame.tensors[atom]
-        return known if known.value is x else dataclasses.replace(known, value=x)
+        if known.value is x:
+            return known
+        return dataclasses.replace(known, value=x)
 
     def _rounded(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return results of a body as propagated scales store them."""
@@ -389,11 +391,10 @@ class Recorder(precision_warnings.Observer):
         if isinstance(x.value, Value) and x.value.expected_rms != v.UNKNOWN:
             # An equation that reduces the error reduces every share of the blame: a
             # correct scale has nothing to blame.
-            part = (
-                min(max(figures.astray / inherited_octaves, 0.0), 1.0)
-                if inherited_octaves
-                else 1.0
-            )
+            if inherited_octaves:
+                part = min(max(figures.astray / inherited_octaves, 0.0), 1.0)
+            else:
+                part = 1.0
             x.blame = sum_of(
                 [
                     (x.blame, part),
@@ -446,11 +447,12 @@ class Casts:
         return tuple(dtype for dtype, _ in self._seen)
 
     def lost(self) -> tuple[float, float, float]:
-        norm, share, saturated = (
-            np.max([x for _, x in self._seen], axis=0, initial=0.0)
-            if self._seen
-            else (0, 0, 0)
-        )
+        if self._seen:
+            norm, share, saturated = np.max(
+                [x for _, x in self._seen], axis=0, initial=0.0
+            )
+        else:
+            norm, share, saturated = (0, 0, 0)
         return float(norm), float(share), float(saturated)
 
 
@@ -460,7 +462,9 @@ def _bodies(eqn: Any, operands: list[Tensor]) -> Any:
     if name in fp32_reference.CALLS:
         return fp32_reference.Call(operands)
     loop = fp32_reference.LOOPS.get(name)
-    return loop(eqn, operands) if loop is not None and _has_turns(eqn) else None
+    if loop is not None and _has_turns(eqn):
+        return loop(eqn, operands)
+    return None
 
 
 def _has_turns(eqn: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from scalify_core.numerics.source_location import Place
+from scalify_core.numerics.jaxprs import Place
 
 # Octaves between the expected and the true RMS: up to here, roundings are not larger.
 ASTRAY = 4.0
@@ -202,7 +202,9 @@ class Explanation:
         It is None if no values are lost.
         """
         row = self.first_row
-        return None if row is None else _sentence(row)
+        if row is None:
+            return None
+        return _sentence(row)
 
     def lines(self) -> dict[Place, list[Row]]:
         """Return the rows of each of the user's lines, in program order.
@@ -218,11 +220,10 @@ class Explanation:
         """Return the `top` most telling rows, or all, in program order under their
         lines.
         """
-        wanted = (
-            self.rows
-            if top is None
-            else sorted(self.rows, key=lambda row: row.weight, reverse=True)[:top]
-        )
+        if top is None:
+            wanted = self.rows
+        else:
+            wanted = sorted(self.rows, key=lambda row: row.weight, reverse=True)[:top]
         chosen = {id(row) for row in wanted}
         blocks = [
             (place, [_cells(row) for row in rows if id(row) in chosen])
@@ -243,20 +244,21 @@ class Explanation:
         """Return a summary, and a table of the `top` most telling rows."""
         count = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
-        loss = (
-            f"first loss: {self.first_loss}"
-            if self.first_loss
-            else self._without_loss()
-        )
-        shown = (
-            "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
-        )
-        unknown = (
-            "\nproducts that plain code has in FP32 may be narrow in this program:"
-            f" {self.unknown}"
-            if self.unknown
-            else ""
-        )
+        if self.first_loss:
+            loss = f"first loss: {self.first_loss}"
+        else:
+            loss = self._without_loss()
+        if len(self.rows) <= top:
+            shown = ""
+        else:
+            shown = f"; shown are the {top} most telling ones"
+        if self.unknown:
+            unknown = (
+                "\nproducts that plain code has in FP32 may be narrow in this program:"
+                f" {self.unknown}"
+            )
+        else:
+            unknown = ""
         return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
 
     def _without_loss(self) -> str:
@@ -304,11 +306,10 @@ def _sentence(row: Row) -> str:
     f = row.figures
     what = [row.lines] if row.lines else []
     if f.flushed > 0:
-        zero = (
-            "zero, which are not in plain FP32"
-            if _is_float32(row)
-            else f"zero in {row.dtype}"
-        )
+        if _is_float32(row):
+            zero = "zero, which are not in plain FP32"
+        else:
+            zero = f"zero in {row.dtype}"
         what.append(
             f"{f.flushed:.1%} of its elements ({f.flushed_norm:.1%} of its norm) are"
             f" {zero}"
@@ -400,7 +401,9 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 2] + ".."
+    if len(text) <= length:
+        return text
+    return text[: length - 2] + ".."
 
 
 def _power(x: float) -> str:
@@ -411,7 +414,9 @@ def _power(x: float) -> str:
 
 
 def _share(x: float) -> str:
-    return "-" if x == 0 else f"{x:.2%}"
+    if x == 0:
+        return "-"
+    return f"{x:.2%}"
 
 
 def _error(x: float) -> str:

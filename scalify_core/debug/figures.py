@@ -16,8 +16,8 @@ from scalify_core.debug.explanation import Blame, Figures, Row, epsilon
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured.policy import as_array
 from scalify_core.interpreter.value import UNKNOWN, Value
+from scalify_core.numerics.jaxprs import Place
 from scalify_core.numerics.scales import broadcast_scale, is_static
-from scalify_core.numerics.source_location import Place
 
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 
@@ -53,25 +53,35 @@ class Tensor:
     @property
     def format(self) -> str:
         """Return the format of its data; empty where it has no scale."""
-        return str(self.value.dtype) if isinstance(self.value, Value) else ""
+        if isinstance(self.value, Value):
+            return str(self.value.dtype)
+        return ""
 
     @property
     def error(self) -> float:
         """Return its relative error; 0 before it is measured."""
-        return self.figures.error if self.figures else 0.0
+        if self.figures:
+            return self.figures.error
+        return 0.0
 
     @property
     def astray(self) -> float:
         """Return the octaves by which its scale is astray; 0 before it is measured."""
-        return self.figures.astray if self.figures else 0.0
+        if self.figures:
+            return self.figures.astray
+        return 0.0
 
     def size(self) -> float:
         """Return the RMS of the logical value."""
-        return self.figures.scale * self.figures.due if self.figures else 0.0
+        if self.figures:
+            return self.figures.scale * self.figures.due
+        return 0.0
 
     def expected_size(self) -> float:
         """Return the RMS that the rules expect of it."""
-        return self.figures.scale * self.figures.expected if self.figures else 0.0
+        if self.figures:
+            return self.figures.scale * self.figures.expected
+        return 0.0
 
 
 def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
@@ -152,11 +162,15 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
 
 
 def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+    if x.size:
+        return float(np.sqrt(np.mean(np.square(x))))
+    return 0.0
 
 
 def _share(where: np.ndarray, size: int) -> float:
-    return float(np.count_nonzero(where) / size) if size else 0.0
+    if size:
+        return float(np.count_nonzero(where) / size)
+    return 0.0
 
 
 def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
@@ -183,11 +197,10 @@ def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
         expected, largest = (
             max(scaled, key=size) for size in (Tensor.expected_size, Tensor.size)
         )
-        astray = (
-            math.log2(largest.size() / expected.expected_size())
-            if largest.size() > 0
-            else 0.0
-        )
+        if largest.size() > 0:
+            astray = math.log2(largest.size() / expected.expected_size())
+        else:
+            astray = 0.0
         part = astray / expected.astray if expected.astray else 1.0
         return sum_of([(expected.blame, min(max(part, 0.0), 1.0))])
     return max(
@@ -238,11 +251,9 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
     size = _rms(np.asarray(exact, np.float64))
     if not size:
         return math.inf
-    return (
-        error * expected / size
-        if math.isfinite(expected) and math.isfinite(size)
-        else 0.0
-    )
+    if math.isfinite(expected) and math.isfinite(size):
+        return error * expected / size
+    return 0.0
 
 
 def is_float(x: Any) -> bool:
@@ -264,4 +275,6 @@ def differing(actual: Any, exact: Any) -> float:
     if dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_):
         return 0.0
     differ = np.asarray(actual) != np.asarray(exact)
-    return float(np.mean(differ)) if differ.size else 0.0
+    if differ.size:
+        return float(np.mean(differ))
+    return 0.0

@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from scalify_core.interpreter.registry import bind
-from scalify_core.numerics.storage import as_float32, materialise
+from scalify_core.numerics.formats import as_float32, materialise
 
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
@@ -36,7 +36,9 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     if not eqn.outvars:  # only the scaled program runs effects
         return []
     out = _results(eqn, *map(materialise, operands))
-    return list(out) if eqn.primitive.multiple_results else [out]
+    if eqn.primitive.multiple_results:
+        return list(out)
+    return [out]
 
 
 def wide(x: Any) -> Any:
@@ -44,11 +46,9 @@ def wide(x: Any) -> Any:
 
     A reference to an array (`jax.new_ref`) is returned unchanged.
     """
-    return (
-        as_float32(x)
-        if not isinstance(x, jax.Ref) and _is_narrow(jnp.result_type(x))
-        else x
-    )
+    if not isinstance(x, jax.Ref) and _is_narrow(jnp.result_type(x)):
+        return as_float32(x)
+    return x
 
 
 def entering(x: Any) -> Any:
@@ -56,7 +56,9 @@ def entering(x: Any) -> Any:
 
     A reference is copied, since the scaled program writes to the original.
     """
-    return jax.new_ref(x[...]) if isinstance(x, jax.Ref) else wide(x)
+    if isinstance(x, jax.Ref):
+        return jax.new_ref(x[...])
+    return wide(x)
 
 
 def _results(eqn: Any, *operands: Any) -> Any:
@@ -83,7 +85,9 @@ def _results(eqn: Any, *operands: Any) -> Any:
 
 
 def _as(x: Any, dtype: Any) -> Any:
-    return lax.convert_element_type(x, dtype) if _is_narrow(dtype) else x
+    if _is_narrow(dtype):
+        return lax.convert_element_type(x, dtype)
+    return x
 
 
 def _is_narrow(dtype: Any) -> bool:

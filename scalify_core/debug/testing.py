@@ -132,9 +132,10 @@ def _check(
     ]
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
-    narrow = (
-        plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
-    )
+    if strict:
+        narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves)))
+    else:
+        narrow = None
     wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None
     for way in ways:
@@ -217,9 +218,10 @@ def assert_close(
     assert str(actual_tree) == str(expected_tree), (
         f"{where}: tree {actual_tree}, expected {expected_tree}"
     )
-    narrow_leaves = (
-        [None] * len(actual_leaves) if narrow is None else jax.tree.leaves(narrow)
-    )
+    if narrow is None:
+        narrow_leaves = [None] * len(actual_leaves)
+    else:
+        narrow_leaves = jax.tree.leaves(narrow)
     may_be_wide = [False] * len(actual_leaves) if wide is None else wide
     for x, (path, y), z, is_wide in zip(
         actual_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True

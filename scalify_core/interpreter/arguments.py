@@ -152,4 +152,6 @@ class Arguments:
     def _name(self, key: int | str) -> str:
         if isinstance(key, str):
             return key
-        return self.positional[key] if key < len(self.positional) else f"number {key}"
+        if key < len(self.positional):
+            return self.positional[key]
+        return f"number {key}"

@@ -25,13 +25,12 @@ import scalify_core.interpreter.rules  # noqa: F401  (fills the table)
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured import policy as measuring
-from scalify_core.interpreter.measured.product_reads import Reading
+from scalify_core.interpreter.measured.products import Reading
 from scalify_core.interpreter.value import Value, in_format, narrow, value
-from scalify_core.numerics.caches import per_jaxpr
-from scalify_core.numerics.name_scopes import scope_of, within
+from scalify_core.numerics.formats import materialise
+from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
 from scalify_core.numerics.precision_warnings import Observer
 from scalify_core.numerics.scales import as_numbers
-from scalify_core.numerics.storage import materialise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Evaluator:
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if type(atom) is Literal else env[atom]
+            if type(atom) is Literal:
+                return atom.val
+            return env[atom]
 
         for scope, eqns in itertools.groupby(needed(jaxpr), scope_of):
             with within(*scope):
@@ -93,10 +94,14 @@ class Evaluator:
         several = eqn.primitive.multiple_results
         if Value not in map(type, operands):
             out = registry.plain(eqn, *operands)
-            return out if several else [out]
+            if several:
+                return out
+            return [out]
         if self.measures:
             out = measuring.results(eqn, operands, jaxpr, evaluate=inner)
-            return out if several else [out]
+            if several:
+                return out
+            return [out]
         rule = registry.rule_of(eqn)
         operands = [rule.bring(x) if type(x) is Value else x for x in operands]
         if rule.control:
@@ -156,7 +161,9 @@ evaluate = Evaluator(measures=False)
 
 
 def _stored_once(x: Value) -> Value:
-    return in_format(x) if x.shape and not x.is_fill_value else x
+    if x.shape and not x.is_fill_value:
+        return in_format(x)
+    return x
 
 
 @per_jaxpr
@@ -219,7 +226,9 @@ def stored_variables(jaxpr: Any) -> frozenset[Any]:
 def entering(x: Any) -> Any:
     """Return an argument as an operand: a ScaledArray as a `Value`."""
     if not is_scaled_array(x):
-        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+        if isinstance(x, jax.Array):
+            return x
+        return jnp.asarray(x)
     scale = x.scale
     if not x.is_static:
         scale = jnp.asarray(scale, jnp.float32)

@@ -30,9 +30,9 @@ from jax.extend.core import Literal
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value
+from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics import storage
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 from scalify_core.numerics.shard_map_types import as_traced
 
 COMPOSITE = "composite "  # before the names of composites, in keys of the table
@@ -66,12 +66,14 @@ class Rule:
     def bring(self, x: Value) -> Value:
         """Return an operand in the form that the rule reads."""
         if self.wide:
-            return x if self.lazy else v.settle(x)
+            if self.lazy:
+                return x
+            return v.settle(x)
         if self.lazy:
             return v.in_format(x)
-        return (
-            v.settle(x) if self.keeps_fill_values and x.is_fill_value else v.narrow(x)
-        )
+        if self.keeps_fill_values and x.is_fill_value:
+            return v.settle(x)
+        return v.narrow(x)
 
 
 rules: dict[str, Rule] = {}  # keys: `key_of(eqn)`
@@ -144,7 +146,9 @@ def key_of(eqn: Any) -> str:
     It is the primitive's name, or `COMPOSITE` and the composite's name.
     """
     name = eqn.primitive.name
-    return COMPOSITE + eqn.params["call"].name if name == "scalify_composite" else name
+    if name == "scalify_composite":
+        return COMPOSITE + eqn.params["call"].name
+    return name
 
 
 def composite_rule(
@@ -188,7 +192,7 @@ def default(eqn: Any, *operands: Any) -> Any:
     if eqn.primitive.name != "scalify_composite":
         return as_traced_dtypes(eqn, *operands)
     args = [v.unscaled(x) for x in operands]
-    args = [storage.as_float32(x) if _is_float(x) else x for x in args]
+    args = [formats.as_float32(x) if _is_float(x) else x for x in args]
     return _of_scale_1(eqn.params["call"].bind(*args), operands)
 
 
@@ -209,7 +213,7 @@ def plain(eqn: Any, *operands: Any) -> Any:
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
     several = eqn.primitive.multiple_results
     if None in numbers or not numbers:  # no results: bound for its effects
-        out = bind(eqn, *map(storage.materialise, operands))
+        out = bind(eqn, *map(formats.materialise, operands))
     else:
         out = [None] * len(numbers) if several else None
     results = [
@@ -224,7 +228,9 @@ def plain(eqn: Any, *operands: Any) -> Any:
             out if several else [out], numbers, eqn.outvars, strict=True
         )
     ]
-    return results if several else results[0]
+    if several:
+        return results
+    return results[0]
 
 
 def known(x: Any) -> Any:
@@ -236,7 +242,9 @@ def known(x: Any) -> Any:
     ):
         return x
     first = x[(0,) * x.ndim]
-    return np.broadcast_to(first, x.shape) if (x == first).all() else x
+    if (x == first).all():
+        return np.broadcast_to(first, x.shape)
+    return x
 
 
 def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
@@ -259,7 +267,9 @@ def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | 
     numbers |= dict(zip(jaxpr.invars, operands, strict=True))
 
     def read(atom: Any) -> float | None:
-        return v.uniform(atom.val) if isinstance(atom, Literal) else numbers[atom]
+        if isinstance(atom, Literal):
+            return v.uniform(atom.val)
+        return numbers[atom]
 
     for eqn in jaxpr.eqns:
         numbers |= dict(
@@ -317,7 +327,7 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
     out = bind(
         eqn,
-        *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
+        *(x.data if isinstance(x, Value) else formats.materialise(x) for x in operands),
     )
     first = next(x for x in operands if isinstance(x, Value))
     if not eqn.primitive.multiple_results:
@@ -342,7 +352,7 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
 
 
 def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
-    out = bind(eqn, x.data, *map(storage.materialise, rest))
+    out = bind(eqn, x.data, *map(formats.materialise, rest))
     several = eqn.primitive.multiple_results
     results = [
         v.value(
@@ -356,12 +366,16 @@ def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
             out if several else [out], scales if several else [scales], strict=True
         )
     ]
-    return results if several else results[0]
+    if several:
+        return results
+    return results[0]
 
 
 def _one_scale(x: Value) -> Value:
     x = v.scalar_scale(x)
-    return x if x.factor > 0 else v.settle(x)
+    if x.factor > 0:
+        return x
+    return v.settle(x)
 
 
 def as_traced_dtypes(eqn: Any, *operands: Any) -> Any:
@@ -379,7 +393,7 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
     Operands that the user cast to a narrower dtype are FP32, too.
     """
     args = [
-        storage.as_float32(v.unscaled(x))
+        formats.as_float32(v.unscaled(x))
         if _is_float(var.aval) and var.aval.dtype.itemsize < 4
         else v.unscaled(x, var.aval.dtype)
         for x, var in zip(operands, eqn.invars, strict=True)
@@ -390,7 +404,9 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
 def _of_scale_1(out: Any, operands: tuple) -> Any:
     dtype = v.result_dtype(*operands)
     if not isinstance(out, (list, tuple)):
-        return v.value(out, 1.0, 1.0, dtype) if _is_float(out) else out
+        if _is_float(out):
+            return v.value(out, 1.0, 1.0, dtype)
+        return out
     return [v.value(y, 1.0, 1.0, dtype) if _is_float(y) else y for y in out]
 
 

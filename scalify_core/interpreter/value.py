@@ -33,15 +33,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.numerics.amax import Parts
+from scalify_core.numerics.amax import Parts, sums_at_once
 from scalify_core.numerics.compiler_hints import (
     column_sums,
     in_one_kernel,
     materialize_once,
     stored,
 )
-from scalify_core.numerics.formats import pow2_round
-from scalify_core.numerics.reductions import sums_at_once
+from scalify_core.numerics.formats import (
+    as_float32,
+    materialise,
+    pow2_round,
+    saturating_cast,
+)
 from scalify_core.numerics.scales import (
     MAX_SCALE,
     MIN_SCALE,
@@ -60,7 +64,6 @@ from scalify_core.numerics.scales import (
     times,
     unless_of_zeros,
 )
-from scalify_core.numerics.storage import as_float32, materialise, saturating_cast
 
 _F32 = np.dtype(np.float32)
 
@@ -115,11 +118,9 @@ class Value:
         """
         if self.static is not None:
             return self.static
-        return (
-            self.dynamic
-            if self.scale_multiplier == 1.0
-            else Multiple(self.dynamic, self.scale_multiplier)
-        )
+        if self.scale_multiplier == 1.0:
+            return self.dynamic
+        return Multiple(self.dynamic, self.scale_multiplier)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,9 +137,9 @@ class Value:
         size = as_number(
             Multiple(self.dynamic, self.scale_multiplier * self.expected_rms)
         )
-        return (
-            size if self.rms_correction is None else product(size, self.rms_correction)
-        )
+        if self.rms_correction is None:
+            return size
+        return product(size, self.rms_correction)
 
 
 def value(
@@ -268,11 +269,9 @@ def in_format(v: Value) -> Value:
 
     Data that already is in its format keeps its factor beside it, unlike in `narrow`.
     """
-    return (
-        v
-        if v.data.dtype == v.dtype
-        else dataclasses.replace(narrow(v), pre_rescale=v.pre_rescale)
-    )
+    if v.data.dtype == v.dtype:
+        return v
+    return dataclasses.replace(narrow(v), pre_rescale=v.pre_rescale)
 
 
 def unscaled(v: Any, dtype: Any = _F32) -> Any:
@@ -283,7 +282,9 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
     if not isinstance(v, Value):
         return materialise(v)
     x = wide_at(v, 1.0)
-    return x if x.dtype == dtype else saturating_cast(x, dtype)
+    if x.dtype == dtype:
+        return x
+    return saturating_cast(x, dtype)
 
 
 def at_scale(v: Value, scale: Scale) -> Any:
@@ -467,7 +468,9 @@ def result_dtype(*operands: Any) -> np.dtype:
     formats = {v.dtype for v in values if v.shape} or {v.dtype for v in values}
     if len(formats) == 1:
         (only,) = formats
-        return only if only.itemsize > 1 else np.dtype(np.float16)
+        if only.itemsize > 1:
+            return only
+        return np.dtype(np.float16)
     return np.dtype(
         jnp.result_type(
             *({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})
@@ -519,11 +522,9 @@ def _packed(x: Any, is_number: bool) -> Any:
         is_number and jnp.issubdtype(dtype, jnp.integer)
     )
     number = uniform(x) if is_number else None
-    return (
-        jnp.asarray(x)
-        if number is None
-        else Constant(number, np.shape(x), np.dtype(dtype))
-    )
+    if number is None:
+        return jnp.asarray(x)
+    return Constant(number, np.shape(x), np.dtype(dtype))
 
 
 def unpack(operands: Any) -> list[Any]:

@@ -156,15 +156,15 @@ def barrier[T](name: str, tree: T) -> T:
 
     Its arrays are computed once, before their readers.
     """
-    return lax.optimization_barrier(tree) if is_on(name) else tree
+    if is_on(name):
+        return lax.optimization_barrier(tree)
+    return tree
 
 
 def _on_cuda(name: str, fun: Callable, *arrays: jax.Array, default: Callable) -> Any:
-    return (
-        lax.platform_dependent(*arrays, cuda=fun, default=default)
-        if is_on(name)
-        else default(*arrays)
-    )
+    if is_on(name):
+        return lax.platform_dependent(*arrays, cuda=fun, default=default)
+    return default(*arrays)
 
 
 def stored(x: jax.Array) -> jax.Array:
@@ -233,7 +233,9 @@ def separate_buffers(x: jax.Array) -> tuple[jax.Array, ...]:
             tuple(part * one for block in blocks for part in block)
         )
 
-    return _on_cuda("separate_buffers", cuda, x, default=tuple) if len(x) else ()
+    if len(x):
+        return _on_cuda("separate_buffers", cuda, x, default=tuple)
+    return ()
 
 
 def column_sums(x: jax.Array, at_once: Callable) -> tuple[jax.Array, jax.Array]:

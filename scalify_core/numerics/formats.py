@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core.numerics import precision_warnings
+
 _SIGN, _MAGNITUDE, _INFINITY = (
     np.uint32(0x80000000),
     np.uint32(0x7FFFFFFF),
@@ -192,11 +194,9 @@ class FloatFormat:
         rounds stochastically, one of the two neighbors.
         """
         x = jnp.asarray(x).astype(jnp.float32)
-        return (
-            self._round_stochastically(x, hash_bits(x))
-            if self.rounding == "stochastic"
-            else self._round(x)
-        )
+        if self.rounding == "stochastic":
+            return self._round_stochastically(x, hash_bits(x))
+        return self._round(x)
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
         """Return `x` rounded to one of its two neighbors in the format, saturating.
@@ -225,7 +225,9 @@ class FloatFormat:
                 f" uint16{list(x.shape)}"
             )
         y = self._round_stochastically(x, bits)
-        return y if self.dtype is None else y.astype(self.dtype)
+        if self.dtype is None:
+            return y
+        return y.astype(self.dtype)
 
     def _native(self) -> np.dtype:
         if self.dtype is None:
@@ -250,11 +252,10 @@ class FloatFormat:
         magnitude = shifted = bits & _MAGNITUDE
         # Random bits are centered when fewer than the bits to be cut, else the fraction
         # would be biased down.
-        offset = (
-            random >> (16 - cut)
-            if cut <= 16
-            else (random << (cut - 16)) + u32(1 << (cut - 17))
-        )
+        if cut <= 16:
+            offset = random >> (16 - cut)
+        else:
+            offset = (random << (cut - 16)) + u32(1 << (cut - 17))
         # Otherwise its subnormal numbers are FP32's, whose bits are cut directly.
         if self.bias < FP32.bias:
             least = np.float32(self.min_normal)
@@ -458,3 +459,68 @@ def _pow2_number(x: float, up_from: float) -> float:
     significand, exponent = math.frexp(abs(x))
     exponent += (2 * significand >= up_from) - 1
     return 2.0 ** min(max(exponent, MIN_SCALE_EXPONENT), MAX_SCALE_EXPONENT)
+
+
+# Plain arrays and their formats: casts that saturate, and uniform constants.
+
+_F32 = np.dtype(np.float32)
+
+
+def materialise(x: Any) -> Any:
+    """Return a plain operand for `bind`.
+
+    A uniform constant becomes a broadcast, not an array of constants.
+    """
+    if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
+        return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
+    return x
+
+
+def as_float32(x: Any) -> Any:
+    """Return `x` in FP32 (no operation if it already is)."""
+    x = materialise(x)
+    if getattr(x, "dtype", None) == _F32:
+        return x
+    return lax.convert_element_type(x, _F32)
+
+
+def at_least_float32(x: Any) -> Any:
+    """Return `x` in FP32 if it is a narrower float, else as it is."""
+    dtype = jnp.result_type(x)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    if is_narrow:
+        return as_float32(x)
+    return x
+
+
+def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
+    """Return `x` in `dtype`, saturating; infinities and NaN stay not finite.
+
+    `meant`: saturation is intended, as of a mask's -1e9, and not reported.
+    """
+    dtype = np.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):
+        return lax.convert_element_type(x, dtype)
+    out = _saturating_cast(x, dtype)
+    if meant:
+        return out
+    return precision_warnings.rounded(x, out)
+
+
+def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
+    """Return `x` in an 8-bit format, see `FloatFormat.cast_or_nan`."""
+    return precision_warnings.rounded(x, fmt.cast_or_nan(x))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    x = as_float32(x)
+    limit = np.float32(FloatFormat.of(dtype).max)
+    # Not `is_finite`, which XLA's kernels for norms on GPUs (Triton) do not have: a
+    # cast would be a kernel of its own.
+    finite = lax.lt(lax.abs(x), np.float32(np.inf))
+    return lax.convert_element_type(
+        lax.select(finite, lax.clamp(-limit, x, limit), x), dtype
+    )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.numerics.source_location import UNKNOWN, Place, name_of, place_of
+from scalify_core.numerics.jaxprs import UNKNOWN, Place, name_of, place_of
 
 FLUSHED = 0.01  # reported share of a tensor's norm
 # Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
@@ -81,11 +81,10 @@ def losses(unrounded: Any, narrowed: Any) -> jax.Array:
         / jnp.maximum(jnp.sum(squares), np.float32(1e-30))
     )
     share = jnp.sum(flushed) / jnp.maximum(jnp.sum(x > 0), 1)
-    saturated = (
-        jnp.mean((x > limit) & jnp.isfinite(y), dtype=jnp.float32)
-        if x.size
-        else jnp.float32(0)
-    )
+    if x.size:
+        saturated = jnp.mean((x > limit) & jnp.isfinite(y), dtype=jnp.float32)
+    else:
+        saturated = jnp.float32(0)
     return jnp.stack([norm, share.astype(jnp.float32), saturated])
 
 

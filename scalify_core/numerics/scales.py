@@ -24,8 +24,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from scalify_core.numerics.formats import pow2_inverse, pow2_round
-from scalify_core.numerics.storage import as_float32
+from scalify_core.numerics.formats import as_float32, pow2_inverse, pow2_round
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
@@ -84,11 +83,9 @@ def near(scales: Sequence[Scale]) -> bool:
 
 def as_number(scale: Scale | Multiple) -> Scale:
     """Return a scale multiplied out, within the range of scales."""
-    return (
-        _multiplied(scale.base, np.float32(scale.by), scale.base)
-        if isinstance(scale, Multiple)
-        else scale
-    )
+    if isinstance(scale, Multiple):
+        return _multiplied(scale.base, np.float32(scale.by), scale.base)
+    return scale
 
 
 def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
@@ -172,7 +169,9 @@ def product(a: Any, b: Any) -> Any:
             and MIN_SCALE <= by * static <= MAX_SCALE
             and math.frexp(static)[0] == 0.5
         ):
-            return base if by * static == 1.0 else Multiple(base, by * static)
+            if by * static == 1.0:
+                return base
+            return Multiple(base, by * static)
         return _multiplied(dynamic := as_number(dynamic), np.float32(static), dynamic)
     a, b = _arrays(a, b)
     return _multiplied(a, b, lax.min(a, b))
@@ -206,11 +205,9 @@ def number_and_rest(scale: Any) -> tuple[Scale, Scale]:
 
 def _without_ones(*factors: Any) -> Any:
     factors = tuple(x for x in factors if not is_static(x) or x != 1.0)
-    return (
-        functools.reduce(lambda a, b: lax.mul(*_arrays(a, b)), factors)
-        if factors
-        else 1.0
-    )
+    if factors:
+        return functools.reduce(lambda a, b: lax.mul(*_arrays(a, b)), factors)
+    return 1.0
 
 
 def largest(*scales: Scale) -> Scale:
@@ -231,9 +228,9 @@ def between(scales: Sequence[Scale]) -> Scale:
     top = largest(*scales)
     if all(map(is_static, scales)):
         low = min(scales)
-        return (
-            top if top <= low * 2.0**64 else pow2_round(math.sqrt(top) * math.sqrt(low))
-        )
+        if top <= low * 2.0**64:
+            return top
+        return pow2_round(math.sqrt(top) * math.sqrt(low))
     if len(scales) == 1 or of_one_base(*scales) is not None:
         return top
     top = as_number(top)
@@ -247,7 +244,9 @@ def between(scales: Sequence[Scale]) -> Scale:
 
 def smallest(a: Scale, b: Scale) -> Scale:
     """Return the smaller scale."""
-    return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
+    if is_static(a) and is_static(b):
+        return min(a, b)
+    return lax.min(*_arrays(a, b))
 
 
 def unless_of_zeros(scale: Any, other: Any) -> Any:
@@ -325,7 +324,9 @@ def of_one_base(*scales: Any) -> tuple[float, ...] | None:
     one = len(parts) == len(scales) and all(
         part.base is parts[0].base for part in parts
     )
-    return tuple(part.by for part in parts) if one and parts[0].base.ndim == 0 else None
+    if one and parts[0].base.ndim == 0:
+        return tuple(part.by for part in parts)
+    return None
 
 
 def _arrays(a: Any, b: Any) -> tuple[Any, Any]:

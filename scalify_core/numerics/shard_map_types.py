@@ -24,7 +24,9 @@ def axes_of(x: Any) -> frozenset:
 def varying(x: Any, axes: frozenset) -> Any:
     """Return `x`, varying over these axes too."""
     missing = axes - axes_of(x)
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    if missing:
+        return lax.pcast(x, tuple(sorted(missing)), to="varying")
+    return x
 
 
 def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -43,7 +45,9 @@ def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _axes_of_type(aval: Any) -> frozenset:
     manual = getattr(aval, "mat", None)
-    return frozenset() if manual is None else manual.varying
+    if manual is None:
+        return frozenset()
+    return manual.varying
 
 
 def vary(tree: Any, axes: Sequence[frozenset]) -> Any:
@@ -67,9 +71,10 @@ def any_varies(*trees: Any) -> bool:
 
 def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]:
     """Return branches whose results vary over the same axes."""
-    outs = (
-        [jax.eval_shape(branch, *operands) for branch in branches] if _manual() else []
-    )
+    if _manual():
+        outs = [jax.eval_shape(branch, *operands) for branch in branches]
+    else:
+        outs = []
     if not any_varies(outs):
         return branches
     axes = union(*outs)

@@ -33,7 +33,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from scalify_core.numerics import compiler_hints
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 composite_p = Primitive("scalify_composite")
 composite_p.multiple_results = True
@@ -81,11 +81,10 @@ class Call:
 
         Rules call their own function on data with it.
         """
-        fun = (
-            _jitted_call(self, compiler_hints.turned_off())
-            if self.in_axes
-            else jax.jit(_unflattened(self))
-        )
+        if self.in_axes:
+            fun = _jitted_call(self, compiler_hints.turned_off())
+        else:
+            fun = jax.jit(_unflattened(self))
         jaxpr = fun.trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
@@ -210,7 +209,9 @@ def _equally_varying(args: Any) -> Any:
 
     def cast(x: jax.Array) -> jax.Array:
         missing = union - jax.typeof(x).mat.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+        if missing:
+            return jax.lax.pcast(x, tuple(sorted(missing)), to="varying")
+        return x
 
     return jax.tree.map(cast, args)
 

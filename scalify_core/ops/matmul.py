@@ -123,9 +123,10 @@ class Fp8DotGeneral:
             *(scale if isinstance(scale, str) else float(scale) for scale in scaling)
         )
         self.keep_rhs = keep_rhs
-        self.rhs_gradient = (
-            None if rhs_gradient is None else str(jnp.dtype(rhs_gradient))
-        )
+        if rhs_gradient is None:
+            self.rhs_gradient = None
+        else:
+            self.rhs_gradient = str(jnp.dtype(rhs_gradient))
         self.gradient = gradient
         self.converted: set[tuple[int, int, int]] = set()
         self.skipped: set[tuple[int, int, int]] = set()
@@ -440,9 +441,10 @@ def dot_fp8(
     """
     dtype = jnp.dtype(dtype)
     preset = lax.DotAlgorithmPreset
-    algorithm = (
-        preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
-    )
+    if fast:
+        algorithm = preset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    else:
+        algorithm = preset.ANY_F8_ANY_F8_F32
     fits = float(np.asarray(alpha, dtype)) == alpha and (
         dtype != jnp.float16 or alpha >= FP16.min_normal
     )
@@ -478,13 +480,14 @@ def dot_fp8(
             return out.astype(dtype)
         # XLA makes one of equal constants, and folds into the GEMM none that several
         # products use.
-        result = (
-            dtype
-            if alpha == 1 or (fits and dtype != jnp.float16)
-            else np.dtype(np.float32)
-        )
+        if alpha == 1 or (fits and dtype != jnp.float16):
+            result = dtype
+        else:
+            result = np.dtype(np.float32)
         out = product(lhs8, rhs8, precision=algorithm, preferred_element_type=result)
-        return out if alpha == 1 else (out * np.asarray(alpha, result)).astype(dtype)
+        if alpha == 1:
+            return out
+        return (out * np.asarray(alpha, result)).astype(dtype)
 
     def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         lhs, rhs = lhs8.astype(jnp.float32), rhs8.astype(jnp.float32)

@@ -17,6 +17,7 @@ import numpy as np
 
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
 from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.amax import largest_magnitudes, largest_of_rows
 from scalify_core.numerics.formats import (
     FP16,
     FP32,
@@ -24,7 +25,6 @@ from scalify_core.numerics.formats import (
     pow2_floor,
     pow2_inverse,
 )
-from scalify_core.numerics.reductions import largest_magnitudes, largest_of_rows
 from scalify_core.optim.weights import (
     LARGE,
     Rounding,
@@ -278,11 +278,9 @@ class Scales(NamedTuple):
         stack.
         """
         place = self.places[leaf]
-        return (
-            self.numbers[place].reshape(-1, *[1] * (like.ndim - 1))
-            if isinstance(place, slice)
-            else self.numbers[place]
-        )
+        if isinstance(place, slice):
+            return self.numbers[place].reshape(-1, *[1] * (like.ndim - 1))
+        return self.numbers[place]
 
 
 def new_scales(

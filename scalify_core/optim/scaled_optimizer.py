@@ -359,11 +359,12 @@ def _with_separate_scales(arrays: list[Any]) -> list[Any]:
         if is_scaled_array(x) and x.size >= LARGE and np.ndim(x.scale) == 0
     ]
     large = [i for i in large if not arrays[i].is_static]
-    scales = (
-        compiler_hints.separate_buffers(jnp.stack([arrays[i].scale for i in large]))
-        if large
-        else ()
-    )
+    if large:
+        scales = compiler_hints.separate_buffers(
+            jnp.stack([arrays[i].scale for i in large])
+        )
+    else:
+        scales = ()
     return _with(
         arrays,
         {i: with_scale(arrays[i].data, x) for i, x in zip(large, scales, strict=True)},
@@ -372,11 +373,9 @@ def _with_separate_scales(arrays: list[Any]) -> list[Any]:
 
 def _unless(accept: Any, new: Any, old: Any) -> Any:
     """Return `new`; where `accept` is given and false, `old`."""
-    return (
-        new
-        if accept is None
-        else jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
-    )
+    if accept is None:
+        return new
+    return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
 
 
 def _with(arrays: list[Any], others: Mapping[int, Any]) -> list[Any]:

@@ -91,11 +91,9 @@ class Stacks(NamedTuple):
         None: there are no stacks.
         """
         structure: Any = jax.tree.structure(tree, is_leaf=is_scaled_array)
-        return (
-            self.stack(structure.unflatten(range(structure.num_leaves)))
-            if self.groups
-            else None
-        )
+        if self.groups:
+            return self.stack(structure.unflatten(range(structure.num_leaves)))
+        return None
 
     def unstack(self, tree: Any, like: Any) -> Any:
         """Return the tree whose stacked form is `tree`.

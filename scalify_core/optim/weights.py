@@ -163,11 +163,10 @@ def apply_with_compensation(
     def add(p: Any, update: Any, number: Any, words: Any, old_rest: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
-        update = (
-            wide(update)
-            if old_rest is None
-            else wide(update) + old_rest.astype(jnp.float32)
-        )
+        if old_rest is None:
+            update = wide(update)
+        else:
+            update = wide(update) + old_rest.astype(jnp.float32)
         scale = p.scale if is_scaled_array(p) else 1.0
         total = data.astype(jnp.float32)
         is_static = isinstance(scale, (float, np.ndarray))
@@ -194,7 +193,9 @@ def apply_with_compensation(
                 data,
             )
             scale = scale if is_static else jnp.where(accept, scale, old_scale)
-        return with_scale(total, scale) if is_scaled_array(p) else total
+        if is_scaled_array(p):
+            return with_scale(total, scale)
+        return total
 
     structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
     old, changes = leaves(params), _beside(structure, updates, "updates")
@@ -215,11 +216,10 @@ def apply_with_compensation(
         if is_random
         else list(stream_numbers)
     )
-    rests = (
-        _beside(structure, compensation, "lost")
-        if leaves(compensation)
-        else [None] * len(old)
-    )
+    if leaves(compensation):
+        rests = _beside(structure, compensation, "lost")
+    else:
+        rests = [None] * len(old)
     new: list[Any] = []
     remain: list[Any] = []
     previous: int | None = None
@@ -416,7 +416,9 @@ def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
 
     def rescale(path: Any, x: Any) -> Any:
         power = powers.get(jax.tree_util.keystr(path))
-        return x if power is None else x.rescale(x.scale * power)
+        if power is None:
+            return x
+        return x.rescale(x.scale * power)
 
     return jax.tree_util.tree_map_with_path(rescale, params, is_leaf=is_scaled_array)
 
@@ -452,6 +454,8 @@ def wide(tree: Any) -> Any:
         if is_scaled_array(x):
             return x.unscale()
         x = jnp.asarray(x)
-        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(jnp.float32)
+        return x
 
     return map_arrays(convert, tree)

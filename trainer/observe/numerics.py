@@ -47,7 +47,7 @@ from flax import nnx
 
 from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
-from scalify_core.debug.probe import FIGURES, SLOT, figures, probe
+from scalify_core.debug.stats import FIGURES, SLOT, figures, probe
 from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.sharpness import make_sharpness
 from trainer.parallel.mesh import replicated

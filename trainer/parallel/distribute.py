@@ -22,8 +22,8 @@ from jax.sharding import Mesh, PartitionSpec
 from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.array.tree import map_arrays
+from scalify_core.numerics.amax import largest_magnitudes
 from scalify_core.numerics.formats import E4M3, FP16, FloatFormat
-from scalify_core.numerics.reductions import largest_magnitudes
 from scalify_core.optim import Largest, largest_of_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import (

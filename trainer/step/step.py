@@ -15,7 +15,7 @@ import optax
 
 from scalify_core import tree, weights
 from scalify_core.numerics import compiler_hints
-from scalify_core.numerics.reductions import squares_of_rows, sums_of_squares
+from scalify_core.numerics.amax import squares_of_rows, sums_of_squares
 from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.optim.stacking import NONE as NO_STACKS
 from scalify_core.optim.stacking import Stacks

@@ -16,13 +16,13 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.product_reads import (
+from scalify_core.interpreter.measured.products import (
     CALLS,
     MOVES,
     PRODUCTS,
     inner_jaxpr,
 )
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 _SUMS = frozenset({"add", "sub", "add_any"})
 _PRESERVES_ROWS = (

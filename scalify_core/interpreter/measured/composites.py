@@ -12,13 +12,6 @@ import numpy as np
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import quantize
-from scalify_core.interpreter.measured.batch_axes import (
-    Labels,
-    labels,
-    labels_of_result,
-    scale_for,
-    shared,
-)
 from scalify_core.interpreter.measured.policy import (
     composite_rule,
     like,
@@ -27,12 +20,19 @@ from scalify_core.interpreter.measured.policy import (
     wide,
     wide_value,
 )
-from scalify_core.interpreter.measured.product_reads import Reading
-from scalify_core.interpreter.measured.products import each_index
+from scalify_core.interpreter.measured.products import (
+    Labels,
+    Reading,
+    each_index,
+    labels,
+    labels_of_result,
+    scale_for,
+    shared,
+)
 from scalify_core.interpreter.rules.composites import in_order
-from scalify_core.interpreter.rules.fp8 import call_on_data
+from scalify_core.interpreter.rules.matmul import call_on_data
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import amax, storage
+from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat
 from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
 
@@ -88,7 +88,7 @@ def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     if type(x) is not Value:
         return [wide(x), jnp.float32(1)]
     array = quantize.result(in_order(call, wide(x)), x.dtype)
-    return [storage.as_float32(array.data), jnp.asarray(array.scale, jnp.float32)]
+    return [formats.as_float32(array.data), jnp.asarray(array.scale, jnp.float32)]
 
 
 @composite_rule("fp8_dot_general", "fp8_dot_general.fwd")

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.product_reads import CALLS, inner_jaxpr
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.interpreter.measured.products import CALLS, inner_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 
 @per_jaxpr

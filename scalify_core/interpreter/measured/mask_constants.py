@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from scalify_core.interpreter.measured.product_reads import (
+from scalify_core.interpreter.measured.products import (
     CALLS,
     MOVES,
     inner_jaxpr,
     is_float,
 )
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 # A large constant among the operands may be an element of the result: the operation
 # moves it, multiplies it by 1, or adds a number too small to change it.
@@ -148,10 +148,14 @@ def _followed(
     def few(constants: frozenset[float]) -> frozenset[float]:
         # Each sum of two such values may be another constant: after a few, only those
         # that are written are followed.
-        return constants if len(constants) <= _MOST else constants & written | {UNKNOWN}
+        if len(constants) <= _MOST:
+            return constants
+        return constants & written | {UNKNOWN}
 
     def constants_of(atom: Any) -> frozenset[float]:
-        return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
+        if type(atom) is Literal:
+            return _large(atom)
+        return known.get(atom, frozenset())
 
     for eqn in jaxpr.eqns:
         operands, name = tuple(map(constants_of, eqn.invars)), eqn.primitive.name
@@ -212,8 +216,6 @@ def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[flo
 
 def _number(atom: Any) -> float | None:
     """Return the number of a literal, or None."""
-    return (
-        float(atom.val)
-        if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0
-        else None
-    )
+    if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0:
+        return float(atom.val)
+    return None

@@ -14,8 +14,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.product_reads import CALLS, MOVES, inner_jaxpr
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.interpreter.measured.products import CALLS, MOVES, inner_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 # They need their first operand to be nonzero.
 _NEEDS_NONZERO = frozenset({"sqrt", "rsqrt", "log", "cbrt", "pow"})

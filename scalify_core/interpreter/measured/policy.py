@@ -31,26 +31,24 @@ from scalify_core.interpreter.measured import (
     powers_of_two,
     quantize,
 )
-from scalify_core.interpreter.measured.product_reads import (
+from scalify_core.interpreter.measured.products import (
     CALLS,
     IN_FULL,
     KEEP_AXES,
     MOVES,
     PRODUCTS,
     Reading,
+    is_finer,
     is_float,
     is_narrow_product,
-    operand_readings,
-    reads_in,
-)
-from scalify_core.interpreter.measured.products import (
-    is_finer,
     lines,
+    operand_readings,
     readings,
+    reads_in,
     scales_of_result,
 )
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import compiler_hints, precision_warnings, storage
+from scalify_core.numerics import compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.scales import broadcast_scale
 
@@ -205,12 +203,14 @@ def is_masked(atom: Any, jaxpr: Any) -> bool:
 
 def wide_value(data: Any, dtype: Any) -> Value:
     """Return a value of format `dtype` that is not stored: FP32 data at scale 1."""
-    return v.value(storage.at_least_float32(data), 1.0, v.UNKNOWN, dtype)
+    return v.value(formats.at_least_float32(data), 1.0, v.UNKNOWN, dtype)
 
 
 def like(x: Any, data: Any) -> Any:
     """Return a result that is a value where `x` is one."""
-    return wide_value(data, x.dtype) if type(x) is Value else data
+    if type(x) is Value:
+        return wide_value(data, x.dtype)
+    return data
 
 
 def stored_value(x: ScaledArray) -> Value:
@@ -226,7 +226,7 @@ def is_stored(x: Value) -> bool:
 def wide(x: Any) -> Any:
     """Return the logical value in FP32; a plain operand is returned as an array."""
     if type(x) is not Value:
-        return storage.materialise(x)
+        return formats.materialise(x)
     return quantize.wide(as_array(x))
 
 
@@ -240,7 +240,9 @@ def widened(x: Any) -> Any:
 def as_array(x: Value) -> Any:
     """Return a value as a `ScaledArray` if it is stored, else as an FP32 array."""
     if not is_stored(x):
-        return quantize.wide(with_scale(x.data, x.scale)) if x.static != 1.0 else x.data
+        if x.static != 1.0:
+            return quantize.wide(with_scale(x.data, x.scale))
+        return x.data
     return with_scale(x.data, x.scale)
 
 
@@ -255,7 +257,9 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
     values = [
         wide_value(y, dtype) if _is_float(y) else y for y in (out if several else [out])
     ]
-    return values if several else values[0]
+    if several:
+        return values
+    return values[0]
 
 
 def _as_wide_as(x: Any, aval: Any) -> Any:
@@ -270,11 +274,15 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
 def _wide_results(out: Any) -> Any:
     several = isinstance(out, (list, tuple))
     values = [_wide_result(x) for x in (out if several else [out])]
-    return values if several else values[0]
+    if several:
+        return values
+    return values[0]
 
 
 def _wide_result(x: Any) -> Any:
-    return wide_value(x.data, x.dtype) if type(x) is Value else x
+    if type(x) is Value:
+        return wide_value(x.data, x.dtype)
+    return x
 
 
 def stored(
@@ -292,7 +300,7 @@ def stored(
     suits = is_finer(common.may, reading.must)
     parts = common.may if suits else reading.may
     if type(x) is not Value:
-        x = storage.as_float32(storage.materialise(x))
+        x = formats.as_float32(formats.materialise(x))
         return quantize.stored(x, dtype, parts, masked=masked)
     if is_stored(x) and x.data.dtype == dtype:
         array = as_array(x)
@@ -336,7 +344,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> Any:
             scale = _moved_scale(eqn, copy)
             moved = _moved_parts(eqn, parts)
             if scale is not None and moved is not None:
-                y = registry.bind(eqn, copy.data, *map(storage.materialise, rest))
+                y = registry.bind(eqn, copy.data, *map(formats.materialise, rest))
                 out.copies[name, moved] = with_scale(y, scale)
     return out
 
@@ -347,12 +355,16 @@ def _moved_parts(eqn: Any, parts: Parts) -> Parts | None:
     if eqn.primitive.name == "transpose":
         return tuple(parts[i] for i in eqn.params["permutation"])
     is_whole = max(parts, default=1) == 1
-    return (1,) * len(eqn.outvars[0].aval.shape) if is_whole else None
+    if is_whole:
+        return (1,) * len(eqn.outvars[0].aval.shape)
+    return None
 
 
 def _bound_on(eqn: Any, data: Any, rest: Sequence[Any], made: Callable) -> Any:
-    out = registry.bind(eqn, data, *map(storage.materialise, rest))
-    return list(map(made, out)) if eqn.primitive.multiple_results else made(out)
+    out = registry.bind(eqn, data, *map(formats.materialise, rest))
+    if eqn.primitive.multiple_results:
+        return list(map(made, out))
+    return made(out)
 
 
 def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
@@ -384,7 +396,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         common = reading if type(atom) is Literal else reads.get(atom, reading)
         copies.append(stored(x, fmt, reading, common, is_masked(atom, jaxpr)))
     a8, b8 = copies
-    others = list(map(storage.materialise, rest))
+    others = list(map(formats.materialise, rest))
     out = eqn.primitive.bind(
         *registry.as_traced(eqn, [a8.data, b8.data]),
         *others,
@@ -396,7 +408,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         smallest = 0.0 if is_resized else _SMALLEST_LINE
         lost = _lines_lost(eqn, (a, b), (a8, b8), others, scales, smallest)
         evaluate.observer.multiplied(str(fmt), lost)
-    out = quantize.scaled_by(storage.as_float32(out), *scales)
+    out = quantize.scaled_by(formats.as_float32(out), *scales)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return wide_value(out, np.dtype(aval.dtype) if wider else fmt)
 
@@ -435,7 +447,7 @@ def _lines_lost(
 
 def _in_units_of(x: Any, copy: ScaledArray) -> Any:
     """Return a logical value, FP32, divided by the scale of its stored copy."""
-    (data,) = compiler_hints.materialize_once(storage.as_float32(wide(x)))
+    (data,) = compiler_hints.materialize_once(formats.as_float32(wide(x)))
     scale = jnp.asarray(copy.scale, jnp.float32)
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 
@@ -472,7 +484,7 @@ def _convert(eqn: Any, x: Value, jaxpr: Any) -> Any:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
         return registry.bind(
-            eqn, storage.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
+            eqn, formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
         )
     if dtype.itemsize < 4:  # the user's wish to round
         constants = mask_constants.constants_of(jaxpr, eqn.invars[0])
@@ -484,7 +496,7 @@ def _convert(eqn: Any, x: Value, jaxpr: Any) -> Any:
 
 def _composite(eqn: Any, *operands: Any) -> Any:
     call = eqn.params["call"]
-    arrays = [storage.as_float32(x) if _is_float(x) else x for x in map(wide, operands)]
+    arrays = [formats.as_float32(x) if _is_float(x) else x for x in map(wide, operands)]
     dtype = v.result_dtype(*operands)
     return [wide_value(y, dtype) if _is_float(y) else y for y in call.bind(*arrays)]
 
@@ -512,15 +524,15 @@ def leaving(
         observer: sees losses at the equation that makes a result; None: no reports.
     """
     given = {id(x) for x in args}
-    formats = [x.dtype if type(x) is Value else None for x in args]
+    given_formats = [x.dtype if type(x) is Value else None for x in args]
     constants = mask_constants.constants_in(
-        jaxpr, mask_constants.argument_constants(args, formats)
+        jaxpr, mask_constants.argument_constants(args, given_formats)
     )
     nonzero, _ = nonzero_results.needs_nonzero(jaxpr, (False,) * len(out))
     made = []
     for i, x in enumerate(out):
         if type(x) is not Value:
-            made.append(x if id(x) in given else storage.materialise(x))
+            made.append(x if id(x) in given else formats.materialise(x))
             continue
         dtype = result_format(x.dtype, dtypes[i] if i < len(dtypes) else None)
         if id(x) in given and x.dtype.itemsize >= dtype.itemsize:
@@ -549,4 +561,6 @@ def result_format(dtype: np.dtype, plain: np.dtype | None) -> np.dtype:
     """
     if plain is None or not jnp.issubdtype(plain, jnp.floating):
         return dtype
-    return dtype if dtype.itemsize == 1 and plain.itemsize < 4 else plain
+    if dtype.itemsize == 1 and plain.itemsize < 4:
+        return dtype
+    return plain

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.product_reads import CALLS, inner_jaxpr
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.interpreter.measured.products import CALLS, inner_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 Numbers = frozenset[float] | None  # that elements may be; None: any
 
@@ -68,7 +68,9 @@ def numbers_of_atom(known: Mapping[Any, Numbers], atom: Any) -> Numbers:
     if type(atom) is Literal:
         is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
         is_number = is_real and np.ndim(atom.val) == 0
-        return frozenset({float(atom.val)}) if is_number else None
+        if is_number:
+            return frozenset({float(atom.val)})
+        return None
     return known.get(atom) or (_BOOLEANS if dtype == np.bool_ else None)
 
 
@@ -83,7 +85,9 @@ def numbers_inside(
     if name == "scan":
         consts, carry, xs = eqn.params["ft_in"].update(numbers).unpack()
         return (*consts, *[None] * len(carry), *xs)
-    return tuple(numbers) if name in CALLS else None
+    if name in CALLS:
+        return tuple(numbers)
+    return None
 
 
 def select_elements(numbers: Numbers) -> bool:

@@ -16,7 +16,7 @@ from jax import lax
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter.measured import mask_constants
-from scalify_core.numerics import amax, compiler_hints, precision_warnings, storage
+from scalify_core.numerics import amax, compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
 from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, times
@@ -34,7 +34,7 @@ def wide(x: Any) -> Any:
     """Return the logical value of a stored array, in FP32; other operands unchanged."""
     if type(x) is not ScaledArray:
         return x
-    data = storage.as_float32(x.data)
+    data = formats.as_float32(x.data)
     return times(
         data,
         (
@@ -71,9 +71,9 @@ def stored(
         if x.dtype == dtype and scaled_in(x, parts):
             return x
         x = wide(x)
-    x = storage.as_float32(x)
+    x = formats.as_float32(x)
     if not has_own_range(dtype):
-        return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
+        return ScaledArray(formats.saturating_cast(x, dtype), 1.0)
     if masked:
         x, data, scale = _measured_masked(x, np.dtype(dtype), parts)
     else:
@@ -129,11 +129,11 @@ def result(
     if nonzero and has_own_range(dtype):
         array = result(x, dtype, constants)
         return with_scale(
-            _nonzero(storage.as_float32(wide(x)), array.data), array.scale
+            _nonzero(formats.as_float32(wide(x)), array.data), array.scale
         )
     if dtype.itemsize >= 4:
         return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
-    x = storage.as_float32(wide(x))
+    x = formats.as_float32(wide(x))
     if constants and has_own_range(dtype):
         x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
         return with_scale(rounded(data, x=x, scale=scale), scale)
@@ -141,7 +141,9 @@ def result(
         data, scale = amax.measured_result(x, np.dtype(dtype))
         return with_scale(rounded(data, x=x, scale=scale), scale)
     x = stored(x, dtype)
-    return with_scale(x.data, jnp.float32(x.scale)) if x.is_static else x
+    if x.is_static:
+        return with_scale(x.data, jnp.float32(x.scale))
+    return x
 
 
 @jax.jit

@@ -8,13 +8,8 @@ from scalify_core.interpreter.rules import (
     composites,
     control,
     elementwise,
-    fp8,
-    indexing,
     loops,
-    losses,
     matmul,
-    reduce,
-    rescale,
     shape,
 )
 
@@ -24,12 +19,7 @@ __all__ = [
     "composites",
     "control",
     "elementwise",
-    "fp8",
-    "indexing",
     "loops",
-    "losses",
     "matmul",
-    "reduce",
-    "rescale",
     "shape",
 ]

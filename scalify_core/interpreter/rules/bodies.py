@@ -16,7 +16,7 @@ import jax
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value, narrow, pack, unpack
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.jaxprs import per_jaxpr
 
 
 def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:

@@ -24,8 +24,8 @@ from jax import lax
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.rules.elementwise import common, constant_at
 from scalify_core.interpreter.value import Value
+from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics import storage
 from scalify_core.numerics.formats import pow2_round
 
 _FAR = 256.0  # sizes further apart than this do not share a static scale
@@ -119,7 +119,7 @@ def to_form(x: Any, form: Form | None) -> Any:
     A form with a dynamic scale leaves the scale of `x`.
     """
     if form is None:
-        return jnp.asarray(storage.materialise(x))
+        return jnp.asarray(formats.materialise(x))
     if not isinstance(x, Value):
         if v.uniform(x) is not None and form.scale is not None:
             return _formed(
@@ -140,11 +140,11 @@ def to_form(x: Any, form: Form | None) -> Any:
 
 def _formed(data: Any, scale: Any, form: Form) -> Value:
     if not form.wide:
-        data = storage.saturating_cast(data, form.dtype)
+        data = formats.saturating_cast(data, form.dtype)
     elif form.dtype.itemsize > 4:
         data = jnp.asarray(data, form.dtype)
     else:
-        data = storage.as_float32(data)
+        data = formats.as_float32(data)
     return v.value(data, scale, form.expected_rms, form.dtype, is_fill_value=form.wide)
 
 
@@ -190,13 +190,14 @@ def next_carry(x: Any, form: Form | None, last: Any) -> Any:
     if form is None or not isinstance(x, Value):
         return to_form(x, form)
     if form.scale is None:
-        x = (
-            v.rescaled_by_rms(x)
-            if form.start is None
-            else _rescaled_beside(form.start, x, last)
-        )
+        if form.start is None:
+            x = v.rescaled_by_rms(x)
+        else:
+            x = _rescaled_beside(form.start, x, last)
     x = to_form(x, form)
-    return dataclasses.replace(x, data=_within(x.data)) if _is_finite_start(form) else x
+    if _is_finite_start(form):
+        return dataclasses.replace(x, data=_within(x.data))
+    return x
 
 
 def _within(data: Any) -> Any:
@@ -240,7 +241,7 @@ def chosen(which: Any, new: Any, old: Any) -> Any:
     It is the carry of a batch of which some elements have ended.
     """
     if not isinstance(new, Value) and not isinstance(old, Value):
-        new, old = (jnp.asarray(storage.materialise(x)) for x in (new, old))
+        new, old = (jnp.asarray(formats.materialise(x)) for x in (new, old))
         return lax.select(_over(which, new), new, old)
     (new_data, old_data), scale, rms, dtype = common(*v.scalar_scales((new, old)))
     wide = any(isinstance(x, Value) and x.is_fill_value for x in (new, old))
@@ -311,13 +312,17 @@ def after(x: Any, y: Any) -> Any:
 
     It is `y`, except that plain parts and dynamic scales stay as in `x`.
     """
-    return x if not isinstance(y, Value) or _kind(x) == "dynamic" else y
+    if not isinstance(y, Value) or _kind(x) == "dynamic":
+        return x
+    return y
 
 
 def _kind(x: Any) -> str:
     if not isinstance(x, Value):
         return "plain"
-    return "static" if sc.is_static(x.scale) else "dynamic"
+    if sc.is_static(x.scale):
+        return "static"
+    return "dynamic"
 
 
 def _size(x: Any) -> float:
@@ -326,8 +331,12 @@ def _size(x: Any) -> float:
     It is 0 where none is known: for zeros, and beside a dynamic scale.
     """
     if isinstance(x, Value):
-        return x.size if sc.is_static(x.scale) and x.scale >= sc.OF_ZEROS else 0.0
-    return 0.0 if _is_any_scale(x) else abs(v.uniform(x) or 1.0)
+        if sc.is_static(x.scale) and x.scale >= sc.OF_ZEROS:
+            return x.size
+        return 0.0
+    if _is_any_scale(x):
+        return 0.0
+    return abs(v.uniform(x) or 1.0)
 
 
 def _loop_form(part: Sequence[Any], length: int | None) -> Form | None:
@@ -361,11 +370,10 @@ def _loop_form(part: Sequence[Any], length: int | None) -> Form | None:
     if max(reached) > _FAR * min(reached):
         return Form(None, 1.0, first.dtype, start, wide)
     middle = math.sqrt(max(reached)) * math.sqrt(min(reached))
-    scale = (
-        first.scale
-        if sc.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2
-        else pow2_round(middle)
-    )
+    if sc.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2:
+        scale = first.scale
+    else:
+        scale = pow2_round(middle)
     return Form(scale, middle / scale, first.dtype, start, wide)
 
 
@@ -384,15 +392,17 @@ def _start_of(part: Sequence[Any], length: int | None) -> float | None:
         return None
     last = part[-1]
     if math.isinf(constant):
-        return constant if not sc.is_static(last.scale) else None
+        if not sc.is_static(last.scale):
+            return constant
+        return None
     if not sc.is_static(last.scale):
-        return constant if abs(constant) >= _SENTINEL else None
+        if abs(constant) >= _SENTINEL:
+            return constant
+        return None
     sizes = [_size(x) for x in part if isinstance(x, Value)]
-    return (
-        constant
-        if any(sizes) and abs(constant) > _FAR * max(_reached(sizes, length))
-        else None
-    )
+    if any(sizes) and abs(constant) > _FAR * max(_reached(sizes, length)):
+        return constant
+    return None
 
 
 def _final_size(sizes: Sequence[float], length: int | None) -> float:

@@ -17,8 +17,8 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import bind, rule
 from scalify_core.interpreter.rules.matmul import saturated
 from scalify_core.interpreter.value import Value
+from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics import storage
 
 
 def equal_scale(x: Value, axes: tuple) -> Value:
@@ -46,7 +46,9 @@ def equal_scale(x: Value, axes: tuple) -> Value:
 
 def _axes(eqn: Any) -> tuple:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    if isinstance(axes, (tuple, list)):
+        return tuple(axes)
+    return (axes,)
 
 
 def _collective(
@@ -59,7 +61,7 @@ def _collective(
         )
     out = bind(
         eqn,
-        *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
+        *(x.data if isinstance(x, Value) else formats.materialise(x) for x in operands),
     )
     several, results = eqn.primitive.multiple_results, []
     for x, y in zip(operands, out if several else [out], strict=True):
@@ -67,7 +69,9 @@ def _collective(
             data, growth = (saturated(y), _growth(eqn, x)) if adds else (y, 1.0)
             y = v.settled(data, x.multiple, x.expected_rms * growth, x.dtype)
         results.append(y)
-    return results if several else results[0]
+    if several:
+        return results
+    return results[0]
 
 
 def _growth(eqn: Any, x: Value) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import composite_rule
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import compiler_hints, storage
+from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import pow2_round
 
@@ -40,7 +41,7 @@ def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
     `args` are pytrees of values and plain arrays.
     """
     leaves = [
-        x.data if is_value(x) else storage.materialise(x)
+        x.data if is_value(x) else formats.materialise(x)
         for x in jax.tree.leaves(args, is_leaf=is_value)
     ]
     return call.replace(static={**dict(call.static), **static}).bind(*leaves)
@@ -55,7 +56,7 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
         v.unscaled(x) if _is_float(x) else x
         for x in jax.tree.leaves(args, is_leaf=is_value)
     ]
-    out = call.bind(*(storage.materialise(x) for x in leaves))
+    out = call.bind(*(formats.materialise(x) for x in leaves))
     return [
         brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)
     ]
@@ -116,11 +117,9 @@ def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
     if not is_value(x):
         return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
     x = v.scalar_scale(x)
-    return (
-        (x, 1.0)
-        if sc.is_static(x.scale)
-        else (v.value(v.unscaled(x), 1.0, x.expected_rms, x.dtype), x.scale)
-    )
+    if sc.is_static(x.scale):
+        return (x, 1.0)
+    return (v.value(v.unscaled(x), 1.0, x.expected_rms, x.dtype), x.scale)
 
 
 def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
@@ -180,11 +179,10 @@ def size_of(*factors: Any) -> Any:
     """Return the product of sizes, of which some may be dynamic."""
     out: Any = 1.0
     for factor in factors:
-        out = (
-            out * factor
-            if sc.is_static(out) and sc.is_static(factor)
-            else sc.as_number(sc.product(out, factor))
-        )
+        if sc.is_static(out) and sc.is_static(factor):
+            out = out * factor
+        else:
+            out = sc.as_number(sc.product(out, factor))
     return out
 
 
@@ -193,12 +191,16 @@ def as_value(x: Any, *others: Any) -> Value:
 
     A plain operand takes the format of the others.
     """
-    return v.scalar_scale(x) if is_value(x) else v.lift(x, v.result_dtype(*others))
+    if is_value(x):
+        return v.scalar_scale(x)
+    return v.lift(x, v.result_dtype(*others))
 
 
 def dtype_of(parameter: Any, x: Value) -> np.dtype:
     """Return the dtype of a parameter, or that of `x` for a plain parameter."""
-    return parameter.dtype if is_value(parameter) else x.dtype
+    if is_value(parameter):
+        return parameter.dtype
+    return x.dtype
 
 
 # Activations: x * g(x). Their result is known for a Gaussian of the expected size: near
@@ -243,11 +245,9 @@ def _sizes(name: str, x: Value) -> tuple[Any, float]:
 
     A size that is unknown while tracing counts as large.
     """
-    return (
-        activated(name, x.size)
-        if sc.is_static(x.scale)
-        else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
-    )
+    if sc.is_static(x.scale):
+        return activated(name, x.size)
+    return (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
 
 
 def _activation(name: str) -> None:
@@ -369,9 +369,9 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 @composite_rule("materialised")
 def _materialised(call: Any, x: Any) -> Any:
     x = in_order(call, x)
-    return (
-        dataclasses.replace(x, data=compiler_hints.stored(x.data)) if is_value(x) else x
-    )
+    if is_value(x):
+        return dataclasses.replace(x, data=compiler_hints.stored(x.data))
+    return x
 
 
 @composite_rule("materialised.fwd")
@@ -415,7 +415,9 @@ def _normalised(
 
 def _weight_size(weight: Any) -> float:
     """Return the size of a norm's output, as far as its weight determines it."""
-    return weight.size if is_value(weight) and sc.is_static(weight.scale) else 1.0
+    if is_value(weight) and sc.is_static(weight.scale):
+        return weight.size
+    return 1.0
 
 
 def _norm(call: Any, *args: Any) -> Any:
@@ -436,16 +438,13 @@ def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
 
 
 def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    x, *statistics, weight, bias = (
-        residuals if call.name == "layer_norm.bwd" else (*residuals, None)
-    )
+    has_bias = call.name == "layer_norm.bwd"
+    if not has_bias:
+        residuals = (*residuals, None)
+    x, *statistics, weight, bias = residuals
     gradient, (x, scale) = as_value(gradient, x, weight), with_static_scale(x, weight)
     parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
-    rest = (
-        (*statistics, *parameters)
-        if call.name == "layer_norm.bwd"
-        else (*statistics, parameters[0])
-    )
+    rest = (*statistics, *parameters[: 1 + has_bias])
     dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
     # What the norm divided by: the row's size, or the root of epsilon where that is
     # larger.
@@ -479,3 +478,70 @@ for _name in ("layer_norm", "rms_norm"):
     composite_rule(_name)(_norm)
     composite_rule(f"{_name}.fwd")(_norm_fwd)
     composite_rule(f"{_name}.bwd", wide=True)(_norm_bwd)
+
+
+# Rules of the functions of `scalify_core.ops.rescale`: powers of two move between data
+# and scale.
+
+
+def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -> None:
+    """Register a composite of one array; None leaves the value unchanged."""
+
+    def apply(change: Callable | None, call: Any, x: Any) -> Any:
+        x = in_order(call, x)
+        if change is None or not is_value(x):
+            return x
+        return change(x, **dict(call.static))
+
+    composite_rule(name, wide=True)(lambda call, x: apply(forward, call, x))
+    composite_rule(f"{name}.fwd", wide=True)(
+        lambda call, x: (apply(forward, call, x), None)
+    )
+    composite_rule(f"{name}.bwd", wide=True)(
+        lambda call, _, g: (apply(backward, call, g),)
+    )
+
+
+def _at_static_scale(x: Value, *, scale: float) -> Value:
+    return v.value(v.wide_at(x, scale), scale, 1.0, x.dtype)
+
+
+def _rebalanced(x: Value, *, factor: float) -> Value:
+    return v.value(
+        sc.times(v.wide(x), 1 / factor),
+        sc.product(x.scale, factor),
+        x.expected_rms / factor,
+        x.dtype,
+    )
+
+
+def _quantised(x: Value, *, fmt: Any) -> Value:
+    return v.value(
+        formats.saturating_cast(fmt.quantise(v.wide(x)), x.dtype),
+        x.scale,
+        x.expected_rms,
+        x.dtype,
+    )
+
+
+_rms = v.rescaled_by_rms
+_max = functools.partial(
+    v.rescaled_by, lambda data: jnp.max(jnp.abs(data), initial=0.0)
+)
+_rescaling("set_scaling", _at_static_scale, None)
+_rescaling("stop_scaling", v.unscaled, None)
+_rescaling("rebalance", _rebalanced, None)
+_rescaling("rebalance_grad", None, _rebalanced)
+_rescaling("cast_on_forward", _quantised, None)
+_rescaling("cast_on_backward", None, _quantised)
+_rescaling("dynamic_rescale_rms", _rms, None)
+_rescaling("dynamic_rescale_max", _max, None)
+_rescaling("dynamic_rescale_rms_grad", None, _rms)
+_rescaling("dynamic_rescale_max_grad", None, _max)
+
+
+@composite_rule("get_data_scale")
+def _get_data_scale(call: Any, x: Value) -> Any:
+    del call
+    x = v.scalar_scale(x)
+    return v.wide(x), jnp.asarray(x.scale, jnp.float32)

@@ -24,9 +24,9 @@ from scalify_core.interpreter.rules.bodies import measures, run, shape_of, trace
 from scalify_core.interpreter.rules.carries import common_form, to_form, wide_form
 from scalify_core.interpreter.rules.collectives import equal_scale
 from scalify_core.interpreter.value import Constant, Value, pack, unpack
-from scalify_core.numerics.caches import per_jaxpr
+from scalify_core.numerics.formats import materialise
+from scalify_core.numerics.jaxprs import per_jaxpr
 from scalify_core.numerics.shard_map_types import agreeing
-from scalify_core.numerics.storage import materialise
 
 
 @control(
@@ -234,7 +234,9 @@ def _without_copies(x: Any) -> Any:
 
     Each device stores its own part.
     """
-    return dataclasses.replace(x, copies={}) if isinstance(x, Value) else x
+    if isinstance(x, Value):
+        return dataclasses.replace(x, copies={})
+    return x
 
 
 def _specs(x: Any, spec: Any) -> Any:
@@ -251,7 +253,9 @@ def _specs(x: Any, spec: Any) -> Any:
         return dataclasses.replace(
             x, data=spec, dynamic=dynamic, rms_correction=correction
         )
-    return x if isinstance(x, Constant) else spec
+    if isinstance(x, Constant):
+        return x
+    return spec
 
 
 def _spec_of_scale(scale: Any, spec: Any) -> Any:

@@ -21,7 +21,7 @@ from scalify_core.interpreter.registry import (
     unscaled,
 )
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import compiler_hints, storage
+from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import pow2_floor, pow2_round
 
@@ -54,7 +54,9 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
         return a
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
-        return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
+        if eqn.primitive.name == "sub":
+            return _times_constant(b, -1.0)
+        return b
     (a, b), dtype = lifted(a, b)
     (a, b), sources = zip(*map(v.before_rescaling, (a, b)), strict=True)
     scale, rms, correction = v.hypot(a, b)
@@ -70,7 +72,7 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
         scale, correction, *(sc.ratio(x.multiple, scale) for x in sources)
     )
     data = [
-        sc.times(sc.times(storage.as_float32(x.data), x.factor), c)
+        sc.times(sc.times(formats.as_float32(x.data), x.factor), c)
         for x, c in zip(sources, changes, strict=True)
     ]
     return v.value(bind(eqn, *data), scale, rms, dtype, rms_correction=correction)
@@ -152,11 +154,10 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
-    b = (
-        v.value(b.data, 1.0, 1.0, dtype)
-        if _has_any_scale(constant)
-        else v.as_divisor(b)
-    )
+    if _has_any_scale(constant):
+        b = v.value(b.data, 1.0, 1.0, dtype)
+    else:
+        b = v.as_divisor(b)
     scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
     data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
     return v.settled(
@@ -385,7 +386,9 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
         np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit)
     )
     number = lax.convert_element_type(number, out_dtype)
-    return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
+    if np.shape(x) == ():
+        return number
+    return jnp.broadcast_to(number, np.shape(x))
 
 
 def _is_fill_value(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
@@ -424,10 +427,10 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
     if not np.shape(which) and any(
         isinstance(x, Value) and not sc.is_static(x.scale) for x in cases
     ):
-        return _select_whole(eqn, storage.materialise(which), *cases)
+        return _select_whole(eqn, formats.materialise(which), *cases)
     data, scale, rms, dtype = common(*cases)
     return v.value(
-        bind(eqn, storage.materialise(which), *data),
+        bind(eqn, formats.materialise(which), *data),
         scale,
         rms,
         dtype,
@@ -457,11 +460,13 @@ def _convert(eqn: Any, x: Value) -> Any:
     if not jnp.issubdtype(dtype, jnp.floating):
         return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
     return v.value(
-        storage.saturating_cast(x.data, dtype), x.multiple, x.expected_rms, dtype
+        formats.saturating_cast(x.data, dtype), x.multiple, x.expected_rms, dtype
     )
 
 
 @rule("bitcast_convert_type")
 def _bitcast(eqn: Any, x: Value) -> Any:
     out = bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
-    return v.value(out, 1.0) if jnp.issubdtype(out.dtype, jnp.floating) else out
+    if jnp.issubdtype(out.dtype, jnp.floating):
+        return v.value(out, 1.0)
+    return out

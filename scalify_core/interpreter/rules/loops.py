@@ -33,8 +33,8 @@ from scalify_core.interpreter.rules.carries import (
     wide_form,
 )
 from scalify_core.interpreter.value import Constant, Value, pack, unpack
+from scalify_core.numerics import formats, shard_map_types
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics import shard_map_types, storage
 
 
 def _loop(fun: Callable) -> Callable:
@@ -61,7 +61,9 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)  # of loops
 
 def _handed(operands: Sequence[Any]) -> Sequence[Any]:
     """Return the operands of a loop or iteration, coarse inside another loop."""
-    return list(map(coarse, operands)) if _depth.get() > 1 else operands
+    if _depth.get() > 1:
+        return list(map(coarse, operands))
+    return operands
 
 
 @control("scan", keeps_fill_values=True)
@@ -152,7 +154,9 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
     def keep_on(carry: Any) -> Any:
         is_going = going(unpack(carry))
-        return jnp.any(is_going) if is_batch else is_going
+        if is_batch:
+            return jnp.any(is_going)
+        return is_going
 
     return unpack(lax.while_loop(keep_on, lambda carry: agreed(formed(carry)), carry))
 
@@ -201,7 +205,7 @@ def _slices(x: Any) -> tuple[Any, Any]:
     They are its data, and scales that differ along the leading axis.
     """
     if not isinstance(x, Value):
-        return (storage.materialise(x), None, {}), None
+        return (formats.materialise(x), None, {}), None
     copies = {
         key: (copy.data, copy.scale if np.size(copy.scale) > 1 else None)
         for key, copy in _copies_of_slices(x).items()
@@ -242,7 +246,9 @@ def _of_slice(pieces: Any, stack: Any) -> Any:
     elif scale.size == 1:
         scale = scale.reshape(())
     out = v.value(data, scale, stack.expected_rms, stack.dtype)
-    return dataclasses.replace(out, copies=made) if made else out
+    if made:
+        return dataclasses.replace(out, copies=made)
+    return out
 
 
 def _copies_of_slices(x: Value) -> dict[tuple[str, tuple[int, ...]], ScaledArray]:
@@ -256,7 +262,9 @@ def _copies_of_slices(x: Value) -> dict[tuple[str, tuple[int, ...]], ScaledArray
 
 def _scalar(scale: Any) -> Any:
     """Return a scale of one element as a scalar."""
-    return scale if isinstance(scale, float) or scale.size > 1 else scale.reshape(())
+    if isinstance(scale, float) or scale.size > 1:
+        return scale
+    return scale.reshape(())
 
 
 def _stacked(y: Any, length: int) -> Any:

@@ -1,13 +1,13 @@
-"""Matrix products and convolutions: the narrow data multiplied, the result moved by one
-power of two.
+"""Products and sums: matrix products in FP16 and FP8, convolutions, and reductions.
 
-The expected RMS of a sum of K products of independent terms is sqrt(K) times that of
-one.
+The narrow data is multiplied, and the result moved by one power of two. The expected
+RMS of a sum of K independent terms is sqrt(K) times that of one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import rule, unscaled
+from scalify_core.interpreter.registry import (
+    bind,
+    composite_rule,
+    rule,
+    structural,
+    unscaled,
+)
 from scalify_core.interpreter.rules.elementwise import lifted
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import precision_warnings, storage
+from scalify_core.numerics import formats, precision_warnings
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics.formats import FP16
+from scalify_core.numerics.compiler_hints import row_major, stored, stored_both_ways
+from scalify_core.numerics.formats import E4M3, FP16, fp8_cast, saturating_cast
 from scalify_core.numerics.shard_map_types import as_traced
+from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 
 unscaled(
     "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur",
@@ -36,7 +44,7 @@ unscaled("custom_linear_solve", as_traced=True)
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     (a, b), dtype = lifted(a, b)
     a, b = (v.scalar_scale(x) for x in (a, b))
-    operands = as_traced(eqn, [storage.saturating_cast(x.data, dtype) for x in (a, b)])
+    operands = as_traced(eqn, [formats.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
         # the user cast to a narrow dtype, and wants a wide result
         dtype = eqn.outvars[0].aval.dtype
@@ -60,11 +68,9 @@ def saturated(x: jax.Array) -> jax.Array:
     first. An FP8 product makes NaN of its operands' infinities at no cost, as it casts
     them.
     """
-    return (
-        precision_warnings.rounded(x, jnp.clip(x, -FP16.max, FP16.max))
-        if x.dtype == jnp.float16
-        else x
-    )
+    if x.dtype == jnp.float16:
+        return precision_warnings.rounded(x, jnp.clip(x, -FP16.max, FP16.max))
+    return x
 
 
 @rule("dot_general", wide=False)
@@ -87,3 +93,204 @@ def _ragged_dot_general(eqn: Any, a: Any, b: Any, group_sizes: Any) -> Value:
 def _conv(eqn: Any, x: Any, kernel: Any) -> Value:
     outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return _contract(eqn, x, kernel, count=math.prod(kernel.shape) / outputs)
+
+
+# Reductions, cumulative and windowed ones among them. Sums add up in FP32.
+
+structural(
+    "reduce_max",
+    "reduce_min",
+    "cummax",
+    "cummin",
+    "reduce_window_max",
+    "reduce_window_min",
+)
+unscaled("reduce_prod", "cumprod", "cumlogsumexp")
+
+
+def summed(eqn: Any, x: Value, count: float) -> Value:
+    """Return a sum of `count` terms."""
+    x = v.scalar_scale(x)
+    out = bind(eqn, v.wide(x))
+    rms = x.expected_rms * math.sqrt(max(count, 1))
+    return v.settled(
+        out, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor
+    )
+
+
+@rule("reduce_sum", lazy=True)
+def _reduce_sum(eqn: Any, x: Value) -> Value:
+    axes = tuple(range(len(x.shape) - 1))
+    if (
+        x.pre_rescale is not None
+        and x.pre_rescale.sums is not None
+        and eqn.params["axes"] == axes
+    ):
+        rms = x.expected_rms * math.sqrt(max(math.prod(x.shape[:-1]), 1))
+        return v.settled(
+            x.pre_rescale.sums, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2)
+        )
+    return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
+
+
+@rule("cumsum", lazy=True)
+def _cumsum(eqn: Any, x: Value) -> Value:
+    return summed(eqn, x, x.shape[eqn.params["axis"]])
+
+
+@rule("reduce_window_sum", lazy=True)
+def _reduce_window_sum(eqn: Any, x: Value) -> Value:
+    return summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
+
+
+@rule("argmax", "argmin")
+def _argmax(eqn: Any, x: Value) -> Any:
+    return bind(eqn, v.scalar_scale(x).data)
+
+
+@rule("select_and_scatter_add")
+def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
+    """Evaluate the gradient of max pooling: scatter `source` to the maxima of
+    `operand`.
+    """
+    if not isinstance(source, Value):
+        source = v.lift(source, operand.dtype)
+    if isinstance(operand, Value):
+        where = v.wide(v.scalar_scale(operand))
+    else:
+        where = formats.as_float32(operand)
+    source = v.scalar_scale(source)
+    return v.value(
+        bind(eqn, v.wide(source), where),
+        source.scale,
+        source.expected_rms,
+        source.dtype,
+    )
+
+
+@rule("select_and_gather_add")
+def _select_and_gather_add(eqn: Any, tangents: Any, operand: Any) -> Value:
+    return _select_and_scatter_add(eqn, tangents, operand)
+
+
+# The FP8 product: a cast of data whose RMS is near 1, so no scale is computed.
+# The residuals are the left operand in FP8, and the right operand, a parameter, as
+# given. With `keep_rhs` the right one is kept in FP8, too.
+
+_MATRICES = (((1,), (0,)), ((), ()))
+
+
+@composite_rule("fp8_dot_general", wide=True)
+def _product(call: Any, lhs: Any, rhs: Any) -> Value:
+    return _forward(call, lhs, rhs)[0]
+
+
+@composite_rule("fp8_dot_general.fwd", wide=True)
+def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
+    product = dict(call.static)["product"]
+    (lhs, rhs), dtype = lifted(lhs, rhs)
+    lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
+
+    def forward(lhs: Any, rhs: Any) -> tuple:
+        lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
+        lhs_kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
+        if lhs.dtype == np.float32:  # its producer writes it in FP8
+            if product.dims == _MATRICES:
+                lhs8, lhs_kept = stored_both_ways(lhs8)
+            else:
+                lhs8, lhs_kept = (stored(lhs8),) * 2
+        if product.keep_rhs and rhs.dtype.itemsize == 2:
+            if product.dims == _MATRICES:
+                rhs_kept, rhs8 = stored_both_ways(rhs8)
+            else:
+                rhs_kept, rhs8 = (stored(rhs8),) * 2
+        return (
+            dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True),
+            lhs_kept,
+            rhs_kept,
+        )
+
+    power, rms = _sum_of(product.sizes[2], lhs, rhs)
+    out, lhs_kept, rhs_kept = call_on_data(call, forward, lhs.data, rhs.data)
+    operands = (
+        v.value(lhs_kept, lhs.scale, lhs.expected_rms),
+        v.value(rhs_kept, rhs.scale, rhs.expected_rms),
+    )
+    return v.value(saturated(out), _scale(lhs, rhs, power), rms, dtype), (
+        *operands,
+        *_unused(product),
+    )
+
+
+@composite_rule("fp8_dot_general.bwd")
+def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]:
+    product = dict(call.static)["product"]
+    rows, columns, _ = product.sizes
+    if isinstance(gradient, Value):
+        dtype = v.result_dtype(gradient)
+    else:
+        dtype = np.dtype(product.dtypes[2])
+    lhs, rhs, gradient = (
+        x if isinstance(x, Value) else v.lift(x, dtype)
+        for x in (*residuals[:2], gradient)
+    )
+    gradient = v.scalar_scale(gradient)
+    summed = gradient.pre_rescale is not None and gradient.pre_rescale.sums is not None
+
+    lhs_power, lhs_rms = _sum_of(columns, gradient, rhs)
+    rhs_power, rhs_rms = _sum_of(rows, lhs, gradient)
+
+    def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
+        if rhs8.dtype != E4M3.dtype:
+            # A parameter exists in any case, so it is cast again: `stored` separates
+            # the two casts. It is row-major: the product contracts its last axis.
+            rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
+        # Not `saturated`, which would make large numbers of infinities.
+        gradient8 = fp8_cast(rest[-1], product.gradient)
+        # If the gradient's rows are added up, that pass writes both orders.
+        if summed and gradient8.ndim == 2:
+            both = stored_both_ways(gradient8)
+        else:
+            both = (stored(gradient8),) * 2
+        d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)
+        return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
+
+    d_lhs, d_rhs = call_on_data(
+        call, backward, lhs.data, rhs.data, *_unused(product), gradient.data
+    )
+    d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
+    return (
+        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rms, dtype),
+        v.value(
+            saturating_cast(d_rhs, rhs_dtype),
+            _scale(lhs, gradient, rhs_power),
+            rhs_rms,
+            rhs_dtype,
+        ),
+    )
+
+
+def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
+    """Return the power of two of a sum of `count` products, and the remaining RMS.
+
+    The power goes from the data into the scale. The product itself divides it out
+    before rounding its result: as a constant of the GEMM it costs nothing.
+    """
+    return sc.rounded(a.expected_rms * b.expected_rms * math.sqrt(count))
+
+
+def _scale(a: Value, b: Value, power: float) -> Any:
+    return sc.product(sc.product(a.multiple, b.multiple), power)
+
+
+def _unused(product: Product) -> tuple:
+    """Return placeholders for the plain program's traced scales, in the residuals."""
+    return tuple(
+        np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
+    )
+
+
+def call_on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
+    """Call `fun` on the data, under the vmaps of the call."""
+    in_tree = jax.tree.structure(operands)
+    return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

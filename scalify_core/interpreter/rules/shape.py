@@ -1,17 +1,20 @@
-"""Rules of operations that move elements."""
+"""Rules of operations that move elements: shapes, gather, scatter and slices."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
+from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import bind, rule, structural
+from scalify_core.interpreter.registry import bind, rule, structural, unscaled
 from scalify_core.interpreter.rules.elementwise import common
 from scalify_core.interpreter.value import Value
+from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
 
 structural("tile", "optimization_barrier", "tie", "device_put", "sort", "top_k")
@@ -78,11 +81,9 @@ def _of_unstack(eqn: Any, scale: jax.Array) -> list[jax.Array]:
 
 def _of_split(eqn: Any, scale: jax.Array) -> Sequence[jax.Array]:
     axis = eqn.params["axis"]
-    return (
-        [scale] * len(eqn.outvars)
-        if scale.shape[axis] == 1
-        else lax.split(scale, eqn.params["sizes"], axis)
-    )
+    if scale.shape[axis] == 1:
+        return [scale] * len(eqn.outvars)
+    return lax.split(scale, eqn.params["sizes"], axis)
 
 
 structural("slice", along=_of_slice)
@@ -96,11 +97,9 @@ structural("unstack", along=_of_unstack)
 def _join(eqn: Any, *operands: Any) -> Value:
     # Scales may differ along the axes that are not joined; the number that is padded
     # with is one.
-    joined = (
-        [eqn.params["dimension"]]
-        if eqn.primitive.name == "concatenate"
-        else range(eqn.invars[0].aval.ndim)
-    )
+    joined: Iterable[int] = range(eqn.invars[0].aval.ndim)
+    if eqn.primitive.name == "concatenate":
+        joined = [eqn.params["dimension"]]
     if any(_differs_along(x, joined) for x in operands):
         operands = tuple(v.scalar_scales(operands))
     data, scale, rms, dtype = common(*operands)
@@ -112,3 +111,54 @@ def _differs_along(x: Any, axes: Iterable[int]) -> bool:
     if not isinstance(x, Value) or sc.is_static(x.scale) or not x.scale.ndim:
         return False
     return any(x.scale.shape[axis] > 1 for axis in axes)
+
+
+# Gather, scatter and dynamic slices. Scatter-add accumulates in FP32.
+
+structural(
+    "dynamic_slice",
+    along=lambda eqn, scale, *starts: lax.dynamic_slice(
+        scale,
+        [formats.materialise(i) for i in starts],
+        tuple(map(min, scale.shape, eqn.params["slice_sizes"])),
+    ),
+)
+unscaled("scatter-mul", as_traced=True)
+
+
+@rule("gather", lazy=True)
+def _gather(eqn: Any, operand: Value, indices: Any) -> Value:
+    fill = eqn.params["fill_value"]
+    if fill is None or fill == 0 or not math.isfinite(fill):
+        return registry.on_data(eqn, operand, indices)
+    # the number to fill with is a logical one
+    return registry.on_logical(eqn, operand, indices)
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) -> Value:
+    (operand, update), scale, rms, dtype = common(*v.scalar_scales([operand, update]))
+    return v.value(
+        bind(eqn, operand, update, *(formats.materialise(i) for i in indices)),
+        scale,
+        rms,
+        dtype,
+    )
+
+
+@rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
+def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
+    (operand, updates), scale, rms, dtype = common(*v.scalar_scales([operand, updates]))
+    # FP32: sums, and because the equation's inner jaxpr was traced so.
+    out = bind(
+        eqn,
+        formats.as_float32(operand),
+        formats.materialise(indices),
+        formats.as_float32(updates),
+    )
+    if eqn.primitive.name in ("scatter-add", "scatter-sub"):
+        # So many to an element, if they are spread evenly.
+        rms *= math.sqrt(
+            max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0)
+        )
+    return v.settled(out, scale, rms, dtype)

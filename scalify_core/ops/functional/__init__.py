@@ -4,7 +4,7 @@
 
 from scalify_core.ops.functional.activations import gelu, relu, silu, swiglu
 from scalify_core.ops.functional.attention import attention
-from scalify_core.ops.functional.embedding import embedding
+from scalify_core.ops.functional.embedding import embedding, materialised, rope
 from scalify_core.ops.functional.losses import (
     cross_entropy,
     linear_cross_entropy,
@@ -12,8 +12,6 @@ from scalify_core.ops.functional.losses import (
     softmax,
 )
 from scalify_core.ops.functional.norms import layer_norm, rms_norm
-from scalify_core.ops.functional.rope import rope
-from scalify_core.ops.functional.storage import materialised
 
 __all__ = [
     "attention",

@@ -82,11 +82,9 @@ def _gelu_bwd(
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    return (
-        x32
-        if bias is None
-        else x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
-    )
+    if bias is None:
+        return x32
+    return x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
 @composite(name="silu")

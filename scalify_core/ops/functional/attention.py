@@ -15,7 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from scalify_core.numerics.storage import saturating_cast
+from scalify_core.numerics.formats import saturating_cast
 from scalify_core.ops.composite import composite
 
 _CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
@@ -266,11 +266,10 @@ def _cudnn(
     window: int | None,
     logit_scale: float,
 ) -> jax.Array:
-    mask = (
-        None
-        if segments is None
-        else (segments[:, :, None] == segments[:, None, :])[:, None]
-    )
+    if segments is None:
+        mask = None
+    else:
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q,
         k,

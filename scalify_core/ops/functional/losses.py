@@ -262,7 +262,9 @@ def _gradient_step(
 
 def _unmasked(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
     """Return `x`, or zero where a target is negative if `masked`."""
-    return jnp.where(targets >= 0, x, 0) if masked else x
+    if masked:
+        return jnp.where(targets >= 0, x, 0)
+    return x
 
 
 def _tokens_within(size: int, x: jax.Array, head: jax.Array, narrow: bool) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.numerics import compiler_hints
-from scalify_core.numerics.reductions import sums_at_once
+from scalify_core.numerics.amax import sums_at_once
 from scalify_core.ops.composite import composite
 
 

@@ -14,7 +14,7 @@ from families import quick
 from jax import lax
 
 from scalify_core import as_scaled_array, asarray, scalify
-from scalify_core.interpreter.measured.product_reads import reads_in
+from scalify_core.interpreter.measured.products import reads_in
 from scalify_core.numerics import amax
 from scalify_core.numerics.formats import FP16
 

@@ -10,7 +10,7 @@ from for_h200 import AS_TRAINED, MATRIX, assert_all_fp8, compiled_text
 from propagated import scalify
 
 from scalify_core.array.scaled_array import ScaledArray
-from scalify_core.numerics.reductions import largest_magnitudes, sums_of_squares
+from scalify_core.numerics.amax import largest_magnitudes, sums_of_squares
 from scalify_core.ops.functional import gelu, layer_norm, materialised
 from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
 

@@ -13,7 +13,7 @@ import pytest
 from scalify_core import as_scaled_array, asarray, scalify
 from scalify_core.numerics import compiler_hints
 from scalify_core.ops.functional import embedding, layer_norm
-from scalify_core.ops.functional.storage import materialised
+from scalify_core.ops.functional.embedding import materialised
 from scalify_core.optim.stacking import Stacks
 from scalify_core.static import dynamic_rescale_rms_grad
 

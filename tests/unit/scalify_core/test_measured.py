@@ -18,7 +18,7 @@ from jax import lax
 from measured_and_plain import HALF, ROUNDINGS, SIZES, both, error, normal
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
-from scalify_core.interpreter.measured.product_reads import reads_in
+from scalify_core.interpreter.measured.products import reads_in
 from scalify_core.numerics.formats import FP16
 
 # Results of operations that have no scale of their own.

@@ -10,7 +10,7 @@ from draws import draw_normal
 from propagated import scalify
 
 from scalify_core import ScaledArray, asarray
-from scalify_core.debug.probe import FIGURES, SLOT, figures, probe
+from scalify_core.debug.stats import FIGURES, SLOT, figures, probe
 from scalify_core.numerics.formats import E4M3, E5M2, FloatFormat
 from scalify_core.ops.functional import gelu
 

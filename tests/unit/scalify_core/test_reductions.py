@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core.numerics.reductions import (
+from scalify_core.numerics.amax import (
     SMALL_ROWS,
     largest_magnitudes,
     sums_of_squares,

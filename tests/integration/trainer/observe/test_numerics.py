@@ -12,7 +12,7 @@ from command import here, parameters, stopped_after, values
 from families import whole
 
 from scalify_core.array.tree import leaves
-from scalify_core.debug.probe import FIGURES
+from scalify_core.debug.stats import FIGURES
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec

@@ -13,7 +13,7 @@ from families import quick
 import scalify_core
 import scalify_core as sc
 from scalify_core import as_scaled_array, asarray
-from scalify_core.ops.functional.storage import materialised
+from scalify_core.ops.functional.embedding import materialised
 
 B, N, D, V = 3, 8, 4, 16
 # Of FP32 sums of at most 64 terms, in another order.

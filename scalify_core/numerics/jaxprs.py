@@ -1,14 +1,17 @@
-"""The lines of a user's program that equations come from."""
+"""Facts about jaxprs and equations: the user's line, the name scopes, and caches."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sysconfig
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src.util import weakref_lru_cache
 
 _JAX_AND_THIS = tuple(
     os.path.dirname(path) + os.sep
@@ -89,13 +92,47 @@ def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
 
 def name_of(eqn: Any) -> str:
     """Return the name of an equation's primitive, or of the composite that it calls."""
-    return (
-        eqn.params["call"].name
-        if eqn.primitive.name == "scalify_composite"
-        else eqn.primitive.name
-    )
+    if eqn.primitive.name == "scalify_composite":
+        return eqn.params["call"].name
+    return eqn.primitive.name
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_of(file: str, folders: tuple[str, ...]) -> bool:
     return file.startswith((*folders, "<frozen "))
+
+
+# The name scopes and compiler contexts of equations.
+
+
+def scope_of(eqn: Any) -> tuple[Any, Any]:
+    """Return an equation's named scopes, and its context.
+
+    The context is None unless it holds metadata for the compiler.
+    """
+    ctx = eqn.ctx
+    return (
+        eqn.source_info.name_stack,
+        ctx if ctx.xla_metadata or ctx.compute_type else None,
+    )
+
+
+@contextlib.contextmanager
+def within(scopes: Any, ctx: Any) -> Iterator[None]:
+    """Trace inside these named scopes, and in this compiler context unless None."""
+    name = str(scopes)
+    with (
+        jax.named_scope(name) if name else contextlib.nullcontext(),
+        ctx.manager if ctx else contextlib.nullcontext(),
+    ):
+        yield
+
+
+# Caches of facts about a jaxpr, kept as long as the jaxpr exists.
+
+# A jaxpr holds the arrays that a program closes over, such as parameters: it must be
+# freed with its program. So cached results must not hold the jaxpr itself, except by a
+# weak reference. They may hold equations, which do not hold their jaxpr.
+per_jaxpr = functools.partial(
+    weakref_lru_cache, maxsize=4096, trace_context_in_key=False
+)
