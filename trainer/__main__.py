@@ -1,29 +1,48 @@
 """`scalify-trainer COMMAND key=value ...`, also `python -m trainer COMMAND ...`.
 
-Without a COMMAND it trains. Each command is a file of `trainer.cli`.
+Without a COMMAND it trains. Each command is a file of `trainer.cli`, imported when it
+is called: JAX takes longer than most answers.
 """
 
 import importlib
 import os
+import re
 import signal
 import sys
 from types import FrameType
 
-from trainer.errors import complain, leave
+from trainer.errors import UserError, complain, leave
+from trainer.text import nearest
+from trainer.version import __version__
 
-COMMANDS = (
-    "train",
-    "evaluate",
-    "generate",
-    "export",
-    "plan",
-    "report",
-    "compare",
-    "explain",
-    "bisect",
-    "prepare-data",
-    "train-tokenizer",
-)
+COMMANDS = {
+    "train": "train a model; the default without a COMMAND",
+    "evaluate": "a run's loss in other precisions, on other text, on tasks",
+    "generate": "sample text from a run's weights",
+    "export": "a run's weights as a Hugging Face directory",
+    "plan": "memory, kernels and FP8 of a step on GPUs that are not here",
+    "report": "report.html of a finished or running run",
+    "compare": "runs beside each other, the best first",
+    "explain": "the line of code where scale propagation loses numbers",
+    "bisect": "the layers whose FP8 casts cost the most",
+    "prepare-data": "tokenize text before the training",
+    "train-tokenizer": "a byte-level BPE tokenizer from your text",
+}
+USAGE = """usage: scalify-trainer [COMMAND] [key=value ...]
+
+Train language models with scale propagation. Commands:
+
+{}
+
+Each explains its keys: scalify-trainer train --help
+"""
+
+
+def overview() -> str:
+    """Return what `--help` prints without a command."""
+    return USAGE.format(
+        "\n".join(f"  {name:<17}{about}" for name, about in COMMANDS.items())
+    )
 
 
 def command() -> None:
@@ -31,8 +50,21 @@ def command() -> None:
     # Libraries swallow a KeyboardInterrupt that meets their import.
     signal.signal(signal.SIGINT, end_at_once)
     name, *arguments = sys.argv[1:] or ["train"]
-    if name not in COMMANDS:
+    if name in ("--help", "-h"):
+        print(overview(), end="")
+        leave(0)
+    if name == "--version":
+        print(f"scalify-trainer {__version__}")
+        leave(0)
+    if name not in COMMANDS and re.search(r"[=.~]|^-", name):
         name, arguments = "train", sys.argv[1:]
+    if name not in COMMANDS:
+        error = UserError(
+            f"{name}: there is no such command; {nearest(name, list(COMMANDS))}, or"
+            " key=value arguments to train"
+        )
+        complain(error)
+        leave(error.exit_code)
     module = importlib.import_module(f"trainer.cli.{name.replace('-', '_')}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

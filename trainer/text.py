@@ -95,6 +95,11 @@ def redact(tree: Any) -> Any:
     return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
+def note(text: str) -> None:
+    """Print a message about the progress to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def program_command() -> str:
     """Return this program as a command: `scalify-trainer` where it was called so."""
     if Path(sys.argv[0]).name == "scalify-trainer":

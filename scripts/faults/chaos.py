@@ -34,9 +34,10 @@ from scripts.faults.fault_injection import (
 )
 from scripts.faults.faulty import HAPPENED
 from scripts.faults.victim import Victim, checkpoints, last_step
-from trainer.cli.arguments import argument, note, run_script, split
+from trainer.cli.arguments import argument, run_script, split
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
+from trainer.text import note
 
 type Fault = Callable[[Victim], str]
 

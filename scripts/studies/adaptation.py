@@ -106,8 +106,9 @@ def main(args: Arguments) -> None:
         write_texts(out / "text.jsonl", split(args.packages), args.language)
     corpus = open_corpus(TextSource(tuple(split(texts))), out / "data")
     claim_text(out, args, corpus)
-    make_tokenizer(args, "old", "python", "--max-chars", "12000000")
-    make_tokenizer(args, "new", "files", *split(texts))
+    make_tokenizer(args, "old", "data=python", "max_chars=12000000")
+    paths = f"data.paths=[{','.join(split(texts))}]"
+    make_tokenizer(args, "new", "data=text", paths)
     sizes = sizes_of(out, corpus)
     base = out / "base"
     if not (base / "checkpoints" / str(args.base_steps)).exists():
@@ -234,14 +235,11 @@ def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
         return
     words = [
         *source,
-        "--vocab-size",
-        str(args.vocab_size),
-        "--out",
-        str(folder),
-        "--cache-dir",
-        f"{args.out}/data",
+        f"vocab_size={args.vocab_size}",
+        f"out={folder}",
+        f"data.cache_dir={args.out}/data",
+        f"data.val_fraction={VAL_FRACTION}",
     ]
-    words.append(f"--val-fraction={VAL_FRACTION}")
     done = subprocess.run(
         [sys.executable, "-m", "trainer", "train-tokenizer", *words],
         capture_output=True,

@@ -383,7 +383,7 @@ class Study:
             *self.size.plan,
             "data.tokenizer=byte",
         )
-        words += (f"target={self.args.target}", "gpus=1", "compare=no", "--json")
+        words += (f"target={self.args.target}", "gpus=1", "compare=no", "json=yes")
         return [
             [GpuCommand(f"plan_{p}", (*words, f"precision={p}"))]
             for p in self.planned_of

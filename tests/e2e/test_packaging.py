@@ -16,6 +16,7 @@ from command import CACHE
 
 from scripts.faults.chaos import SMALL
 from trainer import __version__
+from trainer.__main__ import COMMANDS
 from trainer.text import merge_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,9 @@ def test_a_wheel_holds_every_file_of_the_packages(wheel):
         ]
         assert files
         assert {str(p.relative_to(ROOT)) for p in files} <= held
+        assert f"{name}/py.typed" in held
+    tops = {name.partition("/")[0] for name in held}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
 
 
 @pytest.mark.smoke
@@ -124,6 +128,54 @@ def test_the_installed_command_trains_in_any_directory(command, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "done: 2 steps" in done.stdout
     assert (tmp_path / "A" / "metrics.jsonl").read_text().count("\n") == 2
+
+
+@pytest.fixture
+def beside_own_files(tmp_path):
+    """A directory with files of a user whose names are those of our modules."""
+    for name in ("scripts", "configs", "trainer", "scalify_core"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "trainer.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "my.yaml").write_text("train: {steps: 2}\ntracker: jsonl\n")
+    (tmp_path / "a.txt").write_text("In the beginning was the word. " * 2000)
+    return tmp_path
+
+
+def test_every_command_works_beside_files_of_its_modules_names(
+    command, beside_own_files
+):
+    data = [CACHE, "data=text", "data.tokenizer=byte", "data.paths=[a.txt]"]
+    few = [
+        *data,
+        "config=my.yaml",
+        "train.final_eval_batches=1",
+        "sample.max_new_tokens=0",
+        "precision=scalify_fp8_fp16",
+        "run_dir=A",
+    ]
+    small = [argument for argument in SMALL if not argument.startswith("tracker")]
+    settings = merge_overrides(small, few)
+    own_data = [argument for argument in data if argument != CACHE]
+    commands = {
+        "train": settings,
+        "evaluate": ["run_dir=A", "batches=1", "step=2"],
+        "generate": ["run_dir=A", "max_new_tokens=2", "step=best"],
+        "export": ["run_dir=A", "out=exported", "dtype=bf16"],
+        "report": ["run_dir=A"],
+        "compare": ["runs=A,B", "out=no"],
+        "explain": ["run_dir=A", "top=1"],
+        "bisect": ["run_dir=A", "top=1"],
+        "prepare-data": own_data,
+        "train-tokenizer": [*own_data, "vocab_size=260", "out=mine"],
+        "plan": ["--help"],
+    }
+    assert set(commands) == set(COMMANDS)
+    for name, arguments in commands.items():
+        if name == "compare":
+            shutil.copytree(beside_own_files / "A", beside_own_files / "B")
+        done = run(command, name, *arguments, cwd=beside_own_files, JAX_PLATFORMS="cpu")
+        assert done.returncode == 0, (name, done.stderr[-2000:])
 
 
 def test_the_version_is_one():

@@ -42,47 +42,58 @@ class SavedModel(NamedTuple):
       bind: parameters to the model.
       params: in FP32.
       tokenizer: of the run's data.
+      config: of the run, in the phase of its step.
+      step: of the checkpoint.
     """
 
     spec: Spec
     bind: Callable[[Params], LanguageModel]
     params: Params
     tokenizer: Tokenizer
+    config: schema.Config
+    step: int
 
 
-def restore_run(run_dir: Path) -> SavedModel:
-    """Return the model of a run's newest checkpoint, with its tokenizer.
+def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
+    """Return the model of a run's checkpoint, with its tokenizer.
+
+    `step`: a number, "newest" or "best".
 
     Raises:
       UserError: there is none, or it is not of this package alone.
     """
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
-        meta = checkpointer.meta()
+        chosen = chosen_step(checkpointer, step)
+        meta = checkpointer.meta(chosen)
         refuse_custom(run_dir, meta)
-        c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
+        taken = checkpointer.newest() if chosen is None else chosen
+        c = phase_at(from_saved(schema.Config, meta["config"]), taken)
         keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
-        params = restore_weights(checkpointer, like)
-    return SavedModel(model.spec, model.sampling.bind, params, tokenizer)
+        params = restore_weights(checkpointer, like, chosen)
+    return SavedModel(model.spec, model.sampling.bind, params, tokenizer, c, taken)
 
 
-def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
-    """Return a run's configuration, its workload on one device, and its newest
-    checkpoint.
+def restore_training(
+    run_dir: Path, step: str = "newest"
+) -> tuple[schema.Config, Workload, Restored]:
+    """Return a run's configuration, its workload on one device, and a checkpoint.
 
-    The optimizer's state is left out.
+    The optimizer's state is left out. `step`: a number, "newest" or "best".
 
     Raises:
       UserError: there is no checkpoint, it is not finite, or the data have changed.
     """
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
-        meta = checkpointer.meta()
+        chosen = chosen_step(checkpointer, step)
+        meta = checkpointer.meta(chosen)
         refuse_custom(run_dir, meta)
-        c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
+        taken = checkpointer.newest() if chosen is None else chosen
+        c = phase_at(from_saved(schema.Config, meta["config"]), taken)
         keep_compiled(c)
         # The run may have used more devices than there are here.
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
@@ -102,11 +113,34 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
                 " its text back"
             )
         checkpoint = checkpointer.restore(
-            dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True
+            dataclasses.replace(abstract_state(w.task), opt_state=()),
+            chosen,
+            partial=True,
         )
         where = f"checkpoint {checkpoint.step} of {run_dir}"
         check_finite(checkpoint, where, "bring an earlier one back")
     return c, w, checkpoint._replace(state=from_stored(checkpoint.state))
+
+
+def chosen_step(checkpointer: Checkpointer, step: str) -> int | None:
+    """Return the step that a user chose; None: the newest that can be read.
+
+    Raises:
+      UserError: no number, or no checkpoint has a validation loss.
+    """
+    if step == "newest":
+        return None
+    if step.isdecimal():
+        return int(step)
+    if step != "best":
+        raise UserError(f"step={step}: expected newest, best, or a number of steps")
+    best = checkpointer.best_step
+    if best is None:
+        raise UserError(
+            f"step=best: no checkpoint in {checkpointer.directory} has a validation"
+            f" loss; there are: {', '.join(map(str, checkpointer.steps()))}"
+        )
+    return best
 
 
 def without_own_cache(c: schema.Config, run_dir: Path) -> schema.Config:

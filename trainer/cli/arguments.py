@@ -5,13 +5,23 @@ A field without a default is required.
 """
 
 import dataclasses
+import difflib
+import itertools
 import re
 import sys
+import textwrap
+import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from trainer.errors import UserError, complain, run_and_flush
 from trainer.text import nearest, refuse_twice
+
+WIDTH = 79  # of a help text
+LEFT = 26  # of it, columns of the keys
+YES_NO = {"yes": True, "true": True, "no": False, "false": False}
+HELP = ("--help", "-h")
+STEP = "the checkpoint: newest, best (lowest validation loss), or its number of steps"
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:
@@ -19,9 +29,15 @@ def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def names_of(cls: type) -> list[str]:
+    """Return the keys of a command."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
 def read[T](cls: type[T], argv: Sequence[str]) -> T:
     """Parse `key=value` strings as `cls`; UserError for an unknown or missing key."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    argv = without_dashes(argv, lambda: list(fields))
     values = {}
     refuse_twice(argv)
     for text in argv:
@@ -50,7 +66,28 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
+def at_least(arguments: object, **least: int) -> None:
+    """Raise UserError for an argument that is less than its bound."""
+    for name, bound in least.items():
+        if getattr(arguments, name) < bound:
+            raise UserError(
+                f"{name}={getattr(arguments, name)}: expected {bound} or more"
+            )
+
+
 def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
+    """Return a value in the type of its annotation; `null` is None where it may be."""
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:  # X | None
+        return None if value == "null" else _convert(choices[0], key, value)
+    if origin is typing.Literal:
+        if value not in choices:
+            raise UserError(f"{key}={value}: {nearest(value, choices)}")
+        return value
+    if hint is bool:
+        if value.lower() not in YES_NO:
+            raise UserError(f"{key}={value}: expected yes or no")
+        return YES_NO[value.lower()]
     kinds = {int: "a whole number", float: "a number"}
     if hint not in kinds:
         return value
@@ -60,20 +97,98 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
         raise UserError(f"{key}={value}: expected {kinds[hint]}") from None
 
 
-def note(text: str) -> None:
-    """Print a message about the progress to standard error."""
-    print(text, file=sys.stderr, flush=True)
+def without_dashes(
+    argv: Sequence[str],
+    keys: Callable[[], Sequence[str]],
+    flags: Collection[str] = (),
+) -> list[str]:
+    """Return the arguments with `--key=value`, which W&B's sweeps write, as
+    `key=value`. The flags stay.
+
+    Raises:
+      UserError: `--key value`; it names the nearest of the valid keys.
+    """
+    plain = []
+    for text, following in itertools.pairwise([*argv, ""]):
+        if not re.match("--[a-zA-Z]", text) or text.partition("=")[0] in flags:
+            plain.append(text)
+        elif "=" in text:
+            plain.append(text.lstrip("-"))
+        else:
+            has_value = following and "=" not in following and following[0] != "-"
+            value = following if has_value else "VALUE"
+            found = nearest_keys(text.lstrip("-").replace("-", "_"), keys())
+            names = " or ".join(f"{key}={value}" for key in found)
+            given = f"{text} {value}" if has_value else text
+            raise UserError(
+                f"{given}: arguments are key=value;"
+                f" {f'use {names}' if names else '--help lists the keys'}"
+            )
+    return plain
+
+
+def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
+    """Return the dotted keys whose last part is the name, or else the most similar one;
+    those of training come first.
+    """
+    by_last: dict[str, list[str]] = {}
+    for key in keys:
+        by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    if name in keys:
+        return [name]
+    close = difflib.get_close_matches(name, list(by_last), n=1, cutoff=0.6)
+    order = ("train.", "optimizer.")
+    if not close:
+        return []
+    return sorted(by_last[close[0]], key=lambda k: not k.startswith(order))[:3]
+
+
+def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield lines of two columns, the second one wrapped."""
+    for left, right in rows:
+        lines = textwrap.wrap(right, WIDTH - LEFT) or [""]
+        if len(left) + 4 > LEFT:
+            yield f"  {left}".rstrip()
+        else:
+            yield f"  {left:<{LEFT - 2}}{lines.pop(0)}".rstrip()
+        yield from (" " * LEFT + line for line in lines)
+
+
+def wrapped(about: str) -> str:
+    """Return a docstring with its paragraphs wrapped; indented lines stay."""
+    paragraphs = []
+    for paragraph in about.strip().split("\n\n"):
+        is_code = any(line.startswith(" ") for line in paragraph.splitlines())
+        paragraphs.append(paragraph if is_code else textwrap.fill(paragraph, WIDTH))
+    return "\n\n".join(paragraphs)
+
+
+def own_keys(cls: type) -> Iterator[str]:
+    """Yield the lines of a command's keys."""
+    hints: Mapping[str, typing.Any] = typing.get_type_hints(cls)
+    rows = []
+    for field in dataclasses.fields(cls):
+        text, default = field.metadata["help"], field.default
+        if default is dataclasses.MISSING:
+            text, default = f"{text} (required)", ""
+        elif isinstance(default, bool):
+            default = "yes" if default else "no"
+        elif default is None:
+            default = "null"
+        choices = typing.get_args(hints[field.name])
+        if typing.get_origin(hints[field.name]) is typing.Literal:
+            text = f"{text}: {', '.join(choices)}"
+        elif isinstance(field.default, bool):
+            text = f"{text} (yes or no)"
+        rows.append((f"{field.name}={default}", text))
+    return table(rows)
 
 
 def usage(cls: type, program: str, about: str) -> str:
-    """Return the text of `--help`."""
-    lines = [f"usage: {program} key=value ...", "", about.strip(), ""]
-    for field in dataclasses.fields(cls):
-        default = f"default {field.default!r}"
-        if field.default is dataclasses.MISSING:
-            default = "required"
-        lines.append(f"  {field.name}=  {field.metadata['help']} ({default})")
-    return "\n".join(lines)
+    """Return the text of `--help`, which shows each key with its default."""
+    return "\n".join(
+        [f"usage: {program} key=value ...", "", wrapped(about), "", *own_keys(cls)]
+    )
 
 
 def run_script[T](
@@ -92,19 +207,30 @@ def run[T](
 ) -> int:
     """Call `main` with the arguments that `argv` gives, and return the exit code.
 
-    It is 0, that of a UserError after a line on stderr, or 141 for a broken pipe.
     `program` and `about` are shown by `--help`.
     """
+    if asks_for_help(argv):
+        return answer(lambda: print(usage(cls, program, about)))
+    return answer(lambda: main(read(cls, argv)))
 
-    def parse_and_call() -> int:
-        if "--help" in argv or "-h" in argv:
-            print(usage(cls, program, about))
-            return 0
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Return whether `--help` is among the arguments."""
+    return not set(HELP).isdisjoint(argv)
+
+
+def answer(main: Callable[[], None]) -> int:
+    """Call `main`, and return the exit code.
+
+    It is 0, that of a UserError after a line on stderr, or 141 for a broken pipe.
+    """
+
+    def call() -> int:
         try:
-            main(read(cls, argv))
+            main()
         except UserError as error:
             complain(error)
             return error.exit_code
         return 0
 
-    return run_and_flush(parse_and_call)
+    return run_and_flush(call)

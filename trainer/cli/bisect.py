@@ -13,38 +13,12 @@ Prints the remaining error of the gradient, the lowest first, and writes it as J
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-from scalify_core import weights
-from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.numerics.formats import FloatFormat
-from scalify_core.ops.matmul import MULTIPLE
-from scalify_core.static import cast_on_forward
-from trainer.assembly.saved_model import restore_training
-from trainer.cli.arguments import argument, note, run
-from trainer.errors import UserError
+from trainer.cli.arguments import argument, at_least, run
 from trainer.files import write_text
-from trainer.models.registry import family_of
-from trainer.models.roles import role_of
-from trainer.observe.progress import log_first_duration
-from trainer.parallel.mesh import place_batch
-from trainer.precision.arrays import with_prepared_operands
-from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient_dot
-from trainer.precision.methods import METHODS
-from trainer.precision.policy import Policy
-from trainer.workload import Model
-
-CASTS = ("activations", "weights", "gradients", "weight_gradients")
-ALL = "all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,346 +32,29 @@ class Arguments:
     top: int = argument("lines of each table that are printed", 12)
 
 
-class Finding(NamedTuple):
-    """The effect of leaving out some casts.
+def main(arguments: Arguments) -> None:
+    """Bisect the run, print, and write precision_bisect.json into it."""
+    at_least(arguments, batch=0, top=1)
+    from trainer.assembly.saved_model import restore_training
+    from trainer.observe.precision_bisect import advice, bisect, report, unrolled
+    from trainer.parallel.mesh import place_batch
 
-    Attributes:
-      layer: path of the linear layer; "all".
-      tensor: one of CASTS; "all" four; "none": as trained; "compute": the format of
-          everything else.
-      loss: nats.
-      loss_difference: to FP32's.
-      cosine: between the gradient, as the optimizer gets it, and FP32's.
-      error: norm of their difference over that of FP32's.
-    """
-
-    layer: str
-    tensor: str
-    loss: float
-    loss_difference: float
-    cosine: float
-    error: float
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def cast_forward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return `x`, rounded to the format where the switch is on; the gradient passes."""
-    return jnp.where(on, cast_on_forward(x, fmt), x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def cast_backward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return `x`; its gradient is rounded to the format where the switch is on."""
-    del on, fmt
-    return x
-
-
-cast_forward.defvjp(
-    lambda x, on, fmt: (cast_forward(x, on, fmt), None), lambda fmt, _, g: (g, None)
-)
-cast_backward.defvjp(
-    lambda x, on, fmt: (x, on), lambda fmt, on, g: (cast_forward(g, on, fmt), None)
-)
-
-
-class SwitchedDot:
-    """A simulated FP8 matmul with switches of its casts in row `layer` of `on_Lx4`."""
-
-    def __init__(
-        self, on_Lx4: jax.Array, layer: int, path: str, policy: Policy
-    ) -> None:
-        backward = policy.backward_of(path)
-        assert policy.forward is not None
-        assert backward is not None
-        self.on_Lx4, self.layer, self.simulate = on_Lx4, layer, policy.simulate
-        self.forward = FloatFormat.parse(policy.forward)
-        self.backward = FloatFormat.parse(backward)
-
-    def __call__(
-        self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **_: Any
-    ) -> jax.Array:
-        sizes = (*lhs_NxD.shape, *rhs_DxF.shape)
-        if not self.simulate and any(size % MULTIPLE for size in sizes):
-            # The run does not multiply such sizes in FP8 either.
-            return wide_gradient_dot(lhs_NxD, rhs_DxF, dims)
-        on_4 = self.on_Lx4[self.layer]
-        lhs_NxD = cast_forward(lhs_NxD, on_4[0], self.forward)
-        rhs_DxF = cast_forward(rhs_DxF, on_4[1], self.forward)
-        return cast_backward(
-            wide_gradient_dot(lhs_NxD, rhs_DxF, dims), on_4[2], self.backward
-        )
-
-
-def computed_in_fp32(policy: Policy) -> Policy:
-    """Return the policy with its casts, and all other computation in FP32."""
-    changes: dict[str, Any] = {"compute": "fp32", "update": "fp32"}
-    if policy.forward is None and policy.weights != "bf16":
-        # No matmul is narrower than the format of weight gradients.
-        changes["weight_grad"] = "fp32"
-    return dataclasses.replace(policy, **changes)
-
-
-def in_fp32(policy: Policy) -> Policy:
-    """Return the policy with matmuls, weights and gradients in FP32."""
-    wide: dict[str, Any] = {
-        "scaling": "none",
-        "weights": "fp32",
-        "weight_grad": "fp32",
-        "compute": "fp32",
-    }
-    casts = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
-    wide.update(dict.fromkeys(casts))
-    return dataclasses.replace(policy, simulate=False, **wide)
-
-
-def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
-    """Return the model with a switch for each of the CASTS of its FP8 layers."""
-
-    def dot_general(path: str) -> Dot:
-        if path in model.narrow:
-            dot = SwitchedDot(on_Lx4, model.narrow.index(path), path, model.policy)
-            return with_prepared_operands(dot, model.policy)
-        if model.policy.weight_grad == "fp32":
-            return wide_gradient_dot
-        return narrow_gradient_dot
-
-    settings = {"rescale_grads": model.policy.rescaled_places}
-    build, compute_dtype = model.family.build, model.policy.logical
-    training = build(
-        model.spec, compute_dtype=compute_dtype, dot_general=dot_general, **settings
-    )
-    return model._replace(training=training)
-
-
-def gradient(
-    model: Model,
-    params: Any,
-    scaling: Any,
-    tokens: jax.Array,
-    segments: jax.Array | None,
-    on_Lx4: jax.Array,
-) -> tuple[jax.Array, Any]:
-    """Return the loss, and the gradient in FP32 as the optimizer gets it."""
-    loss, grads, _ = (
-        with_switches(model, on_Lx4)
-        .differentiate()
-        .value_and_grad(params, scaling, tokens, segments, None)
-    )
-
-    def choose(path: Any, stored: Any, exact: Any) -> jax.Array:
-        role = role_of(model.roles, path)
-        if role is None or role.layer is None or not model.is_narrow(role):
-            return weights.wide(stored)
-        return jnp.where(
-            on_Lx4[model.narrow.index(role.layer), 3],
-            weights.wide(stored),
-            weights.wide(exact),
-        )
-
-    stored = model.store_gradients(grads)
-    return loss, jax.tree_util.tree_map_with_path(
-        choose, stored, grads, is_leaf=is_scaled_array
-    )
-
-
-def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
-    """Return the switches, bool `[L, 4]`, by layer and tensor whose casts are off."""
-    everything = np.ones((len(layers), len(CASTS)), bool)
-
-    def off(rows: Any, columns: Any) -> np.ndarray:
-        on = everything.copy()
-        on[rows, columns] = False
-        return on
-
-    by_name = {(ALL, "none"): everything, (ALL, ALL): ~everything}
-    by_name |= {(ALL, tensor): off(slice(None), j) for j, tensor in enumerate(CASTS)}
-    by_name |= {(layer, ALL): off(i, slice(None)) for i, layer in enumerate(layers)}
-    for i, layer in enumerate(layers):
-        for j, tensor in enumerate(CASTS):
-            by_name[layer, tensor] = off(i, j)
-    return by_name
-
-
-def bisect(
-    model: Model,
-    params: Any,
-    scaling: Any,
-    tokens: jax.Array,
-    segments: jax.Array | None,
-) -> list[Finding]:
-    """Measure the effect of every cast; the lowest remaining error comes first.
-
-    Args:
-      model: of unrolled layers, without remat.
-      params: as the run stores them; scales are static.
-      scaling: a loss scale, or ().
-      tokens: [B, T+1].
-      segments: of the same shape, or None.
-
-    Raises:
-      UserError: nothing is narrow, or casts use other scales than the tensors' own.
-    """
-    if model.policy.method.in_products:
-        valid = [name for name, method in METHODS.items() if not method.in_products]
-        raise UserError(
-            f"precision.scaling={model.policy.scaling} casts by scales that are"
-            f" measured in the matmul; valid: runs with scaling={' or '.join(valid)}"
-        )
-    if not model.narrow and model.policy.compute == "fp32":
-        raise UserError(
-            "everything in this run is FP32 already; valid: a run with a narrower"
-            " precision"
-        )
-    exact = Model.make(model.spec, in_fp32(model.policy), border=model.border)
-    none = jnp.zeros((0, len(CASTS)), bool)
-    value_and_grad = log_first_duration(
-        jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note
-    )
-    right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
-
-    def measures(
-        model: Model, on_Lx4: Any, params: Any, scaling: Any, right: Any
-    ) -> tuple[jax.Array, ...]:
-        loss, grads = gradient(model, params, scaling, tokens, segments, on_Lx4)
-        dot = sum(
-            jnp.vdot(g, r)
-            for g, r in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True)
-        )
-        differences = jax.tree.map(jnp.subtract, grads, right)
-        norm, right_norm, difference = map(
-            optax.global_norm, (grads, right, differences)
-        )
-        return loss, dot / (norm * right_norm), difference / right_norm
-
-    def finding(layer: str, tensor: str, measured: Any) -> Finding:
-        loss, cosine, error = (float(x) for x in measured)
-        return Finding(layer, tensor, loss, loss - float(right_loss), cosine, error)
-
-    measure = log_first_duration(
-        jax.jit(functools.partial(measures, model)),
-        "compiling with a switch for every cast",
-        note,
-    )
-    findings = [
-        finding(*name, measure(on, params, scaling, right))
-        for name, on in switches(model.narrow).items()
-    ]
-    if model.policy.compute != "fp32":
-        wide = model._replace(policy=computed_in_fp32(model.policy))
-        everything = switches(model.narrow)[ALL, "none"]
-        measure = log_first_duration(
-            jax.jit(functools.partial(measures, wide)),
-            "compiling with FP32 between the matmuls",
-            note,
-        )
-        findings.append(
-            finding(ALL, "compute", measure(everything, params, scaling, right))
-        )
-    return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
-
-
-def report(findings: Sequence[Finding], top: int) -> str:
-    """Return three tables: casts of all layers, all casts of a layer, single casts."""
-    trained = next(f for f in findings if f.tensor == "none")
-    lines = [
-        (
-            f"as trained: loss {trained.loss:.5f}, {trained.loss_difference:+.2e} nats"
-            f" from FP32; gradient: cosine {trained.cosine:.6f}, error"
-            f" {trained.error:.2%}"
-        ),
-        "",
-    ]
-    tables = {
-        "left out in all layers": [
-            f for f in findings if f.layer == ALL and f.tensor != "none"
-        ],
-        "one layer's casts left out": [
-            f for f in findings if f.layer != ALL and f.tensor == ALL
-        ],
-        "one cast left out": [
-            f for f in findings if f.layer != ALL and f.tensor != ALL
-        ],
-    }
-    for title, rows in tables.items():
-        lines.append(
-            f"{title:<34} {'error left':>10} {'removed':>8} {'cosine':>9}"
-            f" {'loss - FP32':>12}"
-        )
-        for f in rows[:top]:
-            name = f"{f.layer} {f.tensor}"
-            if f.layer == ALL:
-                name = f.tensor
-            elif f.tensor == ALL:
-                name = f.layer
-            removed = 1 - f.error / trained.error if trained.error else 0.0
-            lines.append(
-                f"  {name:<32} {f.error:>10.3%} {removed:>8.1%} {f.cosine:>9.6f}"
-                f" {f.loss_difference:>+12.2e}"
-            )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def advice(findings: Sequence[Finding], most: int = 4) -> str:
-    """Return the key that excludes the worst layers from FP8, or that none stands out.
-
-    A layer stands out if its casts, left out together, remove twice as much of the
-    gradient's error as the mean layer.
-    """
-    trained = next(f for f in findings if f.tensor == "none").error
-    left = {f.layer: f.error for f in findings if f.layer != ALL and f.tensor == ALL}
-    removed = {}
-    if trained > 0:
-        removed = {layer: 1 - error / trained for layer, error in left.items()}
-    mean = sum(max(share, 0.0) for share in removed.values()) / max(len(removed), 1)
-    chosen = sorted(
-        (layer for layer, share in removed.items() if share > 2 * mean > 0),
-        key=lambda x: -removed[x],
-    )[:most]
-    if not chosen:
-        return (
-            "no layer stands out: keeping one of them in a wider format would change"
-            " little"
-        )
-    why = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in chosen)
-    return (
-        "to keep the worst layers in the compute format:"
-        f" precision.exclude=[{','.join(chosen)}]   (removes: {why})"
-    )
-
-
-def load(
-    run_dir: Path, number: int
-) -> tuple[Model, Any, Any, jax.Array, jax.Array | None]:
-    """Return the arguments of `bisect`, of a run's newest checkpoint and a batch."""
+    run_dir = Path(arguments.run_dir)
     c, w, restored = restore_training(run_dir)
     batch = place_batch(
-        w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh
+        w.data.train.batch(arguments.batch),
+        accum=c.train.grad_accum_steps,
+        mesh=w.mesh,
     )
-    spec, params = w.model.spec, restored.state.params
-    if spec.scan_layers:
-        params = family_of(spec).unstack_layers(params)
-    unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")
-    model = Model.make(unrolled, w.model.policy, w.model.rows, border=w.model.border)
+    model, params = unrolled(w.model, restored.state.params)
     segments = batch.segments_AxBxT1
-    return (
+    findings = bisect(
         model,
         params,
         restored.state.scaling,
         batch.tokens_AxBxT1[0],
         None if segments is None else segments[0],
     )
-
-
-def main(arguments: Arguments) -> None:
-    """Bisect the run, print, and write precision_bisect.json into it."""
-    for name, least in (("batch", 0), ("top", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(
-                f"{name}={getattr(arguments, name)}: expected {least} or more"
-            )
-    run_dir = Path(arguments.run_dir)
-    findings = bisect(*load(run_dir, arguments.batch))
     path = run_dir / "precision_bisect.json"
     write_text(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
     print(report(findings, arguments.top))

@@ -12,9 +12,6 @@ from pathlib import Path
 
 from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
-from trainer.report.comparing import free_page, short_names, write_comparison
-
-__all__ = ["Arguments", "main", "short_names"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,8 @@ def natural(path: str) -> tuple[int, str]:
 
 def main(args: Arguments) -> None:
     """Print the table, and write the page."""
+    from trainer.report.comparing import free_page, write_comparison
+
     paths = directories(args.runs)
     out: Path | None = None
     if args.out and args.out != "no":

@@ -1,9 +1,10 @@
-"""Evaluate a run's newest checkpoint in its own and other precisions, or on tasks.
+"""Evaluate a run's weights in its own and other precisions, or on tasks.
 
     scalify-trainer evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
     scalify-trainer evaluate run_dir=runs/mine text=other.txt,more.jsonl
     scalify-trainer evaluate run_dir=runs/mine tasks=last_word,word_order
     scalify-trainer evaluate run_dir=runs/mine tasks=hellaswag,my.yaml limit=500
+    scalify-trainer evaluate run_dir=runs/mine step=best
 
 All precisions get the same weights and batches, so they differ in the arithmetic of the
 forward pass alone: the cost of FP8 in use, not in training. Weights are rounded to the
@@ -11,39 +12,21 @@ other precision's format. last_word and word_order are made of the validation te
 other tasks are lm-evaluation-harness's.
 """
 
-import functools
-import itertools
 import json
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from scalify_core import weights
-from trainer.assembly.saved_model import restore_training
-from trainer.cli.arguments import argument, note, run, split
+from trainer.cli.arguments import STEP, argument, at_least, run, split
 from trainer.config.composition import compose_config
-from trainer.data import Batch, TextSource
-from trainer.data.corpus import open_corpus
-from trainer.data.loader import segments
 from trainer.errors import UserError
 from trainer.files import finite, write_text
-from trainer.observe.progress import log_first_duration
-from trainer.parallel.mesh import place_batch
-from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
-from trainer.report.history import AS_TRAINED
-from trainer.step.state import TrainState
-from trainer.tasks.choose import BATCH, choose
-from trainer.tasks.eval_model import EvalModel
-from trainer.tasks.intervals import half_width
-from trainer.tasks.offline import ITEMS, write_for_harness
-from trainer.tasks.offline import TASKS as OFFLINE
-from trainer.workload import TrainTask, Workload, jitted_eval_step
+
+if TYPE_CHECKING:
+    from trainer.assembly.evaluation import Result
 
 
 @dataclass(frozen=True)
@@ -61,62 +44,28 @@ class Arguments:
         "",
     )
     column: str = argument(
-        "the key or column of their jsonl and parquet rows that holds the text",
-        TextSource.column,
+        "the key or column of their jsonl and parquet rows that holds the text", "text"
     )
     tasks: str = argument(
-        f"tasks in place of a loss: {', '.join(OFFLINE)}, or lm-evaluation-harness's",
+        "tasks in place of a loss, separated by commas: last_word, word_order, or"
+        " lm-evaluation-harness's (extra lm-eval)",
         "",
     )
     limit: int = argument(
-        f"items of each task at most; 0: {ITEMS} of the first two, all of the others", 0
+        "items of each task at most; 0: 200 of the first two, all of the others", 0
     )
     fewshot: int = argument(
         "examples before each item of the harness's tasks; -1: as many as the task"
         " says",
         -1,
     )
-    batch: int = argument("sequences at once, in tasks", BATCH)
-
-
-class Text(NamedTuple):
-    """The text of an evaluation.
-
-    Attributes:
-      batch: returns the batch of a number below `batches`.
-      batches: their number.
-      bytes_per_token: of the text.
-    """
-
-    batch: Callable[[int], Batch]
-    batches: int
-    bytes_per_token: float
-
-
-class Result(NamedTuple):
-    """The result of a precision.
-
-    Attributes:
-      precision: its name, or AS_TRAINED.
-      loss: nats per token, the mean over the batches.
-      bits_per_byte: of the text.
-      difference: to AS_TRAINED, nats; negative is better.
-      half_width: of the 95% interval of the difference over batches; infinite for one
-          batch.
-    """
-
-    precision: str
-    loss: float
-    bits_per_byte: float
-    difference: float
-    half_width: float
+    batch: int = argument("sequences at once, in tasks", 16)
+    step: str = argument(STEP, "newest")
 
 
 def main(args: Arguments) -> None:
     """Print a line for each precision, and write evaluation.json into the run."""
-    if args.batches < 0:
-        raise UserError(f"batches={args.batches}: expected 0 or more")
-    run_dir = Path(args.run_dir)
+    at_least(args, batches=0)
     names = split(args.precisions) if args.precisions else ["fp32"] * (not args.tasks)
     if args.precisions and not names:
         raise UserError(
@@ -128,19 +77,26 @@ def main(args: Arguments) -> None:
             "tasks=: expected at least one, such as tasks=last_word,word_order"
         )
     if args.tasks:
-        return evaluate_tasks(args, policies)
-    c, w, restored = restore_training(run_dir)
+        print_tasks(args, policies)
+    else:
+        print_losses(args, policies)
+
+
+def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
+    """Print the loss in each precision, and write evaluation.json into the run."""
+    from trainer.assembly.evaluation import evaluate, other_text, validation_text
+    from trainer.assembly.saved_model import restore_training
+    from trainer.data import TextSource
+
+    run_dir = Path(args.run_dir)
+    c, w, restored = restore_training(run_dir, args.step)
     others = {name: w.task.in_precision(policy) for name, policy in policies.items()}
     most = args.batches or c.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
         text = other_text(source, Path(c.data.cache_dir or run_dir), w, most)
     else:
-        text = Text(
-            w.data.val.batch,
-            min(most, w.data.val.steps_per_epoch),
-            w.data.bytes_per_token,
-        )
+        text = validation_text(w, most)
     size = text.batches * w.data.val.batch_size * w.model.spec.context
     where = f"; {args.text}" if args.text else ""
     print(
@@ -174,41 +130,33 @@ def main(args: Arguments) -> None:
     print(f"all digits: {path}")
 
 
-def evaluate_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
+def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     """Print a line for each metric of each task, and write tasks.json into the run."""
-    for name, least in (("limit", 0), ("fewshot", -1), ("batch", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"{name}={getattr(args, name)}: expected {least} or more")
+    at_least(args, limit=0, fewshot=-1, batch=1)
     if args.text:
         raise UserError(
             "tasks and text: give one of them; the tasks of this package are made of"
             " the validation text"
         )
-    c, w, restored = restore_training(Path(args.run_dir))
+    from trainer.assembly.evaluation import evaluate_tasks
+    from trainer.assembly.saved_model import restore_training
+    from trainer.tasks.choose import choose
+    from trainer.tasks.offline import write_for_harness
+
+    run_dir = Path(args.run_dir)
+    c, w, restored = restore_training(run_dir, args.step)
     fewshot = None if args.fewshot < 0 else args.fewshot
     tasks = choose(
         split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot
     )
     print(
-        f"{args.run_dir}: {c.precision.name}, step {restored.step:,};"
+        f"{run_dir}: {c.precision.name}, step {restored.step:,};"
         f" {', '.join(split(args.tasks))}",
         flush=True,
     )
     print(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
     results = []
-    for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
-        task, state = w.task, restored.state
-        if name != AS_TRAINED:
-            task = task.in_precision(policy)
-            state = replace(
-                state,
-                params=store_weights(weights.wide(state.params), policy),
-                scaling=(),
-            )
-        eval_model = EvalModel(task, w.data.tokenizer, args.batch).at(
-            state.params, state.scaling
-        )
-        scores = tasks.scores(eval_model)
+    for name, scores in evaluate_tasks(w, restored.state, policies, tasks, args.batch):
         rows: dict[str, dict[str, Any]] = {}
         for task_name, metrics in scores.items():
             rows[task_name] = {}
@@ -221,11 +169,11 @@ def evaluate_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
                 )
                 rows[task_name][metric] = finite(score._asdict())
         results.append({"precision": name, "tasks": rows})
-    folder = Path(args.run_dir) / "tasks"
+    folder = run_dir / "tasks"
     files = [
         write_for_harness(name, items, folder) for name, items in tasks.items.items()
     ]
-    path = Path(args.run_dir) / "tasks.json"
+    path = run_dir / "tasks.json"
     document = {
         "step": restored.step,
         "limit": args.limit,
@@ -266,83 +214,10 @@ def policy_of(item: str) -> Policy:
     return c.policy
 
 
-def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
-    """Return at most `most` batches of consecutive windows of a text.
-
-    Raises:
-      UserError: files that cannot be read, or too little text for one batch.
-    """
-    tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
-    wanted = most * loader.batch_size * context + 1
-    corpus = open_corpus(source, cache_dir)
-    arrays: list[Any] = []
-    tokens = size = 0
-    for text in itertools.chain.from_iterable(rows.texts for rows in corpus.read(None)):
-        ids = tokenizer.encode_array(text)
-        ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
-        arrays += [ids, ends]
-        tokens, size = tokens + len(ids) + len(ends), size + len(text.encode())
-        if tokens >= wanted:
-            break
-    count = min(most, (tokens - 1) // (loader.batch_size * context))
-    if count < 1:
-        raise UserError(
-            f"text: {tokens:,} tokens, one batch needs"
-            f" {loader.batch_size * context + 1:,} (train.batch_tokens + 1); give more"
-            " text"
-        )
-    stream = np.concatenate(arrays).astype(np.int32)
-    starts = context * np.arange(count * loader.batch_size)
-    starts_NxBx1 = starts.reshape(count, loader.batch_size, 1)
-    windows = stream[starts_NxBx1 + np.arange(context + 1)]
-
-    def batch(i: int) -> Batch:
-        if not loader.document_mask:
-            return Batch(windows[i], None)
-        return Batch(windows[i], segments(windows[i], tokenizer.eot))
-
-    return Text(batch, count, size / tokens)
-
-
-def evaluate(
-    task: TrainTask,
-    state: TrainState,
-    others: Mapping[str, TrainTask],
-    text: Text,
-    accum: int,
-) -> Iterator[Result]:
-    """Yield the result of the run's own precision, then those of the others.
-
-    Each batch has `accum` micro-batches.
-    """
-    reference = losses(task, state, text, accum)
-    yield result_of(text, AS_TRAINED, reference, reference)
-    for name, other in others.items():
-        params = store_weights(weights.wide(state.params), other.model.policy)
-        stored = replace(state, params=params, scaling=())
-        yield result_of(text, name, losses(other, stored, text, accum), reference)
-
-
-def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[float]:
-    """Return the mean loss of each batch."""
-    place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
-    step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
-    return [float(step(state, place(text.batch(i)))) for i in range(text.batches)]
-
-
-def result_of(
-    text: Text, name: str, losses: Sequence[float], reference: Sequence[float]
-) -> Result:
-    """Return the result of a precision by its losses and those of the run's own."""
-    loss = statistics.fmean(losses)
-    differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
-    bits = loss / math.log(2) / text.bytes_per_token
-    mean = statistics.fmean(differences)
-    return Result(name, loss, bits, mean, half_width(differences))
-
-
-def table_row(result: Result, reference: float) -> str:
+def table_row(result: "Result", reference: float) -> str:
     """Return a row of the table; `reference` is the loss of the run's precision."""
+    from trainer.report.history import AS_TRAINED
+
     text = f"{result.precision:<32} {result.loss:>8.4f} {result.bits_per_byte:>12.4f}"
     if result.precision == AS_TRAINED:
         return text

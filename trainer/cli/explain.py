@@ -4,7 +4,7 @@
     scalify-trainer explain precision=scalify_fp8 model.n_layer=2
 
 The first form takes a run's newest checkpoint and a batch of its training data. The
-second takes a fresh model and overrides of python -m trainer.
+second takes a fresh model and the keys of training.
 
 Prints by source line what underflows, what saturates, how far scales are from the sizes
 of their values, and the first place where values are lost.
@@ -12,27 +12,21 @@ of their values, and the first place where values are lost.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from scalify_core import explain
-from scalify_core.array.tree import map_arrays
-from scalify_core.debug.explanation import Explanation
-from trainer.assembly.build import build_state, build_workload
-from trainer.assembly.saved_model import restore_training
-from trainer.cli.arguments import argument, read, usage
+from trainer.cli.arguments import argument, at_least
+from trainer.cli.composing import run_composing
 from trainer.config.composition import compose_config
-from trainer.errors import UserError, run_and_flush
+from trainer.errors import UserError
 from trainer.files import write_text
-from trainer.parallel.mesh import place_batch
-from trainer.precision.fields import DTYPES
-from trainer.run.libraries import hide_missing_gpu
-from trainer.text import refuse_twice
-from trainer.workload import Model
+
+if TYPE_CHECKING:
+    import jax
+
+    from scalify_core.debug.explanation import Explanation
+    from trainer.workload import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +45,8 @@ class Arguments:
 
 
 def explain_step(
-    model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None
-) -> Explanation:
+    model: "Model", params: Any, tokens: "jax.Array", segments: "jax.Array | None"
+) -> "Explanation":
     """Explain the loss and its gradient in the model's precision, without dropout.
 
     Args:
@@ -69,6 +63,12 @@ def explain_step(
             f"precision.scaling={model.policy.scaling} has no scales to explain; valid:"
             " scaling=propagate"
         )
+    import jax
+
+    from scalify_core import explain
+    from scalify_core.array.tree import map_arrays
+    from trainer.precision.fields import DTYPES
+
     dtype = DTYPES[model.policy.compute]
     params = map_arrays(lambda p: p.astype(dtype), params)
     return explain(
@@ -78,13 +78,18 @@ def explain_step(
 
 def load(
     arguments: Arguments, overrides: Sequence[str]
-) -> tuple[Model, Any, jax.Array, jax.Array | None]:
+) -> "tuple[Model, Any, jax.Array, jax.Array | None]":
     """Return the arguments of `explain_step`, of a run or of a fresh model."""
     if arguments.run_dir and overrides:
         raise UserError(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
             " fresh model"
         )
+    from trainer.assembly.build import build_state, build_workload
+    from trainer.assembly.saved_model import restore_training
+    from trainer.parallel.mesh import place_batch
+    from trainer.run.libraries import hide_missing_gpu
+
     if arguments.run_dir:
         c, w, restored = restore_training(Path(arguments.run_dir))
         state = restored.state
@@ -106,7 +111,7 @@ def load(
     return w.model, state.params, tokens[: arguments.sequences], segments
 
 
-def write(path: Path, explained: Explanation) -> None:
+def write(path: Path, explained: "Explanation") -> None:
     """Write all rows and their summary as JSON."""
     rows = [
         {**dataclasses.asdict(row.place), **row.figures_by_name()}
@@ -120,19 +125,12 @@ def write(path: Path, explained: Explanation) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def run(argv: Sequence[str]) -> None:
+def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     """Explain, print and write."""
-    keys = {field.name for field in dataclasses.fields(Arguments)}
-    arguments = read(Arguments, [a for a in argv if a.partition("=")[0] in keys])
-    for name, least in (("batch", 0), ("sequences", 1), ("top", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(
-                f"{name}={getattr(arguments, name)}: expected {least} or more"
-            )
+    at_least(arguments, batch=0, sequences=1, top=1)
     out = Path(arguments.out)
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
-    overrides = [a for a in argv if a.partition("=")[0] not in keys]
     explained = explain_step(*load(arguments, overrides))
     if arguments.out:
         # Before printing, which a broken pipe may end.
@@ -142,20 +140,8 @@ def run(argv: Sequence[str]) -> None:
         print(f"\nall rows: {out}")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run, and return 0 or the exit code of a UserError after its line on stderr."""
-    if "--help" in argv or "-h" in argv:
-        print(usage(Arguments, "scalify-trainer explain", __doc__ or ""))
-        return 0
-    try:
-        refuse_twice(argv)
-        run(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run_and_flush(lambda: main(argv))
+    return run_composing(
+        Arguments, "scalify-trainer explain", __doc__ or "", main, argv
+    )

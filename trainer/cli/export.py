@@ -1,18 +1,21 @@
-"""Export a run's newest checkpoint to Hugging Face's format, with its tokenizer.
+"""Export a run's weights to Hugging Face's format, with its tokenizer.
 
 scalify-trainer export run_dir=runs/mine out=exported
+scalify-trainer export run_dir=runs/mine out=exported step=best dtype=bf16
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import STEP, argument, run
 from trainer.errors import UserError
-from trainer.files import read_mapping
+from trainer.files import read_mapping, write_text
+from trainer.version import __version__
 
 if TYPE_CHECKING:
+    from trainer.assembly.saved_model import SavedModel
     from trainer.data import Tokenizer
 
 
@@ -22,6 +25,8 @@ class Arguments:
 
     run_dir: str = argument("the run's directory")
     out: str = argument("directory to write to; made if absent")
+    step: str = argument(STEP, "newest")
+    dtype: Literal["fp32", "bf16", "fp16"] = argument("format of the weights", "fp32")
 
 
 def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
@@ -49,23 +54,66 @@ def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list
     return carry_tokenizer(origin, out) if same else []
 
 
+def model_card(model: "SavedModel", dtype: str) -> str:
+    """Return the text of README.md, as Hugging Face's hub shows it."""
+    from trainer.models.flops import param_count
+
+    c, spec = model.config, model.spec
+    tokens = model.step * c.train.batch_tokens
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{c.model.family}]
+---
+
+# {c.model.name}
+
+A {c.model.family} of {param_count(spec):,} parameters, context {spec.context} tokens, \
+weights in {dtype}.
+
+- Trained by scalify-trainer {__version__}: {model.step:,} steps of \
+{c.train.batch_tokens:,} tokens, {tokens:,} in all.
+- Precision of the training: `{c.precision.name}`; optimizer `{c.optimizer.name}`.
+- Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+
 def main(args: Arguments) -> None:
     """Export, and show how to load the result."""
+    import jax
+
     from trainer.assembly.saved_model import restore_run
     from trainer.data.hf_tokenizer import save_hf
     from trainer.models.huggingface import save
+    from trainer.models.weight_files import write_object
+    from trainer.precision.fields import DTYPES
 
-    model = restore_run(Path(args.run_dir))
-    weights = save(args.out, model.spec, model.params, model.tokenizer.eot)
+    model = restore_run(Path(args.run_dir), args.step)
+    params = jax.tree.map(lambda x: x.astype(DTYPES[args.dtype]), model.params)
+    eot = model.tokenizer.eot
+    weights = save(args.out, model.spec, params, eot)
     run_dir, out = Path(args.run_dir), Path(args.out)
+    write_object(
+        out / "generation_config.json", {"bos_token_id": eot, "eos_token_id": eot}
+    )
+    write_text(out / "README.md", model_card(model, args.dtype))
     others = copy_original_tokenizer(run_dir, model.tokenizer, out)
     others = others or save_hf(out, model.tokenizer, model.spec.context)
     files = [
         *(path.name for path in weights),
         "config.json",
+        "generation_config.json",
+        "README.md",
         *(path.name for path in others),
     ]
-    print(f"wrote {args.out}: {', '.join(files)}")
+    print(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
     print(
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         " transformers.AutoTokenizer likewise"

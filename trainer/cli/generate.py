@@ -1,6 +1,6 @@
-"""Sample text from a run's newest checkpoint.
+"""Sample text from a run's weights.
 
-    scalify-trainer generate run_dir=runs/mine prompt='And God said' temperature=0.8
+    scalify-trainer generate run_dir=runs/mine prompt='And God said'
     scalify-trainer generate run_dir=runs/mine prompts=prompts.txt count=3
     scalify-trainer generate run_dir=runs/mine prompts=-
 
@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import argument, note, run
+from trainer.cli.arguments import STEP, argument, at_least, run
 from trainer.errors import UserError
+from trainer.text import note
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Arguments:
         "keep the fewest likeliest tokens that reach this probability; 1 keeps all", 1.0
     )
     seed: int = argument("another seed, another text", 0)
+    step: str = argument(STEP, "newest")
 
 
 def prompts_of(args: Arguments) -> Iterator[str]:
@@ -72,8 +74,7 @@ def main(args: Arguments) -> None:
     """Print each prompt and its continuations, with an empty line between two texts."""
     if args.prompt and args.prompts:
         raise UserError("prompt and prompts: give one of them")
-    if args.count < 1:
-        raise UserError(f"count={args.count}: expected 1 or more")
+    at_least(args, count=1)
     if args.prompts not in ("", "-"):
         # A missing file is reported before the model is loaded.
         list(prompts_of(args))
@@ -82,7 +83,7 @@ def main(args: Arguments) -> None:
     from trainer.models.sampling import Generator
     from trainer.observe.progress import log_first_duration
 
-    model = restore_run(Path(args.run_dir))
+    model = restore_run(Path(args.run_dir), args.step)
     generator = log_first_duration(
         Generator(model.bind, model.spec).__call__,
         "compiling, and the first text",

@@ -1,24 +1,24 @@
 """Plan a configuration's train step on GPUs that this machine lacks.
 
-    scalify-trainer plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8 [--json]
+    scalify-trainer plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8
 
-Takes overrides of `python -m trainer`, and the arguments below. The compiler of a
-machine with that GPU compiles the step; `pip install '.[plan]'` installs it.
+Takes the keys of training, and those below. The compiler of a machine with that GPU
+compiles the step; `pip install '.[plan]'` installs it.
 """
 
 import json
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.cli.arguments import argument, note, read, usage
-from trainer.config.composition import compose_config
+from trainer.cli.arguments import argument
+from trainer.cli.composing import run_composing, split_arguments
+from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
-from trainer.errors import UserError, run_and_flush
+from trainer.errors import UserError
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
-from trainer.text import refuse_twice
+from trainer.text import note
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
@@ -45,43 +45,35 @@ class Arguments:
         "share of the memory that JAX takes; its own XLA_PYTHON_CLIENT_MEM_FRACTION",
         float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")),
     )
-    search: str = argument("yes or no: search for the largest micro-batch", "yes")
-    compare: str = argument(
-        "yes or no: compile the same in precision=bf16 and compare kernels", "yes"
+    search: bool = argument("search for the largest micro-batch", True)
+    compare: bool = argument(
+        "compile the same in precision=bf16 and compare kernels", True
     )
-    exact: str = argument("yes or no: compile every layer of a deep model", "no")
-    predict: str = argument(
-        "yes or no: how long each class of kernels is expected to take, a guess", "no"
+    exact: bool = argument("compile every layer of a deep model", False)
+    predict: bool = argument(
+        "how long each class of kernels is expected to take, a guess", False
     )
+    json: bool = argument("print the plan as JSON, with all of its figures", False)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run, and return 0 or the exit code of a UserError after its line on stderr."""
-    if "--help" in argv or "-h" in argv:
-        print(usage(Arguments, "scalify-trainer plan", __doc__ or ""))
-        return 0
-    try:
-        refuse_twice(argv)
-        flags = [a for a in argv if a.startswith("predict=")]
-        predict = parse_flag("predict", read(Arguments, flags).predict)
-        plan = plan_of([a for a in argv if a not in ("--json", *flags)])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    if "--json" in argv:
+def main(args: Arguments, overrides: Sequence[str]) -> None:
+    """Print the plan."""
+    plan = make_plan(args, overrides)
+    if args.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
-        print("\n".join(lines_of(plan) + (predicted_lines(plan) if predict else [])))
-    return 0
+        lines = lines_of(plan) + (predicted_lines(plan) if args.predict else [])
+        print("\n".join(lines))
 
 
 def plan_of(argv: Sequence[str]) -> "Plan":
     """Return the plan of a command line."""
-    keys = {field.name for field in fields(Arguments)}
-    args = read(Arguments, [a for a in argv if a.partition("=")[0] in keys])
-    overrides = [a for a in argv if a.partition("=")[0] not in keys]
+    return make_plan(*split_arguments(Arguments, argv))
+
+
+def make_plan(args: Arguments, overrides: Sequence[str]) -> "Plan":
+    """Return the plan of these arguments."""
     target = get_target(args.target)
-    search, exact = parse_flag("search", args.search), parse_flag("exact", args.exact)
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
     if not 1 <= args.gpus <= 64 or hosts < 1 or args.gpus % hosts:
         raise UserError(
@@ -97,7 +89,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
         config, overrides, args.gpus // max(config.parallel.tensor, 1)
     )
     bf16 = None
-    if parse_flag("compare", args.compare):
+    if args.compare:
         bf16 = compose_config(["precision=bf16"]).precision
     # The planned GPU is described, so a GPU of this machine is not used.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -118,23 +110,17 @@ def plan_of(argv: Sequence[str]) -> "Plan":
         sequences=sequences,
         bf16=bf16,
         say=note,
-        search=search,
-        exact=exact,
+        search=args.search,
+        exact=args.exact,
     )
 
 
-def parse_flag(name: str, value: str) -> bool:
-    """Return whether a flag is "yes"; UserError for another value than yes or no."""
-    if value not in ("yes", "no"):
-        raise UserError(f"{name}={value}: expected yes or no")
-    return value == "yes"
-
-
 def gives_batch(overrides: Sequence[str]) -> bool:
-    """Return whether the command line sets the batch, not a configuration's default."""
-    return any(
+    """Return whether the user sets the batch: it is no default."""
+    given = expand_arguments(overrides)
+    return "train.batch_tokens" in given.saved or any(
         override.startswith(("train.batch_tokens=", "experiment="))
-        for override in overrides
+        for override in given.overrides
     )
 
 
@@ -299,4 +285,4 @@ def describe_fitting(fitting: "Fitting") -> str:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run_and_flush(lambda: main(argv))
+    return run_composing(Arguments, "scalify-trainer plan", __doc__ or "", main, argv)

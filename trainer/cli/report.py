@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import argument, run
-from trainer.report.page import write_report
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,8 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Write the report, and print its path."""
+    from trainer.report.page import write_report
+
     print(write_report(Path(args.run_dir)))
 
 

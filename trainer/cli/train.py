@@ -1,7 +1,15 @@
-"""Train: `scalify-trainer [train] [group=choice] [key=value] ...`.
+"""Train a model.
 
-Hydra composes the configuration, `trainer.config` checks it, `trainer.assembly.run`
-trains.
+    scalify-trainer train.steps=200 optimizer.lr=1e-3
+    scalify-trainer model=gpt2_124m precision=scalify_fp8_fp16
+    scalify-trainer config=my.yaml train.steps=500
+
+A group=choice sets the keys of a group, a key=value sets one. config=FILE is a YAML
+file of keys and choices, over the defaults and below the command line.
+
+    --cfg job        print the resolved configuration
+    --multirun       train with each of the values in key=a,b,c
+    --help           explain every key, with its value here
 
 Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by the guard
 because there was no progress; 130 stopped by Ctrl-C, 143 by SIGTERM, both after a
@@ -11,6 +19,7 @@ checkpoint; 141 broken pipe.
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 import sys
@@ -28,12 +37,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.cli.arguments import answer, asks_for_help, without_dashes, wrapped
+from trainer.cli.composing import explained, training_keys
 from trainer.config.composition import (
     CONFIGS,
     Sweep,
     build_config,
     expand_arguments,
     explain,
+    is_override,
     long_forms,
     override_key,
     resolved_yaml,
@@ -46,6 +58,21 @@ from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY, NOTHING_TRAINED
 from trainer.text import refuse_twice
 
+# Hydra's, which stay as they are.
+FLAGS = (
+    "--cfg",
+    "--config-dir",
+    "--config-name",
+    "--config-path",
+    "--experimental-rerun",
+    "--hydra-help",
+    "--info",
+    "--multirun",
+    "--package",
+    "--resolve",
+    "--run",
+    "--shell-completion",
+)
 STOPPED = (130, 143)  # by a signal
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
@@ -191,6 +218,8 @@ def main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     EARLY.begun = False
     try:
+        argv = without_dashes(argv, training_keys, FLAGS)
+        refuse_other_defaults(argv)
         line = expand_arguments(argv)
         sweep = Sweep.parse(line.overrides)
         problems = sweep.problems(line.saved)
@@ -211,10 +240,12 @@ def main(argv: list[str]) -> int:
     jobs: list[Job] = []
     given_keys = {override_key(argument) for argument in long_forms(argv)}
 
-    def job(tree: DictConfig) -> None:
+    files = [argument for argument in argv if argument.startswith("config=")]
+
+    def job(tree: DictConfig) -> float | None:
         if jobs and (jobs[-1].exit_code in STOPPED or jobs[-1].error):
             remove_empty_output_dir()
-            return  # the signal or the error is that of the whole sweep
+            return None  # the signal or the error is that of the whole sweep
         if not jobs and in_sweep():
             tracker = with_saved(tree, line.saved)["tracker"]
             if tracker["kind"] == "none":
@@ -231,10 +262,13 @@ def main(argv: list[str]) -> int:
                 from trainer.assembly.run import run
 
                 EARLY.imported = True
-                this.exit_code, _ = run(config, overrides_of(given_keys))
+                given = [*files, *overrides_of(given_keys)]
+                this.exit_code, _ = run(config, given)
+                return validation_loss(this)
         except Exception as error:
             # Hydra would print a line of its own before it.
             this.error = error
+        return None
 
     sys.argv = [sys.argv[0], *line.overrides]
     try:
@@ -263,6 +297,39 @@ def main(argv: list[str]) -> int:
     return next((job.exit_code for job in jobs if job.exit_code), 0)
 
 
+def validation_loss(job: Job) -> float | None:
+    """Return the last validation loss of a job, which Hydra's sweepers minimize.
+
+    It is infinite if the training diverged, and None without a log.
+    """
+    if job.exit_code:
+        return math.inf
+    from trainer.observe.records import read_rows
+
+    log = job.run_dir / "metrics.jsonl"
+    rows = read_rows(log) if log.exists() else []
+    return next((row["val/loss"] for row in rows[::-1] if "val/loss" in row), None)
+
+
+def refuse_other_defaults(argv: Sequence[str]) -> None:
+    """Raise UserError for Hydra's flags that drop all defaults."""
+    for flag in argv:
+        if flag.partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
+            raise UserError(
+                f"{flag} would drop all defaults; config=FILE lays a file of your own"
+                " over them"
+            )
+
+
+def show_help(argv: Sequence[str]) -> None:
+    """Explain every key, with the values that the arguments give it."""
+    overrides = [text for text in argv if is_override(text)]
+    lines = explained(overrides)
+    print("usage: scalify-trainer [train] [group=choice ...] [key=value ...]\n")
+    print(f"{wrapped(__doc__ or '')}\n")
+    print("\n".join(lines))
+
+
 def prints_configuration(argv: Sequence[str]) -> bool:
     """Return whether `--cfg job` or `--cfg all` is among the arguments, in any form
     that Hydra takes.
@@ -273,6 +340,8 @@ def prints_configuration(argv: Sequence[str]) -> bool:
 
 def command(arguments: list[str]) -> NoReturn:
     """Train, and exit."""
+    if asks_for_help(arguments):
+        leave(answer(lambda: show_help(arguments)))
     EARLY.install()
     long = [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
     try:

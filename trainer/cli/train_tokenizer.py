@@ -1,74 +1,53 @@
 """Train a byte-level BPE tokenizer on text, for `data.tokenizer=DIRECTORY`.
 
-    scalify-trainer train-tokenizer files books/ --vocab-size 8192 --out mine
-    scalify-trainer train-tokenizer embedded --vocab-size 2048 --out small
-    scalify-trainer train-tokenizer hub HuggingFaceFW/fineweb --streaming \\
-        --max-documents 10000 --vocab-size 32768 --out web
+    scalify-trainer train-tokenizer data=text data.paths=[books/] \\
+        vocab_size=8192 out=mine
+    scalify-trainer train-tokenizer vocab_size=2048 out=small
+    scalify-trainer train-tokenizer data=hf data.name=HuggingFaceFW/fineweb \\
+        data.streaming=true data.max_documents=10000 vocab_size=32768 out=web
 
-Sources are those of prepare-data. The same text gives the same tokenizer. The
-directory has Hugging Face's tokenizer.json and tokenizer_config.json, which
+Takes the keys of the group data, as training does, and reads its training part: what
+data.val_fraction leaves. The same text gives the same tokenizer. The directory has
+Hugging Face's tokenizer.json and tokenizer_config.json, which
 `transformers.AutoTokenizer` reads too.
 """
 
-import argparse
 import json
 import logging
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from trainer.cli.prepare_data import add_sources, source_of
-from trainer.data import HubSource, PreparedSource, Source
+from trainer.cli.arguments import argument
+from trainer.cli.composing import run_composing
+from trainer.cli.prepare_data import text_settings
+from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import known_settings
 from trainer.data.corpus import open_corpus
-from trainer.data.files import NotText
 from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
-from trainer.errors import UserError, complain, run_and_flush
+from trainer.errors import UserError
 
-PATTERNS = ("gpt2", "cl100k_base", "o200k_base")
 END = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document
 PIECE = 1 << 20  # characters that are split into words at a time
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--vocab-size",
-        type=int,
-        required=True,
-        help="tokens, the end of a document included",
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    vocab_size: int = argument("tokens, the end of a document included")
+    out: str = argument("directory to write to; made if absent")
+    pattern: Literal["gpt2", "cl100k_base", "o200k_base"] = argument(
+        "the tokenizer whose pattern cuts text into words", "gpt2"
     )
-    common.add_argument(
-        "--out", type=Path, required=True, help="directory to write to; made if absent"
-    )
-    common.add_argument(
-        "--pattern",
-        choices=PATTERNS,
-        default="gpt2",
-        help="whose word pattern (default: gpt2)",
-    )
-    common.add_argument("--max-chars", type=int, help="read at most this much text")
-    common.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.0,
-        help="leave out the validation text of data.val_fraction=F (default: 0)",
-    )
-    common.add_argument(
-        "--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data"
-    )
-    top = argparse.ArgumentParser(
-        prog="scalify-trainer train-tokenizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_sources(top.add_subparsers(dest="source", required=True), common)
-    return top
+    all_text: bool = argument("read the validation part, too", False)
+    max_chars: int | None = argument("characters that are read at most", None)
 
 
 def texts_of(
@@ -131,11 +110,11 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
     """
     if vocab_size < SMALLEST:
         raise UserError(
-            f"--vocab-size {vocab_size}: expected {SMALLEST} (every byte, and {END}) or"
+            f"vocab_size={vocab_size}: expected {SMALLEST} (every byte, and {END}) or"
             " more"
         )
     if (out / FILE).exists():
-        raise UserError(f"{out / FILE} exists; choose another --out, or remove it")
+        raise UserError(f"{out / FILE} exists; choose another out=, or remove it")
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / FILE
         file.write_text(train_bpe(texts, vocab_size, pattern), encoding="utf-8")
@@ -145,46 +124,46 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
         save_hf(out, tokenizer, None)
     except OSError as error:
         raise UserError(
-            f"--out {out}: {error.strerror}; choose another directory"
+            f"out={out}: {error.strerror}; choose another directory"
         ) from error
     return tokenizer
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run, and return 0, 2 after a UserError, or 130 after Ctrl-C."""
-    args = parser().parse_args(argv)
-    try:
-        source = source_of(args)
-        if isinstance(source, HubSource) and source.max_tokens is not None:
-            raise UserError(
-                "--max-tokens: there are no tokens yet; bound the text by"
-                " --max-documents or --max-chars"
-            )
-        if not 0 <= args.val_fraction < 1:
-            raise UserError(
-                f"--val-fraction {args.val_fraction}: expected a number from 0 to below"
-                " 1, such as 0.1"
-            )
-        texts = Counted(
-            texts_of(source, args.cache_dir, args.max_chars, args.val_fraction)
+def main(args: Arguments, overrides: Sequence[str]) -> None:
+    """Train, write, and show how the tokenizer is used."""
+    from trainer.assembly.data import build_source
+
+    c = text_settings(overrides)
+    assert c.cache_dir is not None  # of every source of text
+    assert c.val_fraction is not None
+    if c.max_tokens is not None:
+        raise UserError(
+            "data.max_tokens: there are no tokens yet; bound the text by"
+            " data.max_documents or max_chars"
         )
-        tokenizer = train(iter(texts), args.vocab_size, args.pattern, args.out)
-    except UserError as error:
-        complain(error.in_arguments() if isinstance(error, NotText) else error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
-        return 130
+    texts = Counted(
+        texts_of(
+            build_source(c),
+            Path(c.cache_dir),
+            args.max_chars,
+            0 if args.all_text else c.val_fraction,
+        )
+    )
+    tokenizer = train(iter(texts), args.vocab_size, args.pattern, Path(args.out))
     fewer = ""
     if tokenizer.vocab_size < args.vocab_size:
         fewer = ": the text has no more pairs"
     print(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
     print(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
-    return 0
 
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    return run_and_flush(lambda: main(argv))
+    name = "scalify-trainer train-tokenizer"
+    try:
+        return run_composing(Arguments, name, __doc__ or "", main, argv, only="data")
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return 130

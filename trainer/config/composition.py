@@ -20,6 +20,7 @@ from trainer.config import hub, inherited
 from trainer.config.combinations import validate
 from trainer.config.continuing import CONFIGS, CommandLine, continue_run, with_saved
 from trainer.config.fields import flatten, from_tree
+from trainer.config.own_file import over_defaults
 from trainer.config.phases import phases_of
 from trainer.config.renamed import refuse_old_names
 from trainer.config.schema import Config
@@ -153,25 +154,39 @@ def preset(name: str) -> dict[str, Any]:
 
 def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     """Return the arguments in their long forms, flags first, with the settings of a
-    continued run.
+    continued run or of `config=FILE`.
 
     Raises:
-      UserError: an old name, or a run that cannot be continued.
+      UserError: an old name, a run that cannot be continued, or a file that cannot be
+        read.
     """
     long = long_forms(arguments)
     refuse_old_names(long)
     given = overrides_in(long)
     # With their values; Hydra wants them first.
     flags = [argument for argument in long if argument not in given]
-    groups = {
+    groups, families = choices_of_groups(), choice_of_each_family()
+    files = [text for text in given if text.startswith("config=")]
+    given = [text for text in given if text not in files]
+    line = continue_run(given, groups, families, is_sweep=is_sweep(flags))
+    if files and line.saved:
+        raise UserError(
+            f"{files[0]}, but resume= takes the settings of that run; leave config="
+            " out, or name the keys to change"
+        )
+    if files:
+        path = Path(files[0].partition("=")[2])
+        line = over_defaults(path, given, groups, families)
+    return line._replace(overrides=[*flags, *line.overrides])
+
+
+def choices_of_groups() -> dict[str, list[str]]:
+    """Return the choices of each group."""
+    return {
         path.name: sorted(choice.stem for choice in path.glob("*.yaml"))
         for path in sorted(Path(CONFIGS).iterdir())
         if path.is_dir() and path.name != "base"
     }
-    line = continue_run(
-        given, groups, choice_of_each_family(), is_sweep=is_sweep(flags)
-    )
-    return line._replace(overrides=[*flags, *line.overrides])
 
 
 def choice_of_each_family() -> dict[str, str]:
@@ -199,6 +214,11 @@ def override_key(override: str) -> str:
 def overrides_in(arguments: Sequence[str]) -> list[str]:
     """Return the arguments `key=value`, without flags."""
     return [a for a in arguments if "=" in a and not a.startswith("-")]
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument is `key=value`, or `~key`, which removes a key."""
+    return argument.startswith("~") or ("=" in argument and argument[0] != "-")
 
 
 class Sweep(NamedTuple):
@@ -381,9 +401,12 @@ def suggest_other_group(name: str, tree: Any) -> str:
 
 def describe_wrong_choice(group: str, choice: str) -> str:
     """Return that a group has no such choice, and the valid ones."""
-    valid = [path.stem for path in Path(CONFIGS, group).glob("*.yaml")]
+    valid = choices_of_groups()[group]
     text = f"{group}={choice}: there is no {group}/{choice}; {nearest(choice, valid)}"
     if group == "precision":
+        alike = [name for name in valid if choice in name]
+        if alike:
+            text = f"precision={choice}: choose one of {', '.join(alike)}"
         text += (
             ", sim_eXmY (any format, such as sim_e3m4, truncated sim_e3m4t, stochastic"
             " sim_e3m4s)"

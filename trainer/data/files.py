@@ -34,7 +34,7 @@ MANY = 8  # files that a message names one by one
 # advice for files whose text columns have different names
 OTHER_COLUMNS = (
     "; where files name it otherwise, prepare each kind apart (scalify-trainer"
-    " prepare-data files FILE --column NAME --tokenizer NAME), then data=mix"
+    " prepare-data data=text data.paths=[FILE] data.column=NAME), then data=mix"
     " data.sources=[DIRECTORY,...] of the directories it names"
 )
 # Files of at least this size are read once and then recognized by size and times.
@@ -65,13 +65,6 @@ class NotText(UserError):
         listed = f", by patterns: 'data.paths=[{','.join(instead)}]'" if instead else ""
         super().__init__(f"{message} out of data.paths{listed}")
         self.path, self.why, self.instead, self._message = path, why, instead, message
-
-    def in_arguments(self) -> str:
-        """Return the message for a program that takes files as arguments."""
-        listed = ""
-        if self.instead:
-            listed = f", by patterns: {' '.join(map(repr, self.instead))}"
-        return f"{self._message} out{listed}"
 
 
 class NoColumn(UserError):

@@ -314,6 +314,11 @@ def from_files(name: str) -> Tokenizer:
     for merges, ids in PAIRS:
         if path.name == merges:
             return BPETokenizer(name, read_merges(path, path.with_name(ids)))
+    if path.name != name and not path.exists():
+        raise UserError(
+            f"there is no tokenizer directory or file {name} (looked from"
+            f" {Path.cwd()}); correct data.tokenizer"
+        )
     close = difflib.get_close_matches(name, ["byte", *names], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UserError(

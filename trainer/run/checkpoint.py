@@ -321,11 +321,12 @@ class Checkpointer:
         step: int = self._readable_manifest(None)["step"]
         return step
 
-    def described(self) -> dict[str, Any]:
-        """Return shape, dtype and checksum of every leaf of the newest readable
-        checkpoint, by name. Raises UserError.
+    def described(self, step: int | None = None) -> dict[str, Any]:
+        """Return shape, dtype and checksum of every leaf of a checkpoint, by name.
+
+        By default of the newest readable one. Raises UserError.
         """
-        leaves: dict[str, Any] = self._readable_manifest(None)["leaves"]
+        leaves: dict[str, Any] = self._readable_manifest(step)["leaves"]
         return leaves
 
     def restore(

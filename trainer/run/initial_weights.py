@@ -27,13 +27,16 @@ from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
 NEW_ROWS = ", or init.embeddings=focus to make table rows for the data's tokens"
 
 
-def restore_weights(checkpointer: Checkpointer, like: Params) -> Params:
-    """Return the weights of the newest checkpoint in FP32, in any stored format.
+def restore_weights(
+    checkpointer: Checkpointer, like: Params, step: int | None = None
+) -> Params:
+    """Return the weights of a checkpoint in FP32, in any stored format.
 
-    They are placed as `like`. Raises UserError for one that is not finite.
+    They are placed as `like`. Raises UserError for one that is not finite. `step`: None
+    for the newest one.
     """
-    target = as_saved({"params": like}, checkpointer.described())
-    checkpoint = checkpointer.restore(target, partial=True)
+    target = as_saved({"params": like}, checkpointer.described(step))
+    checkpoint = checkpointer.restore(target, step, partial=True)
     name = first_nonfinite_leaf(checkpoint.state)
     if name is not None:
         raise UserError(
@@ -208,8 +211,8 @@ def describe_init(
       spec: of the model.
       params: the weights, ScaledArrays among them.
     """
-    arrays = tree.leaves(params)
-    size = f"{len(arrays):,} tensors, {sum(x.size for x in arrays):,} parameters"
+    # The line of the model has the number of parameters, without padding rows.
+    size = f"{len(tree.leaves(params)):,} tensors"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             step, saved = checkpointer.newest(), checkpointer.meta()["model"]

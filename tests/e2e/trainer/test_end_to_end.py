@@ -134,14 +134,11 @@ def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(
         "-m",
         "trainer",
         "train-tokenizer",
-        "embedded",
-        "--vocab-size",
-        "400",
-        "--out",
-        "swapped",
+        "vocab_size=400",
+        "out=swapped",
     ]
     done = subprocess.run(
-        [*tokenizer, "--max-chars", "200000"],
+        [*tokenizer, "max_chars=200000"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

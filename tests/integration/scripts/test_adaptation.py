@@ -175,14 +175,13 @@ def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(
     )
     for name in ("old", "new"):
         words = [
-            "--vocab-size",
-            "257",
-            "--out",
-            str(tmp_path / "tokenizers" / name),
-            "--cache-dir",
-            str(tmp_path),
+            "vocab_size=257",
+            f"out={tmp_path / 'tokenizers' / name}",
+            f"data.cache_dir={tmp_path}",
+            "all_text=yes",
         ]
-        assert train_tokenizer.main(["files", str(tmp_path / "a.jsonl"), *words]) == 0
+        text = ["data=text", f"data.paths=[{tmp_path / 'a.jsonl'}]"]
+        assert train_tokenizer.command([*text, *words]) == 0
     (tmp_path / "odd.jsonl").write_text('{"text": "ab"}\n{"text": 3}\n')
     good, odd = (
         open_corpus(TextSource((str(tmp_path / name),)), tmp_path)
@@ -205,14 +204,13 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(
         if not (out / "tokenizers" / name).exists():
             text = new if name == "new" else old
             words = [
-                "--vocab-size",
-                "280",
-                "--out",
-                str(out / "tokenizers" / name),
-                "--cache-dir",
-                str(out / "data"),
+                "vocab_size=280",
+                f"out={out / 'tokenizers' / name}",
+                f"data.cache_dir={out / 'data'}",
+                "all_text=yes",
             ]
-            assert train_tokenizer.main(["files", str(text), *words]) == 0
+            paths = ["data=text", f"data.paths=[{text}]"]
+            assert train_tokenizer.command([*paths, *words]) == 0
 
     def in_turn(commands, folders, count):
         for job, command in commands.items():

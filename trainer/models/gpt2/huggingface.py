@@ -229,6 +229,7 @@ def save_gpt2(
         "resid_pdrop": spec.dropout,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
+        "torch_dtype": str(tensors[wte].dtype),
         "bos_token_id": eot,
         "eos_token_id": eot,
     }

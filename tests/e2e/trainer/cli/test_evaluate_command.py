@@ -9,7 +9,8 @@ import shutil
 import pytest
 from command import finish, trainer
 
-from trainer.cli import evaluate, explain
+from trainer.assembly import evaluation
+from trainer.cli import explain
 from trainer.cli.evaluate import Arguments, main, policy_of
 from trainer.cli.generate import Arguments as Prompts
 from trainer.cli.generate import main as generate
@@ -104,7 +105,7 @@ def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):
 
 def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
     found = iter([[2.0, 2.0], [float("inf"), float("nan")]])
-    monkeypatch.setattr(evaluate, "losses", lambda *_: next(found))
+    monkeypatch.setattr(evaluation, "losses", lambda *_: next(found))
     main(Arguments(str(run_dir), "bf16", batches=2))
     own, other = json.loads(
         (run_dir / "evaluation.json").read_text(), parse_constant=pytest.fail
@@ -203,7 +204,7 @@ def test_another_text_than_was_trained_on_is_refused(run_dir):
 
 
 def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
-    assert explain.main([f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
+    assert explain.command([f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
     printed = capsys.readouterr().out
     # of E4M3 and E5M2, whose roundings add up to some percent
     assert "no equation loses much" in printed

@@ -9,7 +9,10 @@ import pytest
 from families import quick
 from omegaconf import OmegaConf
 
-from trainer.cli.bisect import (
+from trainer.config.composition import CONFIGS, compose_config
+from trainer.errors import UserError
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.observe.precision_bisect import (
     ALL,
     CASTS,
     Finding,
@@ -20,9 +23,6 @@ from trainer.cli.bisect import (
     report,
     switches,
 )
-from trainer.config.composition import CONFIGS, compose_config
-from trainer.errors import UserError
-from trainer.models.gpt2.spec import GPT2Spec
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.workload import Model

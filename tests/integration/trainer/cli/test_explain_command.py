@@ -1,14 +1,14 @@
 """From the command line: a fresh model is explained, and what cannot be is refused in a
 line.
 
-A run is, where there is one: in test_scripts_evaluate.py.
+A run is, where there is one: in test_evaluate_command.py.
 """
 
 import json
 
 import pytest
 
-from trainer.cli.explain import main
+from trainer.cli.explain import command
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def settings(tmp_path_factory):
 
 def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
     folder, arguments = settings
-    assert main([*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"]) == 0
+    assert command([*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"]) == 0
     printed = capsys.readouterr().out
     assert "largest error of a result" in printed
     table = printed.split("\n\n")[1].splitlines()
@@ -71,7 +71,7 @@ def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, message, capsys):
-    assert main(arguments) == 2
+    assert command(arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
@@ -79,18 +79,18 @@ def test_what_is_wrong_is_said_in_a_line(arguments, message, capsys):
 
 def test_more_sequences_than_there_are_are_refused(settings, capsys):
     _, arguments = settings
-    assert main([*arguments, "sequences=1000"]) == 2
+    assert command([*arguments, "sequences=1000"]) == 2
     assert "sequences=1000: a micro-batch of this run has 8" in capsys.readouterr().err
 
 
 def test_a_precision_without_scales_is_refused(settings, capsys):
     _, arguments = settings
-    assert main([*arguments[1:], "precision=bf16"]) == 2
+    assert command([*arguments[1:], "precision=bf16"]) == 2
     assert "scaling=none has no scales to explain" in capsys.readouterr().err
 
 
 def test_help_names_every_argument(capsys):
-    assert main(["--help"]) == 0
+    assert command(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(
         f"  {name}=" in printed

@@ -6,7 +6,7 @@ import json
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
-from trainer.cli.train_tokenizer import main
+from trainer.cli.train_tokenizer import command
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 
 TEXT = "the cat sat on the mat; the rat sat on the hat. That was thát!\n" * 50
@@ -16,7 +16,7 @@ TEXT = "the cat sat on the mat; the rat sat on the hat. That was thát!\n" * 50
 def text(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.jsonl").write_text('{"text": "hats and mats 123 1234"}\n' * 20)
-    return [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    return ["data=text", f"data.paths=[{tmp_path / 'a.txt'},{tmp_path / 'b.jsonl'}]"]
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "cl100k_base"])
@@ -25,16 +25,13 @@ def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(
 ):
     for out in "xy":
         given = [
-            "files",
             *text,
-            "--vocab-size",
-            "285",
-            "--pattern",
-            pattern,
-            "--out",
-            str(tmp_path / out),
+            "vocab_size=285",
+            f"pattern={pattern}",
+            f"out={tmp_path / out}",
+            "all_text=yes",
         ]
-        assert main([*given, "--cache-dir", str(tmp_path / "cache")]) == 0
+        assert command([*given, f"data.cache_dir={tmp_path / 'cache'}"]) == 0
     assert (
         f"285 tokens from {len(TEXT.encode()) + 20 * 22:,} bytes"
         in capsys.readouterr().out
@@ -54,14 +51,13 @@ def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(
 def test_a_text_with_few_pairs_gives_fewer_tokens_and_says_so(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abc")
     given = [
-        "files",
-        str(tmp_path / "a.txt"),
-        "--vocab-size",
-        "500",
-        "--out",
-        str(tmp_path / "x"),
+        "data=text",
+        f"data.paths=[{tmp_path / 'a.txt'}]",
+        "vocab_size=500",
+        f"out={tmp_path / 'x'}",
+        "all_text=yes",
     ]
-    assert main([*given, "--cache-dir", str(tmp_path)]) == 0
+    assert command([*given, f"data.cache_dir={tmp_path}"]) == 0
     assert (
         "259 tokens from 3 bytes of text: the text has no more pairs"
         in capsys.readouterr().out
@@ -70,7 +66,7 @@ def test_a_text_with_few_pairs_gives_fewer_tokens_and_says_so(tmp_path, capsys):
 
 # a single text, too few for hashes, enough
 @pytest.mark.parametrize("documents", [1, 30, 300])
-def test_what_a_run_validates_on_can_be_left_out(documents, tmp_path, capsys):
+def test_what_a_run_validates_on_is_left_out(documents, tmp_path, capsys):
     rows = [
         f"{chr(97 + i % 26)}{chr(97 + i // 26)} {i} words\n"
         for i in range(documents * (1 if documents > 1 else 300))
@@ -83,14 +79,12 @@ def test_what_a_run_validates_on_can_be_left_out(documents, tmp_path, capsys):
         )
     path = next(tmp_path.glob("a.*"))
     given = [
-        "files",
-        str(path),
-        "--vocab-size",
-        "300",
-        "--cache-dir",
-        str(tmp_path / "cache"),
+        "data=text",
+        f"data.paths=[{path}]",
+        "vocab_size=300",
+        f"data.cache_dir={tmp_path / 'cache'}",
     ]
-    assert main([*given, "--val-fraction", "0.1", "--out", str(tmp_path / "x")]) == 0
+    assert command([*given, f"out={tmp_path / 'x'}"]) == 0
     said = capsys.readouterr().out
     manifest = Manifest.load(
         prepare(TextSource((str(path),)), "byte", tmp_path / "cache", val_fraction=0.1)
@@ -98,21 +92,21 @@ def test_what_a_run_validates_on_can_be_left_out(documents, tmp_path, capsys):
     sizes = {name: split.bytes for name, split in manifest.splits.items()}
     assert sum(sizes.values()) == sum(map(len, rows))
     assert f"from {sizes['train']:,} bytes of text" in said
-    assert main([*given, "--val-fraction", "1", "--out", str(tmp_path / "y")]) == 2
-    assert "--val-fraction 1.0: expected a number from 0" in capsys.readouterr().err
+    assert command([*given, "data.val_fraction=1", f"out={tmp_path / 'y'}"]) == 2
+    assert "data.val_fraction=1.0: expected a number in" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(text, tmp_path, capsys):
     def said(*given):
-        assert main([*given, "--cache-dir", str(tmp_path / "cache")]) == 2
+        assert command([*given, f"data.cache_dir={tmp_path / 'cache'}"]) == 2
         return capsys.readouterr().err
 
-    out = ["--out", str(tmp_path / "x")]
-    assert "expected 257" in said("files", *text, "--vocab-size", "200", *out)
-    assert "nothing" in said(
-        "files", str(tmp_path / "nothing"), "--vocab-size", "300", *out
-    )
+    out = f"out={tmp_path / 'x'}"
+    assert "expected 257" in said(*text, "vocab_size=200", out)
+    nothing = ["data=text", f"data.paths=[{tmp_path / 'nothing'}]"]
+    assert "nothing" in said(*nothing, "vocab_size=300", out)
+    assert "did you mean vocab_size?" in said("vocab_sise=300", out)
     assert not (tmp_path / "x").exists()
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "tokenizer.json").write_text("{}")
-    assert "exists" in said("files", *text, "--vocab-size", "300", *out)
+    assert "exists" in said(*text, "vocab_size=300", out)

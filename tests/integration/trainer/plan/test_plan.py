@@ -446,7 +446,7 @@ def test_what_is_held_at_the_peak(ranges, held):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
-    assert script.main(arguments) == 2
+    assert script.command(arguments) == 2
     out = capsys.readouterr()
     assert message in out.err
     assert out.err.count("\n") == 1

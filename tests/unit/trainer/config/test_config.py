@@ -416,7 +416,7 @@ def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(
 
 
 def test_a_key_given_twice_alike_and_flags_are_let_through(tmp_path):
-    flags = ["-cn", "config", "seed=3", "-c", "job", "seed=3", "--resolve"]
+    flags = ["seed=3", "-c", "job", "seed=3", "--resolve"]
     done = subprocess.run(
         [sys.executable, "-m", "trainer", *flags],
         cwd=tmp_path,

@@ -13,7 +13,7 @@ import requests
 import tiktoken
 
 from trainer.assembly.data import build_data
-from trainer.cli.prepare_data import main
+from trainer.cli.prepare_data import command
 from trainer.config.composition import compose_config
 from trainer.data import HubSource, TextSource, prepare
 from trainer.data.corpus import open_corpus
@@ -112,16 +112,19 @@ def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_re
     )
     assert "\n" not in str(caught.value)
     assert (
-        main(
-            ["files", str(tmp_path), str(other), "--cache-dir", str(tmp_path / "cache")]
+        command(
+            [
+                "data=text",
+                f"data.paths=[{tmp_path},{other}]",
+                f"data.cache_dir={tmp_path / 'cache'}",
+                "data.tokenizer=byte",
+            ]
         )
         == 2
     )
     told = capsys.readouterr().err
     assert told.startswith("error: 2 files are not text: ")
-    assert told.endswith(
-        f"leave them out, by patterns: {' '.join(map(repr, [*kinds, str(other)]))}\n"
-    )
+    assert told.endswith(f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'\n")
 
 
 def test_braces_are_spelled_out(tmp_path):
@@ -230,7 +233,14 @@ def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(
             f"{name}.jsonl",
         )
         assert (
-            main(["files", f"{name}.jsonl", "--column", column, "--tokenizer", "byte"])
+            command(
+                [
+                    "data=text",
+                    f"data.paths=[{name}.jsonl]",
+                    f"data.column={column}",
+                    "data.tokenizer=byte",
+                ]
+            )
             == 0
         )
     settings = [
@@ -405,14 +415,14 @@ def test_a_validation_share_outside_zero_to_one(tmp_path, fraction):
 
 
 def test_the_command_prints_counts_and_the_directory(tmp_path, capsys):
-    assert main(["embedded", "--cache-dir", str(tmp_path)]) == 0
+    assert command([f"data.cache_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert (
         "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards" in out
     )
     directory = Path(out.rsplit("directory: ", 1)[1].strip())
     assert (directory / "manifest.json").is_file()
-    assert main(["verify", str(directory)]) == 0
+    assert command([f"verify={directory}"]) == 0
 
 
 def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path):
@@ -421,10 +431,10 @@ def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path
         "-m",
         "trainer",
         "prepare-data",
-        "text",
-        "nothing.txt",
-        "--cache-dir",
-        str(tmp_path),
+        "data=text",
+        "data.tokenizer=byte",
+        "data.paths=[nothing.txt]",
+        f"data.cache_dir={tmp_path}",
     ]
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

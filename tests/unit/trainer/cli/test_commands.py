@@ -1,0 +1,104 @@
+"""The one command: which command runs, `--key=value`, and answers without JAX."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.__main__ import COMMANDS, command
+from trainer.cli.arguments import nearest_keys, without_dashes
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[4]
+KEYS = ["model", "train.steps", "profile.steps", "optimizer.lr", "model.lr"]
+
+
+def called(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["scalify-trainer", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_dashes_before_a_key_are_left_out():
+    given = ["--train.steps=3", "a=b", "--cfg=job", "--multirun", "-m", "~x"]
+    flags = ("--cfg", "--multirun")
+    assert without_dashes(given, lambda: KEYS, flags) == ["train.steps=3", *given[1:]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--steps", "100"], "--steps 100: .*; use train.steps=100 or profile.steps="),
+        (["--lr", "1e-3"], "use optimizer.lr=1e-3 or model.lr=1e-3"),
+        (["--model"], "--model: .*; use model=VALUE"),
+        (["--zzz", "x=1"], "--zzz: .*; --help lists the keys"),
+    ],
+)
+def test_an_option_is_answered_with_the_key(given, message):
+    with pytest.raises(UserError, match=message):
+        without_dashes(given, lambda: KEYS)
+
+
+def test_the_nearest_keys_share_the_last_part():
+    assert nearest_keys("stepz", KEYS) == ["train.steps", "profile.steps"]
+    assert nearest_keys("nothing", KEYS) == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_its_keys_in_80_columns(name, monkeypatch, capsys):
+    code, out, _ = called(monkeypatch, capsys, name, "--help")
+    assert code == 0
+    assert out.startswith("usage: scalify-trainer")
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_the_overview_names_each_command_in_a_line(monkeypatch, capsys):
+    code, out, _ = called(monkeypatch, capsys, "--help")
+    assert code == 0
+    assert [f"  {name} " in out for name in COMMANDS] == [True] * len(COMMANDS)
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evalute"], "evalute: there is no such command; did you mean 'evaluate'"),
+        (["evaluate", "run_dri=x"], "unknown key run_dri; did you mean 'run_dir'"),
+        (["plan", "gpuz=8"], "unknown key gpuz; did you mean gpus?"),
+        (["plan", "steps=8"], "unknown key steps; did you mean train.steps"),
+        (["prepare-data", "train.steps=8"], "unknown key train.steps; Valid: verify"),
+        (["--steps", "100"], "use train.steps=100"),
+        (["--config-name", "own"], "config=FILE"),
+        (["precision=fp8"], "choose one of deepseek_fp8, fp8_current, fp8_delayed"),
+    ],
+)
+def test_what_is_mistyped_is_one_line_and_exit_code_2(
+    arguments, message, monkeypatch, capsys
+):
+    code, out, err = called(monkeypatch, capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_help_and_mistyped_keys_need_no_jax():
+    lines = ["import sys", "from trainer.__main__ import command"]
+    for name in COMMANDS:
+        for arguments in ([name, "--help"], [name, "no_such=1"]):
+            lines += [
+                f"sys.argv = {['scalify-trainer', *arguments]!r}",
+                "try: command()",
+            ]
+            lines += [
+                "except SystemExit: pass",
+                "assert 'jax' not in sys.modules, sys.argv",
+            ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-500:]

@@ -1,0 +1,70 @@
+"""`config=FILE`: over the defaults, below the command line, checked as overrides are."""
+
+import pytest
+
+from trainer.config.composition import compose_config, expand_arguments, resolved_yaml
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        (tmp_path / "my.yaml").write_text(text)
+        return f"config={tmp_path / 'my.yaml'}"
+
+    return write
+
+
+def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
+    own = write(
+        "model: llama_nano\nmodel.n_layer: 3\nprecision: {name: bf16}\n"
+        "train: {steps: 9, batch_tokens: 4096}\nseed: 5\n"
+    )
+    c = compose_config([own, "train.steps=4"])
+    assert (c.model.name, c.model.n_layer, c.precision.compute) == (
+        "llama_nano",
+        3,
+        "bf16",
+    )
+    assert (c.train.steps, c.train.batch_tokens, c.seed) == (4, 4096, 5)
+    # a group that is chosen on the command line takes nothing from the file
+    c = compose_config([own, "model=gpt2_nano", "precision=fp32"])
+    assert (c.model.n_layer, c.precision.compute) == (4, "fp32")
+
+
+def test_a_whole_configuration_is_such_a_file(write):
+    given = ["model=llama_nano", "optimizer=muon", "data=text", "data.paths=[a.txt]"]
+    given += ["tracker=jsonl", "precision=bf16", "model.d_model=64"]
+    saved = resolved_yaml(expand_arguments(given))
+    own = write(saved[: saved.index("resume:")] + saved[saved.index("train:") :])
+    assert compose_config([own]) == compose_config([*given, "run_dir=" + run_dir(own)])
+
+
+def run_dir(own):
+    return compose_config([own]).run_dir
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {stepz: 3}", "unknown key train.stepz; did you mean 'steps'"),
+        ("trian: {steps: 3}", "unknown key trian; did you mean 'train'"),
+        ("train: {steps: x}", "train.steps='x': expected a whole number"),
+        ("precision: fp8", "precision=fp8: choose one of "),
+        ("resume: auto", "resume belongs on the command line"),
+        ("[1, 2]", "my.yaml"),
+        ("seed: '${model.lr}'", "seed='${model.lr}'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line(write, text, message):
+    with pytest.raises(UserError) as error:
+        compose_config([write(text)])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_what_cannot_be_combined_are_refused(write, tmp_path):
+    with pytest.raises(UserError, match=r"config=nowhere\.yaml: No such file"):
+        compose_config(["config=nowhere.yaml"])
+    with pytest.raises(UserError, match="put experiment into the file"):
+        compose_config([write("seed: 1"), "experiment=fishman"])

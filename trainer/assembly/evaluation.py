@@ -1,0 +1,170 @@
+"""The loss of a saved run's weights, and their scores in tasks, in several precisions.
+
+All precisions get the same weights and batches. Weights are rounded to the other
+precision's format.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scalify_core import weights
+from trainer.data import Batch, TextSource
+from trainer.data.corpus import open_corpus
+from trainer.data.loader import segments
+from trainer.errors import UserError
+from trainer.observe.progress import log_first_duration
+from trainer.parallel.mesh import place_batch
+from trainer.precision.arrays import store_weights
+from trainer.precision.policy import Policy
+from trainer.report.history import AS_TRAINED
+from trainer.step.state import TrainState
+from trainer.tasks.choose import Tasks
+from trainer.tasks.eval_model import EvalModel
+from trainer.tasks.intervals import half_width
+from trainer.text import note
+from trainer.workload import TrainTask, Workload, jitted_eval_step
+
+
+class Text(NamedTuple):
+    """The text of an evaluation.
+
+    Attributes:
+      batch: returns the batch of a number below `batches`.
+      batches: their number.
+      bytes_per_token: of the text.
+    """
+
+    batch: Callable[[int], Batch]
+    batches: int
+    bytes_per_token: float
+
+
+class Result(NamedTuple):
+    """The result of a precision.
+
+    Attributes:
+      precision: its name, or AS_TRAINED.
+      loss: nats per token, the mean over the batches.
+      bits_per_byte: of the text.
+      difference: to AS_TRAINED, nats; negative is better.
+      half_width: of the 95% interval of the difference over batches; infinite for one
+          batch.
+    """
+
+    precision: str
+    loss: float
+    bits_per_byte: float
+    difference: float
+    half_width: float
+
+
+def validation_text(w: Workload, most: int) -> Text:
+    """Return at most `most` batches of the validation part."""
+    val = w.data.val
+    return Text(val.batch, min(most, val.steps_per_epoch), w.data.bytes_per_token)
+
+
+def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
+    """Return at most `most` batches of consecutive windows of a text.
+
+    Raises:
+      UserError: files that cannot be read, or too little text for one batch.
+    """
+    tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
+    wanted = most * loader.batch_size * context + 1
+    corpus = open_corpus(source, cache_dir)
+    arrays: list[Any] = []
+    tokens = size = 0
+    for text in itertools.chain.from_iterable(rows.texts for rows in corpus.read(None)):
+        ids = tokenizer.encode_array(text)
+        ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
+        arrays += [ids, ends]
+        tokens, size = tokens + len(ids) + len(ends), size + len(text.encode())
+        if tokens >= wanted:
+            break
+    count = min(most, (tokens - 1) // (loader.batch_size * context))
+    if count < 1:
+        raise UserError(
+            f"text: {tokens:,} tokens, one batch needs"
+            f" {loader.batch_size * context + 1:,} (train.batch_tokens + 1); give more"
+            " text"
+        )
+    stream = np.concatenate(arrays).astype(np.int32)
+    starts = context * np.arange(count * loader.batch_size)
+    starts_NxBx1 = starts.reshape(count, loader.batch_size, 1)
+    windows = stream[starts_NxBx1 + np.arange(context + 1)]
+
+    def batch(i: int) -> Batch:
+        if not loader.document_mask:
+            return Batch(windows[i], None)
+        return Batch(windows[i], segments(windows[i], tokenizer.eot))
+
+    return Text(batch, count, size / tokens)
+
+
+def evaluate(
+    task: TrainTask,
+    state: TrainState,
+    others: Mapping[str, TrainTask],
+    text: Text,
+    accum: int,
+) -> Iterator[Result]:
+    """Yield the result of the run's own precision, then those of the others.
+
+    Each batch has `accum` micro-batches.
+    """
+    reference = losses(task, state, text, accum)
+    yield result_of(text, AS_TRAINED, reference, reference)
+    for name, other in others.items():
+        params = store_weights(weights.wide(state.params), other.model.policy)
+        stored = replace(state, params=params, scaling=())
+        yield result_of(text, name, losses(other, stored, text, accum), reference)
+
+
+def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[float]:
+    """Return the mean loss of each batch."""
+    place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
+    step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
+    return [float(step(state, place(text.batch(i)))) for i in range(text.batches)]
+
+
+def result_of(
+    text: Text, name: str, losses: Sequence[float], reference: Sequence[float]
+) -> Result:
+    """Return the result of a precision by its losses and those of the run's own."""
+    loss = statistics.fmean(losses)
+    differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
+    bits = loss / math.log(2) / text.bytes_per_token
+    mean = statistics.fmean(differences)
+    return Result(name, loss, bits, mean, half_width(differences))
+
+
+def evaluate_tasks(
+    w: Workload,
+    state: TrainState,
+    policies: Mapping[str, Policy],
+    tasks: Tasks,
+    batch: int,
+) -> Iterator[tuple[str, Any]]:
+    """Yield each precision, the run's own first, with the scores of its tasks.
+
+    `batch`: sequences at once.
+    """
+    for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
+        task, stored = w.task, state
+        if name != AS_TRAINED:
+            task = task.in_precision(policy)
+            params = store_weights(weights.wide(state.params), policy)
+            stored = replace(state, params=params, scaling=())
+        eval_model = EvalModel(task, w.data.tokenizer, batch).at(
+            stored.params, stored.scaling
+        )
+        yield name, tasks.scores(eval_model)

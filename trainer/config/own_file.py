@@ -1,0 +1,101 @@
+"""`config=my.yaml`: a file of one's own over the defaults and below the command line.
+
+Its values are laid over the composed configuration as those of a continued run are:
+none of its text is parsed as an override or interpolated.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.bounds import annotations
+from trainer.config.continuing import CommandLine, overlaps, set_keys
+from trainer.config.fields import flatten
+from trainer.config.renamed import renamed_keys
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.files import read_mapping
+from trainer.text import nearest
+
+# Keys whose value in a group names a choice of it, the first one that does.
+NAMED_BY = ("source", "kind", "name")
+
+
+def over_defaults(
+    path: Path,
+    arguments: Sequence[str],
+    groups: Mapping[str, Sequence[str]],
+    families: Mapping[str, str],
+) -> CommandLine:
+    """Return the settings of a file, without those that the arguments set.
+
+    The file has keys as the command line does, nested (`train: {steps: 100}`) or dotted
+    (`train.steps: 100`), and choices (`model: llama_nano`). A group that an argument
+    chooses takes nothing from the file.
+
+    Args:
+      path: of the file.
+      arguments: overrides in their long forms, without `config=`.
+      groups: the choices of each group of the configuration.
+      families: a choice of `model` for each family.
+
+    Raises:
+      UserError: no such file, no YAML, or a key of another kind than those.
+    """
+    choices, tree = _read(path, groups, families)
+    given = {text.partition("=")[0].lstrip("+~") for text in arguments}
+    if "experiment" in given:
+        raise UserError(
+            f"experiment= and config={path}: which wins is not clear; put experiment"
+            " into the file, or name the keys to change"
+        )
+    chosen = [group for group in groups if group in given]
+    saved = {
+        key: value
+        for key, value in flatten(tree)
+        if key.partition(".")[0] not in chosen
+        and not any(overlaps(key, other) for other in given)
+    }
+    new = [f"{group}={name}" for group, name in choices.items() if group not in given]
+    return CommandLine([*new, *arguments], saved)
+
+
+def _read(
+    path: Path, groups: Mapping[str, Sequence[str]], families: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the file's choices of groups, and its other keys, nested."""
+    try:
+        entries = read_mapping(path.expanduser())
+    except OSError as error:
+        raise UserError(f"config={path}: {error.strerror}; give a YAML file") from error
+    except ValueError as error:
+        raise UserError(f"config={path}: {error}; give keys and values") from error
+    choices: dict[str, str] = {}
+    tree: dict[str, Any] = {}
+    valid = [*groups, *annotations(Config)]
+    for key, value in entries.items():
+        top = key.partition(".")[0]
+        if top == "resume":
+            raise UserError(
+                f"config={path}: {key} belongs on the command line; resume=RUN takes"
+                " all settings of a run"
+            )
+        if top not in valid:
+            raise UserError(
+                f"config={path}: unknown key {key}; {nearest(top, sorted({*valid}))}"
+            )
+        if key in groups and not isinstance(value, Mapping):
+            if value is not None:
+                choices[key] = str(value)
+        else:
+            set_keys(tree, dict(flatten({key: value})))
+    tree = renamed_keys(tree)
+    for group, values in tree.items():
+        if group not in choices and isinstance(values, Mapping) and group in groups:
+            names = [values.get(key) for key in NAMED_BY]
+            names = [name for name in names if name in groups[group]]
+            if group == "model" and not names:
+                names = [families.get(str(values.get("family")))]
+            if names and names[0] is not None:
+                choices[group] = str(names[0])
+    return choices, tree

@@ -1,0 +1,208 @@
+"""Every key of the configuration with its default, its choices and its comment.
+
+The comments are read from the YAML files of `trainer/configs`: behind a key, and in
+the lines below it that begin further right.
+"""
+
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.bounds import OneOf, Variants, annotations
+from trainer.config.composition import choices_of_groups, explain, long_forms
+from trainer.config.continuing import CONFIGS
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+LINE = re.compile(
+    r"(?P<indent> *)(?P<entry>- )?(?P<key>[\w/@]+)(:|(?=\s+#))"
+    r"(?P<value>.*?)((?<=\s)# (?P<about>.*))?$"
+)
+FURTHER = re.compile(r"(?P<indent> +)# (?P<about>.*)$")
+NOT_KEYS = ("defaults", "hydra")
+
+
+class Key(NamedTuple):
+    """A key of the configuration.
+
+    Attributes:
+      name: dotted, as it is typed.
+      default: as it is typed.
+      choices: all valid values; empty where they are not a list of names.
+      about: the comment.
+    """
+
+    name: str
+    default: str
+    choices: tuple[str, ...]
+    about: str
+
+
+class Group(NamedTuple):
+    """Keys that stand together.
+
+    Attributes:
+      name: the part of the keys before the dot; empty: keys without a group.
+      chosen: the choice, as `model=NAME`; empty for a group without choices.
+      choices: all valid choices.
+      about: the comment.
+      keys: with their defaults in that choice.
+    """
+
+    name: str
+    chosen: str
+    choices: tuple[str, ...]
+    about: str
+    keys: tuple[Key, ...]
+
+
+def reference(overrides: Sequence[str] = ()) -> list[Group]:
+    """Return all keys by group, with their values under these overrides.
+
+    Raises:
+      UserError: an override is not valid.
+    """
+    given = long_forms(overrides)
+    try:
+        with initialize_config_dir(CONFIGS, version_base=None):
+            tree = compose("config", given, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, given)) from None
+    chosen = dict(tree.hydra.runtime.choices)
+    valid = choices_of_groups()
+    raw = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(raw, dict)
+    values = {str(key): raw[key] for key in raw if key not in NOT_KEYS}
+    values.setdefault("experiment", None)
+    values["model"]["lr"] = tree.model.lr
+    values["optimizer"]["lr"] = tree.optimizer.lr
+    about = comments(Path(CONFIGS, "config.yaml").read_text(encoding="utf-8"))
+    groups = [Group("", "", (), "", tuple(_keys("", values, about)))]
+    for name, group in values.items():
+        if not isinstance(group, Mapping) and name not in valid:
+            continue
+        choice = chosen.get(name)
+        texts = {} if name not in [*valid, "diloco"] else _comments_of(name, choice)
+        keys = _keys(f"{name}.", group or {}, {**about, **texts})
+        groups.append(
+            Group(
+                name,
+                "" if name not in valid else str(choice or "null"),
+                tuple(valid.get(name, ())),
+                about.get(name, ""),
+                tuple(keys),
+            )
+        )
+    return groups
+
+
+def _keys(
+    prefix: str, values: Mapping[str, Any], about: Mapping[str, str]
+) -> Iterator[Key]:
+    """Yield the keys of a group, or those without a group."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        is_group = not prefix and isinstance(value, Mapping)
+        if not is_group and name != "experiment":
+            yield Key(name, typed(value), choices(name, values), about.get(name, ""))
+
+
+def _comments_of(group: str, choice: str | None) -> dict[str, str]:
+    """Return the comments of a group's keys, of the choice's bases first."""
+    files = [Path(CONFIGS, "base", f"{group}.yaml")]
+    if choice is not None:
+        file = Path(CONFIGS, group, f"{choice}.yaml")
+        bases = re.findall(r"/base/(\w+)@", file.read_text(encoding="utf-8"))
+        files += [Path(CONFIGS, "base", f"{base}.yaml") for base in bases]
+        files.append(file)
+    if group == "model":  # from_init has no base, but keys of every family
+        files += sorted(
+            file
+            for file in Path(CONFIGS, "base").glob("*.yaml")
+            if "\nfamily:" in file.read_text(encoding="utf-8")
+        )
+    found: dict[str, str] = {}
+    for file in filter(Path.is_file, files):
+        for key, text in comments(file.read_text(encoding="utf-8")).items():
+            found.setdefault(f"{group}.{key}", text)
+    return found
+
+
+def comments(text: str) -> dict[str, str]:
+    """Return the comment of each key of a YAML file, by dotted key.
+
+    An entry of the defaults, `- model: gpt2_nano`, is the key `model`.
+    """
+    found: dict[str, str] = {}
+    path: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        further = FURTHER.match(line)
+        if further and path and len(further["indent"]) > path[-1][0] + 2:
+            name = ".".join(key for _, key in path)
+            found[name] = f"{found.get(name, '')} {further['about'].strip()}".strip()
+            continue
+        match = LINE.match(line)
+        if not match:
+            continue
+        indent = len(match["indent"])
+        path = [(depth, key) for depth, key in path if depth < indent]
+        if match["entry"]:
+            path = []
+        path.append((indent, match["key"].partition("@")[2] or match["key"]))
+        if match["about"]:
+            found[".".join(key for _, key in path)] = match["about"].strip()
+    return found
+
+
+def choices(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names that a key takes; empty where it takes other values."""
+    hint: Any = Config
+    for part in name.split("."):
+        hint = _plain(hint, values)
+        if not isinstance(hint, type) or part not in (fields := annotations(hint)):
+            return ()
+        hint = fields[part]
+    while True:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is Literal:
+            return tuple(map(str, arguments))
+        for extra in getattr(hint, "__metadata__", ()):
+            if isinstance(extra, OneOf):
+                return tuple(extra.names)
+        if origin not in (Annotated, types.UnionType, typing.Union):
+            return ()
+        hint = arguments[0]
+
+
+def _plain(hint: Any, values: Mapping[str, Any]) -> Any:
+    """Return the dataclass that an annotation means, for these values of the group."""
+    for extra in getattr(hint, "__metadata__", ()):
+        if isinstance(extra, Variants):
+            name = values.get(extra.key)
+            return extra.classes.get(str(name), typing.get_args(hint)[0])
+    return hint
+
+
+def typed(value: Any) -> str:
+    """Return a value as it is typed behind `key=`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{','.join(map(typed, value))}]"
+        case Mapping():
+            pairs = (f"{key}:{typed(item)}" for key, item in value.items())
+            return f"{{{','.join(pairs)}}}"
+        case str() if value != value.strip() or not value:
+            return repr(value)
+    return str(value)
