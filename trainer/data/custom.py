@@ -99,10 +99,6 @@ class NumberTokenizer:
         numbers = [int(word) for word in text.split() if word.isdecimal()]
         return [number for number in numbers if number < self.vocab_size] or [0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return `encode` of each text."""
-        return [self.encode(text) for text in texts]
-
     def encode_array(self, text: str) -> Ids:
         """Return `encode` as an array."""
         return np.array(self.encode(text), np.uint32)

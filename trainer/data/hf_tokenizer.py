@@ -9,8 +9,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.data.bpe_files import PAIRS, for_hugging_face, printable_bytes, read_json
-from trainer.data.json_tokenizer import FILE, SETTINGS, Ids, JSONTokenizer, ids_of
+from trainer.data.bpe_files import (
+    PAIRS,
+    SPELLING,
+    TokenIds,
+    for_hugging_face,
+    read_json,
+)
+from trainer.data.json_tokenizer import (
+    FILE,
+    SETTINGS,
+    JSONTokenizer,
+    ids_of,
+    spelled_ids,
+)
 from trainer.data.tokenizer import Tokenizer
 from trainer.files import well_formed, write_atomically
 
@@ -56,10 +68,9 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
 
 def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the content of a tokenizer.json."""
-    spell = {byte: char for char, byte in printable_bytes().items()}
 
     def spelt(token: bytes) -> str:
-        return "".join(spell[byte] for byte in token)
+        return "".join(SPELLING[byte] for byte in token)
 
     special = set(tokenizer.special_tokens.values())
     tokens = {token: i for token, i in tokenizer.tokens.items() if i not in special}
@@ -125,7 +136,7 @@ def split_by(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
 
-def merges_of(ranks: Ids) -> list[tuple[bytes, bytes]]:
+def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     """Return the merges of a byte-pair encoding, in order.
 
     The merge of a token is the two parts that lower ranks leave of it. A token that is
@@ -149,32 +160,24 @@ def merges_of(ranks: Ids) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def ids_beside(directory: Path) -> Ids | None:
+def ids_beside(directory: Path) -> TokenIds | None:
     """Return the ids of the tokenizer in a Hugging Face directory, or None.
 
     Raises:
       UserError: a file that is not JSON.
     """
-    byte_of = printable_bytes()
-
-    def raw(token: str) -> bytes:
-        known = all(char in byte_of for char in token)
-        return bytes(byte_of[char] for char in token) if known else token.encode()
-
     with well_formed(f"the tokenizer in {directory}", "download or copy it again"):
-        ids = None
         if (directory / FILE).is_file():
             ids = ids_of(read_json(directory / FILE))
-        if ids is not None:
-            return ids
+            if ids is not None:
+                return ids
         for _, name in PAIRS:
             if (directory / name).is_file():
-                tree = read_json(directory / name)
-                return {raw(token): i for token, i in tree.items()}
+                return spelled_ids(read_json(directory / name))
     return None
 
 
-def first_difference(theirs: Ids, ours: Tokenizer) -> str | None:
+def first_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:
     """Describe the lowest id whose token differs in `theirs`; None: there is none."""
     end = next(
         token.encode() for token, i in ours.special_tokens.items() if i == ours.eot

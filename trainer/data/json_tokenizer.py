@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from trainer.data.bpe_files import printable_bytes, read_json
+from trainer.data.bpe_files import TokenIds, read_json, special_in, unspell
 from trainer.errors import UserError
 from trainer.files import write_atomically
 
@@ -26,8 +26,6 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 SPACE = "\u2581"  # how SentencePiece writes a space
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-Ids = dict[bytes, int]
-
 
 class JSONTokenizer:
     """A tokenizer.json, read by `tokenizers`.
@@ -36,78 +34,43 @@ class JSONTokenizer:
 
     Args:
       name: as the user gave it.
-      tree: the content of the file.
+      tree: the content of the file, by `read_tokenizer`.
+      tokenizer: the library's, likewise.
       end: the token that ends a document.
     """
 
     pattern: str | None = None
 
-    def __init__(self, name: str, tree: dict[str, Any], end: str) -> None:
-        self.name, self.end = name, end
-        self.tree = tree | {"truncation": None, "padding": None}
-        content = json.dumps(self.tree, sort_keys=True)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises this class only
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"{name}: {reason}; valid: a {FILE} that Hugging Face's `tokenizers`"
-                " reads"
-            ) from None
-        self._tokenizer.encode_special_tokens = True
-        entries = tree.get("added_tokens") or ()
-        added = {token["content"]: int(token["id"]) for token in entries}
+    def __init__(
+        self, name: str, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer, end: str
+    ) -> None:
+        self.name, self.tree, self.end = name, tree, end
+        self._tokenizer = tokenizer
+        added = special_in(tree)
         self.eot = added[end]
         self.special_tokens = {
-            token["content"]: int(token["id"])
-            for token in entries
-            if token.get("special")
+            token["content"]: added[token["content"]]
+            for token in tree["added_tokens"]
+            if token.get("special") or token["content"] == end
         }
-        self.special_tokens[end] = self.eot
         special = {token.encode() for token in self.special_tokens}
         ids = ids_of(tree) or {}
         self.tokens = {token: i for token, i in ids.items() if token not in special}
         self.vocab_size = 1 + max(
             [*self.tokens.values(), *self.special_tokens.values()]
         )
-        # A text may be encoded to the unknown token, given by name or, of Unigram, id.
-        unknown = (tree["model"].get("unk_token"), tree["model"].get("unk_id"))
-        self._special = frozenset(
-            i
-            for token, i in self.special_tokens.items()
-            if token not in unknown and i not in unknown
-        )
         self._known = frozenset(self._tokenizer.get_vocab().values())
+        make_ordinary(tokenizer, tree, self.special_tokens)
+        content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
             f"{end}\n{content}".encode(), digest_size=16
         ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return self._without_special(text, ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
-        encodings = self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=False
-        )
-        return [
-            self._without_special(text, encoding.ids)
-            for text, encoding in zip(texts, encodings, strict=True)
-        ]
-
-    def _without_special(self, text: str, ids: list[int]) -> list[int]:
-        """Return `ids`, or those of two halves where the text spells a special token.
-
-        The library has no option that encodes such a text as ordinary text.
-        """
-        if self._special.isdisjoint(ids):
-            return ids
-        middle = len(text) // 2
-        if not middle:
-            return [i for i in ids if i not in self._special]
-        return [*self.encode(text[:middle]), *self.encode(text[middle:])]
+        # Twice as fast as `encode`, which counts characters too.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
     def encode_array(self, text: str) -> npt.NDArray[np.unsignedinteger]:
         """See Tokenizer."""
@@ -138,36 +101,115 @@ class JSONTokenizer:
             )
 
 
-def read_json_tokenizer(name: str, path: Path) -> JSONTokenizer:
-    """Return the tokenizer of a file and of the settings beside it.
+def read_tokenizer(path: Path) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
+    """Read a tokenizer.json, and return its content and the library's tokenizer.
+
+    Texts are neither truncated nor padded. Raises UserError for what the library does
+    not read.
+    """
+    tree = read_json(path) | {"truncation": None, "padding": None}
+    return tree, parse(path, tree)
+
+
+def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a file's content; see `read_tokenizer`."""
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(tree))
+    except Exception as error:  # the library raises this class only
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: {reason}; valid: a {FILE} that Hugging Face's `tokenizers` reads"
+        ) from None
+
+
+def make_ordinary(
+    tokenizer: tokenizers.Tokenizer, tree: dict[str, Any], special: dict[str, int]
+) -> None:
+    """Let a tokenizer encode text that spells a special token as ordinary text.
+
+    With `encode_special_tokens` the library looks for none in a text. But a model with
+    the tokens in its vocabulary may still find them, and Unigram prefers them. It is
+    replaced by a copy without them.
+
+    Args:
+      tokenizer: is changed; it still decodes special tokens.
+      tree: its content.
+      special: ids of the special tokens. The unknown one is kept, which a model gives
+        by name or, Unigram, by id.
+    """
+    tokenizer.encode_special_tokens = True
+    model = tree["model"]
+    unknown = (model.get("unk_token"), model.get("unk_id"))
+    removed = {
+        token
+        for token, i in special.items()
+        if token not in unknown and i not in unknown
+    }
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        if removed.isdisjoint(token for token, _ in vocabulary):
+            return
+        # An id is a place in the list, and no text matches the empty piece.
+        ordinary: Any = [
+            ["" if token in removed else token, score] for token, score in vocabulary
+        ]
+    else:
+        if removed.isdisjoint(vocabulary):
+            return
+        ordinary = {token: i for token, i in vocabulary.items() if token not in removed}
+    changes = {"vocab": ordinary}
+    if "merges" in model:
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        changes["merges"] = [
+            [left, right]
+            for left, right in pairs
+            if removed.isdisjoint((left, right, left + right))
+        ]
+    copy = tree | {"model": model | changes, "added_tokens": []}
+    tokenizer.model = parse(Path(FILE), copy).model
+
+
+def check_added(
+    path: Path, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer
+) -> None:
+    """Raise UserError for an added token to which the library gives another id.
+
+    It does so where another token has the id, or where the ids have a gap.
+    """
+    for token, i in special_in(tree).items():
+        given = tokenizer.token_to_id(token)
+        if given != i:
+            raise UserError(
+                f"{path}: {token!r} of added_tokens has the id {i}, but Hugging Face's"
+                f" `tokenizers` gives it {given}; write {given} there"
+            )
+
+
+def end_of_document(path: Path, tree: dict[str, Any]) -> str:
+    """Return the token that ends a document, by the settings beside a file or by name.
 
     Raises:
-      UserError: no token ends a document.
+      UserError: there is none.
     """
-    tree = read_json(path)
-    added = {
-        token.get("content")
-        for token in tree.get("added_tokens") or ()
-        if isinstance(token, dict)
-    }
+    added = special_in(tree)
     default = next((token for token in ENDS if token in added), None)
     end = end_beside(path.parent) or default
-    if end is None or end not in added:
-        problem = f"has no added token {end!r}"
-        if end is None:
-            problem = "names no token that ends a document"
-        if not added:
-            raise UserError(
-                f"{path} {problem}, and has no added_tokens; give it one with Hugging"
-                " Face's "
-                f'`Tokenizer.add_special_tokens(["{ENDS[0]}"])`, and save it'
-            )
+    if end in added:
+        return str(end)
+    problem = f"has no added token {end!r}"
+    if end is None:
+        problem = "names no token that ends a document"
+    if not added:
         raise UserError(
-            f"{path} {problem}; put its {SETTINGS} beside it, with the eos_token that"
-            " ends a document, one of its added_tokens"
-            f" ({', '.join(sorted(map(repr, added))[:8])})"
+            f"{path} {problem}, and has no added_tokens; give it one with Hugging"
+            " Face's "
+            f'`Tokenizer.add_special_tokens(["{ENDS[0]}"])`, and save it'
         )
-    return JSONTokenizer(name, tree, end)
+    raise UserError(
+        f"{path} {problem}; put its {SETTINGS} beside it, with the eos_token that"
+        " ends a document, one of its added_tokens"
+        f" ({', '.join(sorted(map(repr, added))[:8])})"
+    )
 
 
 def end_beside(directory: Path) -> str | None:
@@ -180,7 +222,7 @@ def end_beside(directory: Path) -> str | None:
     return end if isinstance(end, str) else None
 
 
-def ids_of(tree: dict[str, Any]) -> Ids | None:
+def ids_of(tree: dict[str, Any]) -> TokenIds | None:
     """Return the ids of a tokenizer.json by the bytes of its tokens.
 
     None: it has no vocabulary. Bytes may be spelled as GPT-2 or SentencePiece spell
@@ -193,20 +235,12 @@ def ids_of(tree: dict[str, Any]) -> Ids | None:
         vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
     if not isinstance(vocabulary, dict):
         return None
-    added = {
-        token["content"].encode(): int(token["id"])
-        for token in tree.get("added_tokens") or ()
-    }
-    added_ids, byte_of = set(added.values()), printable_bytes()
+    added = {token.encode(): i for token, i in special_in(tree).items()}
+    added_ids = set(added.values())
     tokens = {token: i for token, i in vocabulary.items() if i not in added_ids}
-    ids: Ids = {}
-    if has_part(tree, "ByteLevel"):
-        for token, i in tokens.items():
-            raw = token.encode()
-            if all(char in byte_of for char in token):
-                raw = bytes(byte_of[char] for char in token)
-            ids[raw] = i
-        return ids | added
+    if has_part([tree.get("pre_tokenizer"), tree.get("decoder")], "ByteLevel"):
+        return spelled_ids(tokens) | added
+    ids: TokenIds = {}
     for token, i in tokens.items():
         if not BYTE.fullmatch(token):
             ids[token.replace(SPACE, " ").encode()] = i
@@ -217,13 +251,17 @@ def ids_of(tree: dict[str, Any]) -> Ids | None:
     return ids | added
 
 
-def has_part(tree: dict[str, Any], kind: str) -> bool:
-    """Return whether the pre-tokenizer or the decoder has a part of this kind."""
-    parts = [tree.get("pre_tokenizer"), tree.get("decoder")]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if part.get("type") == kind:
-                return True
-            parts += [*(part.get("pretokenizers") or ()), *(part.get("decoders") or ())]
-    return False
+def spelled_ids(vocabulary: dict[str, int]) -> TokenIds:
+    """Return ids by the bytes of tokens that are spelled as GPT-2's, or as they are."""
+    ids: TokenIds = {}
+    for token, i in vocabulary.items():
+        raw = unspell(token)
+        ids[token.encode() if raw is None else raw] = i
+    return ids
+
+
+def has_part(part: Any, kind: str) -> bool:
+    """Return whether a part of a tokenizer.json is of this kind, or holds one."""
+    if isinstance(part, dict):
+        return part.get("type") == kind or has_part(list(part.values()), kind)
+    return isinstance(part, list) and any(has_part(inner, kind) for inner in part)

@@ -10,7 +10,6 @@ import difflib
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +21,19 @@ import tiktoken
 
 from trainer.data.bpe_files import (
     PAIRS,
-    check_added,
-    is_byte_level,
+    byte_level,
+    encoding,
     known_settings,
-    read_json,
     read_merges,
     read_tiktoken,
-    read_tokenizer_json,
 )
 from trainer.data.json_tokenizer import FILE as HF_FILE
-from trainer.data.json_tokenizer import read_json_tokenizer
+from trainer.data.json_tokenizer import (
+    JSONTokenizer,
+    check_added,
+    end_of_document,
+    read_tokenizer,
+)
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
@@ -70,9 +72,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return `encode` of each text, on all cores."""
-
     def encode_array(self, text: str) -> Ids:
         """Return `encode` as an array [n]; other threads run meanwhile."""
 
@@ -109,10 +108,6 @@ class ByteTokenizer:
         """See Tokenizer."""
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer. One thread suffices for copies."""
-        return [self.encode(text) for text in texts]
-
     def encode_array(self, text: str) -> Ids:
         """See Tokenizer."""
         return np.frombuffer(text.encode(), np.uint8)
@@ -143,8 +138,7 @@ class BPETokenizer:
         self.vocab_size = encoding.n_vocab
         self.eot = encoding.eot_token
         self.encoding = encoding
-        self._ranks: dict[bytes, int] = encoding._mergeable_ranks
-        self.tokens = self._ranks
+        self.tokens: dict[bytes, int] = encoding._mergeable_ranks
         self.special_tokens: dict[str, int] = encoding._special_tokens
         self.pattern: str | None = encoding._pat_str
         self._settings = {
@@ -154,18 +148,12 @@ class BPETokenizer:
         digest = hashlib.blake2b(
             json.dumps(self._settings, sort_keys=True).encode(), digest_size=16
         )
-        digest.update(tiktoken_file(self._ranks))
+        digest.update(tiktoken_file(self.tokens))
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
         return self.encoding.encode_ordinary(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
-        return self.encoding.encode_ordinary_batch(
-            list(texts), num_threads=os.cpu_count() or 1
-        )
 
     def encode_array(self, text: str) -> Ids:
         """See Tokenizer."""
@@ -175,18 +163,14 @@ class BPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         # Some vocabularies have gaps, which an untrained model samples.
-        known = self._known
         unknown = "\ufffd".encode()
-        tokens = (int(i) for i in ids)
-        parts = (
-            self.encoding.decode_single_token_bytes(i) if i in known else unknown
-            for i in tokens
-        )
+        parts = (self._bytes.get(int(i), unknown) for i in ids)
         return b"".join(parts).decode(errors="replace")
 
     @functools.cached_property
-    def _known(self) -> frozenset[int]:
-        return frozenset(self._ranks.values()) | frozenset(self.special_tokens.values())
+    def _bytes(self) -> dict[int, bytes]:
+        special = {i: token.encode() for token, i in self.special_tokens.items()}
+        return special | {i: token for token, i in self.tokens.items()}
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text stays uncut where the word pattern is unknown."""
@@ -199,7 +183,7 @@ class BPETokenizer:
 
         `tokenizer.tiktoken` has the ranks, `tokenizer.json` pattern and special tokens.
         """
-        write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self._ranks))
+        write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self.tokens))
         write_atomically(
             directory / "tokenizer.json",
             json.dumps({"name": self.name} | self._settings, indent=1),
@@ -291,24 +275,23 @@ def from_files(name: str) -> Tokenizer:
     """Read a tokenizer from files; see `get_tokenizer`."""
     path, names = Path(name).expanduser(), tiktoken.list_encoding_names()
     if path.is_dir():
-        # Only tokenizer.json has words that were added to a pair's vocabulary.
-        added = HF_FILE if is_hugging_face(path / HF_FILE) else ""
-        for merges, _ in PAIRS:
-            if (path / merges).is_file():
-                return from_files(str(path / (added or merges)))
-        # A run's directory has a settings file named like HF_FILE too.
-        for file in ("tokenizer.tiktoken", HF_FILE):
+        # A run's .tiktoken file has its settings in a file named like HF_FILE. And only
+        # HF_FILE has words that were added to a pair's vocabulary.
+        files = ["tokenizer.tiktoken", HF_FILE, *(merges for merges, _ in PAIRS)]
+        for file in files:
             if (path / file).is_file():
                 return from_files(str(path / file))
-        valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
-        raise UserError(f"tokenizer directory {name} holds none of {', '.join(valid)}")
+        raise UserError(f"tokenizer directory {name} holds none of {', '.join(files)}")
     if path.name == HF_FILE:
-        tree = read_json(path)
-        check_added(path, tree)
-        if not is_byte_level(tree):
-            return read_json_tokenizer(name, path)
-        encoding = read_tokenizer_json(path)
-        return ByteTokenizer() if encoding is None else BPETokenizer(name, encoding)
+        tree, tokenizer = read_tokenizer(path)
+        check_added(path, tree, tokenizer)
+        like_gpt2 = byte_level(tree)
+        if like_gpt2 is None:
+            return JSONTokenizer(name, tree, tokenizer, end_of_document(path, tree))
+        ranks, settings = like_gpt2
+        if settings["special_tokens"] == ByteTokenizer().special_tokens:
+            return ByteTokenizer()
+        return BPETokenizer(name, encoding(path, ranks, **settings))
     if path.suffix == ".tiktoken":
         return BPETokenizer(name, read_tiktoken(path))
     for merges, ids in PAIRS:
@@ -326,11 +309,6 @@ def from_files(name: str) -> Tokenizer:
         f" .tiktoken file, a {HF_FILE}, or a directory with"
         f" {' or '.join(merges for merges, _ in PAIRS)}"
     )
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Return whether a file is Hugging Face's tokenizer.json, not a run's settings."""
-    return path.is_file() and "model" in read_json(path)
 
 
 def is_missing(name: str) -> bool:
@@ -356,7 +334,9 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
     file = vocabulary_file(directory)
     with well_formed(file, COPY_AGAIN):
         if file.name == HF_FILE:
-            return usable(read_json_tokenizer(name, file))
+            tree, tokenizer = read_tokenizer(file)
+            end = end_of_document(file, tree)
+            return usable(JSONTokenizer(name, tree, tokenizer, end))
         return usable(BPETokenizer(name, read_tiktoken(file)))
 
 

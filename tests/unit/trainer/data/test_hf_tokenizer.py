@@ -182,7 +182,7 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
         ),
         lambda t: t["model"]["vocab"].update({"▁the": 60000}),
         lambda t: t["added_tokens"].append(
-            t["added_tokens"][0] | {"id": 60001, "content": "</s>"}
+            t["added_tokens"][0] | {"id": len(t["model"]["vocab"]), "content": "</s>"}
         ),
         lambda t: t["model"]["merges"].reverse(),
     ],
