@@ -1,4 +1,4 @@
-"""Llama from the command line: every precision, every way to compute again, unrolled
+"""Llama, and what is nearly Llama, from the command line: every precision, every way to compute again, unrolled
 and scanned, alone and split."""
 
 import logging
@@ -58,6 +58,31 @@ RUNS = {
 # Of make test; of other precisions test_precision.py has a step each, and test_zoo.py a
 # Llama whose scales propagate.
 FEW = ("bf16-elementwise",)
+
+
+# Of the families that are nearly Llama, a run each with what is theirs.
+RELATIVES = {
+    "mistral": ["model=mistral_7b", "model.window=8", TENSOR],
+    "qwen2": ["model=qwen25_0_5b", FSDP],
+    "qwen3": ["model=qwen3_0_6b", "model.head_dim=16", TENSOR, SCAN],
+    "smollm3": ["model=smollm3_3b", "model.unrotated_every=2", SCAN, FSDP],
+    "olmo2": ["model=olmo2_1b", FSDP, "model.remat=block"],
+}
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen3" else whole(name) for name in RELATIVES]
+)
+def test_its_relatives_learn(tmp_path, monkeypatch, family):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    sizes = ["model.d_mlp=128", "model.vocab_size=null"]
+    precision = "precision=scalify_fp8_fp16"
+    arguments = [CACHE, precision, "run_dir=A", *sizes, *RELATIVES[family]]
+    assert main([*SMALL[1:], *arguments]) == 0
+    losses = [row["train/loss"] for row in values(tmp_path / "A")]
+    assert abs(losses[0] - math.log(256)) < 0.1
+    assert losses[2] < losses[1] < losses[0]
 
 
 @pytest.mark.parametrize(
