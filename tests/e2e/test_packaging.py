@@ -1,6 +1,7 @@
 """The built wheel, installed into an empty environment, is a working command with all
 it runs on."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -176,6 +177,12 @@ def test_every_command_works_beside_files_of_its_modules_names(
             shutil.copytree(beside_own_files / "A", beside_own_files / "B")
         done = run(command, name, *arguments, cwd=beside_own_files, JAX_PLATFORMS="cpu")
         assert done.returncode == 0, (name, done.stderr[-2000:])
+    exported = beside_own_files / "exported"
+    written = json.loads((exported / "config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16"
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == written["eos_token_id"]
+    assert "2 steps of 512 tokens, 1,024 in all" in (exported / "README.md").read_text()
 
 
 def test_the_version_is_one():

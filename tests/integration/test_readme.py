@@ -2,6 +2,7 @@
 documents are valid."""
 
 import ast
+import importlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from scalify_core.interpreter import registry
 from trainer.cli import evaluate, train_tokenizer
 from trainer.cli import export as export_run
 from trainer.cli.arguments import read
+from trainer.cli.composing import split_arguments
 from trainer.cli.train import STOPPED, main
 from trainer.config.composition import (
     Sweep,
@@ -53,7 +55,8 @@ def commands(document):
 
 def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("tokenizers", "mine").mkdir(parents=True)  # else it is an id of the hub
+    for path in ("tokenizers/mine", "runs/tables"):  # else they are ids of the hub
+        Path(path).mkdir(parents=True)
     checked = 0
     for arguments in [
         arguments for document in DOCUMENTS for arguments in commands(document)
@@ -66,6 +69,22 @@ def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
             compose_config([a for a in arguments if a not in ("--cfg", "job")])
         checked += 1
     assert checked > 15
+
+
+def test_the_other_commands_of_all_documents_have_valid_keys():
+    checked = set()
+    for document in DOCUMENTS:
+        blocks = re.findall(r"```sh\n(.*?)```", document.read_text(), re.DOTALL)
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            program, _, rest = line.partition(" ")
+            if program != "scalify-trainer" or "--help" in line:
+                continue
+            name, *arguments = shlex.split(rest, comments=True)
+            module = importlib.import_module(f"trainer.cli.{name.replace('-', '_')}")
+            only = "data" if name in ("prepare-data", "train-tokenizer") else None
+            split_arguments(module.Arguments, arguments, only)
+            checked.add(name)
+    assert len(checked) > 5
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

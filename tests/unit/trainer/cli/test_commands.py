@@ -1,5 +1,6 @@
 """The one command: which command runs, `--key=value`, and answers without JAX."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import nearest_keys, without_dashes
+from trainer.cli.train import Job, validation_loss
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -81,6 +83,19 @@ def test_what_is_mistyped_is_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
+    job = Job(tmp_path, [], exit_code=0)
+    assert validation_loss(job) is None
+    rows = [
+        '{"step": 1, "val/loss": 3.0}',
+        '{"step": 2, "val/loss": 2.5}',
+        '{"step": 3}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    assert validation_loss(job) == 2.5
+    assert validation_loss(Job(tmp_path, [], exit_code=3)) == math.inf
 
 
 def test_help_and_mistyped_keys_need_no_jax():
