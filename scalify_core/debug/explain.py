@@ -38,7 +38,7 @@ from scalify_core.interpreter.reference_trace import traced
 from scalify_core.interpreter.transform import Scales
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
-from scalify_core.numerics.jaxprs import UNKNOWN, Place, name_of, place_of
+from scalify_core.numerics.jaxprs import NO_PLACE, Place, name_of, place_of
 
 NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
 
@@ -169,14 +169,14 @@ class Recorder(precision_warnings.Observer):
             Tensor(
                 entering(x),
                 fp32_reference.entering(asarray(x)),
-                UNKNOWN,
+                NO_PLACE,
                 self._next_number(),
             )
             for x in leaves
         ]
         values = [x.value for x in operands]
         program = fp32_reference.Call(operands)
-        self._inside = _Inside(program, UNKNOWN, (), "jit")
+        self._inside = _Inside(program, NO_PLACE, (), "jit")
         returned = (False,) * len(jaxpr.outvars)
         dataclasses.replace(self.evaluate, resized=returned)(jaxpr, values)
         out: list[Any] = program.out
@@ -358,7 +358,7 @@ class Recorder(precision_warnings.Observer):
                 formats=casts.formats(),
             )
             if isinstance(x, Value):
-                is_wide = x.expected_rms == v.UNKNOWN and not measuring.is_stored(x)
+                is_wide = x.expected_rms == v.MEASURED and not measuring.is_stored(x)
                 dtype = "float32" if is_wide else str(x.dtype)
                 shape = tuple(var.aval.shape)
                 new = Row(place, name_of(eqn), shape, dtype, NOTHING)
@@ -388,7 +388,7 @@ class Recorder(precision_warnings.Observer):
         x.figures = figures._replace(
             drift=figures.astray - inherited_octaves if figures.due else 0.0
         )
-        if isinstance(x.value, Value) and x.value.expected_rms != v.UNKNOWN:
+        if isinstance(x.value, Value) and x.value.expected_rms != v.MEASURED:
             # An equation that reduces the error reduces every share of the blame: a
             # correct scale has nothing to blame.
             if inherited_octaves:

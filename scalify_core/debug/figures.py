@@ -15,7 +15,7 @@ from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
 from scalify_core.debug.explanation import Blame, Figures, Row, epsilon
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured.policy import as_array
-from scalify_core.interpreter.value import UNKNOWN, Value
+from scalify_core.interpreter.value import MEASURED, Value
 from scalify_core.numerics.jaxprs import Place
 from scalify_core.numerics.scales import broadcast_scale, is_static
 
@@ -142,7 +142,7 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
             float(fmt.smallest_subnormal),
             float(fmt.max),
         )
-    if isinstance(x, Value) and x.expected_rms == UNKNOWN:
+    if isinstance(x, Value) and x.expected_rms == MEASURED:
         x = as_array(x)
         if is_scaled_array(x):
             return _taken_apart(x)
@@ -183,7 +183,7 @@ def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
     scaled = [
         x
         for x in operands
-        if isinstance(x.value, Value) and x.value.expected_rms != UNKNOWN and x.figures
+        if isinstance(x.value, Value) and x.value.expected_rms != MEASURED and x.figures
     ]
     if registry.rule_of(eqn).kind in ("default", "unscaled"):
         return {}

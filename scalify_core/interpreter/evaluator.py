@@ -44,11 +44,11 @@ class Evaluator:
             callbacks, or that of `explain`.
         place: tells evaluators with an observer apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
-        numbers: that the jaxpr's arguments may hold, see `powers_of_two`; None: any.
+        numbers: that the jaxpr's arguments may hold, see `known_numbers`; None: any.
         resized: the results that have readers which may give their rows other sizes,
-            see `additive_uses`; None: all. It counts for an observer.
+            see `uses.resizes`; None: all. It counts for an observer.
         stacks: for each result of a scan's body how products of later loops read it,
-            None if anything else reads it too; see `loop_stacks`.
+            None if anything else reads it too; see `uses`.
     """
 
     measures: bool

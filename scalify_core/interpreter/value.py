@@ -68,7 +68,7 @@ from scalify_core.numerics.scales import (
 _F32 = np.dtype(np.float32)
 
 
-UNKNOWN = 0.0  # the expected RMS where scales are measured
+MEASURED = 0.0  # the expected RMS where scales are measured
 
 
 @functools.partial(

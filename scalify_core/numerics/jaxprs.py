@@ -57,10 +57,10 @@ class Place:
         return dataclasses.replace(self, library="", backward=False)
 
 
-UNKNOWN = Place()
+NO_PLACE = Place()
 
 
-def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
+def place_of(eqn: Any, outer: Place = NO_PLACE) -> Place:
     """Return the innermost line of the user's code that makes an equation.
 
     JAX traces a function that it has jitted (`jax.nn.silu`) once for all callers, so
@@ -136,3 +136,9 @@ def within(scopes: Any, ctx: Any) -> Iterator[None]:
 per_jaxpr = functools.partial(
     weakref_lru_cache, maxsize=4096, trace_context_in_key=False
 )
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """Return the jaxpr of a call, or the body of a scan."""
+    keys = ("call_jaxpr", "jaxpr", "call")
+    return next(eqn.params[key] for key in keys if key in eqn.params)

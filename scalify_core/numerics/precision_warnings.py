@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.numerics.jaxprs import UNKNOWN, Place, name_of, place_of
+from scalify_core.numerics.jaxprs import NO_PLACE, Place, name_of, place_of
 
 FLUSHED = 0.01  # reported share of a tensor's norm
 # Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
@@ -25,7 +25,7 @@ _watcher: ContextVar[Callable[[Any, Any], None] | None] = ContextVar(
     "watcher", default=None
 )
 _warned: dict = {}  # the registry of warnings that were shown
-_place: ContextVar[tuple[Place, str]] = ContextVar("place", default=(UNKNOWN, ""))
+_place: ContextVar[tuple[Place, str]] = ContextVar("place", default=(NO_PLACE, ""))
 
 
 class PrecisionWarning(UserWarning):

@@ -24,12 +24,9 @@ from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import (
-    additive_uses,
-    loop_stacks,
-    mask_constants,
-    nonzero_results,
-    powers_of_two,
+    known_numbers,
     quantize,
+    uses,
 )
 from scalify_core.interpreter.measured.products import (
     CALLS,
@@ -130,7 +127,7 @@ def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
     stacks = _stacks(eqn, jaxpr, evaluate.stacks) if name in CALLS | {"scan"} else ()
     return dataclasses.replace(
         evaluate,
-        numbers=powers_of_two.numbers_inside(eqn, _numbers_in(jaxpr, evaluate)),
+        numbers=known_numbers.numbers_inside(eqn, _numbers_in(jaxpr, evaluate)),
         resized=resized,
         stacks=stacks,
     )
@@ -144,7 +141,9 @@ def _stacks(
     `returned` is that of the results of the jaxpr.
     """
     known = returned or (None,) * len(jaxpr.outvars)
-    elsewhere = loop_stacks.read_outside_loops(jaxpr, tuple(r is None for r in known))
+    elsewhere = uses.marked(
+        jaxpr, tuple(r is None for r in known), uses.reads_beside_loops
+    )
     given = {
         atom: reading
         for atom, reading in zip(jaxpr.outvars, known, strict=True)
@@ -198,12 +197,12 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
 
 def is_masked(atom: Any, jaxpr: Any) -> bool:
     """Return whether elements of a variable may be the lowest numbers, of masks."""
-    return type(atom) is not Literal and atom in mask_constants.lowest_in(jaxpr)
+    return type(atom) is not Literal and atom in known_numbers.lowest_in(jaxpr)
 
 
 def wide_value(data: Any, dtype: Any) -> Value:
     """Return a value of format `dtype` that is not stored: FP32 data at scale 1."""
-    return v.value(formats.at_least_float32(data), 1.0, v.UNKNOWN, dtype)
+    return v.value(formats.at_least_float32(data), 1.0, v.MEASURED, dtype)
 
 
 def like(x: Any, data: Any) -> Any:
@@ -215,7 +214,7 @@ def like(x: Any, data: Any) -> Any:
 
 def stored_value(x: ScaledArray) -> Value:
     """Return a value as it is stored."""
-    return v.value(x.data, x.scale, v.UNKNOWN, x.dtype)
+    return v.value(x.data, x.scale, v.MEASURED, x.dtype)
 
 
 def is_stored(x: Value) -> bool:
@@ -336,7 +335,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> Any:
                 eqn,
                 x.data,
                 rest,
-                lambda y: v.value(y, scale, v.UNKNOWN, v.result_dtype(x)),
+                lambda y: v.value(y, scale, v.MEASURED, v.result_dtype(x)),
             )
     out = in_float32(eqn, x, *rest)
     if type(out) is Value and keeps:
@@ -418,7 +417,7 @@ def _resized(jaxpr: Any, evaluate: Any) -> frozenset[Any]:
     returned = evaluate.resized
     if returned is None or len(returned) != len(jaxpr.outvars):
         returned = (True,) * len(jaxpr.outvars)
-    return additive_uses.resized(jaxpr, returned)
+    return uses.marked(jaxpr, returned, uses.resizes)
 
 
 def _lines_lost(
@@ -452,15 +451,15 @@ def _in_units_of(x: Any, copy: ScaledArray) -> Any:
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 
 
-def _numbers_in(jaxpr: Any, evaluate: Any) -> Mapping[Any, powers_of_two.Numbers]:
+def _numbers_in(jaxpr: Any, evaluate: Any) -> Mapping[Any, known_numbers.Numbers]:
     given = evaluate.numbers
     if given is None or len(given) != len(jaxpr.invars):
         given = (None,) * len(jaxpr.invars)
-    return powers_of_two.numbers_in(jaxpr, given)[0]
+    return known_numbers.numbers_in(jaxpr, given)[0]
 
 
 def _selects_elements(
-    eqn: Any, operands: Sequence[Any], known: Mapping[Any, powers_of_two.Numbers]
+    eqn: Any, operands: Sequence[Any], known: Mapping[Any, known_numbers.Numbers]
 ) -> bool:
     """Return whether a product may copy elements of a value that is not stored.
 
@@ -474,7 +473,7 @@ def _selects_elements(
     pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)
     return any(
         type(x) is not Value
-        and powers_of_two.select_elements(powers_of_two.numbers_of_atom(known, atom))
+        and known_numbers.select_elements(known_numbers.numbers_of_atom(known, atom))
         and not (type(other) is Value and is_stored(other))
         for atom, x, other in pairs
     )
@@ -487,7 +486,7 @@ def _convert(eqn: Any, x: Value, jaxpr: Any) -> Any:
             eqn, formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
         )
     if dtype.itemsize < 4:  # the user's wish to round
-        constants = mask_constants.constants_of(jaxpr, eqn.invars[0])
+        constants = known_numbers.constants_of(jaxpr, eqn.invars[0])
         if constants:  # a mask's constant is not to set the scale
             return stored_value(quantize.result(as_array(x), dtype, constants))
         return stored_value(quantize.stored(as_array(x), dtype))
@@ -525,10 +524,10 @@ def leaving(
     """
     given = {id(x) for x in args}
     given_formats = [x.dtype if type(x) is Value else None for x in args]
-    constants = mask_constants.constants_in(
-        jaxpr, mask_constants.argument_constants(args, given_formats)
+    constants = known_numbers.constants_in(
+        jaxpr, known_numbers.argument_constants(args, given_formats)
     )
-    nonzero, _ = nonzero_results.needs_nonzero(jaxpr, (False,) * len(out))
+    nonzero = uses.marked(jaxpr, (False,) * len(out), uses.needs_nonzero)
     made = []
     for i, x in enumerate(out):
         if type(x) is not Value:
@@ -538,8 +537,10 @@ def leaving(
         if id(x) in given and x.dtype.itemsize >= dtype.itemsize:
             made.append(x)
             continue
-        with _made_at(observer, jaxpr, jaxpr.outvars[i]):
-            y = quantize.result(as_array(x), dtype, constants[i], nonzero=nonzero[i])
+        var = jaxpr.outvars[i]
+        is_nonzero = type(var) is not Literal and var in nonzero
+        with _made_at(observer, jaxpr, var):
+            y = quantize.result(as_array(x), dtype, constants[i], nonzero=is_nonzero)
             if observer is not None and quantize.has_own_range(dtype):
                 lost = precision_warnings.beside_lost(wide(x), quantize.wide(y))
                 observer.returned(str(dtype), lost)

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.numerics.amax import Parts
-from scalify_core.numerics.jaxprs import per_jaxpr
+from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
 
 
 def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
@@ -390,11 +390,6 @@ def is_narrow_product(eqn: Any) -> bool:
 def is_float(aval: Any) -> bool:
     """Return whether an abstract value is of real floating-point numbers."""
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
-
-
-def inner_jaxpr(eqn: Any) -> Any:
-    """Return the jaxpr of a call, or the body of a scan."""
-    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
 @per_jaxpr

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
-from scalify_core.interpreter.measured import mask_constants
+from scalify_core.interpreter.measured import known_numbers
 from scalify_core.numerics import amax, compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
@@ -25,7 +25,7 @@ _MASK = 2.0**10  # the magnitude of a saturated mask: far above that of logits
 # The least magnitude of a mask beside logits near zero: `exp(-256)` is zero in FP32.
 _LEAST_MASK = 2.0**8
 # Numbers at or below are masks wherever they come from, as the lowest number of FP32.
-_LOWEST = np.float32(-(2.0**120))
+_LOWEST_GIVEN = np.float32(-(2.0**120))
 # Constants at or below are masks of logits: programs do not compute with them.
 _MASKS = -1e7
 
@@ -63,7 +63,7 @@ def stored(
             array.
         dtype: the format.
         parts: the number of scales along each axis; (): one scale.
-        masked: whether elements at or below `mask_constants.LOWEST` do not take part in
+        masked: whether elements at or below `known_numbers.LOWEST` do not take part in
             the scale. They saturate, at a magnitude that still masks where the format
             allows.
     """
@@ -120,7 +120,7 @@ def result(
     Args:
         x: a stored value, or an array.
         dtype: the format.
-        constants: see `mask_constants`. Elements equal to one of them are kept beside
+        constants: see `known_numbers`. Elements equal to one of them are kept beside
             the rest as far as the format holds both. Beyond that, constants of masks,
             such as -1e9, saturate at a magnitude that still masks: see `_beside`.
         nonzero: whether nonzero elements must not become zero. They become the format's
@@ -174,14 +174,15 @@ def _beside(
     fmt, top, known = (
         FloatFormat.of(dtype),
         amax.top_of(dtype),
-        tuple(c for c in constants if c != mask_constants.UNKNOWN),
+        tuple(c for c in constants if c != known_numbers.ANY_LARGE),
     )
     constant, masked = (
         _is_one_of(x, some) for some in (known, tuple(c for c in known if c <= _MASKS))
     )
     if known != constants:
         constant, masked = (
-            lax.bitwise_or(some, lax.le(x, _LOWEST)) for some in (constant, masked)
+            lax.bitwise_or(some, lax.le(x, _LOWEST_GIVEN))
+            for some in (constant, masked)
         )
     rest = lax.select(constant, lax.full_like(x, 0), x)
     of_rest = amax.unit_of(rest, amax.RESULT_TOP)
@@ -230,7 +231,7 @@ def _measured_masked(
     (x,) = compiler_hints.materialize_once(x)
     top, fmt = amax.top_of(dtype), FloatFormat.of(dtype)
     is_mask = lax.bitwise_and(
-        lax.le(x, np.float32(mask_constants.LOWEST)), lax.gt(x, np.float32(-np.inf))
+        lax.le(x, np.float32(known_numbers.LOWEST)), lax.gt(x, np.float32(-np.inf))
     )
     of_rest = amax.unit_of(lax.select(is_mask, lax.full_like(x, 0), x), top, parts)
     of_masks = amax.unit_of(lax.select(is_mask, x, lax.full_like(x, 0)), top, parts)

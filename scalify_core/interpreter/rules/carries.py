@@ -33,7 +33,7 @@ _FAR = 256.0  # sizes further apart than this do not share a static scale
 _SENTINEL = 2.0**16
 # The largest data of a start value. It leaves room for later operations, such as the
 # difference of two.
-_LOWEST = 2.0**120
+_LARGEST_START = 2.0**120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def wide_form(alternatives: Sequence[Any]) -> Form | None:
     if not values:
         return None
     dtype = v.result_dtype(*values)  # of 8 bits: FP16, which results of a turn have
-    return Form(1.0, v.UNKNOWN, dtype, wide=True)
+    return Form(1.0, v.MEASURED, dtype, wide=True)
 
 
 def wide_carry_forms(turn: Callable, init: Sequence[Any]) -> list[Form | None]:
@@ -176,9 +176,11 @@ def _is_finite_start(form: Form) -> bool:
 def _start(constant: float | None, scale: Any) -> Any:
     """Return the data of a start constant."""
     if sc.is_static(scale):
-        return jnp.float32(min(max(constant / scale, -_LOWEST), _LOWEST))
+        return jnp.float32(min(max(constant / scale, -_LARGEST_START), _LARGEST_START))
     return lax.clamp(
-        np.float32(-_LOWEST), lax.div(np.float32(constant), scale), np.float32(_LOWEST)
+        np.float32(-_LARGEST_START),
+        lax.div(np.float32(constant), scale),
+        np.float32(_LARGEST_START),
     )
 
 
@@ -205,7 +207,7 @@ def _within(data: Any) -> Any:
 
     At a small scale the start of a loop is clipped likewise.
     """
-    clipped = lax.clamp(np.float32(-_LOWEST), data, np.float32(_LOWEST))
+    clipped = lax.clamp(np.float32(-_LARGEST_START), data, np.float32(_LARGEST_START))
     return lax.select(lax.lt(lax.abs(data), np.float32(np.inf)), clipped, data)
 
 
@@ -216,7 +218,7 @@ def _rescaled_beside(start: float, x: Value, last: Value) -> Value:
     if math.isfinite(start):
         # The start may have been clipped at its former scale.
         cut = sc.times(
-            np.float32(_LOWEST / 2),
+            np.float32(_LARGEST_START / 2),
             sc.smallest(sc.as_number(sc.ratio(last.scale, x.scale)), 1.0),
         )
         limit = lax.min(
@@ -297,7 +299,7 @@ def carry_forms(
 
 def coarse(x: Any) -> Any:
     """Return a value or form whose expected RMS is a power of two, mostly 1."""
-    if not isinstance(x, (Value, Form)) or x.expected_rms == v.UNKNOWN:
+    if not isinstance(x, (Value, Form)) or x.expected_rms == v.MEASURED:
         return x
     return dataclasses.replace(
         x,

@@ -25,7 +25,7 @@ from scalify_core.interpreter.rules.carries import common_form, to_form, wide_fo
 from scalify_core.interpreter.rules.collectives import equal_scale
 from scalify_core.interpreter.value import Constant, Value, pack, unpack
 from scalify_core.numerics.formats import materialise
-from scalify_core.numerics.jaxprs import per_jaxpr
+from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
 from scalify_core.numerics.shard_map_types import agreeing
 
 
@@ -43,14 +43,7 @@ def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
     Transformations happen before evaluation, so these rules are not needed.
     """
-    return evaluate(
-        next(
-            eqn.params[name]
-            for name in ("call_jaxpr", "jaxpr", "call")
-            if name in eqn.params
-        ),
-        operands,
-    )
+    return evaluate(inner_jaxpr(eqn), operands)
 
 
 @control("jit", wide=True)

@@ -30,6 +30,12 @@ TAKEN = {
     "of the largest": lambda v: jnp.sqrt(jnp.maximum(v, 1e-20)),
     "moved": lambda v: jnp.sqrt(v.T[None]),
     "in a call": jax.jit(lambda v: jnp.sqrt(v * 2)),
+    "in a branch": lambda v: jax.lax.cond(v.sum() > 0, jnp.sqrt, jnp.square, v),
+    "in a loop": lambda v: jax.lax.while_loop(
+        lambda carry: carry[0] < 1,
+        lambda carry: (carry[0] + 1, jnp.sqrt(carry[1])),
+        (0, v),
+    )[1],
     "in a checkpoint": jax.checkpoint(lambda v: jnp.sqrt(v * 2)),
 }
 

@@ -5,22 +5,18 @@ Constants of masks, such as -1e9, do not take part in the scale of a result.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from scalify_core.interpreter.measured.products import (
-    CALLS,
-    MOVES,
-    inner_jaxpr,
-    is_float,
-)
-from scalify_core.numerics.jaxprs import per_jaxpr
+from scalify_core.interpreter.measured.products import CALLS, MOVES, is_float
+from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
 
 # A large constant among the operands may be an element of the result: the operation
 # moves it, multiplies it by 1, or adds a number too small to change it.
@@ -33,7 +29,7 @@ _KEEP = MOVES | {
 
 # Stands for large numbers that are no literals of the program: elements of plain
 # arrays, or results computed from them.
-UNKNOWN = -math.inf
+ANY_LARGE = -math.inf
 # Elements of an operand at or below this number are a mask: the lowest FP32 number, or
 # a large part of it.
 LOWEST = -(2.0**125)
@@ -66,9 +62,9 @@ def argument_constants(
 ) -> tuple[frozenset[float], ...]:
     """Return `constants_in`'s `given` for the arguments of a program.
 
-    Plain arrays of floats may hold masks, so they get `UNKNOWN`.
+    Plain arrays of floats may hold masks, so they get `ANY_LARGE`.
     """
-    none, unknown = frozenset[float](), frozenset({UNKNOWN})
+    none, unknown = frozenset[float](), frozenset({ANY_LARGE})
 
     def may(x: Any, format: Any) -> bool:
         return (
@@ -90,7 +86,7 @@ def constants_in(
     """Return the large constants that may be elements of each result.
 
     Negatives of a constant, sums, and its products or quotients with a literal are
-    followed as numbers. Products with a computed number are `UNKNOWN`, as are the
+    followed as numbers. Products with a computed number are `ANY_LARGE`, as are the
     elements of a plain array. The result of any other function is not a large constant.
 
     Args:
@@ -112,7 +108,7 @@ def constants_of(jaxpr: Any, atom: Any) -> frozenset[float]:
     if type(atom) is Literal or not large_constants(jaxpr):
         return frozenset()
     known = _followed(jaxpr, (frozenset[float](),) * len(jaxpr.invars))
-    return known.get(atom, frozenset()) - {UNKNOWN}
+    return known.get(atom, frozenset()) - {ANY_LARGE}
 
 
 @per_jaxpr
@@ -127,7 +123,7 @@ def lowest_in(jaxpr: Any) -> frozenset[Any]:
     return frozenset(
         var
         for var, constants in known.items()
-        if any(UNKNOWN < c <= LOWEST for c in constants)
+        if any(ANY_LARGE < c <= LOWEST for c in constants)
     )
 
 
@@ -141,7 +137,7 @@ def _followed(
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
     known.update(
-        (var, frozenset({UNKNOWN})) for var in jaxpr.constvars if is_float(var.aval)
+        (var, frozenset({ANY_LARGE})) for var in jaxpr.constvars if is_float(var.aval)
     )
     written = large_constants(jaxpr).union(*given)
 
@@ -150,7 +146,7 @@ def _followed(
         # that are written are followed.
         if len(constants) <= _MOST:
             return constants
-        return constants & written | {UNKNOWN}
+        return constants & written | {ANY_LARGE}
 
     def constants_of(atom: Any) -> frozenset[float]:
         if type(atom) is Literal:
@@ -180,7 +176,7 @@ def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[flo
     Such arithmetic is a temperature, a penalty, the sum of two masks, or a mean.
     """
     name, constants = eqn.primitive.name, set[float]()
-    operands, given = tuple(some - {UNKNOWN} for some in operands), operands
+    operands, given = tuple(some - {ANY_LARGE} for some in operands), operands
     with np.errstate(all="ignore"):
         if name == "neg":
             constants = {-c for c in operands[0]}
@@ -208,9 +204,11 @@ def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[flo
         and any(given)
         and not any(type(atom) is Literal for atom in eqn.invars)
     ):
-        constants.add(UNKNOWN)
+        constants.add(ANY_LARGE)
     return frozenset(
-        constants | {UNKNOWN} if any(UNKNOWN in some for some in given) else constants
+        constants | {ANY_LARGE}
+        if any(ANY_LARGE in some for some in given)
+        else constants
     )
 
 
@@ -219,3 +217,104 @@ def _number(atom: Any) -> float | None:
     if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0:
         return float(atom.val)
     return None
+
+
+Numbers = frozenset[float] | None  # that elements may be; None: any
+
+_BOOLEANS = frozenset({0.0, 1.0})
+# Their results have elements of their operands, or those negated.
+_SAME = frozenset(
+    {
+        "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice",
+        "dynamic_slice", "gather", "copy", "copy_p", "stop_gradient", "name",
+        "expand_dims", "neg", "concatenate", "pad", "max", "min", "abs", "select_n",
+        "dynamic_update_slice", "split", "tile", "reduce_max", "reduce_min", "sort",
+        "scatter", "convert_element_type",
+    }
+)  # fmt: skip
+
+
+@per_jaxpr
+def numbers_in(
+    jaxpr: Any, given: tuple[Numbers, ...]
+) -> tuple[dict[Any, Numbers], tuple[Numbers, ...]]:
+    """Return the numbers of all variables of a jaxpr, and those of its results.
+
+    Args:
+        jaxpr: the program.
+        given: the numbers of its arguments.
+    """
+    known: dict[Any, Numbers] = dict(zip(jaxpr.invars, given, strict=True))
+    numbers_of = functools.partial(numbers_of_atom, known)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in CALLS:
+            operands = tuple(map(numbers_of, eqn.invars))
+            _, results = numbers_in(inner_jaxpr(eqn), operands)
+            known |= zip(eqn.outvars, results, strict=True)
+        elif name == "mul":
+            numbers = _joined(list(map(numbers_of, eqn.invars)))
+            is_mask = numbers is not None and numbers <= _BOOLEANS
+            known[eqn.outvars[0]] = numbers if is_mask else None
+        elif name in _SAME:
+            numbers = _joined([numbers_of(x) for x in _elements(eqn)])
+            known.update(dict.fromkeys(eqn.outvars, numbers))
+    return known, tuple(map(numbers_of, jaxpr.outvars))
+
+
+def numbers_of_atom(known: Mapping[Any, Numbers], atom: Any) -> Numbers:
+    """Return the numbers of a variable or literal, those of variables being `known`."""
+    dtype = atom.aval.dtype
+    if type(atom) is Literal:
+        is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
+        is_number = is_real and np.ndim(atom.val) == 0
+        if is_number:
+            return frozenset({float(atom.val)})
+        return None
+    return known.get(atom) or (_BOOLEANS if dtype == np.bool_ else None)
+
+
+def numbers_inside(
+    eqn: Any, known: Mapping[Any, Numbers]
+) -> tuple[Numbers, ...] | None:
+    """Return the numbers of an inner jaxpr's arguments; None: they are not known."""
+    numbers = [numbers_of_atom(known, atom) for atom in eqn.invars]
+    name = eqn.primitive.name
+    if name == "cond":
+        return tuple(numbers[1:])
+    if name == "scan":
+        consts, carry, xs = eqn.params["ft_in"].update(numbers).unpack()
+        return (*consts, *[None] * len(carry), *xs)
+    if name in CALLS:
+        return tuple(numbers)
+    return None
+
+
+def select_elements(numbers: Numbers) -> bool:
+    """Return whether a product by such numbers copies elements of the other operand.
+
+    They are zeros and powers of two, of either sign. Equal ones only add elements up.
+    """
+    return (
+        numbers is not None
+        and len(numbers) > 1
+        and all(math.frexp(x)[0] in (0, 0.5, -0.5) for x in numbers)
+    )
+
+
+def _elements(eqn: Any) -> Sequence[Any]:
+    """Return the operands whose elements the result has.
+
+    The remaining operands are indices that select among them.
+    """
+    if eqn.primitive.name == "select_n":
+        return eqn.invars[1:]
+    return [
+        x for x in eqn.invars if not jnp.issubdtype(x.aval.dtype, jnp.integer)
+    ] or eqn.invars
+
+
+def _joined(numbers: Sequence[Numbers]) -> Numbers:
+    if any(x is None for x in numbers):
+        return None
+    return frozenset[float]().union(*filter(None, numbers))
