@@ -25,7 +25,6 @@ from scalify_core.debug.figures import (
     cancelled,
     differing,
     inherited,
-    is_float,
     measured,
     sum_of,
 )
@@ -38,6 +37,7 @@ from scalify_core.interpreter.reference_trace import traced
 from scalify_core.interpreter.transform import Scales
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import NO_PLACE, Place, name_of, place_of
 
 NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
@@ -302,7 +302,8 @@ class Recorder(precision_warnings.Observer):
 
     def multiplied(self, dtype: str, lost: Any) -> None:
         """Keep the lost lines of a product for its row."""
-        self._lines.append(lost)
+        # In a batch of loops, lines are known only when it runs.
+        jax.debug.callback(lambda x: self._lines.append(np.asarray(x)), lost)
 
     def reference_results(
         self, eqn: Any, operands: Sequence[Tensor], place: Place

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ from scalify_core.debug.explanation import Blame, Figures, Row, epsilon
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured.policy import as_array
 from scalify_core.interpreter.value import MEASURED, Value
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import Place
 from scalify_core.numerics.scales import broadcast_scale, is_static
 
@@ -254,16 +254,6 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
     if math.isfinite(expected) and math.isfinite(size):
         return error * expected / size
     return 0.0
-
-
-def is_float(x: Any) -> bool:
-    """Return whether an array or number is real and floating-point.
-
-    A reference to an array is not.
-    """
-    return not isinstance(x, jax.Ref) and jnp.issubdtype(
-        jnp.result_type(x), jnp.floating
-    )
 
 
 def differing(actual: Any, exact: Any) -> float:

@@ -355,8 +355,3 @@ def _trace_vjp(jaxpr: Any, wanted: Sequence[int], given: Sequence[int]) -> Any:
 
     avals = [jaxpr.out_avals[i].update(weak_type=False) for i in given]
     return trace_of(pulled, [*jaxpr.in_avals, *avals]).jaxpr
-
-
-def is_float(x: Any) -> bool:
-    """Return whether a leaf is an array, or a number, of real floating point."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

@@ -32,6 +32,7 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import per_jaxpr
 from scalify_core.numerics.shard_map_types import as_traced
 
@@ -47,8 +48,6 @@ class Rule:
         kind: the definer's name, printed in docs/coverage.md.
         wide: whether operands may have FP32 data that is not yet rounded to its format.
         lazy: whether operands may have a factor that is not yet in their data.
-        keeps_fill_values: whether fill values (see `Value`) keep their FP32 data where
-            other operands are rounded.
         control: whether `fun` takes the evaluator of inner jaxprs, as the keyword
             `evaluate`.
         passes: the numbers of an operand and of the result that equals it, for an
@@ -60,7 +59,6 @@ class Rule:
     wide: bool = True
     lazy: bool = False
     control: bool = False
-    keeps_fill_values: bool = False
     passes: tuple[int, int] | None = None
 
     def bring(self, x: Value) -> Value:
@@ -71,7 +69,7 @@ class Rule:
             return v.settle(x)
         if self.lazy:
             return v.in_format(x)
-        if self.keeps_fill_values and x.is_fill_value:
+        if self.control and x.is_fill_value:
             return v.settle(x)
         return v.narrow(x)
 
@@ -84,16 +82,13 @@ def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
     return _definer("rule", primitives, wide=wide, lazy=lazy)
 
 
-def control(
-    *primitives: str, wide: bool = False, keeps_fill_values: bool = False
-) -> Callable:
+def control(*primitives: str, wide: bool = False) -> Callable:
     """Return a decorator for a primitive with inner jaxprs: a rule with `evaluate=`."""
     return _definer(
         "control",
         primitives,
         wide=wide,
         control=True,
-        keeps_fill_values=keeps_fill_values,
     )
 
 
@@ -192,7 +187,7 @@ def default(eqn: Any, *operands: Any) -> Any:
     if eqn.primitive.name != "scalify_composite":
         return as_traced_dtypes(eqn, *operands)
     args = [v.unscaled(x) for x in operands]
-    args = [formats.as_float32(x) if _is_float(x) else x for x in args]
+    args = [formats.as_float32(x) if is_float(x) else x for x in args]
     return _of_scale_1(eqn.params["call"].bind(*args), operands)
 
 
@@ -252,7 +247,7 @@ def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | N
     if eqn.primitive.name == "jit":
         return _numbers_of(eqn.params["jaxpr"], operands)
     fold = _FOLDED.get(eqn.primitive.name)
-    if fold is None or None in operands or not _is_float(eqn.outvars[0].aval):
+    if fold is None or None in operands or not is_float(eqn.outvars[0].aval):
         return [None] * len(eqn.outvars)
     dtype = eqn.outvars[0].aval.dtype
     with np.errstate(all="ignore"):
@@ -344,7 +339,7 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
     return [
         (
             v.value(y, x.multiple, x.expected_rms, x.dtype, x.factor)
-            if isinstance(x, Value) and _is_float(y)
+            if isinstance(x, Value) and is_float(y)
             else y
         )
         for x, y in zip(like, out, strict=True)
@@ -394,7 +389,7 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
     """
     args = [
         formats.as_float32(v.unscaled(x))
-        if _is_float(var.aval) and var.aval.dtype.itemsize < 4
+        if is_float(var.aval) and var.aval.dtype.itemsize < 4
         else v.unscaled(x, var.aval.dtype)
         for x, var in zip(operands, eqn.invars, strict=True)
     ]
@@ -404,10 +399,10 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
 def _of_scale_1(out: Any, operands: tuple) -> Any:
     dtype = v.result_dtype(*operands)
     if not isinstance(out, (list, tuple)):
-        if _is_float(out):
+        if is_float(out):
             return v.value(out, 1.0, 1.0, dtype)
         return out
-    return [v.value(y, 1.0, 1.0, dtype) if _is_float(y) else y for y in out]
+    return [v.value(y, 1.0, 1.0, dtype) if is_float(y) else y for y in out]
 
 
 def at_scale(x: Value, scale: Any, expected_rms: float = 1.0) -> Value:
@@ -422,7 +417,3 @@ def on_logical(eqn: Any, *operands: Any) -> Any:
         return out
     first = next(x for x in operands if isinstance(x, Value))
     return at_scale(out, first.scale, first.expected_rms)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)

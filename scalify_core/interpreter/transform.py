@@ -32,7 +32,8 @@ from scalify_core.array.scaled_array import (
 )
 from scalify_core.interpreter.arguments import Arguments
 from scalify_core.interpreter.evaluator import Evaluator
-from scalify_core.interpreter.reference_trace import Program, is_float, traced
+from scalify_core.interpreter.reference_trace import Program, traced
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.precision_warnings import PrecisionWarning, Reporter
 
 Scales = Literal["auto", "static"]

@@ -466,6 +466,14 @@ def _pow2_number(x: float, up_from: float) -> float:
 _F32 = np.dtype(np.float32)
 
 
+def is_float(x: Any) -> bool:
+    """Return whether an array, a value, a number or an aval is real floating point."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or isinstance(x, jax.Ref):
+        return isinstance(x, float)
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
 def materialise(x: Any) -> Any:
     """Return a plain operand for `bind`.
 

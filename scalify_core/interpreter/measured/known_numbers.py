@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from scalify_core.interpreter.measured.products import CALLS, MOVES, is_float
+from scalify_core.interpreter.measured.products import CALLS, MOVES
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
 
 # A large constant among the operands may be an element of the result: the operation

@@ -36,7 +36,6 @@ from scalify_core.interpreter.measured.products import (
     PRODUCTS,
     Reading,
     is_finer,
-    is_float,
     is_narrow_product,
     lines,
     operand_readings,
@@ -47,6 +46,7 @@ from scalify_core.interpreter.measured.products import (
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.scales import broadcast_scale
 
 # Rows and columns below this share of the largest do not count.
@@ -254,7 +254,7 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
     out = registry.bind(eqn, *args)
     several = isinstance(out, (list, tuple))
     values = [
-        wide_value(y, dtype) if _is_float(y) else y for y in (out if several else [out])
+        wide_value(y, dtype) if is_float(y) else y for y in (out if several else [out])
     ]
     if several:
         return values
@@ -495,13 +495,9 @@ def _convert(eqn: Any, x: Value, jaxpr: Any) -> Any:
 
 def _composite(eqn: Any, *operands: Any) -> Any:
     call = eqn.params["call"]
-    arrays = [formats.as_float32(x) if _is_float(x) else x for x in map(wide, operands)]
+    arrays = [formats.as_float32(x) if is_float(x) else x for x in map(wide, operands)]
     dtype = v.result_dtype(*operands)
-    return [wide_value(y, dtype) if _is_float(y) else y for y in call.bind(*arrays)]
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return [wide_value(y, dtype) if is_float(y) else y for y in call.bind(*arrays)]
 
 
 def leaving(

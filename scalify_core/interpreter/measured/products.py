@@ -387,11 +387,6 @@ def is_narrow_product(eqn: Any) -> bool:
     return eqn.params["precision"] != IN_FULL and contracted_size(eqn) > 1
 
 
-def is_float(aval: Any) -> bool:
-    """Return whether an abstract value is of real floating-point numbers."""
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
-
-
 @per_jaxpr
 def reads_in(jaxpr: Any) -> dict[Any, Reading]:
     """Return how products in a jaxpr, and in its inner jaxprs, read its variables."""

@@ -24,7 +24,7 @@ from scalify_core.interpreter.registry import composite_rule
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics.formats import pow2_round
+from scalify_core.numerics.formats import is_float, pow2_round
 
 _SQRT_HALF = math.sqrt(0.5)
 SQRT_2 = math.sqrt(2)
@@ -53,7 +53,7 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
     Result i gets `results[i]`, its expected size and format.
     """
     leaves = [
-        v.unscaled(x) if _is_float(x) else x
+        v.unscaled(x) if is_float(x) else x
         for x in jax.tree.leaves(args, is_leaf=is_value)
     ]
     out = call.bind(*(formats.materialise(x) for x in leaves))
@@ -103,10 +103,6 @@ def brought(x: Any, size: Any, dtype: Any) -> Value:
     """
     scale, rms = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
     return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rms, dtype)
-
-
-def _is_float(x: Any) -> bool:
-    return is_value(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:

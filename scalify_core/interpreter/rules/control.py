@@ -143,7 +143,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
     return lax.with_sharding_constraint(x, sharding)
 
 
-@control("remat2", keeps_fill_values=True)
+@control("remat2")
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     if jax.config.jax_disable_jit:
         return run(eqn.params["jaxpr"], evaluate, operands)
@@ -158,7 +158,7 @@ def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
-@control("cond", keeps_fill_values=True)
+@control("cond")
 def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
     branches = [
         functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
@@ -181,7 +181,7 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
     )
 
 
-@control("shard_map", keeps_fill_values=True)
+@control("shard_map")
 def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])

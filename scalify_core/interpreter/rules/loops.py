@@ -66,7 +66,7 @@ def _handed(operands: Sequence[Any]) -> Sequence[Any]:
     return operands
 
 
-@control("scan", keeps_fill_values=True)
+@control("scan")
 @_loop
 def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
@@ -114,7 +114,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     return [*unpack(carry), *(_stacked(y, length) for y in ys)]
 
 
-@control("while", keeps_fill_values=True)
+@control("while")
 @_loop
 def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     """Evaluate a while loop.
