@@ -91,17 +91,10 @@ class Evaluator:
         inner = self
         if self.observer is not None:
             inner = dataclasses.replace(self, place=object())
-        several = eqn.primitive.multiple_results
         if Value not in map(type, operands):
-            out = registry.plain(eqn, *operands)
-            if several:
-                return out
-            return [out]
+            return registry.plain(eqn, *operands)
         if self.measures:
-            out = measuring.results(eqn, operands, jaxpr, evaluate=inner)
-            if several:
-                return out
-            return [out]
+            return measuring.results(eqn, operands, jaxpr, evaluate=inner)
         rule = registry.rule_of(eqn)
         operands = [rule.bring(x) if type(x) is Value else x for x in operands]
         if rule.control:
@@ -111,7 +104,7 @@ class Evaluator:
         stored = stored_variables(jaxpr)
         return [
             _stored_once(x) if var in stored and type(x) is Value else x
-            for var, x in zip(eqn.outvars, out if several else [out], strict=True)
+            for var, x in zip(eqn.outvars, out, strict=True)
         ]
 
     def stacked(self, jaxpr: Any, ys: list[Any]) -> list[Any]:

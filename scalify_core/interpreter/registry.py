@@ -3,8 +3,8 @@
 Primitives are named by `primitive.name`, as jaxprs print them; the calls of composites
 are in the same table, see `composite_rule`.
 
-A rule is a function `rule(eqn, *operands) -> result` (a list of results where the
-primitive has several). An operand is a `Value`, or plain: an array, a number or a
+A rule is a function `rule(eqn, *operands) -> results`, a list; `@rule` takes one of a
+single result, too. An operand is a `Value`, or plain: an array, a number or a
 constant that no scale belongs to. At least one operand is a `Value`. So is a result
 that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equation,
 traced with float32 where the data may be narrower.
@@ -79,7 +79,16 @@ rules: dict[str, Rule] = {}  # keys: `key_of(eqn)`
 
 def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
     """Return a decorator that registers a hand-written rule."""
-    return _definer("rule", primitives, wide=wide, lazy=lazy)
+
+    def register(fun: Callable) -> Callable:
+        def listed(eqn: Any, *operands: Any) -> list[Any]:
+            out = fun(eqn, *operands)
+            return out if isinstance(out, list) else [out]
+
+        _definer("rule", primitives, wide=wide, lazy=lazy)(listed)
+        return fun
+
+    return register
 
 
 def control(*primitives: str, wide: bool = False) -> Callable:
@@ -200,32 +209,27 @@ def bind(eqn: Any, *operands: Any) -> Any:
     return eqn.primitive.bind(*as_traced(eqn, operands), **params)
 
 
-def plain(eqn: Any, *operands: Any) -> Any:
+def bind_all(eqn: Any, *operands: Any) -> list[Any]:
+    """Return the results of `bind` as a list, also where the primitive has one."""
+    out = bind(eqn, *map(formats.materialise, operands))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def plain(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of an equation without scaled operands.
 
     Uniform constants stay known: a loop's zeros must not get a scale.
     """
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
-    several = eqn.primitive.multiple_results
     if None in numbers or not numbers:  # no results: bound for its effects
-        out = bind(eqn, *map(formats.materialise, operands))
+        out = bind_all(eqn, *operands)
     else:
-        out = [None] * len(numbers) if several else None
-    results = [
-        (
-            y
-            if number is None
-            else np.broadcast_to(
-                np.asarray(number).astype(var.aval.dtype), var.aval.shape
-            )
-        )
-        for y, number, var in zip(
-            out if several else [out], numbers, eqn.outvars, strict=True
-        )
-    ]
-    if several:
-        return results
-    return results[0]
+        out = [None] * len(numbers)
+    for i, (number, var) in enumerate(zip(numbers, eqn.outvars, strict=True)):
+        if number is not None:
+            constant = np.asarray(number).astype(var.aval.dtype)
+            out[i] = np.broadcast_to(constant, var.aval.shape)
+    return out
 
 
 def known(x: Any) -> Any:
@@ -308,7 +312,7 @@ def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
     return register
 
 
-def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
+def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> list[Any]:
     """Apply the operation to the data: the rule that `structural` registers."""
     if (
         along is not None
@@ -320,50 +324,26 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
             return _moved(eqn, scales, *operands)
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
-    out = bind(
-        eqn,
-        *(x.data if isinstance(x, Value) else formats.materialise(x) for x in operands),
-    )
+    out = bind_all(eqn, *(x.data if isinstance(x, Value) else x for x in operands))
     first = next(x for x in operands if isinstance(x, Value))
-    if not eqn.primitive.multiple_results:
-        return v.value(
-            out,
-            first.multiple,
-            first.expected_rms,
-            first.dtype,
-            first.factor,
-            first.rms_correction,
-            first.is_fill_value,
-        )
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
-        (
-            v.value(y, x.multiple, x.expected_rms, x.dtype, x.factor)
-            if isinstance(x, Value) and is_float(y)
-            else y
-        )
+        x.with_data(y) if isinstance(x, Value) and is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
 
 
-def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
-    out = bind(eqn, x.data, *map(formats.materialise, rest))
-    several = eqn.primitive.multiple_results
-    results = [
-        v.value(
-            y,
-            scale.reshape(()) if scale.size == 1 else scale,
-            x.expected_rms,
-            x.dtype,
-            x.factor,
-        )
-        for y, scale in zip(
-            out if several else [out], scales if several else [scales], strict=True
-        )
+def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> list[Any]:
+    out = bind_all(eqn, x.data, *rest)
+    several = scales if eqn.primitive.multiple_results else [scales]
+    return [
+        v.value(y, _scalar(scale), x.expected_rms, x.dtype, x.factor)
+        for y, scale in zip(out, several, strict=True)
     ]
-    if several:
-        return results
-    return results[0]
+
+
+def _scalar(scale: Any) -> Any:
+    return scale.reshape(()) if scale.size == 1 else scale
 
 
 def _one_scale(x: Value) -> Value:
@@ -373,16 +353,16 @@ def _one_scale(x: Value) -> Value:
     return v.settle(x)
 
 
-def as_traced_dtypes(eqn: Any, *operands: Any) -> Any:
+def as_traced_dtypes(eqn: Any, *operands: Any) -> list[Any]:
     """Bind an equation on the logical values in the dtypes that it was traced with."""
     args = [
         v.unscaled(x, var.aval.dtype)
         for x, var in zip(operands, eqn.invars, strict=True)
     ]
-    return _of_scale_1(bind(eqn, *args), operands)
+    return _of_scale_1(bind_all(eqn, *args), operands)
 
 
-def in_float32(eqn: Any, *operands: Any) -> Any:
+def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     """Return the operation on the logical values in FP32, at scale 1.
 
     Operands that the user cast to a narrower dtype are FP32, too.
@@ -393,15 +373,11 @@ def in_float32(eqn: Any, *operands: Any) -> Any:
         else v.unscaled(x, var.aval.dtype)
         for x, var in zip(operands, eqn.invars, strict=True)
     ]
-    return _of_scale_1(bind(eqn, *args), operands)
+    return _of_scale_1(bind_all(eqn, *args), operands)
 
 
-def _of_scale_1(out: Any, operands: tuple) -> Any:
+def _of_scale_1(out: Sequence[Any], operands: tuple) -> list[Any]:
     dtype = v.result_dtype(*operands)
-    if not isinstance(out, (list, tuple)):
-        if is_float(out):
-            return v.value(out, 1.0, 1.0, dtype)
-        return out
     return [v.value(y, 1.0, 1.0, dtype) if is_float(y) else y for y in out]
 
 
@@ -410,10 +386,10 @@ def at_scale(x: Value, scale: Any, expected_rms: float = 1.0) -> Value:
     return v.value(v.at_scale(x, scale), scale, expected_rms, x.dtype)
 
 
-def on_logical(eqn: Any, *operands: Any) -> Any:
+def on_logical(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the logical value: the rule that `logical` registers."""
-    out = as_traced_dtypes(eqn, *operands)
-    if not isinstance(out, Value):
-        return out
     first = next(x for x in operands if isinstance(x, Value))
-    return at_scale(out, first.scale, first.expected_rms)
+    return [
+        at_scale(y, first.scale, first.expected_rms) if isinstance(y, Value) else y
+        for y in as_traced_dtypes(eqn, *operands)
+    ]

@@ -122,6 +122,15 @@ class Value:
             return self.dynamic
         return Multiple(self.dynamic, self.scale_multiplier)
 
+    def with_data(self, data: Any, **changes: Any) -> Value:
+        """Return a value of this scale and format with other data.
+
+        What was computed from the former data, as its copies, is dropped.
+        """
+        return dataclasses.replace(
+            self, data=data, pre_rescale=None, copies={}, **changes
+        )
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the data."""
@@ -216,15 +225,7 @@ def settle(v: Value) -> Value:
     """Return the value with its factor multiplied into the data."""
     if v.factor == 1.0:
         return v
-    return value(
-        times(v.data, v.factor),
-        v.multiple,
-        v.expected_rms,
-        v.dtype,
-        1.0,
-        v.rms_correction,
-        v.is_fill_value,
-    )
+    return v.with_data(times(v.data, v.factor), factor=1.0)
 
 
 def exact(v: Value) -> Value:
@@ -254,14 +255,8 @@ def narrow(v: Value) -> Value:
     """
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
-    return value(
-        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.is_fill_value),
-        v.multiple,
-        v.expected_rms,
-        v.dtype,
-        1.0,
-        v.rms_correction,
-    )
+    data = saturating_cast(times(v.data, v.factor), v.dtype, meant=v.is_fill_value)
+    return v.with_data(data, factor=1.0, is_fill_value=False)
 
 
 def in_format(v: Value) -> Value:

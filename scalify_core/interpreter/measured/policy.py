@@ -90,7 +90,9 @@ def composite_rule(*names: str) -> Callable:
     return register
 
 
-def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> Any:
+def results(
+    eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any
+) -> list[Any]:
     """Return the results of an equation that has a `Value` among its operands.
 
     Args:
@@ -114,7 +116,8 @@ def results(eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any) -> 
     if eqn.primitive.name == "scalify_composite":
         return _composite(eqn, *operands)
     if _means_its_dtype(eqn):
-        return _wide_results(registry.as_traced_dtypes(eqn, *map(widened, operands)))
+        out = registry.as_traced_dtypes(eqn, *map(widened, operands))
+        return [like(x, x.data) if type(x) is Value else x for x in out]
     return in_float32(eqn, *operands)
 
 
@@ -245,20 +248,14 @@ def as_array(x: Value) -> Any:
     return with_scale(x.data, x.scale)
 
 
-def in_float32(eqn: Any, *operands: Any) -> Any:
+def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     """Bind an equation on the logical values, which have at least FP32."""
     args = [
         _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
     ]
     dtype = v.result_dtype(*operands)
-    out = registry.bind(eqn, *args)
-    several = isinstance(out, (list, tuple))
-    values = [
-        wide_value(y, dtype) if is_float(y) else y for y in (out if several else [out])
-    ]
-    if several:
-        return values
-    return values[0]
+    out = registry.bind_all(eqn, *args)
+    return [wide_value(y, dtype) if is_float(y) else y for y in out]
 
 
 def _as_wide_as(x: Any, aval: Any) -> Any:
@@ -268,20 +265,6 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
         return x
     dtype = aval.dtype if aval.dtype.itemsize > 4 else _F32
     return lax.convert_element_type(x, dtype)
-
-
-def _wide_results(out: Any) -> Any:
-    several = isinstance(out, (list, tuple))
-    values = [_wide_result(x) for x in (out if several else [out])]
-    if several:
-        return values
-    return values[0]
-
-
-def _wide_result(x: Any) -> Any:
-    if type(x) is Value:
-        return wide_value(x.data, x.dtype)
-    return x
 
 
 def stored(
@@ -323,7 +306,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
 
 
 @rule(*MOVES)
-def _move(eqn: Any, x: Any, *rest: Any) -> Any:
+def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     if type(x) is not Value or any(type(y) is Value for y in rest):
         return in_float32(eqn, x, *rest)
     fill = eqn.params.get("fill_value")
@@ -331,20 +314,17 @@ def _move(eqn: Any, x: Any, *rest: Any) -> Any:
     if is_stored(x) and keeps:
         scale = _moved_scale(eqn, as_array(x))
         if scale is not None:
-            return _bound_on(
-                eqn,
-                x.data,
-                rest,
-                lambda y: v.value(y, scale, v.MEASURED, v.result_dtype(x)),
-            )
+            dtype = v.result_dtype(x)
+            out = registry.bind_all(eqn, x.data, *rest)
+            return [v.value(y, scale, v.MEASURED, dtype) for y in out]
     out = in_float32(eqn, x, *rest)
-    if type(out) is Value and keeps:
+    if keeps and not eqn.primitive.multiple_results:
         for (name, parts), copy in x.copies.items():
             scale = _moved_scale(eqn, copy)
             moved = _moved_parts(eqn, parts)
             if scale is not None and moved is not None:
                 y = registry.bind(eqn, copy.data, *map(formats.materialise, rest))
-                out.copies[name, moved] = with_scale(y, scale)
+                out[0].copies[name, moved] = with_scale(y, scale)
     return out
 
 
@@ -359,13 +339,6 @@ def _moved_parts(eqn: Any, parts: Parts) -> Parts | None:
     return None
 
 
-def _bound_on(eqn: Any, data: Any, rest: Sequence[Any], made: Callable) -> Any:
-    out = registry.bind(eqn, data, *map(formats.materialise, rest))
-    if eqn.primitive.multiple_results:
-        return list(map(made, out))
-    return made(out)
-
-
 def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
     """Return the scale of `x`, moved as its elements are; None if that is unknown."""
     if x.is_static or jnp.ndim(x.scale) == 0 or eqn.primitive.name in KEEP_AXES:
@@ -375,7 +348,7 @@ def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
     return None
 
 
-def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> Any:
+def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> list[Any]:
     a, b, *rest = operands
     aval = eqn.outvars[0].aval
     fmt = v.result_dtype(a, b)
@@ -409,7 +382,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> An
         evaluate.observer.multiplied(str(fmt), lost)
     out = quantize.scaled_by(formats.as_float32(out), *scales)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
-    return wide_value(out, np.dtype(aval.dtype) if wider else fmt)
+    return [wide_value(out, np.dtype(aval.dtype) if wider else fmt)]
 
 
 def _resized(jaxpr: Any, evaluate: Any) -> frozenset[Any]:
@@ -479,21 +452,20 @@ def _selects_elements(
     )
 
 
-def _convert(eqn: Any, x: Value, jaxpr: Any) -> Any:
+def _convert(eqn: Any, x: Value, jaxpr: Any) -> list[Any]:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
-        return registry.bind(
-            eqn, formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
-        )
+        integers = formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
+        return registry.bind_all(eqn, integers)
     if dtype.itemsize < 4:  # the user's wish to round
         constants = known_numbers.constants_of(jaxpr, eqn.invars[0])
         if constants:  # a mask's constant is not to set the scale
-            return stored_value(quantize.result(as_array(x), dtype, constants))
-        return stored_value(quantize.stored(as_array(x), dtype))
-    return wide_value(lax.convert_element_type(wide(x), dtype), dtype)
+            return [stored_value(quantize.result(as_array(x), dtype, constants))]
+        return [stored_value(quantize.stored(as_array(x), dtype))]
+    return [wide_value(lax.convert_element_type(wide(x), dtype), dtype)]
 
 
-def _composite(eqn: Any, *operands: Any) -> Any:
+def _composite(eqn: Any, *operands: Any) -> list[Any]:
     call = eqn.params["call"]
     arrays = [formats.as_float32(x) if is_float(x) else x for x in map(wide, operands)]
     dtype = v.result_dtype(*operands)

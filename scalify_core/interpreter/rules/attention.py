@@ -141,16 +141,11 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     ]
 
 
-def _as_rotated(x: Value, out: Any) -> Value:
-    """Return the rotated data of `x` as a value of the scale and size of `x`."""
-    return v.value(out, x.multiple, x.expected_rms, x.dtype, x.factor, x.rms_correction)
-
-
 @composite_rule("rope", wide=True)
 def _rope(call: Any, x: Any, *tables: Any) -> Any:
     x = as_value(x, *tables)
     out, *_ = on_data(call, v.wide(x), *map(v.unscaled, tables))
-    return _as_rotated(x, out)
+    return x.with_data(out)
 
 
 @composite_rule("rope.fwd", wide=True)
@@ -162,7 +157,7 @@ def _rope_fwd(call: Any, x: Any, *tables: Any) -> Any:
 def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
     gradient = as_value(gradient, *tables)
     (out,) = on_data(call, tuple(map(v.unscaled, tables)), v.wide(gradient))
-    return _as_rotated(gradient, out), None, None
+    return gradient.with_data(out), None, None
 
 
 # Softmax. FP32 inside; of n probabilities the RMS is between 1/n and 1/sqrt(n).

@@ -14,10 +14,9 @@ import jax
 from jax import lax
 
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import bind, rule
+from scalify_core.interpreter.registry import bind_all, rule
 from scalify_core.interpreter.rules.matmul import saturated
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
 
 
@@ -59,19 +58,12 @@ def _collective(
         operands = tuple(
             equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
         )
-    out = bind(
-        eqn,
-        *(x.data if isinstance(x, Value) else formats.materialise(x) for x in operands),
-    )
-    several, results = eqn.primitive.multiple_results, []
-    for x, y in zip(operands, out if several else [out], strict=True):
+    out = bind_all(eqn, *(x.data if isinstance(x, Value) else x for x in operands))
+    for i, x in enumerate(operands):
         if isinstance(x, Value):
-            data, growth = (saturated(y), _growth(eqn, x)) if adds else (y, 1.0)
-            y = v.settled(data, x.multiple, x.expected_rms * growth, x.dtype)
-        results.append(y)
-    if several:
-        return results
-    return results[0]
+            data, growth = (saturated(out[i]), _growth(eqn, x)) if adds else (out[i], 1)
+            out[i] = v.settled(data, x.multiple, x.expected_rms * growth, x.dtype)
+    return out
 
 
 def _growth(eqn: Any, x: Value) -> float:

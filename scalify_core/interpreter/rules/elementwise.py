@@ -137,15 +137,7 @@ def _times_constant(x: Value, constant: float) -> Value:
 @rule("neg", lazy=True)
 def _neg(eqn: Any, x: Value) -> Value:
     del eqn
-    return v.value(
-        x.data,
-        x.multiple,
-        x.expected_rms,
-        v.result_dtype(x),
-        -x.factor,
-        x.rms_correction,
-        is_fill_value=x.is_fill_value,
-    )
+    return x.with_data(x.data, dtype=v.result_dtype(x), factor=-x.factor)
 
 
 @rule("div", lazy=True)
@@ -166,7 +158,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
 
 
 @rule("integer_pow", "square", lazy=True)
-def _integer_pow(eqn: Any, x: Value) -> Value:
+def _integer_pow(eqn: Any, x: Value) -> Any:
     n = eqn.params.get("y", 2)
     if abs(n) > 4:  # the data's own power would leave FP32
         return in_float32(eqn, x)
@@ -256,7 +248,7 @@ def _odd(eqn: Any, x: Value) -> Value:
 
     There the result has the argument's scale.
     """
-    y = in_float32(eqn, x)
+    (y,) = in_float32(eqn, x)
     if sc.is_static(x.scale):
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
     return at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
@@ -268,7 +260,8 @@ def _to_integers(eqn: Any, x: Value) -> Value:
 
     At a scale below 1 an integer would be large data.
     """
-    return at_scale(in_float32(eqn, x), sc.largest(x.scale, 1.0), x.expected_rms)
+    (y,) = in_float32(eqn, x)
+    return at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
 
 
 @rule("rem", lazy=True)
@@ -276,9 +269,8 @@ def _rem(eqn: Any, a: Any, b: Any) -> Value:
     """Evaluate the remainder, which is smaller than either operand."""
     sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
     values, _ = lifted(*sized)
-    return at_scale(
-        in_float32(eqn, a, b), functools.reduce(sc.smallest, (x.scale for x in values))
-    )
+    (y,) = in_float32(eqn, a, b)
+    return at_scale(y, functools.reduce(sc.smallest, (x.scale for x in values)))
 
 
 @rule("sign")

@@ -127,7 +127,7 @@ unscaled("scatter-mul", as_traced=True)
 
 
 @rule("gather", lazy=True)
-def _gather(eqn: Any, operand: Value, indices: Any) -> Value:
+def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
     fill = eqn.params["fill_value"]
     if fill is None or fill == 0 or not math.isfinite(fill):
         return registry.on_data(eqn, operand, indices)
