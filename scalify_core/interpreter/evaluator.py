@@ -90,6 +90,8 @@ class Evaluator:
         """Return the results of one equation of a jaxpr."""
         inner = self
         if self.observer is not None:
+            # A body that is traced for one equation must not be reused for another: its
+            # callbacks hold the place. `object()` makes the key of the cache differ.
             inner = dataclasses.replace(self, place=object())
         if Value not in map(type, operands):
             return registry.plain(eqn, *operands)
@@ -136,6 +138,7 @@ class Evaluator:
         )
         if self.measures:
             made = measuring.leaving(jaxpr, args, out, dtypes, self.observer)
+            # An argument that comes back is that argument: no copy, and no new scale.
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
             left = [given.get(id(x), x) for x in made]
         else:

@@ -95,6 +95,7 @@ def reference_trace(fun: Callable, leaves: Sequence[Any]) -> Any:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             return trace_of(fun, list(map(aval_in_format, leaves)))
+    # A trace of user code may raise anything for another dtype; the warning says what.
     except Exception as error:  # whatever the function raises for another dtype
         raise TraceError(_reason(error)) from error
 

@@ -33,8 +33,7 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import per_jaxpr
-from scalify_core.numerics.shard_map_types import as_traced
+from scalify_core.numerics.jaxprs import as_traced, per_jaxpr
 
 COMPOSITE = "composite "  # before the names of composites, in keys of the table
 
@@ -195,6 +194,7 @@ def default(eqn: Any, *operands: Any) -> Any:
     """
     if eqn.primitive.name != "scalify_composite":
         return as_traced_dtypes(eqn, *operands)
+    # The composite's own function is traced again, now with FP32.
     args = [v.unscaled(x) for x in operands]
     args = [formats.as_float32(x) if is_float(x) else x for x in args]
     return _of_scale_1(eqn.params["call"].bind(*args), operands)
@@ -322,6 +322,7 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> list[Any
         scales = along(eqn, operands[0].scale, *operands[1:])
         if scales is not None:
             return _moved(eqn, scales, *operands)
+    # One scale: the operation may mix elements that had different ones.
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
     out = bind_all(eqn, *(x.data if isinstance(x, Value) else x for x in operands))

@@ -120,6 +120,8 @@ def scalify(
             program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
             program.warn()
             leaves = [*closed_over, *leaves]
+            # Only plain floats can be differentiated from outside: without them the
+            # program has no custom_vjp.
             if any(is_float(x) for x in leaves if not is_scaled_array(x)):
                 results = differentiable(program, evaluate)(*leaves)
             else:

@@ -192,6 +192,7 @@ def uniform(x: Any) -> float | None:
         return float(x)
     if (
         isinstance(x, np.ndarray)
+        # Strides of 0: a broadcast number, told without reading the elements.
         and (x.ndim == 0 or not any(x.strides))
         and x.size
         and x.dtype != bool
@@ -209,6 +210,8 @@ def lift(x: Any, dtype: np.dtype) -> Value:
     constant = uniform(x)
     if constant is None:
         return value(as_float32(x), 1.0, 1.0, dtype)
+    # Zeros, infinities and NaN are the same at every scale, so they get the smallest,
+    # which a sum or a maximum with other values ignores.
     any_scale = constant == 0 or not math.isfinite(constant)
     scale = MIN_SCALE if any_scale else pow2_round(constant)
     number = np.float32(constant if any_scale else constant / scale)
@@ -324,6 +327,8 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
+    # Multiples of one run-time scalar: their ratio is known while tracing, so the sum
+    # needs no arithmetic on scalars at run time.
     both = of_one_base(a.multiple, b.multiple)
     if both is not None and a.rms_correction is None and b.rms_correction is None:
         scale, expected_rms = rounded(
@@ -331,6 +336,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
         )
         return product(a.dynamic, scale), expected_rms, None
     large, small = largest(a.size, b.size), smallest(a.size, b.size)
+    # Not sqrt(a^2 + b^2): the square of 2^64 is infinite in FP32, that of 2^-75 zero.
     r = lax.div(small, large)
     total = product(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))
     scale = pow2_round(total)
@@ -398,6 +404,7 @@ def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
     v = scalar_scale(v)
     if not columns:
         return _rescaled(v, jnp.sqrt(jnp.mean(jnp.square(wide(v)))))
+    # The gradient of a bias and the RMS read the same array: one pass for both.
     sums, squares = column_sums(wide(v), sums_at_once)
     return _rescaled(v, jnp.sqrt(jnp.sum(stored(squares)) / v.data.size), sums)
 
@@ -436,6 +443,7 @@ def scalar_scale(v: Value) -> Value:
     """Return the value with one scale for all its elements, the largest."""
     if v.dynamic is None or v.dynamic.ndim == 0:
         return v
+    # The largest: at a smaller one some data would saturate.
     scale = jnp.max(v.scale)
     return value(
         times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)),
@@ -460,6 +468,8 @@ def result_dtype(*operands: Any) -> np.dtype:
     values = [v for v in operands if type(v) is Value]
     if len({v.dtype for v in values}) == 1 and values[0].dtype.itemsize > 1:
         return values[0].dtype
+    # A scalar beside arrays must not widen them: a learning rate in FP32, as with
+    # JAX's weak types.
     formats = {v.dtype for v in values if v.shape} or {v.dtype for v in values}
     if len(formats) == 1:
         (only,) = formats

@@ -54,6 +54,7 @@ def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
     else:
         rank = x.ndim if max(parts, default=1) > 1 else 0
         peak = lax.full((1,) * rank, 0.0)
+    # The exponent by its bits: log2 may miss a power of two by one.
     exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
     least = lax.select(
         lax.gt(exponent, np.int32(0)),

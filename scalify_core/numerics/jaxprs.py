@@ -1,4 +1,4 @@
-"""Facts about jaxprs and equations: the user's line, the name scopes, and caches."""
+"""Facts about jaxprs and equations: lines of the user, name scopes, types, caches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src.util import weakref_lru_cache
 
 _JAX_AND_THIS = tuple(
@@ -142,3 +143,93 @@ def inner_jaxpr(eqn: Any) -> Any:
     """Return the jaxpr of a call, or the body of a scan."""
     keys = ("call_jaxpr", "jaxpr", "call")
     return next(eqn.params[key] for key in keys if key in eqn.params)
+
+
+def axes_of(x: Any) -> frozenset:
+    """Return the mesh axes that an array varies over.
+
+    There are none outside shard_map, nor where shard_map does not check.
+    """
+    return _axes_of_type(jax.typeof(x))
+
+
+def varying(x: Any, axes: frozenset) -> Any:
+    """Return `x`, varying over these axes too."""
+    missing = axes - axes_of(x)
+    if missing:
+        return lax.pcast(x, tuple(sorted(missing)), to="varying")
+    return x
+
+
+# Types inside shard_map: JAX tracks the mesh axes that each array varies over. The
+# plain program is consistent. Scale propagation may not be: a measured scale varies
+# where the scale before did not, and a constant known while tracing has no type.
+def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return operands that vary over the axes that they varied over when traced."""
+    if not any(map(_axes_of_type, (var.aval for var in eqn.invars))):
+        return operands
+    rest = operands[len(eqn.invars) :]
+    return [
+        *(
+            varying(x, _axes_of_type(var.aval))
+            for x, var in zip(operands, eqn.invars, strict=False)
+        ),
+        *rest,
+    ]
+
+
+def _axes_of_type(aval: Any) -> frozenset:
+    manual = getattr(aval, "mat", None)
+    if manual is None:
+        return frozenset()
+    return manual.varying
+
+
+def vary(tree: Any, axes: Sequence[frozenset]) -> Any:
+    """Return a tree whose arrays vary over these axes too, array by array."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, list(map(varying, leaves, axes)))
+
+
+def union(*trees: Any) -> list[frozenset]:
+    """Return, for each position, the axes that its array varies over in any tree."""
+    leaves = [jax.tree.leaves(tree) for tree in trees]
+    return [
+        frozenset().union(*map(axes_of, alike)) for alike in zip(*leaves, strict=True)
+    ]
+
+
+def any_varies(*trees: Any) -> bool:
+    """Return whether any array of the trees varies over an axis."""
+    return any(map(axes_of, jax.tree.leaves(trees)))
+
+
+def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]:
+    """Return branches whose results vary over the same axes."""
+    if _manual():
+        outs = [jax.eval_shape(branch, *operands) for branch in branches]
+    else:
+        outs = []
+    if not any_varies(outs):
+        return branches
+    axes = union(*outs)
+    return [lambda *xs, branch=branch: vary(branch(*xs), axes) for branch in branches]
+
+
+def agreeing_carry(step: Callable, carry: Any) -> tuple[Callable, Any]:
+    """Return a function that types the next carry of a loop, and the initial carry.
+
+    Each part then varies over the same axes before and after `step(carry)`.
+    """
+    if not _manual():
+        return lambda new: new, carry
+    axes, grown_axes = None, union(carry)
+    while grown_axes != axes:
+        axes, carry = grown_axes, vary(carry, grown_axes)
+        grown_axes = union(carry, jax.eval_shape(step, carry))
+    return lambda new: vary(new, grown_axes), carry
+
+
+def _manual() -> bool:
+    """Return whether the current trace is inside shard_map."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)

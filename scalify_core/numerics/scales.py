@@ -93,6 +93,8 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
 
     Where `smaller`, one of the two, is the scale of zeros, the result is, too.
     """
+    # Zeros stay zeros: otherwise the product of zeros and a large scale would look like
+    # a number of moderate size, and set the scale of a sum.
     zeros = lax.lt(smaller, np.float32(OF_ZEROS))
     return lax.select(
         zeros, lax.full_like(smaller, MIN_SCALE), clip_scale(lax.mul(a, b))
@@ -163,6 +165,7 @@ def product(a: Any, b: Any) -> Any:
         static, dynamic = (a, b) if is_static(a) else (b, a)
         if static == 1.0:
             return dynamic
+        # Only powers of two are kept apart: their product with the base is exact.
         base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
         if (
             base.ndim == 0
@@ -289,6 +292,7 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
             and not MIN_SCALE <= abs(factor) <= MAX_SCALE
         ):
             # The factor is too large or small for one FP32 number.
+            # In two steps, each within FP32.
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE
             return times(times(as_float32(x), step), factor / step)
         in_format = (

@@ -177,6 +177,7 @@ def apply_with_compensation(
             total = total * broadcast_scale(old_scale / scale, data) + update * (
                 1 / broadcast_scale(scale, data)
             )
+        # Before rounding: the remainder is what the rounding takes away.
         exact = total
         if fmt is not FP32:
             total = round_to(total, fmt, rounding, words)
@@ -335,6 +336,7 @@ def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
         largest = jnp.max(total, axis=shared, keepdims=True, initial=0.0)
     else:
         largest = jnp.max(total, axis=tuple(range(p.scale.ndim, p.ndim)), initial=0.0)
+    # An octave of room, so that the next update need not move it again.
     moved = ((largest > p.scale * (top / 2)) & jnp.isfinite(largest)) | (
         largest < p.scale * LEAST
     )

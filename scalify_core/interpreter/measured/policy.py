@@ -284,10 +284,13 @@ def stored(
     if type(x) is not Value:
         x = formats.as_float32(formats.materialise(x))
         return quantize.stored(x, dtype, parts, masked=masked)
+    # An argument in FP16 that only moved is read as it is: no amax, no second rounding.
     if is_stored(x) and x.data.dtype == dtype:
         array = as_array(x)
         if quantize.scaled_in(array, reading.may):
             return array
+    # Any copy serves whose scales are at least as fine as this reader must have, and no
+    # finer than it can multiply out after its sum.
     for (name, copy_parts), copy in x.copies.items():
         suits = is_finer(copy_parts, reading.must) and is_finer(reading.may, copy_parts)
         if name == dtype.name and suits:
@@ -317,6 +320,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
             dtype = v.result_dtype(x)
             out = registry.bind_all(eqn, x.data, *rest)
             return [v.value(y, scale, v.MEASURED, dtype) for y in out]
+    # Not stored: the FP32 data moves, and so do its copies, which products read.
     out = in_float32(eqn, x, *rest)
     if keeps and not eqn.primitive.multiple_results:
         for (name, parts), copy in x.copies.items():
@@ -367,6 +371,8 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
         reading = Reading(*parts)
         common = reading if type(atom) is Literal else reads.get(atom, reading)
         copies.append(stored(x, fmt, reading, common, is_masked(atom, jaxpr)))
+    # The products of stored data are summed in FP32; both scales come after the sum, so
+    # neither the product nor the sum can leave the range of FP32.
     a8, b8 = copies
     others = list(map(formats.materialise, rest))
     out = eqn.primitive.bind(
@@ -381,6 +387,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
         lost = _lines_lost(eqn, (a, b), (a8, b8), others, scales, smallest)
         evaluate.observer.multiplied(str(fmt), lost)
     out = quantize.scaled_by(formats.as_float32(out), *scales)
+    # The user asked for a wider result, by preferred_element_type.
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return [wide_value(out, np.dtype(aval.dtype) if wider else fmt)]
 

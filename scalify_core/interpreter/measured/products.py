@@ -58,6 +58,8 @@ def scales_of_result(
     if numbers.rhs_group_dimensions and _has_parts(b, numbers.rhs_group_dimensions[0]):
         (group,) = numbers.rhs_group_dimensions
         ids = _group_of_each(group_sizes, a.shape[ragged])
+        # Each row is multiplied by the matrix of its group, and by the scale of that
+        # matrix.
         of_rows = jnp.take(b.scale, ids, axis=group)
         return scale_for(a, lhs, result), placed(
             of_rows, [*rhs[:group], lhs[ragged], *rhs[group + 1 :]], result

@@ -25,8 +25,7 @@ from scalify_core.interpreter.rules.carries import common_form, to_form, wide_fo
 from scalify_core.interpreter.rules.collectives import equal_scale
 from scalify_core.interpreter.value import Constant, Value, pack, unpack
 from scalify_core.numerics.formats import materialise
-from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
-from scalify_core.numerics.shard_map_types import agreeing
+from scalify_core.numerics.jaxprs import agreeing, inner_jaxpr, per_jaxpr
 
 
 @control(

@@ -142,6 +142,7 @@ def _neg(eqn: Any, x: Value) -> Value:
 
 @rule("div", lazy=True)
 def _div(eqn: Any, a: Any, b: Any) -> Value:
+    # A division by a constant is a product with its inverse, which is no operation.
     constant = v.uniform(b)
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
@@ -293,6 +294,7 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
                 eqn, *((number, other.data) if x is a else (other.data, number))
             )
     (a, b), _ = lifted(a, b)
+    # At a common scale: numbers of 2^100 are compared without being formed.
     scale = sc.largest(a.scale, b.scale)
     return bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale))
 

@@ -33,7 +33,7 @@ from scalify_core.interpreter.rules.carries import (
     wide_form,
 )
 from scalify_core.interpreter.value import Constant, Value, pack, unpack
-from scalify_core.numerics import formats, shard_map_types
+from scalify_core.numerics import formats, jaxprs
 from scalify_core.numerics import scales as sc
 
 
@@ -100,9 +100,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         return pack(map(next_carry, out[: len(init)], forms, last)), pack(ys)
 
     ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
-    agreed, carry = shard_map_types.agreeing_carry(
-        lambda carry: formed(carry, ends)[0], carry
-    )
+    agreed, carry = jaxprs.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
 
     def turned(carry: Any, slices: Any) -> tuple[Any, Any]:
         carry, ys = formed(carry, slices)
@@ -150,7 +148,7 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         last = unpack(carry)
         return pack(map(next_carry, turn(last), forms, last))
 
-    agreed, carry = shard_map_types.agreeing_carry(formed, carry)
+    agreed, carry = jaxprs.agreeing_carry(formed, carry)
 
     def keep_on(carry: Any) -> Any:
         is_going = going(unpack(carry))
