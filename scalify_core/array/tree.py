@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
+from scalify_core.numerics.formats import is_float
 
 
 def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
@@ -134,9 +135,7 @@ def global_norm(tree: Any) -> jax.Array:
     values = [
         x.unscale() if is_scaled_array(x) else jnp.asarray(x) for x in leaves(tree)
     ]
-    values = [
-        x.astype(jnp.float32) for x in values if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
+    values = [x.astype(jnp.float32) for x in values if is_float(x)]
     if values:
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))
     else:

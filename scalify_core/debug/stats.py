@@ -20,7 +20,7 @@ from scalify_core.interpreter.measured.policy import like, wide
 from scalify_core.interpreter.registry import composite_rule
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
-from scalify_core.numerics.formats import FloatFormat, pow2_floor
+from scalify_core.numerics.formats import FloatFormat, is_float, pow2_floor
 from scalify_core.ops.composite import composite
 
 
@@ -89,7 +89,7 @@ def _summary(
     x: Any, fmt: FloatFormat | None, exact: Any, zeros: bool
 ) -> Summary | None:
     data, scale = (x.data, x.scale) if is_scaled_array(x) else (jnp.asarray(x), 1.0)
-    if not jnp.issubdtype(data.dtype, jnp.floating):
+    if not is_float(data):
         return None
     if data.dtype == jnp.float64:
         data = data.astype(jnp.float32)

@@ -17,7 +17,14 @@ from scalify_core.interpreter.reference_trace import (
     reference_trace,
 )
 from scalify_core.interpreter.transform import Scales, scalify
-from scalify_core.numerics.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
+from scalify_core.numerics.formats import (
+    E4M3,
+    E5M2,
+    FP32,
+    FloatFormat,
+    is_float,
+    pow2_round,
+)
 
 WAYS = ("eager", "jit", "dynamic")
 
@@ -184,7 +191,7 @@ def _rounded(x: Any, dtype: Any) -> Any:
 
     Numbers beyond the format become infinite or NaN.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not is_float(x):
         return x
     with np.errstate(all="ignore"):
         return np.asarray(x).astype(dtype).astype(x.dtype)
@@ -297,9 +304,7 @@ def _assert_invariants(
     x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, where: str
 ) -> None:
     """Assert the invariants of a ScaledArray: an allowed format and allowed scales."""
-    assert jnp.issubdtype(y.dtype, jnp.floating), (
-        f"{where}: a ScaledArray, expected {y.dtype}"
-    )
+    assert is_float(y), f"{where}: a ScaledArray, expected {y.dtype}"
     allowed = {y.dtype} if y.dtype != jnp.float32 else {fmt.dtype}
     if y.dtype == jnp.float32 and fmt in (E4M3, E5M2):
         allowed.add(np.dtype(np.float16))
@@ -322,7 +327,7 @@ def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
     def loss(*leaves: Any) -> jax.Array:
         total = jnp.float32(0)
         for y in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))):
-            if jnp.issubdtype(y.dtype, jnp.floating):
+            if is_float(y):
                 total += jnp.sum(
                     y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
                 )

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -234,11 +233,7 @@ def plain(eqn: Any, *operands: Any) -> list[Any]:
 
 def known(x: Any) -> Any:
     """Return a NumPy array of one number as a uniform constant; others unchanged."""
-    if (
-        not isinstance(x, np.ndarray)
-        or not x.size
-        or not jnp.issubdtype(x.dtype, jnp.floating)
-    ):
+    if not isinstance(x, np.ndarray) or not x.size or not is_float(x):
         return x
     first = x[(0,) * x.ndim]
     if (x == first).all():

@@ -107,16 +107,14 @@ def measured(
     return divided(x, scale, dtype), scale
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def measured_result(
-    x: jax.Array, dtype: np.dtype, parts: Parts = ()
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def measured_result(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """Return data in `dtype` and the FP32 scale of a result.
 
     See `interpreter.measured.quantize.result`.
     """
     (x,) = compiler_hints.materialize_once(x)
-    (unit,) = compiler_hints.materialize_once(unit_of(x, RESULT_TOP, parts))
+    (unit,) = compiler_hints.materialize_once(unit_of(x, RESULT_TOP))
     (scale,) = compiler_hints.materialize_once(lower(x, unit, dtype))
     return divided(x, scale, dtype), scale
 

@@ -36,6 +36,7 @@ from scalify_core.numerics.formats import (
     FP16,
     MIN_SCALE_EXPONENT,
     FloatFormat,
+    is_float,
     pow2_floor,
     pow2_round,
 )
@@ -181,7 +182,7 @@ class Fp8DotGeneral:
                 f" float16, not {dtype}"
             )
         for operand in (lhs, rhs):
-            if not jnp.issubdtype(operand.dtype, jnp.floating):
+            if not is_float(operand):
                 raise TypeError(
                     f"{self.name}: operands of an FP8 product are floats, not"
                     f" {operand.dtype}"

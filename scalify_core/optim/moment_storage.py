@@ -22,6 +22,7 @@ from scalify_core.numerics.formats import (
     FP16,
     FP32,
     FloatFormat,
+    is_float,
     pow2_floor,
     pow2_inverse,
 )
@@ -153,11 +154,7 @@ def flatten(
             array in this state.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_scaled_array)
-    places = {
-        path: i
-        for i, (path, x) in enumerate(flat)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    }
+    places = {path: i for i, (path, x) in enumerate(flat) if is_float(x)}
     plans, missing = [], set(stored)
     for path, _ in flat:
         field = next(

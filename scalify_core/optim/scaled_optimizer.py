@@ -52,7 +52,7 @@ from scalify_core.array.scaled_array import as_scaled_array, is_scaled_array, wi
 from scalify_core.array.tree import map_arrays
 from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics import compiler_hints
-from scalify_core.numerics.formats import FP32, FloatFormat
+from scalify_core.numerics.formats import FP32, FloatFormat, is_float
 from scalify_core.numerics.scales import MIN_SCALE
 from scalify_core.ops.rescale import dynamic_rescale_rms
 from scalify_core.optim.moment_storage import (
@@ -297,11 +297,7 @@ def propagated_state(
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             updates, inner_state = tx.update(updates, inner_state, params, **extra)
             return updates, jax.tree.map(
-                lambda x: (
-                    dynamic_rescale_rms(x)
-                    if jnp.issubdtype(x.dtype, jnp.floating)
-                    else x
-                ),
+                lambda x: dynamic_rescale_rms(x) if is_float(x) else x,
                 inner_state,
             )
 

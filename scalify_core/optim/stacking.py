@@ -22,6 +22,7 @@ import numpy as np
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
 from scalify_core.array.tree import leaves
 from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.formats import is_float
 from scalify_core.optim.weights import LARGE, wide
 
 
@@ -53,7 +54,7 @@ class Stacks(NamedTuple):
         for i, (x, kind) in enumerate(
             zip(leaves(tree), jax.tree.leaves(kinds), strict=True)
         ):
-            if x.ndim == 1 and x.size < LARGE and jnp.issubdtype(x.dtype, jnp.floating):
+            if x.ndim == 1 and x.size < LARGE and is_float(x):
                 groups.setdefault(
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)

@@ -31,6 +31,7 @@ from scalify_core.numerics.formats import (
     FloatFormat,
     bits_of_words,
     counter_words,
+    is_float,
     pow2_floor,
 )
 from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, rms_of, rms_scale
@@ -358,7 +359,7 @@ def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
     """
 
     def is_weight(x: Any) -> bool:
-        return not is_scaled_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return not is_scaled_array(x) and is_float(x)
 
     flat = leaves(params)
     arrays = [x for x in flat if is_weight(x)]
@@ -456,7 +457,7 @@ def wide(tree: Any) -> Any:
         if is_scaled_array(x):
             return x.unscale()
         x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jnp.floating):
+        if is_float(x):
             return x.astype(jnp.float32)
         return x
 

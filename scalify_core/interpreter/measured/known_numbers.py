@@ -68,11 +68,7 @@ def argument_constants(
     none, unknown = frozenset[float](), frozenset({ANY_LARGE})
 
     def may(x: Any, format: Any) -> bool:
-        return (
-            format is None
-            and np.ndim(x) > 0
-            and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        )
+        return format is None and np.ndim(x) > 0 and is_float(x)
 
     return tuple(
         unknown if may(x, format) else none

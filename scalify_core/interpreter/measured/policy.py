@@ -356,11 +356,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
     a, b, *rest = operands
     aval = eqn.outvars[0].aval
     fmt = v.result_dtype(a, b)
-    if (
-        fmt.itemsize >= 4
-        or not jnp.issubdtype(aval.dtype, jnp.floating)
-        or not is_narrow_product(eqn)
-    ):
+    if fmt.itemsize >= 4 or not is_float(aval) or not is_narrow_product(eqn):
         return in_float32(eqn, *operands)
     if _selects_elements(eqn, operands, _numbers_in(jaxpr, evaluate)):
         precision = eqn.params["precision"] or IN_FULL

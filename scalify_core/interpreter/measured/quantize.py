@@ -188,8 +188,7 @@ def _beside(
     of_rest = amax.unit_of(rest, amax.RESULT_TOP)
     of_numbers = amax.unit_of(lax.select(masked, lax.full_like(x, 0), x), top)
     of_all = amax.unit_of(x, top)
-    furthest = of_rest * np.float32(2.0 ** (amax.RESULT_TOP - 4) / fmt.min_normal)
-    as_mask = lax.clamp(of_rest, np.float32(_MASK / 2.0**top), furthest)
+    furthest, as_mask = _beside_masks(of_rest, amax.RESULT_TOP, dtype)
     of_result = lax.max(of_all, amax.lower(rest, of_rest, dtype))
     scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), of_result)
     scale = lax.select(
@@ -208,6 +207,19 @@ def _beside(
         )
     x = lax.select(beyond, saturated, x)
     return x, amax.divided(x, scale, dtype), scale
+
+
+def _beside_masks(
+    of_rest: jax.Array, top: int, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Return the largest scale that the rest allows, and the scale beside masks.
+
+    At the first, the rest is 4 octaves above the smallest normal number. At the second,
+    masks saturate at `_MASK` or above, as far as the first allows.
+    """
+    furthest = of_rest * np.float32(2.0 ** (top - 4) / FloatFormat.of(dtype).min_normal)
+    as_mask = lax.full_like(of_rest, _MASK / 2.0 ** amax.top_of(dtype))
+    return furthest, lax.clamp(of_rest, as_mask, furthest)
 
 
 def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
@@ -235,10 +247,9 @@ def _measured_masked(
     )
     of_rest = amax.unit_of(lax.select(is_mask, lax.full_like(x, 0), x), top, parts)
     of_masks = amax.unit_of(lax.select(is_mask, x, lax.full_like(x, 0)), top, parts)
-    furthest = of_rest * np.float32(2.0 ** (top - 4) / fmt.min_normal)
-    as_mask = lax.min(furthest, lax.full_like(furthest, _MASK / 2.0**top))
+    _, as_mask = _beside_masks(of_rest, top, dtype)
     least = lax.full_like(of_rest, MIN_SCALE)
-    among_numbers = lax.select(of_masks > least, lax.max(of_rest, as_mask), of_rest)
+    among_numbers = lax.select(of_masks > least, as_mask, of_rest)
     scale = lax.select(of_rest > least, among_numbers, of_masks)
     x = lax.select(
         is_mask, lax.max(x, amax.spread(scale * np.float32(-fmt.max), x.shape)), x

@@ -23,7 +23,7 @@ from scalify_core.interpreter.registry import (
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics.formats import pow2_floor, pow2_round
+from scalify_core.numerics.formats import is_float, pow2_floor, pow2_round
 
 _LARGE = 2.0**104
 
@@ -461,6 +461,6 @@ def _convert(eqn: Any, x: Value) -> Any:
 @rule("bitcast_convert_type")
 def _bitcast(eqn: Any, x: Value) -> Any:
     out = bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
-    if jnp.issubdtype(out.dtype, jnp.floating):
+    if is_float(out):
         return v.value(out, 1.0)
     return out
