@@ -29,7 +29,7 @@ from scalify_core.interpreter.measured.products import Reading
 from scalify_core.interpreter.value import Value, in_format, narrow, value
 from scalify_core.numerics.formats import materialise
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
-from scalify_core.numerics.precision_warnings import Observer
+from scalify_core.numerics.precision_warnings import Observer, made_at
 from scalify_core.numerics.scales import as_numbers
 
 
@@ -142,12 +142,7 @@ class Evaluator:
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
             left = [given.get(id(x), x) for x in made]
         else:
-            if self.observer is not None:
-                pairs = zip(jaxpr.outvars, out, strict=True)
-                out = [
-                    _rounded_where_made(self.observer, jaxpr, *pair) for pair in pairs
-                ]
-            left = _leaving(out)
+            left = _leaving(self.observer, jaxpr, out)
         if self.observer is not None:
             self.observer.call_is_done(left)
         return left
@@ -172,25 +167,6 @@ def needed(jaxpr: Any) -> list[Any]:
             read.update(atom for atom in eqn.invars if type(atom) is not Literal)
             equations.append(eqn)
     return equations[::-1]
-
-
-def _rounded_where_made(observer: Observer, jaxpr: Any, var: Any, x: Any) -> Any:
-    """Return a result in its format.
-
-    The loss is reported at the equation that makes the result, inside calls of jit.
-    """
-    makers: dict[Any, Any] = {}
-    for eqn in jaxpr.eqns:
-        makers |= dict.fromkeys(eqn.outvars, eqn)
-    if not isinstance(x, Value) or type(var) is Literal or var not in makers:
-        return x
-    eqn = makers[var]
-    with observer.at(eqn):
-        if eqn.primitive.name == "jit":
-            inner = eqn.params["jaxpr"]
-            var = inner.outvars[eqn.outvars.index(var)]
-            x = _rounded_where_made(observer, inner, var, x)
-        return narrow(x)
 
 
 @per_jaxpr
@@ -237,13 +213,14 @@ def entering(x: Any) -> Any:
     )
 
 
-def _leaving(out: Sequence[Any]) -> list[Any]:
+def _leaving(observer: Observer | None, jaxpr: Any, out: Sequence[Any]) -> list[Any]:
+    """Return the results of a program, values in their formats as ScaledArrays."""
     scales = iter(as_numbers([x.multiple for x in out if isinstance(x, Value)]))
-    return [
-        (
-            with_scale(narrow(x).data, next(scales))
-            if isinstance(x, Value)
-            else materialise(x)
-        )
-        for x in out
-    ]
+    left = []
+    for x, var in zip(out, jaxpr.outvars, strict=True):
+        if isinstance(x, Value):
+            with made_at(observer, jaxpr, var):
+                left.append(with_scale(narrow(x).data, next(scales)))
+        else:
+            left.append(materialise(x))
+    return left

@@ -297,6 +297,22 @@ class Observer:
         """See the results of a call."""
 
 
+@contextlib.contextmanager
+def made_at(observer: Observer | None, jaxpr: Any, var: Any) -> Iterator[None]:
+    """Attribute roundings to the equation that makes a result, inside calls of jit."""
+    with contextlib.ExitStack() as places:
+        while observer is not None:
+            eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+            if eqn is None:
+                break
+            places.enter_context(observer.at(eqn))
+            if eqn.primitive.name != "jit":
+                break
+            jaxpr = eqn.params["jaxpr"]
+            var = jaxpr.outvars[eqn.outvars.index(var)]
+        yield
+
+
 class Reporter(Observer):
     """The check mode of one scalified function.
 

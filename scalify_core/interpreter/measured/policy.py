@@ -9,7 +9,6 @@ serves all products that read it alike.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -510,20 +509,13 @@ def leaving(
             continue
         var = jaxpr.outvars[i]
         is_nonzero = type(var) is not Literal and var in nonzero
-        with _made_at(observer, jaxpr, var):
+        with precision_warnings.made_at(observer, jaxpr, var):
             y = quantize.result(as_array(x), dtype, constants[i], nonzero=is_nonzero)
             if observer is not None and quantize.has_own_range(dtype):
                 lost = precision_warnings.beside_lost(wide(x), quantize.wide(y))
                 observer.returned(str(dtype), lost)
         made.append(y)
     return made
-
-
-def _made_at(observer: Any, jaxpr: Any, var: Any) -> Any:
-    makers = [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
-    if observer is None or not makers:
-        return contextlib.nullcontext()
-    return observer.at(makers[0])
 
 
 def result_format(dtype: np.dtype, plain: np.dtype | None) -> np.dtype:
