@@ -129,7 +129,7 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
 
     The expected RMS is 0 where there is none.
     """
-    if type(x) is ScaledArray:
+    if isinstance(x, ScaledArray):
         fmt, scale = (
             jnp.finfo(x.dtype),
             x.scale if x.is_static else broadcast_scale(jnp.asarray(x.scale), x.data),

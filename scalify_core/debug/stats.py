@@ -255,7 +255,7 @@ def _measured_probe(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     data = wide(x)
     if call.name == "probe":
         return [like(x, data)]
-    seen = quantize.result(data, x.dtype) if type(x) is Value else data
+    seen = quantize.result(data, x.dtype) if isinstance(x, Value) else data
     rest = [wide(y) for i, y in enumerate(operands) if i != number]
     static = dict(call.static)
     if call.name == "probe.fwd":

@@ -69,7 +69,7 @@ class Evaluator:
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
-            if type(atom) is Literal:
+            if isinstance(atom, Literal):
                 return atom.val
             return env[atom]
 
@@ -98,14 +98,14 @@ class Evaluator:
         if self.measures:
             return measuring.results(eqn, operands, jaxpr, evaluate=inner)
         rule = registry.rule_of(eqn)
-        operands = [rule.bring(x) if type(x) is Value else x for x in operands]
+        operands = [rule.bring(x) if isinstance(x, Value) else x for x in operands]
         if rule.control:
             out = rule.fun(eqn, *operands, evaluate=inner)
         else:
             out = rule.fun(eqn, *operands)
         stored = stored_variables(jaxpr)
         return [
-            _stored_once(x) if var in stored and type(x) is Value else x
+            _stored_once(x) if var in stored and isinstance(x, Value) else x
             for var, x in zip(eqn.outvars, out, strict=True)
         ]
 
@@ -160,11 +160,11 @@ def _stored_once(x: Value) -> Value:
 @per_jaxpr
 def needed(jaxpr: Any) -> list[Any]:
     """Return the equations that the results depend on, and those with effects."""
-    read = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
+    read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     equations = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read.update(atom for atom in eqn.invars if type(atom) is not Literal)
+            read.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
             equations.append(eqn)
     return equations[::-1]
 

@@ -184,7 +184,7 @@ def value(
 
 def uniform(x: Any) -> float | None:
     """Return the number that fills a plain constant, or None."""
-    if type(x) is Value or isinstance(x, jax.core.Tracer):  # nearly always
+    if isinstance(x, (Value, jax.core.Tracer)):  # nearly always
         return None
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind == "c":
         return None
@@ -465,7 +465,7 @@ def result_dtype(*operands: Any) -> np.dtype:
     It is the promotion of the formats of the scaled operands. 0-d operands count only
     where all are 0-d. FP8 formats are for storage: arithmetic on them alone gives FP16.
     """
-    values = [v for v in operands if type(v) is Value]
+    values = [v for v in operands if isinstance(v, Value)]
     if len({v.dtype for v in values}) == 1 and values[0].dtype.itemsize > 1:
         return values[0].dtype
     # A scalar beside arrays must not widen them: a learning rate in FP32, as with

@@ -66,7 +66,7 @@ def _stop(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
 @composite_rule("set_scaling", "set_scaling.fwd")
 def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     data = in_order(call, wide(x))
-    if type(x) is not Value:
+    if not isinstance(x, Value):
         return [data]
     scale = dict(call.static)["scale"]
     dtype = v.result_dtype(x)
@@ -85,7 +85,7 @@ def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 
 @composite_rule("get_data_scale")
 def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
-    if type(x) is not Value:
+    if not isinstance(x, Value):
         return [wide(x), jnp.float32(1)]
     array = quantize.result(in_order(call, wide(x)), x.dtype)
     return [formats.as_float32(array.data), jnp.asarray(array.scale, jnp.float32)]
@@ -174,7 +174,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 
 def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> ScaledArray:
     """Return an operand in a format, each index along these axes at its own scale."""
-    shape = x.shape if type(x) is Value else np.shape(x)
+    shape = x.shape if isinstance(x, Value) else np.shape(x)
     reading = Reading(*(each_index(shape, axes),) * 2)
     return stored(x, dtype, reading, reading)
 

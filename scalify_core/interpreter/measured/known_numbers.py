@@ -92,7 +92,7 @@ def constants_in(
     """
     known = _followed(jaxpr, given)
     return tuple(
-        _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
+        _large(atom) if isinstance(atom, Literal) else known.get(atom, frozenset())
         for atom in jaxpr.outvars
     )
 
@@ -102,7 +102,7 @@ def constants_of(jaxpr: Any, atom: Any) -> frozenset[float]:
 
     Those that its arguments may have are not known.
     """
-    if type(atom) is Literal or not large_constants(jaxpr):
+    if isinstance(atom, Literal) or not large_constants(jaxpr):
         return frozenset()
     known = _followed(jaxpr, (frozenset[float](),) * len(jaxpr.invars))
     return known.get(atom, frozenset()) - {ANY_LARGE}
@@ -146,7 +146,7 @@ def _followed(
         return constants & written | {ANY_LARGE}
 
     def constants_of(atom: Any) -> frozenset[float]:
-        if type(atom) is Literal:
+        if isinstance(atom, Literal):
             return _large(atom)
         return known.get(atom, frozenset())
 
@@ -199,7 +199,7 @@ def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[flo
     if (
         name in ("mul", "div")
         and any(given)
-        and not any(type(atom) is Literal for atom in eqn.invars)
+        and not any(isinstance(atom, Literal) for atom in eqn.invars)
     ):
         constants.add(ANY_LARGE)
     return frozenset(
@@ -211,7 +211,7 @@ def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[flo
 
 def _number(atom: Any) -> float | None:
     """Return the number of a literal, or None."""
-    if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0:
+    if isinstance(atom, Literal) and is_float(atom.aval) and np.ndim(atom.val) == 0:
         return float(atom.val)
     return None
 
@@ -262,7 +262,7 @@ def numbers_in(
 def numbers_of_atom(known: Mapping[Any, Numbers], atom: Any) -> Numbers:
     """Return the numbers of a variable or literal, those of variables being `known`."""
     dtype = atom.aval.dtype
-    if type(atom) is Literal:
+    if isinstance(atom, Literal):
         is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
         is_number = is_real and np.ndim(atom.val) == 0
         if is_number:

@@ -116,7 +116,7 @@ def results(
         return _composite(eqn, *operands)
     if _means_its_dtype(eqn):
         out = registry.as_traced_dtypes(eqn, *map(widened, operands))
-        return [like(x, x.data) if type(x) is Value else x for x in out]
+        return [like(x, x.data) if isinstance(x, Value) else x for x in out]
     return in_float32(eqn, *operands)
 
 
@@ -149,7 +149,7 @@ def _stacks(
     given = {
         atom: reading
         for atom, reading in zip(jaxpr.outvars, known, strict=True)
-        if type(atom) is not Literal
+        if not isinstance(atom, Literal)
     }
     reads = reads_in(jaxpr)
     stacks: list[Reading | None] = []
@@ -191,7 +191,7 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
     result_readings = [reads.get(var) for var in eqn.outvars]
     readings = operand_readings(eqn, result_readings)
     for atom, x, reading in zip(eqn.invars, operands, readings, strict=True):
-        if type(x) is Value and reading is not None and not is_stored(x):
+        if isinstance(x, Value) and reading is not None and not is_stored(x):
             dtype = v.result_dtype(x)
             if dtype.itemsize < 4:
                 stored(x, dtype, reading, reads[atom], is_masked(atom, jaxpr))
@@ -199,7 +199,7 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
 
 def is_masked(atom: Any, jaxpr: Any) -> bool:
     """Return whether elements of a variable may be the lowest numbers, of masks."""
-    return type(atom) is not Literal and atom in known_numbers.lowest_in(jaxpr)
+    return not isinstance(atom, Literal) and atom in known_numbers.lowest_in(jaxpr)
 
 
 def wide_value(data: Any, dtype: Any) -> Value:
@@ -209,7 +209,7 @@ def wide_value(data: Any, dtype: Any) -> Value:
 
 def like(x: Any, data: Any) -> Any:
     """Return a result that is a value where `x` is one."""
-    if type(x) is Value:
+    if isinstance(x, Value):
         return wide_value(data, x.dtype)
     return data
 
@@ -226,14 +226,14 @@ def is_stored(x: Value) -> bool:
 
 def wide(x: Any) -> Any:
     """Return the logical value in FP32; a plain operand is returned as an array."""
-    if type(x) is not Value:
+    if not isinstance(x, Value):
         return formats.materialise(x)
     return quantize.wide(as_array(x))
 
 
 def widened(x: Any) -> Any:
     """Return an operand whose data, if it is a value, is FP32 at scale 1."""
-    if type(x) is not Value or not (is_stored(x) or x.static != 1.0):
+    if not isinstance(x, Value) or not (is_stored(x) or x.static != 1.0):
         return x
     return wide_value(wide(x), x.dtype)
 
@@ -280,7 +280,7 @@ def stored(
     """
     suits = is_finer(common.may, reading.must)
     parts = common.may if suits else reading.may
-    if type(x) is not Value:
+    if not isinstance(x, Value):
         x = formats.as_float32(formats.materialise(x))
         return quantize.stored(x, dtype, parts, masked=masked)
     # An argument in FP16 that only moved is read as it is: no amax, no second rounding.
@@ -301,7 +301,7 @@ def stored(
 
 def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     """Return a result of an iteration in its format, in the parts of its readers."""
-    if type(x) is not Value or x.dtype.itemsize >= 4 or is_stored(x):
+    if not isinstance(x, Value) or x.dtype.itemsize >= 4 or is_stored(x):
         return x
     dtype = v.result_dtype(x)
     return stored_value(stored(x, dtype, reading, reading, is_masked(var, jaxpr)))
@@ -309,7 +309,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
 
 @rule(*MOVES)
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
-    if type(x) is not Value or any(type(y) is Value for y in rest):
+    if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
         return in_float32(eqn, x, *rest)
     fill = eqn.params.get("fill_value")
     keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
@@ -364,7 +364,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
     reads, copies = reads_in(jaxpr), []
     for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
         reading = Reading(*parts)
-        common = reading if type(atom) is Literal else reads.get(atom, reading)
+        common = reading if isinstance(atom, Literal) else reads.get(atom, reading)
         copies.append(stored(x, fmt, reading, common, is_masked(atom, jaxpr)))
     # The products of stored data are summed in FP32; both scales come after the sum, so
     # neither the product nor the sum can leave the range of FP32.
@@ -447,9 +447,9 @@ def _selects_elements(
         return False
     pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)
     return any(
-        type(x) is not Value
+        not isinstance(x, Value)
         and known_numbers.select_elements(known_numbers.numbers_of_atom(known, atom))
-        and not (type(other) is Value and is_stored(other))
+        and not (isinstance(other, Value) and is_stored(other))
         for atom, x, other in pairs
     )
 
@@ -493,14 +493,14 @@ def leaving(
         observer: sees losses at the equation that makes a result; None: no reports.
     """
     given = {id(x) for x in args}
-    given_formats = [x.dtype if type(x) is Value else None for x in args]
+    given_formats = [x.dtype if isinstance(x, Value) else None for x in args]
     constants = known_numbers.constants_in(
         jaxpr, known_numbers.argument_constants(args, given_formats)
     )
     nonzero = uses.marked(jaxpr, (False,) * len(out), uses.needs_nonzero)
     made = []
     for i, x in enumerate(out):
-        if type(x) is not Value:
+        if not isinstance(x, Value):
             made.append(x if id(x) in given else formats.materialise(x))
             continue
         dtype = result_format(x.dtype, dtypes[i] if i < len(dtypes) else None)
@@ -508,7 +508,7 @@ def leaving(
             made.append(x)
             continue
         var = jaxpr.outvars[i]
-        is_nonzero = type(var) is not Literal and var in nonzero
+        is_nonzero = not isinstance(var, Literal) and var in nonzero
         with precision_warnings.made_at(observer, jaxpr, var):
             y = quantize.result(as_array(x), dtype, constants[i], nonzero=is_nonzero)
             if observer is not None and quantize.has_own_range(dtype):

@@ -405,7 +405,7 @@ def reads_in(jaxpr: Any) -> dict[Any, Reading]:
         for atom, reading in zip(
             eqn.invars, operand_readings(eqn, result_readings), strict=True
         ):
-            if reading is not None and type(atom) is not Literal:
+            if reading is not None and not isinstance(atom, Literal):
                 readings_of.setdefault(atom, []).append(reading)
     for var in (*jaxpr.constvars, *jaxpr.invars):
         settle(var)

@@ -32,7 +32,7 @@ _MASKS = -1e7
 
 def wide(x: Any) -> Any:
     """Return the logical value of a stored array, in FP32; other operands unchanged."""
-    if type(x) is not ScaledArray:
+    if not isinstance(x, ScaledArray):
         return x
     data = formats.as_float32(x.data)
     return times(
@@ -67,7 +67,7 @@ def stored(
             the scale. They saturate, at a magnitude that still masks where the format
             allows.
     """
-    if type(x) is ScaledArray:
+    if isinstance(x, ScaledArray):
         if x.dtype == dtype and scaled_in(x, parts):
             return x
         x = wide(x)

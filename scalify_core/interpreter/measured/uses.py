@@ -37,7 +37,7 @@ def marked(jaxpr: Any, results: Marks, question: Question) -> frozenset[Any]:
 
 def _chosen(atoms: Sequence[Any], marks: Iterable[bool]) -> set[Any]:
     pairs = zip(atoms, marks, strict=True)
-    return {atom for atom, mark in pairs if mark and type(atom) is not Literal}
+    return {atom for atom, mark in pairs if mark and not isinstance(atom, Literal)}
 
 
 def _body(jaxpr: Any, results: Marks, question: Question) -> tuple[Marks, Marks]:
@@ -46,7 +46,7 @@ def _body(jaxpr: Any, results: Marks, question: Question) -> tuple[Marks, Marks]
     A result that the jaxpr itself reads may be marked for that.
     """
     variables = marked(jaxpr, results, question)
-    given = [type(x) is not Literal and x in variables for x in jaxpr.outvars]
+    given = [not isinstance(x, Literal) and x in variables for x in jaxpr.outvars]
     return tuple(given), tuple(x in variables for x in jaxpr.invars)
 
 
@@ -101,7 +101,7 @@ def resizes(eqn: Any, outs: Marks) -> Sequence[bool] | None:
     name = eqn.primitive.name
     if name in CALLS:
         return None
-    if name in _SUMS and not any(type(atom) is Literal for atom in eqn.invars):
+    if name in _SUMS and not any(isinstance(atom, Literal) for atom in eqn.invars):
         return [False] * len(eqn.invars)
     by_number = name in ("mul", "div") and any(map(_is_number, eqn.invars))
     if name in _PRESERVES_ROWS or name in _SUMS or by_number:

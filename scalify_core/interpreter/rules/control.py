@@ -71,10 +71,11 @@ def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
             inner = _arguments_returned(eqn.params["jaxpr"])
             for var, i in zip(eqn.outvars, inner, strict=True):
                 atom = None if i is None else eqn.invars[i]
-                is_variable = atom is not None and type(atom) is not Literal
+                is_variable = atom is not None and not isinstance(atom, Literal)
                 origins[var] = origins.get(atom) if is_variable else None
     return tuple(
-        None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars
+        None if isinstance(atom, Literal) else origins.get(atom)
+        for atom in jaxpr.outvars
     )
 
 
