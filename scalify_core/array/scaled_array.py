@@ -254,7 +254,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         ValueError: the scale is not a power of two.
         TypeError: differentiated; take gradients inside scalify.
 
-    Example:
+    Examples:
         >>> as_scaled_array(jnp.full(2, 3.0), dtype=jnp.float16).scale
         Array(4., dtype=float32)
     """

@@ -73,9 +73,10 @@ def apply_updates(
             (learning rate and sign included).
         rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16
             parameter, 2^-9 of a BF16 one); "stochastic" keeps them in expectation.
-        seed, step: of the stochastic rounding, which needs both: integers or integer
-            scalars. The random bits differ from those of `scaled_state` with the same
+        seed: of the stochastic rounding, which needs it: an integer or an integer
+            scalar. The random bits differ from those of `scaled_state` with the same
             seed and step.
+        step: the number of the update, which stochastic rounding needs, too.
         accept: boolean scalar; false: the parameters are unchanged. None: true.
         numbers: a tree of integers, which tell the random bits of the parameters apart;
             arrays of integers for the rows of stacks. None: 0, 1, ...
@@ -113,8 +114,9 @@ def moving_average(
         average: a tree of ScaledArrays and plain arrays, of any float dtypes.
         params: a tree of the same structure, plain or scaled.
         decay: in [0, 1].
-        rounding, seed, step: as for `apply_updates`; the seed is another one than that
-            of the parameters.
+        rounding: as for `apply_updates`.
+        seed: as for `apply_updates`, but another one than that of the parameters.
+        step: as for `apply_updates`.
 
     Raises:
         ValueError: as `apply_updates`.
@@ -143,7 +145,8 @@ def apply_with_compensation(
     summation).
 
     Args:
-        params, updates, rounding, seed, step, accept, numbers: see `apply_updates`.
+        params: see `apply_updates`, as for all that is not listed here.
+        updates: see `apply_updates`.
         compensation: the errors of earlier roundings (`kahan_compensation`), plain
             arrays in a tree like the parameters'; (): none are kept. They are values,
             not over scales, so that a scale may change in between.
@@ -298,7 +301,8 @@ def words_of(
     An array of n numbers gives `[n, 2]`.
 
     Args:
-        seed, step: of all arrays.
+        seed: of all arrays.
+        step: of all arrays.
         numbers: the numbers of arrays, or of the rows of a stack.
         large: for each array, whether its words get a buffer of their own. All large
             arrays of a shape are then rounded by one program.

@@ -1,0 +1,1 @@
+"""The documentation site that `make docs` builds: pages made from the code."""

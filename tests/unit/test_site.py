@@ -1,0 +1,85 @@
+"""The documentation site has every document, every key, every command and public name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.docs.hooks import (
+    API,
+    OUTSIDE,
+    anchor,
+    api_pages,
+    linked_files,
+    source_page,
+    with_links,
+)
+from scripts.docs.keys import command_page, key_pages
+from trainer.__main__ import COMMANDS
+from trainer.config.reference import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pages_of(nav):
+    """The pages of a level of the navigation and of those below it."""
+    found = []
+    for entry in nav:
+        [target] = entry.values()
+        found += [target] if isinstance(target, str) else pages_of(target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def keys():
+    return key_pages()
+
+
+def test_the_navigation_has_every_page_once(keys):
+    nav = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    documents = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    made = {*OUTSIDE.values(), *API.values(), *keys, "reference/commands.md"}
+    assert sorted(nav) == sorted(documents | made)
+
+
+def test_every_key_has_its_heading_default_and_comment(keys):
+    text = "\n".join(keys.values())
+    for overrides in ([], ["model=llama_nano"], ["optimizer=muon"]):
+        for group in reference(overrides):
+            for key in group.keys:
+                heading = f"## {key.name} {{ #{key.name} }}"
+                assert text.count(heading) == 1, key.name
+                section = text.partition(heading)[2].partition("\n## ")[0]
+                assert "- Default: `" in section
+                assert key.about in section.replace("\\", ""), key.name
+    assert (
+        "Only with `optimizer` = `muon`, `sgd`" in keys["reference/keys/optimizer.md"]
+    )
+    assert (
+        "| `gpt2_124m` | `name=gpt2_124m` `n_layer=12`"
+        in keys["reference/keys/model.md"]
+    )
+
+
+def test_every_command_is_explained():
+    text = command_page()
+    assert re.findall(r"^## ([\w-]+) ", text, re.MULTILINE) == list(COMMANDS)
+    assert "run_dir=" in text.partition("## evaluate ")[2]
+
+
+def test_the_api_has_the_ten_names():
+    text = api_pages()["reference/scalify_core.md"]
+    assert len(re.findall(r"^::: scalify_core\.\w+$", text, re.MULTILINE)) == 10
+
+
+def test_links_of_the_forge_become_links_of_the_site():
+    text = "[a](../README.md) [b](trust.md#x) [gpu.md](gpu.md) [c](../pyproject.toml)\n```py\n[d](../LICENSE)\n```\n"
+    assert with_links(text, "models.md") == (
+        "[a](index.md) [b](trust.md#x) [First contact with a GPU](gpu.md) [c](source/pyproject.toml.md)\n"
+        "```py\n[d](../LICENSE)\n```\n"
+    )
+    assert with_links("[a](docs/models.md#b)", "index.md") == "[a](models.md#b)"
+    assert linked_files([text]) == ["LICENSE", "pyproject.toml"]
+    assert source_page(".python-version").startswith("# .python-version\n\n````text\n3")
+    assert anchor("Plan for an H200, compiled `x_y`") == "plan-for-an-h200-compiled-x_y"
