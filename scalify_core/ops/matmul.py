@@ -215,6 +215,12 @@ class Fp8DotGeneral:
 
 
 fp8_dot_general = Fp8DotGeneral()
+"""`jax.lax.dot_general` in FP8: E4M3 operands, E5M2 gradients.
+
+For the `dot_general` argument of Flax layers. A product whose rows, columns or
+contracted elements are not multiples of 16 is done in the operands' dtype, with a
+warning once per shape. It is differentiable once.
+"""
 
 
 def normalised(dimension_numbers: Any) -> DimensionNumbers:
