@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.docs.keys import command_page, key_pages
+from trainer import HOMES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -27,13 +28,14 @@ OUTSIDE = {  # documents of the repository's root: their pages
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-API = {  # modules of the reference: what their pages are called
-    "scalify_core": "reference/scalify_core.md",
-    "scalify_core.functional": "reference/functional.md",
-    "scalify_core.optim": "reference/optim.md",
-    "scalify_core.weights": "reference/weights.md",
-    "scalify_core.tree": "reference/tree.md",
-    "scalify_core.static": "reference/static.md",
+API = {  # modules of the reference, and their files
+    "scalify_core": "scalify_core/__init__.py",
+    "scalify_core.functional": "scalify_core/ops/functional/__init__.py",
+    "scalify_core.optim": "scalify_core/optim/__init__.py",
+    "scalify_core.weights": "scalify_core/optim/weights.py",
+    "scalify_core.tree": "scalify_core/array/tree.py",
+    "scalify_core.static": "scalify_core/static.py",
+    "trainer": "trainer/__init__.py",
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "sh", ".sh": "sh"}
 
@@ -134,25 +136,43 @@ def source_page(path: str) -> str:
 
 def api_pages() -> dict[str, str]:
     """Return the Markdown of the pages of the API, filled in by mkdocstrings."""
-    names = public_names(ROOT / "scalify_core" / "__init__.py")
-    modules = {module.rpartition(".")[2] for module in API}
+    options = "{show_root_heading: true, show_root_toc_entry: true}"
     pages = {}
-    for module, page in API.items():
-        text = f"# {module}\n\n::: {module}\n"
-        if module == "scalify_core":
-            options = "{show_root_heading: true, show_root_toc_entry: true}"
-            text += "    options: {members: false}\n\n" + "".join(
-                f"::: {module}.{name}\n    options: {options}\n\n"
-                for name in names
-                if name not in modules
-            )
-        pages[page] = text
+    for module, file in API.items():
+        is_package = file.endswith("/__init__.py")
+        name = file.removesuffix("/__init__.py" if is_package else ".py")
+        text = f"# {module}\n\n::: {name.replace('/', '.')}\n"
+        text += "    options: {members: false}\n\n"
+        homes = HOMES if module == "trainer" else public_homes(file)
+        for public, home in sorted(homes.items(), key=lambda item: item[0].lower()):
+            text += f"::: {home}.{public}\n    options: {options}\n\n"
+        pages[api_page(module)] = text
     return pages
 
 
-def public_names(file: Path) -> list[str]:
-    """Return the names in `__all__` of a module that is not imported."""
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return sorted(ast.literal_eval(node.value), key=str.lower)
-    raise ValueError(f"{file}: no __all__")
+def api_page(module: str) -> str:
+    """Return the page of a module of the API."""
+    return f"reference/{module.rpartition('.')[2]}.md"
+
+
+def public_homes(file: str) -> dict[str, str]:
+    """Return the modules that define the public names of a module, no modules.
+
+    They are named in full, since a function may be called as the module that it is in.
+    The module is not imported: that would take JAX.
+    """
+    body = ast.parse((ROOT / file).read_text()).body
+    module = file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+    homes, public = {}, None
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            homes |= {alias.name: str(node.module) for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            homes[node.name] = module
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            public = ast.literal_eval(node.value)
+    if public is None:
+        own = (name for name, home in homes.items() if home == module)
+        public = [name for name in own if not name.startswith("_")]
+    modules = {name.rpartition(".")[2] for name in API}
+    return {name: homes[name] for name in public if name not in modules}
