@@ -231,6 +231,11 @@ def answer(main: Callable[[], None]) -> int:
         except UserError as error:
             complain(error)
             return error.exit_code
+        except OSError as error:
+            if error.filename is None:
+                raise
+            complain(UserError(f"{error.filename}: {error.strerror}"))
+            return UserError.exit_code
         return 0
 
     return run_and_flush(call)

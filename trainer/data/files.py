@@ -180,7 +180,7 @@ def begins_like_json_lines(path: Path) -> bool:
         return False
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

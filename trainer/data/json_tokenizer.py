@@ -113,6 +113,12 @@ def read_tokenizer(path: Path) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
 
 def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
     """Return the library's tokenizer of a file's content; see `read_tokenizer`."""
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("dropout"):
+        raise UserError(
+            f"{path} has dropout={model['dropout']} in its model, so that a text's ids"
+            " are random; set it to null"
+        )
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # the library raises this class only

@@ -454,7 +454,7 @@ class Checkpointer:
         """
         is_first = jax.process_index() == 0
         for folder in sorted(self.directory.glob("*")) if is_first else ():
-            if not folder.name.isdigit():
+            if not folder.name.isdecimal():
                 continue
             loss = folder / "metrics" / "metrics"
             if not _has_metadata(folder):

@@ -188,7 +188,7 @@ class Guard:
         steps = sorted(
             int(p.name)
             for p in (self._run_dir / "checkpoints").glob("*")
-            if p.name.isdigit()
+            if p.name.isdecimal()
         )
         return ", ".join(map(str, steps)) or "none"
 

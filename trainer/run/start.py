@@ -91,7 +91,9 @@ def saved_steps(run_dir: Path) -> list[int]:
     names.
     """
     return sorted(
-        int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit()
+        int(path.name)
+        for path in run_dir.glob("checkpoints/*")
+        if path.name.isdecimal()
     )
 
 

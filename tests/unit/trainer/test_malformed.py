@@ -14,10 +14,13 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from trainer.cli.arguments import answer
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
+from trainer.data.files import begins_like_json_lines
 from trainer.data.hf_tokenizer import ids_beside, save_hf
+from trainer.data.json_tokenizer import parse
 from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -25,6 +28,7 @@ from trainer.models.gpt2 import model as gpt2
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama import model as llama
 from trainer.models.llama.spec import LlamaSpec
+from trainer.models.smollm3.spec import SmolLM3Spec
 from trainer.observe.records import encode_row, encode_sample, read_samples
 from trainer.report.comparing import write_comparison
 from trainer.report.page import write_report
@@ -390,3 +394,26 @@ def test_save_hf_writes_what_is_read(tokenizers_json, tmp_path):
     ours = get_tokenizer(str(tokenizers_json[0]))
     save_hf(tmp_path, ours, 32)
     assert get_tokenizer(str(tmp_path)).tokens == ours.tokens
+
+
+@pytest.mark.parametrize("rotated", [[1, 1, 0], [0], "0", {"0": 0}, 0])
+def test_layers_without_positions_are_as_many_as_the_layers(rotated):
+    config = {"num_hidden_layers": 10**12, "no_rope_layers": rotated}
+    with pytest.raises(UserError, match="is not a list of num_hidden_layers"):
+        SmolLM3Spec.choices_of(config)
+
+
+def test_a_tokenizer_with_dropout_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"dropout=0\.5"):
+        parse(tmp_path / "tokenizer.json", {"model": {"dropout": 0.5}})
+
+
+def test_a_text_of_deeply_nested_lists_is_no_json_lines(tmp_path):
+    path = tmp_path / "deep.txt"
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert not begins_like_json_lines(path)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):
+    assert answer(lambda: print(tmp_path.read_text())) == 2
+    assert str(tmp_path) in capsys.readouterr().err
