@@ -45,7 +45,7 @@ def full_attention(causal, segments=None, window=None):
             else jnp.ones((1, 1, t, s), bool)
         )
         if window is not None:
-            mask = mask & jnp.triu(jnp.ones((t, s), bool), 1 - window)
+            mask = mask & jnp.triu(jnp.ones((t, s), bool), 1 - window)[None, None]
         if segments is not None:
             mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
         return jnp.einsum(
