@@ -71,6 +71,12 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         c = phase_at(from_saved(schema.Config, meta["config"]), taken)
         keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
+        fingerprint = meta.get("tokenizer_fingerprint") or tokenizer.fingerprint
+        if tokenizer.fingerprint != fingerprint:
+            raise UserError(
+                f"the tokenizer in {run_dir} is not that of its checkpoints: its files"
+                " were changed; bring them back from a copy"
+            )
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
         params = restore_weights(checkpointer, like, chosen)

@@ -94,9 +94,15 @@ def main(args: Arguments) -> None:
     from trainer.models.huggingface import save
     from trainer.models.weight_files import write_object
     from trainer.precision.fields import DTYPES
+    from trainer.step.state_tree import first_nonfinite_leaf
 
     model = restore_run(Path(args.run_dir), args.step)
     params = jax.tree.map(lambda x: x.astype(DTYPES[args.dtype]), model.params)
+    name = first_nonfinite_leaf(params)
+    if name is not None:
+        raise UserError(
+            f"dtype={args.dtype}: {name} is not finite in it; choose fp32 or bf16"
+        )
     eot = model.tokenizer.eot
     weights = save(args.out, model.spec, params, eot)
     run_dir, out = Path(args.run_dir), Path(args.out)

@@ -112,6 +112,13 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
     config = build_config(tree, line.saved, **changes)
+    is_same_run = bool(line.saved) and config.resume.source == "auto"
+    if is_same_run and not any(Path(config.run_dir, "checkpoints").glob("*")):
+        raise UserError(
+            f"resume={config.run_dir} has no checkpoints: nothing was trained with its"
+            " settings, so nobody knows whose they are; give the command that started"
+            " it once more, or choose another run"
+        )
     if config.parallel.distributed and not overrides_of(["run_dir"]):
         raise UserError(
             "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"

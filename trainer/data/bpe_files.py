@@ -50,8 +50,7 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise UserError(
-                f"{path}, line {number}: expected a token in base64 and its rank, found"
-                f" {line[:40]!r}"
+                f"{path}, line {number}: expected a token in base64 and its rank"
             ) from None
     return encoding(path, ranks, **settings(path, ranks))
 
@@ -94,10 +93,7 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
         pair = line.split()
         token = unspell("".join(pair))
         if len(pair) != 2 or token is None:
-            raise UserError(
-                f"{path}, line {number}: expected two tokens to merge, found"
-                f" {line[:40]!r}"
-            )
+            raise UserError(f"{path}, line {number}: expected two tokens to merge")
         ids[token] = len(ids)
     if not ids_path.is_file():
         return encoding(path, ids)
