@@ -62,16 +62,10 @@ class Observed(evaluator.Evaluator):
 
     see: Callable[[Any, Sequence[Any]], None] = lambda eqn, operands: None
 
-    def results(
-        self,
-        eqn: Any,
-        operands: Sequence[Any],
-        jaxpr: Any,
-        inner: Any = None,
-    ) -> list[Any]:
+    def results(self, eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         """Return the results of one equation."""
         self.see(eqn, operands)
-        return super().results(eqn, operands, jaxpr, inner)
+        return super().results(eqn, operands, jaxpr)
 
 
 def operands_of_products(

@@ -123,7 +123,7 @@ def test_small_logits_do_not_lose_the_gradient_of_attention(on_gpu, power):
 
     def gradients(q, k, v, g):
         scaled = lambda q, k, v: _attention(
-            q, k, v, None, causal=True, logit_scale=2.0**power
+            q, k, v, None, causal=True, window=None, logit_scale=2.0**power
         )
         return jax.vjp(scaled, q, k, v)[1](g)
 

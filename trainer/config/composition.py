@@ -326,10 +326,10 @@ def explain(error: Exception, argv: list[str]) -> str:
                     f" patterns: {listed}"
                 )
         for argument in filter(_is_unreadable, argv):
-            key, _, value = argument.partition("=")
+            key, _, value = " ".join(argument.split()).partition("=")
             if "'" not in value and not value.startswith("["):
                 return (
-                    f"{argument}: characters such as = ( ) {{ }} : , in a value need"
+                    f"{key}={value}: characters such as = ( ) {{ }} : , in a value need"
                     f" quotes within quotes: \"{key}='{value}'\""
                 )
         return (
