@@ -112,8 +112,8 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
     config = build_config(tree, line.saved, **changes)
-    is_same_run = bool(line.saved) and config.resume.source == "auto"
-    if is_same_run and not any(Path(config.run_dir, "checkpoints").glob("*")):
+    checkpoints = Path(config.run_dir, "checkpoints")
+    if line.is_same_run and not any(checkpoints.glob("*")):
         raise UserError(
             f"resume={config.run_dir} has no checkpoints: nothing was trained with its"
             " settings, so nobody knows whose they are; give the command that started"

@@ -8,6 +8,8 @@ from trainer.config.schema import DATA_KEYS, NEEDED, Config, Data, DiLoCo
 from trainer.errors import UserError
 from trainer.step.optimizers import check_moments
 
+MOST_STEPS = 10**8
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
@@ -29,6 +31,11 @@ def validate(c: Config) -> None:
         f" x train.grad_accum_steps = {c.model.context} x {c.train.grad_accum_steps} ="
         f" {tokens}; nearest valid:"
         f" {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
+    )
+    _require(
+        c.train.steps <= MOST_STEPS,
+        f"train.steps={c.train.steps}; valid: at most {MOST_STEPS}, as the learning"
+        " rate of each step is kept",
     )
     shares = c.schedule.warmup_fraction + c.schedule.decay_fraction
     _require(

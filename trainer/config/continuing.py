@@ -45,11 +45,13 @@ class CommandLine(NamedTuple):
       saved: settings of the continued run by dotted key, without those that `overrides`
         set.
       not_taken: values of that run by key of `NOT_TRUSTED`, which are not used.
+      is_same_run: whether that run itself goes on, and no fork of it.
     """
 
     overrides: list[str]
     saved: dict[str, Any]
     not_taken: dict[str, str] = {}  # noqa: RUF012 never changed
+    is_same_run: bool = False
 
 
 def continue_run(
@@ -123,7 +125,7 @@ def continue_run(
     if "optimizer" not in chosen_groups and optimizer in groups["optimizer"]:
         choices.append(f"optimizer={optimizer}")
     place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
-    return CommandLine([*choices, *arguments, *place], saved, not_trusted)
+    return CommandLine([*choices, *arguments, *place], saved, not_trusted, is_same_run)
 
 
 def _refuse_contradictions(given: Mapping[str, str], source: str) -> None:

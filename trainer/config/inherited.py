@@ -15,6 +15,8 @@ from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 
 NAME = "from_init"
+# what a file of odd values raises
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 def needs_architecture(model: Any) -> bool:
@@ -100,7 +102,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
         family = model.get("family", FIRST)
         keys = SPECS[family].checkpoint_fields() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (*DAMAGED, RecursionError) as error:
         raise UserError(
             f"{file} is damaged: it does not tell the model; choose the model by name"
         ) from error
@@ -123,7 +125,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         theirs = SPECS[name].keys_of_huggingface(config) if name in SPECS else None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (*DAMAGED, RecursionError) as error:
         raise UserError(
             f"{file} does not tell the sizes of a model ({error}); choose the model by"
             " name"

@@ -34,6 +34,8 @@ def check_parquet(file: File, column: str) -> None:
         schema = pyarrow.parquet.read_schema(file.path)
     if column not in schema.names:
         raise NoColumn(column, schema.names, f"{file.path}: ")
+    if schema.names.count(column) > 1:
+        raise UserError(f"{file.path}: several columns are named {column!r}")
     kind = schema.field(column).type
     if not is_text(kind):
         raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")

@@ -74,11 +74,14 @@ class RopeScaling:
                 f" original_context={self.original_context}: expected numbers above 0,"
                 " and low_freq_factor below high_freq_factor, such as 8, 1, 4, 8192"
             )
-        if not 0 < self.beta_slow < self.beta_fast or (self.attention_factor or 1) <= 0:
+        if (
+            not 1e-3 <= self.beta_slow < self.beta_fast < 1e6
+            or (self.attention_factor or 1) <= 0
+        ):
             raise UserError(
                 f"rope_scaling: beta_fast={self.beta_fast}, beta_slow={self.beta_slow},"
-                f" attention_factor={self.attention_factor}: expected numbers above 0,"
-                " and beta_slow below beta_fast, such as 32, 1, null"
+                f" attention_factor={self.attention_factor}: expected beta_slow"
+                " below beta_fast, from 0.001 to 1e6, such as 32, 1, null"
             )
 
     @property
@@ -156,6 +159,8 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if partial not in (None, 1):
         raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
     theta = number(settings, "rope_theta", 10_000.0)
+    if kind == "yarn" and theta <= 1:
+        raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
     if plain:
         return theta, None
     others = [key for key in YARN_OTHERS if rope.get(key) not in (None, True)]

@@ -364,6 +364,7 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
                 "\"init_from='ck/epoch=1-step=2'\"",
             ],
         ),
+        (["train.steps=3000000000"], ["train.steps=3000000000", "at most 100000000"]),
         (
             ["schedule=wsd", "schedule.decay_fraction=0.99"],
             ["schedule.decay_fraction=0.99", "are more than all steps", "at most 1"],

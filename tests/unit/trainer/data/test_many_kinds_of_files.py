@@ -107,3 +107,12 @@ def test_markup_is_not_silently_text(tmp_path):
     with pytest.raises(UserError, match=r"a\.html is markup by its name: extract"):
         read(tmp_path, tmp_path / "a.html")
     assert read(tmp_path, tmp_path / "a.html", format="text") == ["<p>text</p>"]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([pa.array(TEXTS), pa.array(TEXTS)], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(
+        UserError, match=r"a\.parquet: several columns are named 'text'"
+    ):
+        read(tmp_path, tmp_path / "a.parquet")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from trainer.config.composition import CONFIGS
 from trainer.config.fields import from_tree
+from trainer.config.inherited import inherit
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.flops import param_count
@@ -112,3 +113,20 @@ def test_a_variant_that_the_model_lacks_is_refused(name, change, message):
     cls = SPECS[config["model_type"]]
     with pytest.raises(UserError, match=message):
         cls.of_config(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 10**400},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0},
+        {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-320},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1e400},
+    ],
+)
+def test_rotary_positions_of_odd_numbers_are_a_line(tmp_path, rope):
+    config = read_object(DATA / "qwen2" / "config.json") | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        inherit({"name": "from_init"}, str(tmp_path))
+    assert "\n" not in str(error.value)
