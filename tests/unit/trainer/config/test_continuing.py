@@ -359,6 +359,7 @@ def test_what_is_no_run_is_left_to_who_restores_it():
             [f"resume.source={source}", "seed=1"],
             {},
             {},
+            False,
         )
 
 
