@@ -204,6 +204,8 @@ def open_session(
                 config.resume, directory.path, checkpointer, phases, first_state
             )
     check_same_run(checkpoint, config.train.steps, workload.data.manifest.fingerprint)
+    if checkpoint.step and not checkpoint.is_fork:
+        directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
     with refused_together(), explain_full_disk(directory.path):
         directory.adopt(to_tree(config))
         facts = facts_of(workload) | recorded_origin(config, checkpoint)

@@ -234,7 +234,9 @@ def answer(main: Callable[[], None]) -> int:
         except OSError as error:
             if error.filename is None:
                 raise
-            complain(UserError(f"{error.filename}: {error.strerror}"))
+            complain(
+                UserError(f"{error.filename}: {error.strerror}; choose another path")
+            )
             return UserError.exit_code
         return 0
 

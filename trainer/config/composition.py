@@ -97,14 +97,15 @@ def fetch_from_hub(plain: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
     Nothing is fetched because a saved run says so.
     """
-    source, data = plain.get("init_from"), plain.get("data")
-    if isinstance(source, str) and "init_from" not in saved:
-        plain["init_from"] = hub.fetch("init_from", source, hub.MODEL_FILES)
-    if not isinstance(data, dict) or "data.tokenizer" in saved:
-        return
-    name = data.get("tokenizer")
-    if isinstance(name, str):
-        data["tokenizer"] = hub.fetch("data.tokenizer", name, hub.TOKENIZER_FILES)
+    for key in hub.KEYS:
+        *groups, name = key.split(".")
+        tree: Any = plain
+        for group in groups:
+            tree = tree.get(group)
+        if key not in saved and isinstance(tree, dict):
+            value = tree.get(name)
+            if isinstance(value, str):
+                tree[name] = hub.fetch(key, value)
 
 
 def with_presets(phases: Any) -> Any:

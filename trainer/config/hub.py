@@ -8,18 +8,19 @@ from trainer.errors import UserError
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
 MODEL_FILES = ("model*.safetensors", "*.json", "merges.txt", *TOKENIZER_FILES)
+# Keys that take an id, each with the patterns of the files that count.
+KEYS = {"init_from": MODEL_FILES, "data.tokenizer": TOKENIZER_FILES}
 
 
-def fetch(key: str, value: str, files: tuple[str, ...]) -> str:
+def fetch(key: str, value: str) -> str:
     """Return the directory of a hub id's files, fetched if the cache lacks them.
 
     An id is `OWNER/NAME` or `OWNER/NAME@REVISION`. What exists as a path, or is in a
     directory that does, is a path, and returned as it is.
 
     Args:
-      key: the key of the configuration.
+      key: the key of the configuration, one of `KEYS`.
       value: its value.
-      files: patterns of the files that count.
 
     Raises:
       UserError: the hub has no such repository, or is not reached.
@@ -33,7 +34,7 @@ def fetch(key: str, value: str, files: tuple[str, ...]) -> str:
     name, revision = match.groups()
     try:
         return huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(files)
+            name, revision=revision, allow_patterns=list(KEYS[key])
         )
     except errors.RevisionNotFoundError:
         raise UserError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bounds import annotations
+from trainer.config import hub
 from trainer.config.continuing import CommandLine, overlaps, set_keys
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
@@ -56,6 +57,9 @@ def over_defaults(
         if key.partition(".")[0] not in chosen
         and not any(overlaps(key, other) for other in given)
     }
+    for key in hub.KEYS:
+        if isinstance(saved.get(key), str):
+            saved[key] = hub.fetch(key, saved[key])
     new = [f"{group}={name}" for group, name in choices.items() if group not in given]
     return CommandLine([*new, *arguments], saved)
 

@@ -113,6 +113,8 @@ def position_tables(spec: Spec) -> Any:
 
 def of_context(context: int, spec: Spec, like: Params) -> Params:
     """Return `like` with tables of positions for another context, unsharded."""
+    if context == spec.context:
+        return like  # also for models without a table of positions
 
     def target(is_table: bool, leaf: jax.Array) -> Any:
         if not is_table or leaf.shape[0] == context:

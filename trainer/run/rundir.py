@@ -170,29 +170,26 @@ class RunDir:
                 f" {'; '.join(differing)}; take these values back, or choose another"
                 " run_dir"
             )
-        trained = self._trained_with()
-        changed = [] if trained is None else differences(trained, config, may_change)
+
+    def check_trained_with(
+        self, trained: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        """Refuse to continue a checkpoint of this directory with other settings.
+
+        Args:
+          trained: the configuration that the checkpoint was written with.
+          config: of this run.
+
+        Raises:
+          UserError: with the keys that differ: config.yaml was edited.
+        """
+        changed = differences(renamed_keys(trained), config, MAY_CHANGE)
         if changed:
             raise UserError(
-                f"{path} is not what the newest checkpoint was trained with:"
-                f" {'; '.join(changed)}; take these values back, or choose another"
-                " run_dir"
+                f"{self.path / 'config.yaml'} is not what the checkpoint was trained"
+                f" with: {'; '.join(changed)}; take these values back, or choose"
+                " another run_dir"
             )
-
-    def _trained_with(self) -> dict[str, Any] | None:
-        """Return the configuration of the newest checkpoint; None: there is none.
-
-        One that cannot be read is reported when it is restored.
-        """
-        checkpoints = self.path / "checkpoints"
-        if not any(entry.name.isdecimal() for entry in checkpoints.glob("*")):
-            return None
-        try:
-            with Checkpointer.reading(checkpoints) as checkpointer:
-                config = checkpointer.meta().get("config")
-        except (UserError, ValueError, OSError):
-            return None
-        return renamed_keys(config) if isinstance(config, dict) else None
 
     def _adopted(self) -> dict[str, Any]:
         """Return the configuration that the directory belongs to.

@@ -186,8 +186,9 @@ class LlamaSpec:
     def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
         ours = self.architecture()[name]
-        if name == "rope_scaling" and value is not None:  # earlier runs have fewer keys
-            value = dataclasses.asdict(RopeScaling(**value))
+        if name == "rope_scaling" and isinstance(value, Mapping):
+            # Earlier runs have fewer keys.
+            value = {**dataclasses.asdict(RopeScaling(factor=1)), **value}
         return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
 
     def for_sampling(self) -> Self:
