@@ -44,7 +44,6 @@ class Evaluator:
             callbacks, or that of `explain`.
         place: tells evaluators with an observer apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
-        numbers: that the jaxpr's arguments may hold, see `known_numbers`; None: any.
         resized: the results that have readers which may give their rows other sizes,
             see `uses.resizes`; None: all. It counts for an observer.
         stacks: for each result of a scan's body how products of later loops read it,
@@ -54,7 +53,6 @@ class Evaluator:
     measures: bool
     observer: Observer | None = None
     place: object = None
-    numbers: tuple[Any, ...] | None = None
     resized: tuple[bool, ...] | None = None
     stacks: tuple[Reading | None, ...] = ()
 

@@ -10,7 +10,7 @@ serves all products that read it alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.measured import (
-    known_numbers,
-    quantize,
-    uses,
-)
+from scalify_core.interpreter.measured import masks, quantize, uses
 from scalify_core.interpreter.measured.products import (
     CALLS,
     IN_FULL,
@@ -129,7 +125,6 @@ def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
     stacks = _stacks(eqn, jaxpr, evaluate.stacks) if name in CALLS | {"scan"} else ()
     return dataclasses.replace(
         evaluate,
-        numbers=known_numbers.numbers_inside(eqn, _numbers_in(jaxpr, evaluate)),
         resized=resized,
         stacks=stacks,
     )
@@ -194,12 +189,15 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
         if isinstance(x, Value) and reading is not None and not is_stored(x):
             dtype = v.result_dtype(x)
             if dtype.itemsize < 4:
-                stored(x, dtype, reading, reads[atom], is_masked(atom, jaxpr))
+                stored(x, dtype, reading, reads[atom], limit_of(atom, jaxpr))
 
 
-def is_masked(atom: Any, jaxpr: Any) -> bool:
-    """Return whether elements of a variable may be the lowest numbers, of masks."""
-    return not isinstance(atom, Literal) and atom in known_numbers.lowest_in(jaxpr)
+def limit_of(atom: Any, jaxpr: Any) -> float:
+    """Return the limit of masks in a product's operand: only the lowest numbers.
+
+    Other large numbers count in a sum.
+    """
+    return min(masks.limit_of(masks.limits_in(jaxpr), atom), masks.LOWEST)
 
 
 def wide_value(data: Any, dtype: Any) -> Value:
@@ -267,7 +265,11 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
 
 
 def stored(
-    x: Any, dtype: np.dtype, reading: Reading, common: Reading, masked: bool = False
+    x: Any,
+    dtype: np.dtype,
+    reading: Reading,
+    common: Reading,
+    limit: float = masks.NO_MASK,
 ) -> ScaledArray:
     """Return an operand in a narrow format, at a measured scale.
 
@@ -276,13 +278,13 @@ def stored(
         dtype: the format.
         reading: the parts that this reader must have, and may have.
         common: the parts that suit all readers of the operand.
-        masked: whether elements may be the lowest numbers, of masks.
+        limit: elements at or below are masks.
     """
     suits = is_finer(common.may, reading.must)
     parts = common.may if suits else reading.may
     if not isinstance(x, Value):
         x = formats.as_float32(formats.materialise(x))
-        return quantize.stored(x, dtype, parts, masked=masked)
+        return quantize.stored(x, dtype, parts, limit=limit)
     # An argument in FP16 that only moved is read as it is: no amax, no second rounding.
     if is_stored(x) and x.data.dtype == dtype:
         array = as_array(x)
@@ -294,7 +296,7 @@ def stored(
         suits = is_finer(copy_parts, reading.must) and is_finer(reading.may, copy_parts)
         if name == dtype.name and suits:
             return copy
-    copy = quantize.stored(as_array(x), dtype, parts, masked=masked)
+    copy = quantize.stored(as_array(x), dtype, parts, limit=limit)
     x.copies[dtype.name, parts] = copy
     return copy
 
@@ -304,7 +306,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     if not isinstance(x, Value) or x.dtype.itemsize >= 4 or is_stored(x):
         return x
     dtype = v.result_dtype(x)
-    return stored_value(stored(x, dtype, reading, reading, is_masked(var, jaxpr)))
+    return stored_value(stored(x, dtype, reading, reading, limit_of(var, jaxpr)))
 
 
 @rule(*MOVES)
@@ -357,7 +359,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
     fmt = v.result_dtype(a, b)
     if fmt.itemsize >= 4 or not is_float(aval) or not is_narrow_product(eqn):
         return in_float32(eqn, *operands)
-    if _selects_elements(eqn, operands, _numbers_in(jaxpr, evaluate)):
+    if _may_select_elements(eqn, operands):
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return in_float32(eqn, *operands)
@@ -365,7 +367,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
     for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
         reading = Reading(*parts)
         common = reading if isinstance(atom, Literal) else reads.get(atom, reading)
-        copies.append(stored(x, fmt, reading, common, is_masked(atom, jaxpr)))
+        copies.append(stored(x, fmt, reading, common, limit_of(atom, jaxpr)))
     # The products of stored data are summed in FP32; both scales come after the sum, so
     # neither the product nor the sum can leave the range of FP32.
     a8, b8 = copies
@@ -426,20 +428,11 @@ def _in_units_of(x: Any, copy: ScaledArray) -> Any:
     return data * broadcast_scale(jnp.float32(1) / scale, data)
 
 
-def _numbers_in(jaxpr: Any, evaluate: Any) -> Mapping[Any, known_numbers.Numbers]:
-    given = evaluate.numbers
-    if given is None or len(given) != len(jaxpr.invars):
-        given = (None,) * len(jaxpr.invars)
-    return known_numbers.numbers_in(jaxpr, given)[0]
-
-
-def _selects_elements(
-    eqn: Any, operands: Sequence[Any], known: Mapping[Any, known_numbers.Numbers]
-) -> bool:
+def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
     """Return whether a product may copy elements of a value that is not stored.
 
-    So are made: patches of a convolution, permutations, means of pairs. Copied elements
-    are often compared with their source, so all digits are read.
+    One operand is plain then, as a one-hot matrix is, and traced in FP32. Copied
+    elements are often compared with their source, so all digits are read.
     """
     precision = eqn.params["precision"]
     chosen = precision is not None and not isinstance(precision, tuple)
@@ -448,7 +441,7 @@ def _selects_elements(
     pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)
     return any(
         not isinstance(x, Value)
-        and known_numbers.select_elements(known_numbers.numbers_of_atom(known, atom))
+        and atom.aval.dtype == _F32
         and not (isinstance(other, Value) and is_stored(other))
         for atom, x, other in pairs
     )
@@ -460,9 +453,9 @@ def _convert(eqn: Any, x: Value, jaxpr: Any) -> list[Any]:
         integers = formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
         return registry.bind_all(eqn, integers)
     if dtype.itemsize < 4:  # the user's wish to round
-        constants = known_numbers.constants_of(jaxpr, eqn.invars[0])
-        if constants:  # a mask's constant is not to set the scale
-            return [stored_value(quantize.result(as_array(x), dtype, constants))]
+        limit = masks.limit_of(masks.limits_in(jaxpr), eqn.invars[0])
+        if limit > masks.NO_MASK:  # a mask is not to set the scale
+            return [stored_value(quantize.result(as_array(x), dtype, limit))]
         return [stored_value(quantize.stored(as_array(x), dtype))]
     return [wide_value(lax.convert_element_type(wide(x), dtype), dtype)]
 
@@ -493,10 +486,7 @@ def leaving(
         observer: sees losses at the equation that makes a result; None: no reports.
     """
     given = {id(x) for x in args}
-    given_formats = [x.dtype if isinstance(x, Value) else None for x in args]
-    constants = known_numbers.constants_in(
-        jaxpr, known_numbers.argument_constants(args, given_formats)
-    )
+    limits = masks.limits_of_results(jaxpr, [not isinstance(x, Value) for x in args])
     nonzero = uses.marked(jaxpr, (False,) * len(out), uses.needs_nonzero)
     made = []
     for i, x in enumerate(out):
@@ -510,7 +500,7 @@ def leaving(
         var = jaxpr.outvars[i]
         is_nonzero = not isinstance(var, Literal) and var in nonzero
         with precision_warnings.made_at(observer, jaxpr, var):
-            y = quantize.result(as_array(x), dtype, constants[i], nonzero=is_nonzero)
+            y = quantize.result(as_array(x), dtype, limits[i], nonzero=is_nonzero)
             if observer is not None and quantize.has_own_range(dtype):
                 lost = precision_warnings.beside_lost(wide(x), quantize.wide(y))
                 observer.returned(str(dtype), lost)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
-from scalify_core.interpreter.measured import known_numbers
+from scalify_core.interpreter.measured.masks import NO_MASK
 from scalify_core.numerics import amax, compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
@@ -23,11 +23,7 @@ from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, times
 
 _MASK = 2.0**10  # the magnitude of a saturated mask: far above that of logits
 # The least magnitude of a mask beside logits near zero: `exp(-256)` is zero in FP32.
-_LEAST_MASK = 2.0**8
-# Numbers at or below are masks wherever they come from, as the lowest number of FP32.
-_LOWEST_GIVEN = np.float32(-(2.0**120))
-# Constants at or below are masks of logits: programs do not compute with them.
-_MASKS = -1e7
+_LEAST_MASK = np.float32(2.0**8)
 
 
 def wide(x: Any) -> Any:
@@ -51,7 +47,7 @@ def has_own_range(dtype: np.dtype) -> bool:
 
 
 def stored(
-    x: Any, dtype: np.dtype, parts: Parts = (), *, masked: bool = False
+    x: Any, dtype: np.dtype, parts: Parts = (), *, limit: float = NO_MASK
 ) -> ScaledArray:
     """Return a value in a narrow format, at a measured scale.
 
@@ -63,8 +59,8 @@ def stored(
             array.
         dtype: the format.
         parts: the number of scales along each axis; (): one scale.
-        masked: whether elements at or below `known_numbers.LOWEST` do not take part in
-            the scale. They saturate, at a magnitude that still masks where the format
+        limit: elements at or below are masks, see `masks`. They do not take part in
+            the scale, and saturate, at a magnitude that still masks where the format
             allows.
     """
     if isinstance(x, ScaledArray):
@@ -74,8 +70,8 @@ def stored(
     x = formats.as_float32(x)
     if not has_own_range(dtype):
         return ScaledArray(formats.saturating_cast(x, dtype), 1.0)
-    if masked:
-        x, data, scale = _measured_masked(x, np.dtype(dtype), parts)
+    if limit > NO_MASK:
+        x, data, scale = _measured_masked(x, np.dtype(dtype), limit, parts)
     else:
         data, scale = amax.measured(x, np.dtype(dtype), amax.top_of(dtype), parts)
     return with_scale(rounded(data, x=x, scale=scale), scale)
@@ -106,7 +102,7 @@ def rounded(data: Any, *, x: Any, scale: Any) -> Any:
 def result(
     x: Any,
     dtype: np.dtype,
-    constants: frozenset[float] = frozenset(),
+    limit: float = NO_MASK,
     *,
     nonzero: bool = False,
 ) -> ScaledArray:
@@ -120,22 +116,21 @@ def result(
     Args:
         x: a stored value, or an array.
         dtype: the format.
-        constants: see `known_numbers`. Elements equal to one of them are kept beside
-            the rest as far as the format holds both. Beyond that, constants of masks,
-            such as -1e9, saturate at a magnitude that still masks: see `_beside`.
+        limit: elements at or below are masks, see `masks`. They are kept beside the
+            rest as far as the format holds both, and saturate beyond that.
         nonzero: whether nonzero elements must not become zero. They become the format's
             smallest number instead.
     """
     if nonzero and has_own_range(dtype):
-        array = result(x, dtype, constants)
+        array = result(x, dtype, limit)
         return with_scale(
             _nonzero(formats.as_float32(wide(x)), array.data), array.scale
         )
     if dtype.itemsize >= 4:
         return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
     x = formats.as_float32(wide(x))
-    if constants and has_own_range(dtype):
-        x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
+    if limit > NO_MASK and has_own_range(dtype):
+        x, data, scale = _measured_masked(x, np.dtype(dtype), limit, None)
         return with_scale(rounded(data, x=x, scale=scale), scale)
     if has_own_range(dtype):
         data, scale = amax.measured_result(x, np.dtype(dtype))
@@ -155,105 +150,46 @@ def _nonzero(x: jax.Array, data: jax.Array) -> jax.Array:
     return lax.select(lax.eq(data, lax.full_like(data, 0)), least, data)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _beside(
-    x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return `x`, its data and its scale, where elements may be far-off constants.
-
-    Constants are kept while the largest of the rest stays 4 octaves above the format's
-    smallest normal number, so that the rest has full precision.
-
-    Constants further off that are at or below `_MASKS` are masks. They saturate at the
-    scale of the rest, or at a larger scale where they reach `_MASK`, as long as the
-    rest keeps its precision. Where saturation would leave less than `_LEAST_MASK`
-    (beside 1e-8), they become -inf. All other constants count as numbers: the scale is
-    that of the largest.
-    """
-    (x,) = compiler_hints.materialize_once(x)
-    fmt, top, known = (
-        FloatFormat.of(dtype),
-        amax.top_of(dtype),
-        tuple(c for c in constants if c != known_numbers.ANY_LARGE),
-    )
-    constant, masked = (
-        _is_one_of(x, some) for some in (known, tuple(c for c in known if c <= _MASKS))
-    )
-    if known != constants:
-        constant, masked = (
-            lax.bitwise_or(some, lax.le(x, _LOWEST_GIVEN))
-            for some in (constant, masked)
-        )
-    rest = lax.select(constant, lax.full_like(x, 0), x)
-    of_rest = amax.unit_of(rest, amax.RESULT_TOP)
-    of_numbers = amax.unit_of(lax.select(masked, lax.full_like(x, 0), x), top)
-    of_all = amax.unit_of(x, top)
-    furthest, as_mask = _beside_masks(of_rest, amax.RESULT_TOP, dtype)
-    of_result = lax.max(of_all, amax.lower(rest, of_rest, dtype))
-    scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), of_result)
-    scale = lax.select(
-        of_rest > np.float32(MIN_SCALE), scale, amax.unit_of(x, amax.RESULT_TOP)
-    )
-    limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
-    beyond, saturated = (
-        lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)),
-        lax.mul(lax.sign(x), limit),
-    )
-    if np.dtype(dtype).itemsize == 2:  # a format that has infinities
-        saturated = lax.select(
-            lax.lt(limit, lax.full_like(limit, _LEAST_MASK)),
-            lax.full_like(x, -np.inf),
-            saturated,
-        )
-    x = lax.select(beyond, saturated, x)
-    return x, amax.divided(x, scale, dtype), scale
-
-
-def _beside_masks(
-    of_rest: jax.Array, top: int, dtype: np.dtype
-) -> tuple[jax.Array, jax.Array]:
-    """Return the largest scale that the rest allows, and the scale beside masks.
-
-    At the first, the rest is 4 octaves above the smallest normal number. At the second,
-    masks saturate at `_MASK` or above, as far as the first allows.
-    """
-    furthest = of_rest * np.float32(2.0 ** (top - 4) / FloatFormat.of(dtype).min_normal)
-    as_mask = lax.full_like(of_rest, _MASK / 2.0 ** amax.top_of(dtype))
-    return furthest, lax.clamp(of_rest, as_mask, furthest)
-
-
-def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
-    """Return where `x` equals one of these constants, up to rounding errors."""
-    near = [
-        lax.le(lax.abs(x - np.float32(c)), np.float32(abs(c) * 2.0**-20))
-        for c in constants
-    ]
-    return functools.reduce(lax.bitwise_or, near, lax.full(x.shape, False, np.bool_))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _measured_masked(
-    x: jax.Array, dtype: np.dtype, parts: Parts
+    x: jax.Array, dtype: np.dtype, limit: float, parts: Parts | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return `x` with its masks saturated, its data, and the scale of the rest.
+    """Return `x` with its masks saturated, its data and its scale.
 
-    The scale is larger where masks would saturate below `_MASK`, as long as the rest
-    stays 4 octaves above the smallest normal number.
+    The scale is that of the rest, or a larger one up to `furthest`, where the rest is
+    still 4 octaves above the format's smallest normal number. Masks are kept if that
+    suffices. Otherwise they saturate, at `_MASK` or above as far as it allows; in a
+    result beside tiny numbers, at `_LEAST_MASK` or above, or they are infinite.
+
+    Args:
+        x: FP32 numbers.
+        dtype: the format.
+        limit: elements at or below are masks.
+        parts: the number of scales along each axis; None: a result.
     """
     (x,) = compiler_hints.materialize_once(x)
-    top, fmt = amax.top_of(dtype), FloatFormat.of(dtype)
+    fmt, top = FloatFormat.of(dtype), amax.top_of(dtype)
     is_mask = lax.bitwise_and(
-        lax.le(x, np.float32(known_numbers.LOWEST)), lax.gt(x, np.float32(-np.inf))
+        lax.le(x, np.float32(limit)), lax.gt(x, np.float32(-np.inf))
     )
-    of_rest = amax.unit_of(lax.select(is_mask, lax.full_like(x, 0), x), top, parts)
-    of_masks = amax.unit_of(lax.select(is_mask, x, lax.full_like(x, 0)), top, parts)
-    _, as_mask = _beside_masks(of_rest, top, dtype)
+    zeros = lax.full_like(x, 0)
+    rest, masks = lax.select(is_mask, zeros, x), lax.select(is_mask, x, zeros)
+    rest_top = amax.RESULT_TOP if parts is None else top
+    of_rest = amax.unit_of(rest, rest_top, parts or ())
+    of_masks = amax.unit_of(masks, top, parts or ())
+    furthest = of_rest * np.float32(2.0 ** (rest_top - 4) / fmt.min_normal)
+    if parts is None:
+        of_rest = amax.lower(rest, of_rest, dtype)
+    as_mask = lax.clamp(of_rest, lax.full_like(of_rest, _MASK / 2.0**top), furthest)
+    beside = lax.select(of_masks > furthest, as_mask, lax.max(of_masks, of_rest))
     least = lax.full_like(of_rest, MIN_SCALE)
-    among_numbers = lax.select(of_masks > least, as_mask, of_rest)
-    scale = lax.select(of_rest > least, among_numbers, of_masks)
-    x = lax.select(
-        is_mask, lax.max(x, amax.spread(scale * np.float32(-fmt.max), x.shape)), x
-    )
+    scale = lax.select(of_masks > least, beside, of_rest)
+    scale = lax.select(of_rest > least, scale, of_masks)
+    lowest = scale * np.float32(-fmt.max)
+    if parts is None and np.dtype(dtype).itemsize == 2:  # a format with infinities
+        infinite = lax.full_like(lowest, -np.inf)
+        lowest = lax.select(lowest > -_LEAST_MASK, infinite, lowest)
+    x = lax.select(is_mask, lax.max(x, amax.spread(lowest, x.shape)), x)
     return x, amax.divided(x, scale, dtype), scale
 
 

@@ -57,9 +57,15 @@ def test_numbers_as_large_as_any_are_none():
     assert error(asarray(found)[:, :6], asarray(x)[:, :6] * 2.0**-120) < ROUNDINGS[HALF]
 
 
-def test_what_has_no_such_constant_is_stored_as_before():
+def test_other_large_numbers_count_in_a_sum():
     x = as_scaled_array(normal(0, 8, 8), dtype=HALF)
-    count = lambda n: str(
-        jax.make_jaxpr(scalify(lambda x: jnp.where(COLUMNS, n, jnp.tanh(x)) @ x))(x)
-    ).count("_masked")
-    assert count(-1e9) == 0 < count(-1e38)
+
+    def product(number, x):
+        return jnp.where(COLUMNS, number, jnp.tanh(x)) @ x
+
+    found, expected = scalify(product)(-1e9, x), product(-1e9, asarray(x))
+    assert error(found, expected) < ROUNDINGS[HALF]
+    written = scalify(lambda x: product(-1e9, x))(x)
+    assert error(written, expected) < ROUNDINGS[HALF]
+    jaxpr = jax.make_jaxpr(scalify(lambda x: product(-1e4, x)))(x)
+    assert "_masked" not in str(jaxpr)

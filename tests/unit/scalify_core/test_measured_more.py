@@ -96,8 +96,8 @@ def test_a_result_that_can_hold_no_large_constant_is_stored_as_all_others_are():
 
     gradient = jax.grad(lambda x, w: jnp.sum(masked(x, w) ** 2), argnums=1)
     args = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)), dtype=HALF)
-    assert "_beside" not in str(jax.make_jaxpr(scalify(gradient))(*args))
-    assert "_beside" in str(
+    assert "_masked" not in str(jax.make_jaxpr(scalify(gradient))(*args))
+    assert "_masked" in str(
         jax.make_jaxpr(scalify(lambda x, w: jnp.where(x > 0, x @ w, -1e30)))(*args)
     )
 

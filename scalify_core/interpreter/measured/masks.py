@@ -1,0 +1,113 @@
+"""Follow the constants of masks, such as -1e9 or the lowest number, through a program.
+
+A mask does not take part in the scale of a value: beside -1e9, small numbers would lose
+their digits. It saturates instead, at a magnitude that still masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+
+from scalify_core.interpreter.measured.products import CALLS, MOVES
+from scalify_core.numerics.formats import is_float
+from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
+
+# Elements at or below are masks if the program writes a number as large: programs do
+# not compute with such numbers.
+WRITTEN = -1e7
+# Elements at or below are masks wherever they come from: the lowest FP32 number, or a
+# large part of it.
+LOWEST = -(2.0**120)
+NO_MASK = -math.inf
+
+# A large operand may be an element of the result: the operation moves it, or adds
+# numbers too small to change it.
+_KEEP = MOVES | {
+    "select_n", "max", "min", "clamp", "concatenate", "pad", "sort",
+    "dynamic_update_slice", "scatter", "convert_element_type", "add", "add_any", "sub",
+    "scatter-add", "reduce_max", "reduce_min", "reduce_sum", "cummax", "cummin",
+    "cumsum", "real", "pvary", "psum", "all_gather", "ppermute", "all_to_all", "roll",
+}  # fmt: skip
+
+
+@per_jaxpr
+def limits_in(jaxpr: Any, given: tuple[float, ...] = ()) -> dict[Any, float]:
+    """Return the limits of the variables of which elements may be masks.
+
+    Elements of a variable at or below its limit are masks.
+
+    Args:
+        jaxpr: the program.
+        given: the limits of its closed-over values and arguments; (): they hold none.
+    """
+    given = given or (NO_MASK,) * len((*jaxpr.constvars, *jaxpr.invars))
+    if not _writes_masks(jaxpr) and max(given, default=NO_MASK) == NO_MASK:
+        return {}
+    limits = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [limit_of(limits, atom) for atom in eqn.invars]
+        name, largest = eqn.primitive.name, max(operands, default=NO_MASK)
+        results = [NO_MASK] * len(eqn.outvars)
+        if name in CALLS:
+            inner = inner_jaxpr(eqn)
+            constants = [NO_MASK] * len(inner.constvars)
+            known = limits_in(inner, (*constants, *operands))
+            results = [limit_of(known, atom) for atom in inner.outvars]
+        elif any(map(_writes_masks, jaxprs_in_params(eqn.params))):
+            results = [WRITTEN] * len(results)
+        elif name in _KEEP or any(True for _ in jaxprs_in_params(eqn.params)):
+            results = [largest] * len(results)
+        elif name in ("mul", "div"):
+            # By a computed number, a mask may become one that the rest reaches.
+            by_number = any(isinstance(atom, Literal) for atom in eqn.invars)
+            results = [largest if by_number else min(largest, LOWEST)]
+        limits |= zip(eqn.outvars, results, strict=True)
+    return {var: limit for var, limit in limits.items() if limit > NO_MASK}
+
+
+def limit_of(limits: dict[Any, float], atom: Any) -> float:
+    """Return the limit of a variable or literal, given those of variables."""
+    if not isinstance(atom, Literal):
+        return limits.get(atom, NO_MASK)
+    return WRITTEN if _is_large(atom) else NO_MASK
+
+
+def limits_of_results(jaxpr: Any, is_plain: Sequence[bool]) -> list[float]:
+    """Return the limits of the results of a program.
+
+    Args:
+        jaxpr: the program.
+        is_plain: for each argument, whether it is a plain array, which may hold masks.
+    """
+    arguments = zip(jaxpr.invars, is_plain, strict=True)
+    may_hold = [
+        *(is_float(var.aval) for var in jaxpr.constvars),
+        *(
+            plain and bool(var.aval.shape) and is_float(var.aval)
+            for var, plain in arguments
+        ),
+    ]
+    known = limits_in(jaxpr, tuple(LOWEST if may else NO_MASK for may in may_hold))
+    return [limit_of(known, atom) for atom in jaxpr.outvars]
+
+
+@per_jaxpr
+def _writes_masks(jaxpr: Any) -> bool:
+    """Return whether a jaxpr, or one inside it, has a number as large as a mask's."""
+    return any(
+        any(map(_is_large, eqn.invars))
+        or any(map(_writes_masks, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_large(atom: Any) -> bool:
+    """Return whether an atom is a literal as large as a mask, of either sign."""
+    if not isinstance(atom, Literal) or not is_float(atom.aval) or np.ndim(atom.val):
+        return False
+    return -WRITTEN <= abs(float(atom.val)) < math.inf
