@@ -1,18 +1,25 @@
 """Line charts as SVG text, without a library, for pages that need no network."""
 
 import bisect
+import colorsys
 import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from trainer.observe.display import short
 
 WIDTH, HEIGHT = 560, 240  # of a chart, in the units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 58, 26, 14, 30  # around the plot
 MOST_POINTS = 600  # of a line, which keeps the minimum and maximum of each part
-CLIPPED = 3.0  # a range beyond this multiple of that of 99% of the values is cut off
+# A range beyond this multiple of that of the usual values is cut off. Usual are the
+# lowest 95%, and of the lowest 99% those up to the highest median of SPIKE values in a
+# row: a loss before it falls, but no spike.
+CLIPPED = 2.0
+SPIKE = 5
 # Distinct in print and for the color-blind (Okabe and Ito, "Color Universal Design",
 # 2008).
 COLORS = (
@@ -32,7 +39,29 @@ def color_number(i: int) -> str:
 
     From the ninth on they are not distinct for the color-blind.
     """
-    return COLORS[i] if i < len(COLORS) else f"hsl({137.5 * i % 360:.0f} 65% 42%)"
+    if i < len(COLORS):
+        return COLORS[i]
+    # hues by the golden angle: neighbors are far apart
+    parts = colorsys.hls_to_rgb(137.5 * i / 360 % 1, 0.42, 0.65)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tokens and hours of a run at its steps; without steps it knows neither."""
+
+    steps: Sequence[float] = ()
+    tokens: Sequence[float] = ()
+    hours: Sequence[float] = ()
+
+    def at(self, steps: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return tokens and hours at these steps, between known ones linearly."""
+        if not self.steps:
+            return [math.nan] * len(steps), [math.nan] * len(steps)
+        return (
+            np.interp(steps, self.steps, self.tokens).tolist(),
+            np.interp(steps, self.steps, self.hours).tolist(),
+        )
 
 
 @dataclass(frozen=True)
@@ -40,6 +69,7 @@ class Line:
     """A series, in which values that are not finite leave a gap.
 
     Attributes:
+      clock: tokens and hours of the steps.
       dots: whether points are marked, for short series.
       faint: whether it is the raw series behind a smoothed one; not in the legend.
     """
@@ -50,6 +80,7 @@ class Line:
     color: str = COLORS[0]
     dots: bool = False
     faint: bool = False
+    clock: Clock = Clock()
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,29 @@ class Mark:
     x: float
     text: str
     color: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over steps.
+
+    Attributes:
+      unit: of the values, beside the title.
+      from_zero: whether the vertical axis starts at zero.
+      x_range: first and last step; None: those of the lines.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+    marks: Sequence[Mark] = ()
+    from_zero: bool = False
+    x_range: tuple[float, float] | None = None
+
+    @property
+    def shown(self) -> list[Line]:
+        """The lines that have a finite value."""
+        return [line for line in self.lines if any(map(math.isfinite, line.ys))]
 
 
 class Choice(NamedTuple):
@@ -131,7 +185,16 @@ def value_range(lines: Sequence[Line], *, from_zero: bool) -> tuple[float, float
     if not values:
         return 0.0, 1.0, 0
     low, high = (min(0.0, values[0]) if from_zero else values[0]), values[-1]
-    usual = values[min(len(values) - 1, int(0.99 * len(values)))]
+    medians = [
+        y
+        for line in lines
+        for y in (line.ys if line.dots else smoothed(line.ys, SPIKE))
+        if math.isfinite(y)
+    ]
+    most, nearly_all = (
+        values[min(len(values) - 1, int(share * len(values)))] for share in (0.95, 0.99)
+    )
+    usual = min(nearly_all, max(most, *medians))
     if high - low > CLIPPED * (usual - low) > 0:
         high = low + 1.2 * (usual - low)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -141,17 +204,14 @@ def value_range(lines: Sequence[Line], *, from_zero: bool) -> tuple[float, float
     return low, high, sum(y > high for y in values)
 
 
-def chart(
-    title: str,
-    lines: Sequence[Line],
-    *,
-    unit: str = "",
-    marks: Sequence[Mark] = (),
-    from_zero: bool = False,
-    x_range: tuple[float, float] | None = None,
-) -> str:
-    """Return a figure with title, legend and axes, or with "not recorded"."""
-    shown = [line for line in lines if any(map(math.isfinite, line.ys))]
+def chart_figure(chart: Chart, drawn: str = "") -> str:
+    """Return a figure with title, legend and axes, or with "not recorded".
+
+    Args:
+      chart: what to draw.
+      drawn: the element that JavaScript fills; the picture is for readers without.
+    """
+    shown = chart.shown
     named = [line for line in shown if not line.faint]
     swatches = {
         x.name: f'<i style="background:{x.color}"></i>' for x in named if x.name
@@ -161,31 +221,34 @@ def chart(
         for name, swatch in swatches.items()
     )
     head = (
-        f"<figcaption><b>{html.escape(title)}</b> <small>{html.escape(unit)}</small>"
-        f" {legend}</figcaption>"
+        f"<figcaption><b>{html.escape(chart.title)}</b>"
+        f" <small>{html.escape(chart.unit)}</small> {legend}</figcaption>"
     )
     if not shown:
         return f"<figure>{head}<p>not recorded</p></figure>"
     xs = [x for line in shown for x in line.xs]
-    first, last = x_range or (min(xs), max(xs))
+    first, last = chart.x_range or (min(xs), max(xs))
     across = Scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
-    low, high, above = value_range(shown, from_zero=from_zero)
+    low, high, above = value_range(shown, from_zero=chart.from_zero)
     up = Scale(low, high, HEIGHT - BOTTOM, TOP)
     parts = [
         *axes(across, up),
-        *(mark(m, across) for m in marks),
+        *(mark(m, across) for m in chart.marks),
         *(part for x in shown for part in draw(x, across, up)),
     ]
+    clipped = f"{above} values above the top" if above else ""
     if above:
         parts.append(
-            f'<text x="{WIDTH - RIGHT}" y="11" text-anchor="end">{above} values above'
-            " the top</text>"
+            f'<text x="{WIDTH - RIGHT}" y="11" text-anchor="end">{clipped}</text>'
         )
-    label = html.escape(f"{title} by step", quote=True)
+    label = html.escape(f"{chart.title} by step", quote=True)
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
         f' aria-label="{label}">{"".join(parts)}</svg>'
     )
+    if drawn:
+        note = f"<small>{clipped}</small>" if above else ""
+        return f"<figure>{head}{drawn}{note}<noscript>{svg}</noscript></figure>"
     return f"<figure>{head}{svg}</figure>"
 
 

@@ -1,6 +1,7 @@
 """The records of a run, read from its directory for reports and comparisons."""
 
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -15,7 +16,7 @@ from trainer.errors import UserError
 from trainer.files import parse_yaml, refuse_links, well_formed
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
-from trainer.report.charts import COLORS, Line, Mark, smoothed
+from trainer.report.charts import COLORS, Clock, Line, Mark, smoothed
 
 # Colors of events, by the first of these phrases in them.
 KINDS = {
@@ -141,7 +142,26 @@ class History:
     ) -> Line:
         """Return the values of a key, from the rows that have it."""
         points = [(row["step"], float(row[key])) for row in self.rows if key in row]
-        return Line(name, [x for x, _ in points], [y for _, y in points], color, **look)
+        steps, values = [x for x, _ in points], [y for _, y in points]
+        return Line(name, steps, values, color, **look, clock=self.clock)
+
+    @functools.cached_property
+    def clock(self) -> Clock:
+        """Tokens and hours of training after each step that has a row."""
+        steps = [float(row["step"]) for row in self.rows]
+        # A row's time is the mean of the steps since the row before.
+        taken = [
+            float(row.get("perf/step_ms", math.nan)) / 3.6e6 * (step - previous)
+            for row, step, previous in zip(
+                self.rows, steps, [steps[0], *steps], strict=False
+            )
+        ]
+        finite_hours = (hours if math.isfinite(hours) else 0.0 for hours in taken)
+        return Clock(
+            steps,
+            [float(row["tokens"]) for row in self.rows],
+            list(itertools.accumulate(finite_hours)),
+        )
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
@@ -196,7 +216,7 @@ class History:
         raw = self.line(key, name, color, faint=True)
         return [
             raw,
-            Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), color),
+            replace(raw, ys=smoothed(raw.ys, max(1, len(raw.ys) // 50)), faint=False),
         ]
 
     @property

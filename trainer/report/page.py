@@ -7,12 +7,13 @@ healthy, fast?
 import base64
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.files import well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
-from trainer.report.charts import COLORS, Line, chart, color_number
+from trainer.report.charts import COLORS, Chart, Line, chart_figure, color_number
 from trainer.report.history import FORKED, History, color_of, finite, read_text
 from trainer.report.verdicts import (
     LOST,
@@ -22,6 +23,7 @@ from trainer.report.verdicts import (
     Loss,
     fast,
     healthy,
+    is_narrow,
     learning,
     losses,
 )
@@ -46,7 +48,8 @@ h1{font-size:22px;margin:0} h2{font-size:17px;margin:26px 0 6px} p{margin:4px 0}
 .card ul{margin:6px 0 0;padding-left:18px}
 .unrated{border-left-color:#8c959f} .unrated i{color:#5b6570}
 .bad{border-left-color:#b00020} .bad i{color:#b00020}
-figure{margin:0;border:1px solid #e4e8ec;border-radius:6px;padding:8px 10px}
+noscript p{margin:0}
+figure{margin:0;min-width:0;border:1px solid #e4e8ec;border-radius:6px;padding:8px 10px}
 figcaption span{white-space:nowrap}
 figcaption i{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 4px 0 10px}
 svg{width:100%;display:block} svg text{font-size:11px;fill:#5b6570}
@@ -114,8 +117,12 @@ def arithmetic(h: History) -> str:
     return f"precision {name}: {meaning}" if meaning else f"precision {name}"
 
 
-def charts(h: History) -> list[str]:
-    """Return the charts of a run."""
+def charts(h: History) -> list[Chart]:
+    """Return the charts of a run: those that something was recorded for.
+
+    Lines of numerics that are flat by design are left out: what FP32 cuts off or loses,
+    and scales that are all one.
+    """
     first = h.rows[0]["step"]
     span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
     validation = h.line("val/loss", "validation", COLORS[1], dots=True)
@@ -124,20 +131,31 @@ def charts(h: History) -> list[str]:
         h.line("memory/host_peak_gib", "host", COLORS[1]),
     ]
     names = {kind: kind.replace("_", " ") for kind in NARROW}
+
+    def limit(value: float) -> Line:
+        return Line("limit", span, (value, value), COLORS[6], clock=h.clock)
+
     clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
-    share = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
-    clipped = f", which {share:.1%} of the steps had" if share else ""
-    clip_line = [Line("limit", span, (clip, clip), COLORS[6])] if clip and share else []
+    over_clip = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
+    clipped = f", which {over_clip:.1%} of the steps had" if over_clip else ""
+    clip_line = [limit(clip)] if clip and over_clip else []
+
+    is_fp32 = h.settings.get("precision.compute") == "fp32"
+    is_flat = is_fp32 and not is_narrow(h.settings)
 
     def extremes(figure: str, *ends: str, times: float = 1.0) -> list[Line]:
         """Return lines of the extremes over the layers, for each tensor class."""
+        if is_flat:
+            return []
         drawn_lines = []
         for i, (kind, name) in enumerate(names.items()):
             for end in ends:
                 line = h.line(f"numerics/{kind}/{figure}_{end}")
                 ys = [times * y for y in line.ys]
                 if ys:
-                    drawn_lines.append(Line(name, line.xs, ys, COLORS[i], dots=True))
+                    drawn_lines.append(
+                        replace(line, name=name, ys=ys, color=COLORS[i], dots=True)
+                    )
         return drawn_lines
 
     def relative_underflow() -> list[Line]:
@@ -152,16 +170,18 @@ def charts(h: History) -> list[str]:
         for i, (kind, name) in enumerate(names.items()):
             if any(kind in by_class for by_class in worst):
                 sizes = [100 * by_class.get(kind, nothing).size for by_class in worst]
-                drawn_lines.append(Line(name, steps, sizes, COLORS[i], dots=True))
+                drawn_lines.append(
+                    Line(name, steps, sizes, COLORS[i], dots=True, clock=h.clock)
+                )
         return drawn_lines
 
     ratio = over_critical(h)
-    at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLORS[6])] if ratio.ys else []
+    at_edge = [ratio, limit(1.0)] if ratio.ys else []
 
-    def limited(lines: list[Line], limit: float) -> list[Line]:
+    def limited(lines: list[Line], share: float) -> list[Line]:
         if not lines:
             return []
-        return [*lines, Line("limit", span, (100 * limit,) * 2, COLORS[6])]
+        return [*lines, limit(100 * share)]
 
     underflow = limited(relative_underflow(), LOST[0])
     underflow_unit = "at most so many % of a tensor's RMS, worst layer"
@@ -171,12 +191,11 @@ def charts(h: History) -> list[str]:
 
     def drawn(
         title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False
-    ) -> str:
-        return chart(
-            title, lines, unit=unit, marks=h.marks, from_zero=from_zero, x_range=span
-        )
+    ) -> Chart:
+        return Chart(title, lines, unit, h.marks, from_zero, span)
 
-    return [
+    scales = [line for line in extremes("exponent", "max", "min") if any(line.ys)]
+    all_charts = [
         drawn(
             "Loss",
             [*h.smooth("train/loss", "training"), validation],
@@ -217,9 +236,29 @@ def charts(h: History) -> list[str]:
         ),
         drawn(
             "Scales",
-            extremes("exponent", "max", "min"),
+            scales,
             "powers of two, the largest and smallest of the layers",
         ),
+    ]
+    return [chart for chart in all_charts if chart.shown]
+
+
+def chart_grid(
+    drawn_charts: Sequence[Chart], pictures: Sequence[str] = ()
+) -> list[str]:
+    """Return the charts side by side, with controls for all; `pictures` come last."""
+    # Bokeh takes a second to import.
+    from trainer.report.interactive import CONTROLS, drawn
+
+    elements, scripts = drawn(drawn_charts)
+    figures = [
+        chart_figure(chart, element)
+        for chart, element in zip(drawn_charts, elements, strict=True)
+    ]
+    return [
+        CONTROLS,
+        f'<div class="charts">{"".join([*figures, *pictures])}</div>',
+        scripts,
     ]
 
 
@@ -230,7 +269,8 @@ def over_critical(h: History) -> Line:
         for row in h.rows
         if "sharpness/critical" in row
     ]
-    return Line("", [x for x, _ in points], [y for _, y in points], dots=True)
+    steps, ratios = [x for x, _ in points], [y for _, y in points]
+    return Line("", steps, ratios, dots=True, clock=h.clock)
 
 
 def render(
@@ -252,7 +292,7 @@ def render(
         ),
         f'<div class="cards">{cards}</div>',
         f"<p class=sub>{BEYOND}</p>",
-        f'<div class="charts">{"".join(charts(h))}</div>',
+        *chart_grid(charts(h)),
         (
             f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}"
         ),
@@ -301,31 +341,30 @@ def comparison(
         ]
 
     drawn = [
-        *pictures,
-        chart(
+        Chart(
             "Training loss",
             over("train/loss", smooth=True),
             unit="nats per token, lower is better",
         ),
-        chart(
+        Chart(
             "Validation loss",
             over("val/loss", smooth=False),
             unit="nats per token, lower is better",
         ),
-        chart(
+        Chart(
             "Gradient norm",
             over("grad_norm", smooth=True),
             unit="before clipping",
             from_zero=True,
         ),
-        chart(
+        Chart(
             "Throughput",
             over("perf/tokens_per_s", smooth=True),
             unit="tokens per second",
             from_zero=True,
         ),
-        chart("Learning rate", over("lr", smooth=False), from_zero=True),
-        chart(
+        Chart("Learning rate", over("lr", smooth=False), from_zero=True),
+        Chart(
             "Memory",
             over("memory/host_peak_gib", smooth=False),
             unit="GiB of the host",
@@ -337,7 +376,7 @@ def comparison(
     if means:
         body.append(html_table(means))
     body += [
-        f'<div class="charts">{"".join(drawn)}</div>',
+        *chart_grid(drawn, pictures),
         "<h2>Figures and differences</h2>",
         html_table(table),
     ]

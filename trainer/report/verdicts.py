@@ -34,8 +34,6 @@ MACHINE = (
 IDLE = 0.1  # MFU below which no run is called fast
 # Classes of tensors that are cast to eight bits: the key of `precision` for the format,
 # the suffix of their names, and their description.
-# What is cast to eight bits: the key of `precision` that says to which, how its
-# tensors' names end, and in words.
 NARROW = {
     "weights": ("forward", ".kernel", "the weights of"),
     "activations": ("forward", ".in", "the activations that go into"),
@@ -52,6 +50,10 @@ UNSEEN = (
 SATURATED = (0.01, 0.1)
 # the same for the RMS of values rounded to zero, as a share of the tensor's RMS
 LOST = (0.01, 0.1)
+# A training loss jumps where it exceeds the median of the BEFORE losses before it by
+# this share of it, and by this multiple of the usual deviation from such medians. The
+# watchdog judges only from `watchdog.spike_window` losses on.
+JUMP, DEVIATIONS, BEFORE = 0.2, 8.0, 8
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ def healthy(h: History) -> Answer:
         ),
     }
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    jump = "" if counts["spiking"] else _jumps(h)
     lost_grade, numerics = _narrow_losses(h)
     stopped = [text for text in texts if text.startswith("stopped")]
     if stopped:
@@ -289,6 +292,12 @@ def healthy(h: History) -> Answer:
             question,
             BAD,
             f"The watchdog stopped it: {stopped[-1].removeprefix('stopped: ')}.",
+        )
+    if jump and not listed:
+        return Answer(
+            question,
+            BAD if lost_grade == BAD else FAIR,
+            f"No step was skipped, nothing rolled back, no stall. {jump}{numerics}",
         )
     if not listed and not h.numerics and is_narrow(h.settings):
         return Answer(
@@ -306,8 +315,39 @@ def healthy(h: History) -> Answer:
     return Answer(
         question,
         grade,
-        f"In {len(h.rows):,} steps: {listed}; see the events below.{numerics}",
+        f"In {len(h.rows):,} steps: {listed}; see the events below. {jump}{numerics}",
     )
+
+
+def _jumps(h: History) -> str:
+    """Return a sentence about the jumps of the training loss; empty: there are none.
+
+    Losses in a row that jump are one jump.
+    """
+    steps, losses = finite(h.line("train/loss"))
+    medians = [
+        statistics.median(losses[max(0, i - BEFORE) : i]) for i in range(2, len(losses))
+    ]
+    above = [y - median for y, median in zip(losses[2:], medians, strict=True)]
+    if not above:
+        return ""
+    usual = 1.4826 * statistics.median(map(abs, above))  # sigma, of normal deviations
+    is_jump = [
+        rise > max(JUMP * median, DEVIATIONS * usual)
+        for rise, median in zip(above, medians, strict=True)
+    ]
+    count = sum(
+        new and not old for new, old in zip(is_jump, [False, *is_jump], strict=False)
+    )
+    if not count:
+        return ""
+    i = max((i for i, jumped in enumerate(is_jump) if jumped), key=above.__getitem__)
+    largest = (
+        f"from {medians[i]:.3g} to {losses[i + 2]:.3g} in step {steps[i + 2]:,.0f}"
+    )
+    if count == 1:
+        return f"The training loss jumped {largest}."
+    return f"The training loss jumped {count} times, at most {largest}."
 
 
 def is_narrow(settings: Mapping[str, Any]) -> bool:
@@ -440,7 +480,8 @@ def fast(h: History) -> Answer:
         f"{short(usual)} tokens/s, {step_ms:,.1f} ms a step{use}; {waited:.1%} of it"
         " waiting for data."
     )
-    text += f"\nIts steps took {timedelta(seconds=round(_seconds(h)))} (h:mm:ss)."
+    taken = timedelta(seconds=round(3600 * h.clock.hours[-1]))
+    text += f"\nIts steps took {taken} (h:mm:ss)."
     if waited > WAITING:
         return Answer(question, FAIR, f"{text}\nWaiting for data slows it down.")
     if late < SLOWER * usual:
@@ -466,17 +507,6 @@ def fast(h: History) -> Answer:
         return Answer(question, GOOD, text)
     return Answer(
         question, UNRATED, f"{text}\nThe peak rate of this device is not known."
-    )
-
-
-def _seconds(h: History) -> float:
-    """Return the seconds of all steps; a row's time is that since the row before."""
-    line = h.line("perf/step_ms")
-    pairs = zip(line.ys, line.xs, [h.rows[0]["step"], *line.xs], strict=False)
-    return math.fsum(
-        ms / 1e3 * (step - previous)
-        for ms, step, previous in pairs
-        if math.isfinite(ms)
     )
 
 

@@ -8,9 +8,11 @@ import pytest
 
 from trainer.report.charts import (
     MOST_POINTS,
+    Chart,
+    Clock,
     Line,
     Mark,
-    chart,
+    chart_figure,
     smoothed,
     stretches,
     thinned,
@@ -71,7 +73,7 @@ def test_a_few_values_far_above_the_rest_are_cut_off_and_counted():
     assert 0.9 < low < 1.0
     assert 2.0 < high < 2.5
     assert above == 3
-    drawing = chart("Loss", [Line("x", range(1003), ys)])
+    drawing = chart_figure(Chart("Loss", [Line("x", range(1003), ys)]))
     assert "3 values above the top" in drawing
     heights = [
         float(p.split(",")[1])
@@ -80,9 +82,19 @@ def test_a_few_values_far_above_the_rest_are_cut_off_and_counted():
     assert min(heights) >= 14  # inside of the plot
 
 
+def test_a_spike_of_a_short_run_is_cut_off_and_the_fall_from_its_start_is_not():
+    ys = [5.6, 5.0, 4.4, 3.9, 3.5, *(3.2 - 0.01 * i for i in range(40))]
+    assert value_range([Line("", range(45), ys)], from_zero=False)[2] == 0
+    ys[13:15] = [40.0, 4.8]
+    _, high, above = value_range([Line("", range(45), ys)], from_zero=False)
+    assert (5.6 < high < 7.0, above) == (True, 1)
+
+
 def test_a_chart_is_well_formed_whatever_the_names_and_draws_gaps_dots_and_marks():
     lines = [Line('<a & "b">', [1, 2, 3, 4], [1.0, NAN, 2.0, 3.0], dots=True)]
-    text = chart("T<", lines, unit="u&", marks=[Mark(2, "step 2: <skipped>", "#f00")])
+    text = chart_figure(
+        Chart("T<", lines, "u&", [Mark(2, "step 2: <skipped>", "#f00")])
+    )
     found = svg(text)
     assert len([p for p in found.findall("path") if p.get("class") is None]) == 2
     assert len(found.findall("circle")) == 3
@@ -93,5 +105,11 @@ def test_a_chart_is_well_formed_whatever_the_names_and_draws_gaps_dots_and_marks
 
 @pytest.mark.parametrize("ys", [[], [NAN], [2.0], [2.0, 2.0], [0.0, 0.0]])
 def test_nothing_and_constants_can_be_drawn(ys):
-    text = chart("T", [Line("x", range(len(ys)), ys)])
+    text = chart_figure(Chart("T", [Line("x", range(len(ys)), ys)]))
     assert ("not recorded" in text) == (not any(map(math.isfinite, ys)))
+
+
+def test_tokens_and_hours_lie_between_those_of_the_steps_with_rows():
+    clock = Clock([10, 20], [100, 200], [1.0, 3.0])
+    assert clock.at([10, 15, 20]) == ([100, 150, 200], [1.0, 2.0, 3.0])
+    assert all(map(math.isnan, Clock().at([1])[0]))

@@ -9,6 +9,8 @@ from histories import FALLING, FP8, history, rows, tensor
 from trainer.report.history import Evaluation, History
 from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
 
+SMOOTH = [5.5 - 0.02 * i for i in range(200)]
+
 
 @pytest.mark.parametrize(
     ("losses", "val", "grade", "says"),
@@ -158,8 +160,20 @@ def test_the_course_of_a_fork_is_that_of_its_own_steps():
     ],
 )
 def test_whether_it_is_healthy(events, more, grade, says):
-    answer = healthy(history(rows(FALLING * 2, **more), events))
+    answer = healthy(history(rows(SMOOTH, **more), events))
     assert (answer.grade, says in answer.text) == (grade, True), answer
+
+
+def test_a_jump_of_the_loss_is_told_before_the_watchdog_judges_and_noise_is_none():
+    spiking = [3.0 - 0.01 * i + 0.02 * (i % 3) for i in range(60)]
+    assert "no spike" in healthy(history(rows(spiking))).text
+    spiking[13:15] = [10.3, 4.8]
+    answer = healthy(history(rows(spiking)))
+    assert answer.grade == FAIR
+    assert "jumped from 2.94 to 10.3 in step 14" in answer.text
+    assert "no spike" not in answer.text
+    spiking[40] = 6.0
+    assert "jumped 2 times, at most from 2.94" in healthy(history(rows(spiking))).text
 
 
 @pytest.mark.parametrize(
