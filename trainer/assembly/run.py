@@ -223,6 +223,7 @@ def open_session(
         display.message(line)
     session = Session(
         run_dir=directory.path,
+        protect=directory.protect,
         checkpointer=checkpointer,
         tracker=start_tracker(config, directory.path, checkpoint, hooks.tracker),
         display=display,

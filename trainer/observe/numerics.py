@@ -306,7 +306,7 @@ def order(name: str, place: Mapping[str, int]) -> list[int]:
     Blocks go by number, parts by `place`, and unknown parts come last.
     """
     return [
-        int(part) if part.isdigit() else place.get(part, len(place))
+        int(part) if part.isdecimal() else place.get(part, len(place))
         for part in name.split(".")
     ]
 

@@ -256,6 +256,9 @@ class Checkpointer:
             "meta": dict(meta),
             "leaves": described,
         }
+        if val_loss is not None and not np.isfinite(val_loss):
+            val_loss = None  # it cannot be compared
+        manifest["val_loss"] = val_loss
         manifest["digest"] = _digest(manifest)
         # Orbax refuses empty arrays.
         stored = {
@@ -264,13 +267,12 @@ class Checkpointer:
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest)
         )
-        comparable = val_loss is not None and np.isfinite(val_loss)
         self._saving = step
         try:
             self._manager.save(
                 step,
                 args=items,
-                metrics={"val_loss": val_loss} if comparable else None,
+                metrics=None if val_loss is None else {"val_loss": val_loss},
                 force=True,
             )
         except OSError as error:
@@ -464,7 +466,7 @@ class Checkpointer:
                     f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
                     "using the one before it",
                 )
-            elif loss.exists() and not _holds_loss(loss):
+            elif loss.exists() and not _holds_loss(folder):
                 self._set_aside(
                     loss.parent,
                     f"{folder.name}-loss",
@@ -572,11 +574,23 @@ def _has_metadata(folder: Path) -> bool:
         return False
 
 
-def _holds_loss(file: Path) -> bool:
+def _holds_loss(folder: Path) -> bool:
+    """Return whether Orbax's file of a checkpoint's validation loss, by which the best
+    checkpoint is chosen, says what the manifest says.
+
+    A manifest of earlier versions says nothing of it. An unreadable one is reported
+    when it is read.
+    """
     try:
-        return isinstance(json.loads(file.read_bytes())["val_loss"], float)
-    except (ValueError, TypeError, KeyError):
+        loss = json.loads((folder / "metrics" / "metrics").read_bytes())["val_loss"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return False
+    try:
+        manifest = json.loads((folder / "manifest" / "metadata").read_bytes())
+        expected = manifest.get("val_loss", loss)
+    except (ValueError, AttributeError, RecursionError, FileNotFoundError):
+        expected = loss
+    return isinstance(loss, float) and loss == expected
 
 
 def _val_loss(metrics: Mapping[str, float]) -> float:

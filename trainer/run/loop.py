@@ -323,6 +323,7 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
     up to there.
     """
     tracker = run.session.tracker
+    run.session.protect()
     # A run that resumes here does not repeat these rows.
     tracker.flush()
     progress = {

@@ -100,6 +100,7 @@ class RunDir:
         self.path = path
         self._lock = -1
         self._made = False
+        self._config = ""  # the content of config.yaml, once it is adopted
         self._first = jax.process_index() == 0
         with refused_together():
             if self._first:
@@ -119,6 +120,8 @@ class RunDir:
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._is_held():
+                raise BlockingIOError  # the last holder removed it meanwhile
         except BlockingIOError:
             holder = (
                 os.pread(self._lock, 200, 0).decode(errors="replace").strip()
@@ -147,6 +150,34 @@ class RunDir:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _is_held(self) -> bool:
+        """Return whether `.lock` is still the file that this process locked."""
+        try:
+            there = os.lstat(self.path / ".lock")
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._lock))
+
+    def protect(self) -> None:
+        """Refuse to go on in a directory whose lock is gone, and restore config.yaml.
+
+        Call it before each checkpoint.
+
+        Raises:
+          UserError: `.lock` was removed or replaced, so that another trainer may be at
+            work in the directory.
+        """
+        if self._lock < 0:
+            return
+        if not self._is_held():
+            raise UserError(
+                f"{self.path / '.lock'} was removed or replaced during the run, so that"
+                f" another trainer may use run_dir={self.path}; see that none does, then"
+                " run the same command again to resume"
+            )
+        if not (self.path / "config.yaml").exists():
+            write_text(self.path / "config.yaml", self._config)
 
     def check(
         self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
@@ -200,7 +231,7 @@ class RunDir:
         try:
             return renamed_keys(read_mapping(path))
         except ValueError as error:
-            if not any(entry.name.isdigit() for entry in checkpoints.glob("*")):
+            if not any(entry.name.isdecimal() for entry in checkpoints.glob("*")):
                 raise UserError(
                     f"{path} is damaged ({error}); choose another run_dir"
                 ) from error
@@ -221,9 +252,8 @@ class RunDir:
         """
         self.check(config, may_change=may_change)
         if self._first:
-            write_text(
-                self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False)
-            )
+            self._config = yaml.safe_dump(dict(config), sort_keys=False)
+            write_text(self.path / "config.yaml", self._config)
 
     def __enter__(self) -> Self:
         return self

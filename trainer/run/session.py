@@ -27,6 +27,7 @@ class Session:
 
     Attributes:
       run_dir: the run directory.
+      protect: called before each checkpoint; see `RunDir.protect`.
       checkpointer: of the run's checkpoints.
       tracker: gets every row, event, text and picture.
       display: shows progress and messages on the terminal.
@@ -37,6 +38,7 @@ class Session:
     """
 
     run_dir: Path
+    protect: Callable[[], None]
     checkpointer: Checkpointer
     tracker: Tracker
     display: Display

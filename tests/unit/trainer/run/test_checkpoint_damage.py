@@ -88,7 +88,15 @@ def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{\x00\xff", b"[1]", b'{"a": 1}', b'{"val_loss": null}']
+    "text",
+    [
+        b"",
+        b"{\x00\xff",
+        b"[1]",
+        b'{"a": 1}',
+        b'{"val_loss": null}',
+        b'{"val_loss": 0.5}',  # not what was saved
+    ],
 )
 def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
     open_checkpointer, caplog, text

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import re
@@ -329,3 +330,38 @@ def test_a_run_directory_is_held_while_a_process_trains_in_it(tmp_path):
         assert is_held(held.path)
         held.adopt({})
     assert not is_held(tmp_path / "run")
+
+
+def test_a_trainer_whose_lock_was_removed_stops_before_its_next_checkpoint(tmp_path):
+    with RunDir(tmp_path / "run") as first:
+        first.adopt(CONFIG)
+        first.protect()
+        (first.path / ".lock").unlink()
+        with pytest.raises(UserError, match=r"\.lock was removed or replaced"):
+            first.protect()
+        with RunDir(first.path) as second:
+            second.protect()
+            with pytest.raises(UserError, match=r"\.lock was removed or replaced"):
+                first.protect()
+
+
+def test_a_lock_that_is_removed_while_it_is_taken_does_not_count(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    flock = fcntl.flock
+
+    def remove_and_lock(file, how):
+        (tmp_path / "run" / ".lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    with pytest.raises(UserError, match="is in use by another process"):
+        RunDir(tmp_path / "run")
+
+
+def test_a_removed_configuration_is_written_again_before_the_next_checkpoint(tmp_path):
+    with RunDir(tmp_path / "run") as held:
+        held.adopt(CONFIG)
+        whole = (held.path / "config.yaml").read_text()
+        (held.path / "config.yaml").unlink()
+        held.protect()
+        assert (held.path / "config.yaml").read_text() == whole
