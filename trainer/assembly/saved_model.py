@@ -16,19 +16,19 @@ from trainer.assembly.build import build_model, build_workload
 from trainer.assembly.data import at_start_directory
 from trainer.config import schema
 from trainer.config.continuing import COMPILED, DATA_CACHE, default_cache
-from trainer.config.fields import from_saved, to_tree
+from trainer.config.fields import to_tree
 from trainer.config.phases import phase_at
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
-from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError
 from trainer.files import refuse_links
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 from trainer.run.checkpoint import Checkpointer, Restored
-from trainer.run.initial_weights import restore_weights
+from trainer.run.initial_weights import restore_weights, tokenizer_of_run
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.run.metadata import saved_config
 from trainer.run.start import check_finite
 from trainer.step.state import from_stored
 from trainer.workload import Workload, abstract_state
@@ -68,15 +68,9 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         meta = checkpointer.meta(chosen)
         refuse_custom(run_dir, meta)
         taken = checkpointer.newest() if chosen is None else chosen
-        c = phase_at(from_saved(schema.Config, meta["config"]), taken)
+        c = phase_at(saved_config(meta), taken)
         keep_compiled(c)
-        tokenizer = load_saved(meta["tokenizer"], run_dir)
-        fingerprint = meta.get("tokenizer_fingerprint") or tokenizer.fingerprint
-        if tokenizer.fingerprint != fingerprint:
-            raise UserError(
-                f"the tokenizer in {run_dir} is not that of its checkpoints: its files"
-                " were changed; bring them back from a copy"
-            )
+        tokenizer = tokenizer_of_run(run_dir, meta)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
         params = restore_weights(checkpointer, like, chosen)
@@ -99,7 +93,7 @@ def restore_training(
         meta = checkpointer.meta(chosen)
         refuse_custom(run_dir, meta)
         taken = checkpointer.newest() if chosen is None else chosen
-        c = phase_at(from_saved(schema.Config, meta["config"]), taken)
+        c = phase_at(saved_config(meta), taken)
         keep_compiled(c)
         # The run may have used more devices than there are here.
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)

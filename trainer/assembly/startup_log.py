@@ -8,7 +8,7 @@ import jax
 
 from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
-from trainer.config.fields import flatten, from_saved, to_tree
+from trainer.config.fields import flatten, to_tree
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
@@ -16,6 +16,7 @@ from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, rounding_of, schedule_change
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
+from trainer.run.metadata import saved_config
 from trainer.run.phases import Phases, Stage
 from trainer.run.vocabulary import describe_embeddings
 from trainer.version import __version__
@@ -84,8 +85,8 @@ def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
     """Return how the learning rates of a resumed run change from here on."""
     if not checkpoint.step:
         return []
-    saved_config = from_saved(schema.Config, checkpoint.meta["config"])
-    old, new = dict(flatten(to_tree(saved_config))), dict(flatten(to_tree(c)))
+    saved = saved_config(checkpoint.meta)
+    old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
     changed = {
         key: (old.get(key), new[key])
         for key in new
@@ -93,7 +94,7 @@ def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
     }
     return schedule_change(
         checkpoint.step,
-        build_learning_rates(saved_config),
+        build_learning_rates(saved),
         build_learning_rates(c),
         changed,
     )

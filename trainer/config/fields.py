@@ -102,7 +102,7 @@ def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
     values = {}
     for key, hint in hints.items():
         if key in tree:
-            values[key] = _convert(hint, tree[key], f"{prefix}{key}")
+            values[key] = converted(hint, tree[key], f"{prefix}{key}")
     return cls(**values)
 
 
@@ -128,16 +128,18 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Return a value in the type and within the bounds of its annotation. UserError
-    names its path.
+def converted(hint: Any, value: Any, path: str) -> Any:
+    """Return a value in the type and within the bounds of its annotation `hint`.
+
+    Raises:
+      UserError: with `path`, for any other value.
     """
     variants = _variants(hint)
     if variants is not None:
         return _variant(variants, value, path)
-    converted = _typed(hint, value, path)
-    check(hint, converted, path)
-    return converted
+    result = _typed(hint, value, path)
+    check(hint, result, path)
+    return result
 
 
 def _typed(hint: Any, value: Any, path: str) -> Any:
@@ -159,7 +161,7 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
                 f"{path}={value!r}: expected a list of {args[0].__name__}, such as"
                 f" {path}=[a,b]"
             )
-        return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+        return tuple(converted(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
     # In Python true is an int, in a configuration it is not.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from trainer.errors import UserError
 from trainer.files import well_formed
 from trainer.models.family import Family, Spec
@@ -48,8 +51,22 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
     with well_formed(f"the model in {source}", "download or copy it again"):
         family = family_at(source)
         if family is None:
-            return family_of(spec).huggingface.load(source, spec)
-        return family.huggingface.load(source, None)
+            loaded = family_of(spec).huggingface.load(source, spec)
+        else:
+            loaded = family.huggingface.load(source, None)
+        check_dtypes(source, loaded[1])
+    return loaded
+
+
+def check_dtypes(source: Path, params: Params) -> None:
+    """Raise UserError for the first tensor of integers, which are no weights."""
+    for path, tensor in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UserError(
+                f"{source}: {name} is {tensor.dtype}; give weights in float32, float16"
+                " or bfloat16"
+            )
 
 
 def save(

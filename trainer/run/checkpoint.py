@@ -32,7 +32,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
+from trainer.files import well_formed
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
+from trainer.run.metadata import ADVICE, checked
 from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
 
 DAMAGED = "damaged"
@@ -505,7 +507,11 @@ class Checkpointer:
                 f" {manifest['format']}, this version reads"
                 f" {' and '.join(map(str, READABLE))}; use the version that wrote it"
             )
-        return as_current(manifest)
+        where = f"checkpoint {step} in {self.directory}"
+        with well_formed(where, ADVICE):
+            current = as_current(manifest)
+        meta, leaves = checked(current["meta"], current["leaves"], where)
+        return current | {"meta": meta, "leaves": leaves}
 
     def _check_match(
         self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool

@@ -9,7 +9,7 @@ from trainer.models.family import Spec
 from trainer.models.registry import FIRST, family_of
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Restored
-from trainer.run.phases import saved_trainable
+from trainer.run.metadata import saved_config, saved_trainable
 from trainer.workload import TrainTask
 
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
@@ -107,7 +107,7 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
 
 def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
     """Refuse a state of DiLoCo replicas for a run without them."""
-    count = meta["config"].get("diloco", {}).get("replicas")
+    count = saved_config(meta).diloco.replicas
     if count is not None:
         raise UserError(
             f"{source} was trained with diloco.replicas={count} replicas, each with an"

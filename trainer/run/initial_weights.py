@@ -153,6 +153,22 @@ def check_finite(key: str, params: Params) -> None:
             raise UserError(f"{key}: {name} is not finite; choose other weights")
 
 
+def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer in a run directory.
+
+    Raises UserError for another one than that of the checkpoint with this meta.
+    """
+    tokenizer = load_saved(meta["tokenizer"], run_dir)
+    # Checkpoints of earlier versions have no fingerprint.
+    fingerprint = meta.get("tokenizer_fingerprint") or tokenizer.fingerprint
+    if tokenizer.fingerprint != fingerprint:
+        raise UserError(
+            f"the tokenizer in {run_dir} is not that of its checkpoints: its files"
+            " were changed; bring them back from a copy"
+        )
+    return tokenizer
+
+
 def other_tokenizer_of_run(
     run_dir: Path, meta: Mapping[str, Any], tokenizer: Tokenizer
 ) -> list[str]:
@@ -162,7 +178,7 @@ def other_tokenizer_of_run(
     """
     fingerprint = meta.get("tokenizer_fingerprint")
     if not fingerprint:
-        fingerprint = load_saved(meta["tokenizer"], run_dir).fingerprint
+        fingerprint = tokenizer_of_run(run_dir, meta).fingerprint
     if fingerprint == tokenizer.fingerprint:
         return []
     file = (

@@ -13,9 +13,9 @@ import jax
 
 from trainer.config.schema import Config
 from trainer.parallel.sharding import shardings
-from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Restored
 from trainer.run.converting import convert_state, exact_weights, rounded_weights
+from trainer.run.metadata import saved_policy, saved_trainable
 from trainer.step.state import TrainState
 from trainer.workload import TrainTask
 
@@ -60,14 +60,6 @@ class Phases(NamedTuple):
         )
 
 
-def saved_policy(meta: Mapping[str, Any]) -> Policy:
-    """Return the precision in which a checkpoint was saved."""
-    fields: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in meta["precision"].items()
-    }
-    return Policy(**fields)
-
-
 def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
     """Return the task with the precision and the trained parameters of a
     checkpoint.
@@ -75,11 +67,6 @@ def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
     policy = saved_policy(meta)
     task = task._replace(trainable=saved_trainable(meta))
     return task if policy == task.model.policy else task.in_precision(policy)
-
-
-def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return `train.trainable` of a checkpoint; empty: all parameters."""
-    return tuple(meta.get("trainable", meta["config"]["train"].get("trainable")) or ())
 
 
 def enter_phase(

@@ -173,8 +173,8 @@ class RunDir:
         if not self._is_held():
             raise UserError(
                 f"{self.path / '.lock'} was removed or replaced during the run, so that"
-                f" another trainer may use run_dir={self.path}; see that none does, then"
-                " run the same command again to resume"
+                f" another trainer may use run_dir={self.path}; stop that one, or run"
+                " the same command again to resume"
             )
         if not (self.path / "config.yaml").exists():
             write_text(self.path / "config.yaml", self._config)

@@ -22,7 +22,8 @@ from trainer.run.compatibility import (
     check_same_trainable,
 )
 from trainer.run.converting import convert_state
-from trainer.run.phases import Phases, saved_policy, saved_task
+from trainer.run.metadata import saved_config, saved_policy
+from trainer.run.phases import Phases, saved_task
 from trainer.step.state import TrainState, first_nonfinite
 from trainer.workload import TrainTask, abstract_state
 
@@ -183,7 +184,7 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
         meta = checkpointer.meta(step)
         task = phases.containing(checkpointer.newest() if step is None else step).task
         check_same_model(f"resume={source}", meta["model"], task.model.spec)
-        optimizer = meta["config"]["optimizer"]["name"]
+        optimizer = saved_config(meta).optimizer.name
         if optimizer != task.optimizer_name:
             raise UserError(
                 f"resume={source} was trained with optimizer={optimizer}, whose state"
@@ -278,15 +279,14 @@ def saved_diloco(
 
     None: the checkpoint was trained without replicas.
     """
-    saved = meta["config"].get("diloco", {})
-    count = saved.get("replicas")
-    if count is None:
+    saved = saved_config(meta).diloco
+    if saved.replicas is None:
         return None
     return diloco._replace(
-        replicas=count,
-        participants=count,
-        momentum=saved["outer_momentum"],
-        feedback=saved["error_feedback"] and saved["outer_grad"] != "fp32",
+        replicas=saved.replicas,
+        participants=saved.replicas,
+        momentum=saved.outer_momentum or 0.0,
+        feedback=bool(saved.error_feedback) and saved.outer_grad != "fp32",
     )
 
 

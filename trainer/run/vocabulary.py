@@ -17,7 +17,7 @@ from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
 from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import ids_beside
 from trainer.data.json_tokenizer import FILE, end_beside
-from trainer.data.tokenizer import Tokenizer, load_saved
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
@@ -33,6 +33,7 @@ from trainer.run.initial_weights import (
     of_context,
     place_cropped,
     restore_weights,
+    tokenizer_of_run,
     with_rows,
 )
 
@@ -63,7 +64,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
-        tokenizer = load_saved(meta["tokenizer"], source)
+        tokenizer = tokenizer_of_run(source, meta)
         return Vocabulary(tokenizer.tokens, tokenizer.eot, meta["model"]["vocab_size"])
     directory = huggingface.directory_of(source)
     tokens = ids_beside(directory)

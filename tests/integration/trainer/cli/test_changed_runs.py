@@ -14,6 +14,9 @@ from trainer.cli import export
 from trainer.cli.train import main
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
+from trainer.run import initial_weights
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.vocabulary import vocabulary_of
 
 SAVED = Path(__file__).resolve().parents[3] / "data" / "saved_by_7ef3f38" / "fp32"
 
@@ -43,18 +46,19 @@ def test_settings_of_a_directory_without_checkpoints_are_not_taken(run_dir, caps
     )
 
 
-def test_another_tokenizer_than_its_checkpoint_s_is_refused(run_dir, monkeypatch):
+@pytest.mark.parametrize("read", [saved_model.restore_run, vocabulary_of])
+def test_another_tokenizer_than_its_checkpoint_s_is_refused(run_dir, monkeypatch, read):
     other = ByteTokenizer()
     other.fingerprint = "another"
-    monkeypatch.setattr(saved_model, "load_saved", lambda *_: other)
-    meta = saved_model.Checkpointer.meta
+    monkeypatch.setattr(initial_weights, "load_saved", lambda *_: other)
+    meta = Checkpointer.meta
     monkeypatch.setattr(
-        saved_model.Checkpointer,
+        Checkpointer,
         "meta",
         lambda *args: meta(*args) | {"tokenizer_fingerprint": "byte"},
     )
     with pytest.raises(UserError, match="is not that of its checkpoints"):
-        saved_model.restore_run(run_dir)
+        read(run_dir)
 
 
 def test_an_export_that_its_dtype_cannot_hold_is_refused(run_dir, monkeypatch):

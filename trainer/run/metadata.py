@@ -1,0 +1,174 @@
+"""The metadata of a checkpoint, checked when it is read.
+
+A checkpoint may come from somebody else, who can give any content a valid digest. So
+each value has a type and bounds here, as a configuration's values have, and no other
+module reads metadata that was not checked.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import jax.numpy as jnp
+
+from trainer.bounds import Natural, Positive, annotations
+from trainer.config.fields import converted, from_saved, from_tree
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.files import well_formed
+from trainer.models.registry import FIRST, SPECS
+from trainer.observe.records import is_row
+from trainer.precision.policy import Policy
+
+ADVICE = "use another checkpoint, or an intact copy"
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The checkpoint of another run from which a run was forked."""
+
+    run: str
+    step: Natural
+
+
+@dataclass(frozen=True)
+class WatchdogState:
+    """The fields of `Watchdog.state`."""
+
+    skipped: Natural = 0
+    in_a_row: Natural = 0
+    spikes: Natural = 0
+    suspect_since: Natural | None = None
+    rollbacks: Natural = 0
+    losses: tuple[float, ...] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of the state; `stored_as` is its name in an older format."""
+
+    shape: tuple[Natural, ...]
+    dtype: str
+    checksum: str
+    impl: Literal["threefry2x32", "rbg", "unsafe_rbg"] | None = None
+    stored_as: str | None = None
+
+
+TRAINABLE: Any = tuple[str, ...] | None
+FIELDS: dict[str, Any] = {
+    "config": dict,
+    "model": dict,
+    "precision": Policy,
+    "trainable": TRAINABLE,
+    "rows": Positive | None,
+    "data": str,
+    "tokenizer": str,
+    "tokenizer_fingerprint": str | None,
+    "tracker_id": str | None,
+    "forked": Fork | None,
+    "watchdog": WatchdogState | None,
+    "unfinished": str | None,
+    "log": dict | None,
+}
+
+
+class Metadata(dict[str, Any]):
+    """The metadata of a checkpoint; a key that it lacks is a UserError."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UserError(f"the checkpoint's metadata has no {key!r}; {ADVICE}")
+
+
+def checked(
+    meta: Mapping[str, Any], leaves: Mapping[str, Any], where: str
+) -> tuple[Metadata, dict[str, Any]]:
+    """Return metadata and descriptions of arrays whose values have their types.
+
+    Args:
+      meta: the caller's, of `Checkpointer.save`.
+      leaves: description of each array by name.
+      where: the checkpoint, for messages.
+
+    Raises:
+      UserError: a value is of another type or out of bounds, or the arrays are too
+        small for the model that the metadata describes.
+    """
+    with well_formed(where, ADVICE):
+        try:
+            for key, hint in FIELDS.items():
+                if key in meta:
+                    converted(hint, meta[key], key)
+            row = meta.get("unfinished")
+            if row is not None and not is_row(json.loads(row)):
+                raise ValueError("its unfinished row is no row of metrics")
+            for name, leaf in leaves.items():
+                _check_leaf(name, leaf)
+            result = Metadata(meta)
+            if "model" in meta:
+                result["model"] = Metadata(meta["model"])
+                _check_model(meta, leaves)
+        except UserError as error:
+            raise UserError(f"{where}: {error}; {ADVICE}") from error
+    return result, dict(leaves)
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    dtype = from_tree(Leaf, leaf, name).dtype
+    is_random_key = dtype.startswith("key<")
+    if not is_random_key and jnp.dtype(dtype).kind in "OSUmM":
+        raise ValueError(f"{name} is {dtype}, which is no format of numbers")
+
+
+def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """Refuse sizes that are no sizes, or of whose model the arrays are only a part."""
+    model, settings = meta["model"], meta.get("config", {}).get("model", {})
+    family = model.get("family", FIRST)
+    if family not in SPECS:
+        return  # a model of a program's own
+    hints = annotations(SPECS[family])
+    for key in model.keys() & hints.keys():
+        converted(hints[key], model[key], f"model.{key}")
+    for key in ("n_layer", "d_model"):
+        if key in settings and settings[key] != model.get(key):
+            raise UserError(
+                f"its configuration has {key}={settings[key]}, its model"
+                f" {model.get(key)}"
+            )
+    layers, width, ids = (
+        model.get(key, 0) for key in ("n_layer", "d_model", "vocab_size")
+    )
+    present = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
+    least = layers * width**2 + ids * width
+    is_scanned = bool(settings.get("scan_layers"))
+    if least > present or (layers > len(leaves) and not is_scanned):
+        raise UserError(
+            f"{layers:,} layers of width {width:,} and {ids:,} ids have at least"
+            f" {least:,} parameters, its {len(leaves):,} arrays {present:,} numbers"
+        )
+
+
+def saved_config(meta: Mapping[str, Any]) -> Config:
+    """Return the configuration of a checkpoint. Raises UserError for any other
+    content.
+    """
+    with well_formed("the configuration in the checkpoint", ADVICE):
+        config: Config = from_saved(Config, meta["config"])
+    return config
+
+
+def saved_policy(meta: Mapping[str, Any]) -> Policy:
+    """Return the precision in which a checkpoint was saved."""
+    policy: Policy = from_tree(Policy, meta["precision"], "precision")
+    return policy
+
+
+def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return `train.trainable` of a checkpoint; empty: all parameters."""
+    if "trainable" in meta:
+        return tuple(meta["trainable"] or ())
+    with well_formed("the configuration in the checkpoint", ADVICE):
+        names = meta["config"]["train"].get("trainable")
+        return converted(TRAINABLE, names, "train.trainable") or ()
