@@ -34,7 +34,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from trainer.errors import UserError
 from trainer.files import well_formed
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
-from trainer.run.metadata import ADVICE, checked
+from trainer.run.metadata import ADVICE, checked, holds_loss
 from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
 
 DAMAGED = "damaged"
@@ -468,7 +468,7 @@ class Checkpointer:
                     f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
                     "using the one before it",
                 )
-            elif loss.exists() and not _holds_loss(folder):
+            elif loss.exists() and not holds_loss(folder):
                 self._set_aside(
                     loss.parent,
                     f"{folder.name}-loss",
@@ -578,25 +578,6 @@ def _has_metadata(folder: Path) -> bool:
         return step.commit_timestamp is not None
     except Exception:  # a damaged file can raise anything
         return False
-
-
-def _holds_loss(folder: Path) -> bool:
-    """Return whether Orbax's file of a checkpoint's validation loss, by which the best
-    checkpoint is chosen, says what the manifest says.
-
-    A manifest of earlier versions says nothing of it. An unreadable one is reported
-    when it is read.
-    """
-    try:
-        loss = json.loads((folder / "metrics" / "metrics").read_bytes())["val_loss"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
-    try:
-        manifest = json.loads((folder / "manifest" / "metadata").read_bytes())
-        expected = manifest.get("val_loss", loss)
-    except (ValueError, AttributeError, RecursionError, FileNotFoundError):
-        expected = loss
-    return isinstance(loss, float) and loss == expected
 
 
 def _val_loss(metrics: Mapping[str, float]) -> float:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax.numpy as jnp
@@ -172,3 +173,22 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
     with well_formed("the configuration in the checkpoint", ADVICE):
         names = meta["config"]["train"].get("trainable")
         return converted(TRAINABLE, names, "train.trainable") or ()
+
+
+def holds_loss(folder: Path) -> bool:
+    """Return whether Orbax's file of a checkpoint's validation loss, by which the best
+    checkpoint is chosen, says what the manifest says.
+
+    A manifest of earlier versions says nothing of it. An unreadable one is reported
+    when it is read.
+    """
+    try:
+        loss = json.loads((folder / "metrics" / "metrics").read_bytes())["val_loss"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    try:
+        manifest = json.loads((folder / "manifest" / "metadata").read_bytes())
+        expected = manifest.get("val_loss", loss)
+    except (ValueError, AttributeError, RecursionError, FileNotFoundError):
+        expected = loss
+    return isinstance(loss, float) and loss == expected
