@@ -2,6 +2,7 @@
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
 #   make test                       unit, integration and a few of e2e, in some nine minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
+#   make mutants                    how many planted faults the tests catch; hours, and goes on where it was
 #   make docs                       this documentation as a site, in site/
 #   make docker-check               the Dockerfile, by hadolint
 
@@ -15,7 +16,7 @@ ARGS   ?=
 # Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
 INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
 
-.PHONY: train test test-all test-gpu lint docs docker-check env gpu lock clean
+.PHONY: train test test-all test-gpu mutants lint docs docker-check env gpu lock clean
 
 train: $(VENV)/.base
 	@$(PYTHON) -m trainer $(ARGS)
@@ -39,6 +40,9 @@ test-all: $(VENV)/.test
 # Where a GPU is: what only one can tell. The same checks at a small size, on a CPU, are among `make test`.
 test-gpu: $(VENV)/.test gpu
 	@SCALIFY_TEST_PLATFORM=gpu $(PYTHON) -m pytest -W default tests/gpu $(ARGS)
+
+mutants: $(VENV)/.test
+	@$(PYTHON) -m scripts.mutants $(ARGS)
 
 lint: $(VENV)/.test
 	@$(PYTHON) -m ruff check .
