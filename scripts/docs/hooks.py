@@ -117,14 +117,14 @@ def title_of(path: str) -> str:
 
 def linked_files(texts: Iterable[str]) -> list[str]:
     """Return the files of the repository, no documents, that documents link to."""
-    found = set()
+    paths = set()
     for text in texts:
         for match in LINK.finditer(text):
             path = posixpath.normpath(match["path"].removeprefix("../"))
             inside = path.startswith("docs/") or (ROOT / "docs" / path).exists()
             if not inside and path not in OUTSIDE and (ROOT / path).is_file():
-                found.add(path)
-    return sorted(found)
+                paths.add(path)
+    return sorted(paths)
 
 
 def source_page(path: str) -> str:
@@ -172,7 +172,7 @@ def public_homes(file: str) -> dict[str, str]:
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             public = ast.literal_eval(node.value)
     if public is None:
-        own = (name for name, home in homes.items() if home == module)
-        public = [name for name in own if not name.startswith("_")]
+        local = (name for name, home in homes.items() if home == module)
+        public = [name for name in local if not name.startswith("_")]
     modules = {name.rpartition(".")[2] for name in API}
     return {name: homes[name] for name in public if name not in modules}

@@ -116,11 +116,11 @@ def read_lines(path: Path) -> list:
 
 def map_lines(out: Path, args: Arguments) -> Executed:
     """Return which tests execute which line, run once and kept."""
-    kept = out / "executed.json"
-    if not kept.exists():
+    stored = out / "executed.json"
+    if not stored.exists():
         seconds = run_with_coverage(out, args)
-        kept.write_text(json.dumps({"lines": contexts_of(out), "seconds": seconds}))
-    data = json.loads(kept.read_text())
+        stored.write_text(json.dumps({"lines": contexts_of(out), "seconds": seconds}))
+    data = json.loads(stored.read_text())
     of_line = {
         (file, int(line)): frozenset(tests)
         for file, lines in data["lines"].items()

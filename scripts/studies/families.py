@@ -96,16 +96,16 @@ def train(family: str, overrides: list[str]) -> dict[str, Any]:
 
     Any other end is an error.
     """
-    own = [] if family == "gpt2" else list(ROTARY)
+    settings = [] if family == "gpt2" else list(ROTARY)
     if family == "mistral":
-        own.append("model.window=16")
+        settings.append("model.window=16")
     flags = "--xla_force_host_platform_device_count=4"
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory, "run")
         result = subprocess.run(
             [
                 sys.executable, "-m", "trainer", f"model={PRESETS[family]}", *SIZES,
-                *own, *overrides, f"run_dir={run_dir}",
+                *settings, *overrides, f"run_dir={run_dir}",
             ],
             capture_output=True,
             text=True,
@@ -132,10 +132,10 @@ def beside_transformers(family: str) -> float:
         model = huggingface.family_at(directory)
         assert model is not None
         bound = model.build(spec).bind
-        found = jax.jit(lambda p, ids, bind=bound: bind(p)(ids))(
+        logits = jax.jit(lambda p, ids, bind=bound: bind(p)(ids))(
             params, reference["ids"]
         )
-        difference = np.abs(found - reference["logits"]).max()
+        difference = np.abs(logits - reference["logits"]).max()
         worst = np.fmax(worst, difference / np.abs(reference["logits"]).max())
     return float(worst)
 

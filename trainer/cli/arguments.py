@@ -117,8 +117,8 @@ def without_dashes(
         else:
             has_value = following and "=" not in following and following[0] != "-"
             value = following if has_value else "VALUE"
-            found = nearest_keys(text.lstrip("-").replace("-", "_"), keys())
-            names = " or ".join(f"{key}={value}" for key in found)
+            close = nearest_keys(text.lstrip("-").replace("-", "_"), keys())
+            names = " or ".join(f"{key}={value}" for key in close)
             given = f"{text} {value}" if has_value else text
             raise UserError(
                 f"{given}: arguments are key=value;"

@@ -51,11 +51,13 @@ def run_composing[T](
         print(wrapped(about))
         print("\n" + "\n".join(own_keys(cls)))
         overrides = [
-            text for text in argv if is_override(text) and key_of(text) not in own
+            text
+            for text in argv
+            if is_override(text) and key_of(text) not in command_keys
         ]
         print("\n" + "\n".join(explained(overrides, only)))
 
-    own = names_of(cls)
+    command_keys = names_of(cls)
     return answer(show if asks_for_help(argv) else call)
 
 
@@ -67,10 +69,10 @@ def split_arguments[T](
     Raises:
       UserError: a key that is neither.
     """
-    own = names_of(cls)
-    argv = without_dashes(argv, lambda: [*own, *_keys_in(only)])
-    mine = [text for text in argv if key_of(text) in own]
-    others = [text for text in argv if key_of(text) not in own]
+    command_keys = names_of(cls)
+    argv = without_dashes(argv, lambda: [*command_keys, *_keys_in(only)])
+    mine = [text for text in argv if key_of(text) in command_keys]
+    others = [text for text in argv if key_of(text) not in command_keys]
     for text in others:
         if not is_override(text):
             raise UserError(f"{text!r}: expected key=value; --help lists the keys")
@@ -80,11 +82,11 @@ def split_arguments[T](
             continue  # the composition answers
         valid = _keys_in(only)
         if key not in {name.partition(".")[0] for name in valid}:
-            close = nearest_keys(key, [*own, *valid])
+            close = nearest_keys(key, [*command_keys, *valid])
             hint = f"did you mean {' or '.join(close)}? " if close else ""
             raise UserError(
-                f"unknown key {key}; {hint}Valid: {', '.join(own)}, and keys of"
-                f" {only or 'training'}; --help explains them"
+                f"unknown key {key}; {hint}Valid: {', '.join(command_keys)}, and keys"
+                f" of {only or 'training'}; --help explains them"
             )
     return read(cls, mine), others
 

@@ -129,11 +129,11 @@ def _comments_of(group: str, choice: str | None) -> dict[str, str]:
             for file in Path(CONFIGS, "base").glob("*.yaml")
             if "\nfamily:" in file.read_text(encoding="utf-8")
         )
-    found: dict[str, str] = {}
+    comment_of: dict[str, str] = {}
     for file in filter(Path.is_file, files):
         for key, text in comments(file.read_text(encoding="utf-8")).items():
-            found.setdefault(f"{group}.{key}", text)
-    return found
+            comment_of.setdefault(f"{group}.{key}", text)
+    return comment_of
 
 
 def comments(text: str) -> dict[str, str]:
@@ -141,13 +141,15 @@ def comments(text: str) -> dict[str, str]:
 
     An entry of the defaults, `- model: gpt2_nano`, is the key `model`.
     """
-    found: dict[str, str] = {}
+    comment_of: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     for line in text.splitlines():
         further = FURTHER.match(line)
         if further and path and len(further["indent"]) > path[-1][0] + 2:
             name = ".".join(key for _, key in path)
-            found[name] = f"{found.get(name, '')} {further['about'].strip()}".strip()
+            comment_of[name] = (
+                f"{comment_of.get(name, '')} {further['about'].strip()}".strip()
+            )
             continue
         match = LINE.match(line)
         if not match:
@@ -158,8 +160,8 @@ def comments(text: str) -> dict[str, str]:
             path = []
         path.append((indent, match["key"].partition("@")[2] or match["key"]))
         if match["about"]:
-            found[".".join(key for _, key in path)] = match["about"].strip()
-    return found
+            comment_of[".".join(key for _, key in path)] = match["about"].strip()
+    return comment_of
 
 
 def choices(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:

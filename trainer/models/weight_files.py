@@ -73,7 +73,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     homes: dict[str, Path] = {}
     for file in files:
         try:
-            own = load_file(file)
+            of_file = load_file(file)
         except AttributeError as error:  # a dtype that NumPy has not
             raise UserError(
                 f"{file} holds tensors in a format that NumPy has not ({error});"
@@ -84,14 +84,14 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 f"{file} is not a whole safetensors file ({error}); download or copy it"
                 " again"
             ) from error
-        twice = sorted(own.keys() & homes.keys())
+        twice = sorted(of_file.keys() & homes.keys())
         if twice:
             raise UserError(
                 f"{file} and {homes[twice[0]].name} both hold {twice[0]} ({len(twice)}"
                 " tensors twice in all); leave only one of them in the directory"
             )
-        tensors |= own
-        homes |= dict.fromkeys(own, file)
+        tensors |= of_file
+        homes |= dict.fromkeys(of_file, file)
     lost = sorted(indexed - tensors.keys()) if indexed is not None else []
     if lost:
         raise UserError(

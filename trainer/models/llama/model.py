@@ -266,8 +266,8 @@ class Block(nnx.Module):
         position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
         """Return the output for tokens from `position` on, and the new cache."""
-        before = (lambda x: x) if self.norms_after else self.attn_norm
-        out_NxD, cache = self.attn.decode(x_NxD, before, rotation, cache, position)
+        normalize = (lambda x: x) if self.norms_after else self.attn_norm
+        out_NxD, cache = self.attn.decode(x_NxD, normalize, rotation, cache, position)
         x_NxD += self.attn_norm(out_NxD) if self.norms_after else out_NxD
         return x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD), cache
 
