@@ -29,8 +29,23 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Written files have a run's dropout, which is none here.
+    "gpt2": (
+        "GPT2Config",
+        {"n_inner": 24, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "llama_linear": (
         "LlamaConfig",
         {
@@ -65,7 +80,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
     "olmo2": ("Olmo2Config", {}),
+    "qwen3_sharded_bf16": ("Qwen3Config", {"head_dim": 8}),
 }
+SHARD = "8KB"  # of files of the cases whose name has `sharded`
 
 
 def main(directory: Path) -> None:
@@ -79,12 +96,16 @@ def main(directory: Path) -> None:
             # Gains and biases count, too.
             mean = 1.0 if parameter.ndim == 1 and not path.endswith("bias") else 0.0
             torch.nn.init.normal_(parameter, mean=mean, std=0.2)
+            if name.endswith("bf16"):
+                parameter.data = parameter.data.bfloat16().float()
         ids = torch.randint(0, SIZES["vocab_size"], (2, 24))
         with torch.no_grad():
             logits = model(ids).logits
         out = directory / name
         shutil.rmtree(out, ignore_errors=True)
-        model.save_pretrained(out)
+        if name.endswith("bf16"):
+            model.to(torch.bfloat16)
+        model.save_pretrained(out, max_shard_size=SHARD if "sharded" in name else "1MB")
         (out / "generation_config.json").unlink(missing_ok=True)
         np.savez_compressed(
             out / "reference.npz", ids=ids.numpy(), logits=logits.numpy()

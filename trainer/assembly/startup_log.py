@@ -82,19 +82,36 @@ def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
 
 
 def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
-    """Return how the learning rates of a resumed run change from here on."""
+    """Return how batches and learning rates of a resumed run change from here on."""
     if not checkpoint.step:
         return []
     saved = saved_config(checkpoint.meta)
+    lines = describe_batch_change(saved, c, checkpoint.step)
     old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
     changed = {
         key: (old.get(key), new[key])
         for key in new
         if old.get(key) != new[key] and affects_learning_rates(key)
     }
-    return schedule_change(
+    return lines + schedule_change(
         checkpoint.step,
         build_learning_rates(saved),
         build_learning_rates(c),
         changed,
     )
+
+
+def describe_batch_change(
+    old: schema.Config, new: schema.Config, step: int
+) -> list[str]:
+    """Return what another batch size means for the data: steps count batches."""
+    was, now = old.train.batch_tokens, new.train.batch_tokens
+    if was == now:
+        return []
+    between = "are left out" if now > was else "are seen twice"
+    return [
+        f"train.batch_tokens={now:,} (was {was:,}): batches are counted in steps, so"
+        f" after step {step:,} the data go on at token {step * now:,}, not"
+        f" {step * was:,}; the {step * abs(now - was):,} tokens between {between}, and"
+        " tokens in the log count all steps at the new size"
+    ]

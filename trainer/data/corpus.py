@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.data.compressed import decompressed, refuse_twins
 from trainer.data.files import (
     File,
     Format,
@@ -207,13 +208,17 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
 
     All are read once, so that errors are raised before anything long starts.
     """
-    formats = {path: format_of(path, source.format) for path in expand(source.paths)}
+    opened = {decompressed(path, cache_dir): path for path in expand(source.paths)}
+    origins = {path: given for path, given in opened.items() if path != given}
+    formats = {path: format_of(path, source.format) for path in opened}
     files = examine(
         list(formats),
         text=lambda p: formats[p] != "parquet",
         cache_dir=cache_dir,
         given=source.paths,
+        origins=origins,
     )
+    refuse_twins(files, origins)
     if not sum(file.size for file in files):
         raise UserError(
             f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no"

@@ -6,17 +6,25 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from trainer.data.shards import read_json
 from trainer.errors import UserError
 from trainer.files import write_atomically
-from trainer.text import without_braces
+from trainer.text import note, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
 # formats by suffix; all other files are text
@@ -99,10 +107,11 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
 
     A directory stands for all files below it. Names of files and directories that start
     with a dot are left out. Files of a glob or a directory are sorted by name. A file
-    that links reach several times counts once: its twin in the validation text would be
-    one that was trained on.
+    that links or patterns reach several times counts once, which is said: its twin in
+    the validation text would be one that was trained on.
     """
     files: dict[str, Path] = {}
+    again: dict[str, str] = {}
     for path in paths:
         path = os.path.expanduser(path)
         if os.path.isfile(path):
@@ -116,7 +125,13 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         if not matches:
             raise no_match(path)
         for match in matches:
-            files.setdefault(os.path.realpath(match), Path(match))
+            real = os.path.realpath(match)
+            if files.setdefault(real, Path(match)) != Path(match):
+                again[match] = str(files[real])
+    if again:
+        (other, first), *_ = again.items()
+        more = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
+        note(f"data.paths: {other}{more} is {first} by a link, and is read once")
     return list(files.values())
 
 
@@ -190,6 +205,7 @@ def examine(
     text: Callable[[Path], bool],
     cache_dir: Path,
     given: Sequence[str] = (),
+    origins: Mapping[Path, Path] = MappingProxyType({}),
 ) -> list[File]:
     """Read files and return their digests, several at a time.
 
@@ -198,6 +214,7 @@ def examine(
       text: whether a file must be UTF-8.
       cache_dir: directory of the remembered digests of large files.
       given: the paths and patterns of the user, which a message may narrow.
+      origins: the user's files of those that are in the cache.
 
     Raises:
       UserError: a file cannot be read, or is not text.
@@ -219,13 +236,15 @@ def examine(
         try:
             return read_through(path, text(path))
         except NotText as error:
+            error.path = origins.get(path, path)
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(read_one, paths))
     errors = [result for result in results if isinstance(result, NotText)]
     if errors:
-        raise combined(errors, paths, given)
+        named = [origins.get(path, path) for path in paths]
+        raise combined(errors, named, given)
     files = [result for result in results if isinstance(result, File)]
     new = {
         keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER

@@ -21,9 +21,9 @@ def learning_rates(
 ) -> np.ndarray:
     """Return the learning rate of every step, FP32 `[steps]`.
 
-    After a linear warm-up the named schedule decays to `min_ratio * peak`. wsd
-    (warm-up, stable, decay) stays at the peak until the last `decay_fraction` of the
-    steps, then falls linearly.
+    After a linear warm-up the named schedule decays to `min_ratio * peak`, which a step
+    after the last would have. wsd (warm-up, stable, decay) stays at the peak until the
+    last `decay_fraction` of the steps, then falls linearly.
     """
     warmup = round(warmup_fraction * steps)
     rest = max(1, steps - warmup)

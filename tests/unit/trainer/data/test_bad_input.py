@@ -1,6 +1,7 @@
 """Whatever a user can get wrong about text: one message that names the thing and what
 is valid; never a traceback."""
 
+import bz2
 import gzip
 import json
 import re
@@ -90,7 +91,8 @@ def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_re
 ):
     (tmp_path / "img").mkdir()
     file(tmp_path, b"\x89PNG\xff\0", name)
-    file(tmp_path, gzip.compress(b"text"), "img/scan.gz")
+    file(tmp_path, bz2.compress(b"text"), "img/scan.bz2")
+    file(tmp_path, gzip.compress(b"packed"), "a.txt.gz")
     for kind in ("txt", "jsonl", "parquet"):
         file(tmp_path, "words", f"b.{kind}")
     other = file(tmp_path.parent, "words", "other.txt")
@@ -99,13 +101,14 @@ def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_re
     assert f"{tmp_path / name} (byte 0x89 at offset 0 is not UTF-8)" in str(
         caught.value
     )
-    assert f"{tmp_path}/img/scan.gz (gzip: byte 0x8b at offset 1 is not UTF-8)" in str(
-        caught.value
+    assert (
+        f"{tmp_path}/img/scan.bz2 (bzip2: byte 0xcb at offset 10 is not UTF-8)"
+        in str(caught.value)
     )
-    kinds = [f"{tmp_path}/**/*.{kind}" for kind in ("jsonl", "parquet", "txt")]
+    kinds = [f"{tmp_path}/**/*.{kind}" for kind in ("gz", "jsonl", "parquet", "txt")]
     # a pattern for broken.txt would take it again, so the others of that name are
     # listed
-    kinds = [*kinds[:2], f"{tmp_path}/b.txt"] if name == "broken.txt" else kinds
+    kinds = [*kinds[:3], f"{tmp_path}/b.txt"] if name == "broken.txt" else kinds
     left = "convert them to UTF-8, or leave them out of data.paths, by patterns: "
     assert str(caught.value).endswith(
         f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'"
@@ -138,11 +141,11 @@ def test_braces_are_spelled_out(tmp_path):
 
 
 def test_a_compressed_file_is_recognised(tmp_path):
-    path = file(tmp_path, gzip.compress(b"text" * 100), "a.txt.gz")
+    path = file(tmp_path, gzip.compress(b"text" * 100), "a.txt")
     fails(
         TextSource((str(path),)),
         tmp_path,
-        r"txt\.gz is not text but gzip .*; decompress it first, or leave it out of"
+        r"a\.txt is not text but gzip .*; decompress it first, or leave it out of"
         r" data",
     )
 

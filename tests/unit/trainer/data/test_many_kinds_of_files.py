@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.data import compressed
 from trainer.data.corpus import TextSource, open_corpus
 from trainer.data.files import NoColumn, expand
 from trainer.errors import UserError
@@ -19,14 +20,19 @@ def read(tmp_path, *paths, **settings):
     return [text for rows in corpus.read(None) for text in rows.texts]
 
 
-def test_what_links_reach_twice_counts_once(tmp_path):
+def test_what_links_reach_twice_counts_once_and_is_said(tmp_path, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
     (folder / "loop").symlink_to(folder)
     (folder / "b.txt").symlink_to(folder / "a.txt")
     assert expand((str(folder),)) == [folder / "a.txt"]
+    said = capsys.readouterr().err
+    assert f"{folder / 'b.txt'} (and " in said
+    assert f"more) is {folder / 'a.txt'} by a link, and is read once" in said
     assert expand((str(folder / "b.txt"),)) == [folder / "b.txt"]
+    assert expand((str(folder / "a.txt"), f"{folder}/a*")) == [folder / "a.txt"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -107,6 +113,66 @@ def test_markup_is_not_silently_text(tmp_path):
     with pytest.raises(UserError, match=r"a\.html is markup by its name: extract"):
         read(tmp_path, tmp_path / "a.html")
     assert read(tmp_path, tmp_path / "a.html", format="text") == ["<p>text</p>"]
+
+
+def compress(path, content, parts=2):
+    """Write members or frames one behind another, as parallel compressors do."""
+    codec = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
+    size = -(-len(content) // parts)
+    with path.open("wb") as file:
+        for start in range(0, len(content), size):
+            part = pa.BufferOutputStream()
+            with pa.CompressedOutputStream(part, codec) as stream:
+                stream.write(content[start : start + size])
+            file.write(part.getvalue())
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_text_is_read_as_what_it_holds(tmp_path, suffix):
+    lines = "\n".join(json.dumps({"text": text}) for text in TEXTS)
+    compress(tmp_path / f"a.jsonl.{suffix}", lines.encode())
+    compress(tmp_path / f"b.txt.{suffix}", "\ufeffBücher\r\n".encode())
+    assert read(tmp_path, tmp_path / f"a.jsonl.{suffix}") == TEXTS
+    assert read(tmp_path, f"{tmp_path}/*.{suffix}") == [*TEXTS, "Bücher\n"]
+    compress(tmp_path / f"b.txt.{suffix}", b"other")  # of the same name
+    assert read(tmp_path, tmp_path / f"b.txt.{suffix}") == ["other"]
+    compress(tmp_path / f"c.html.{suffix}", b"<p>")
+    with pytest.raises(UserError, match=r"c\.html is markup by its name"):
+        read(tmp_path, tmp_path / f"c.html.{suffix}")
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_bomb_is_refused_and_leaves_nothing(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(compressed, "SMALL", 1 << 20)
+    compress(tmp_path / f"a.txt.{suffix}", bytes(2 << 20), parts=1)
+    with pytest.raises(UserError, match=r"bytes hold more than 1,048,576; if that is"):
+        read(tmp_path, tmp_path / f"a.txt.{suffix}")
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("kept", [lambda b: b[: len(b) // 2], lambda b: b"text" + b])
+def test_a_damaged_compressed_file_is_a_line(tmp_path, suffix, kept):
+    path = tmp_path / f"a.txt.{suffix}"
+    compress(path, b"".join(b"%d " % (n * n) for n in range(9999)), parts=1)
+    path.write_bytes(kept(path.read_bytes()))
+    with pytest.raises(UserError, match=r"file, or a damaged one .*again$") as error:
+        read(tmp_path, path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_compressed_file_beside_its_own_text_is_refused(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text")
+        compress(tmp_path / f"{name}.txt.gz", f"{name} text".encode())
+    with pytest.raises(
+        UserError, match=r"a\.txt(\.gz)? has the content of .*leave one"
+    ):
+        read(tmp_path, tmp_path)
+    assert read(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt.gz") == [
+        "a text",
+        "b text",
+    ]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):

@@ -45,6 +45,25 @@ def test_the_keys_that_were_changed_are_named_and_no_others():
     )
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (4096, "go on at token 81,920, not 40,960; the 40,960 tokens between are left"),
+        (1024, "go on at token 20,480, not 40,960; the 20,480 tokens between are seen"),
+        (2048, None),
+    ],
+)
+def test_another_batch_size_says_which_data_come_next(tokens, said):
+    keys = ["train.steps=40", "schedule=constant", "schedule.warmup_fraction=0"]
+    before = compose_config([*keys, "train.batch_tokens=2048", "run_dir=a"])
+    now = compose_config([*keys, f"train.batch_tokens={tokens}", "run_dir=b"])
+    found = Restored(20, None, {"config": to_tree(before)})
+    lines = describe_change(now, found)
+    assert bool(lines) == (said is not None)
+    assert all("(was 2,048): batches are counted in steps" in line for line in lines)
+    assert all(str(said) in line for line in lines)
+
+
 def test_a_source_is_named_for_a_reader():
     assert text_of({"kind": "embedded"}) == "the King James Bible"
     assert text_of({"kind": "hub", "name": "org/set"}) == "org/set"

@@ -31,6 +31,13 @@ def test_schedules_warm_up_reach_the_peak_and_end_near_the_ratio(name, last):
     assert np.all(np.diff(rates[100:]) <= 0)
 
 
+@pytest.mark.parametrize(("name", "decay"), [("linear", 90), ("wsd", 20)])
+def test_the_last_rate_is_one_step_of_the_decay_above_the_ratio(name, decay):
+    shape = {"warmup_fraction": 0.1, "min_ratio": 0.1, "decay_fraction": 0.2}
+    rates = learning_rates(name, steps=100, peak=1.0, **shape)
+    np.testing.assert_allclose(rates[-1], 0.1 + 0.9 / decay, rtol=4 * EPS)
+
+
 def test_wsd_is_stable_until_its_decay():
     rates = learning_rates(
         "wsd",

@@ -1,0 +1,109 @@
+"""Compressed files, which are decompressed once, into the cache of the data.
+
+All readers go on from a position in a file, which compressed bytes do not have.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.data.files import BLOCK, File
+from trainer.errors import UserError
+
+# Arrow's codecs by suffix
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+# A file may hold so many times its bytes, and at least the second number. Text is
+# compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
+EXPANSION = 100
+SMALL = 64 << 20
+
+
+def decompressed(path: Path, cache_dir: Path) -> Path:
+    """Return a file with the content of a compressed one; any other as it is.
+
+    The file in the cache has the name without the suffix, by which its format is found.
+
+    Raises:
+      UserError: damaged or out of proportion, or the cache cannot be written.
+    """
+    codec = CODECS.get(path.suffix.lower())
+    if codec is None:
+        return path
+    stat = path.stat()
+    known = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    key = hashlib.blake2b(known.encode(), digest_size=8).hexdigest()
+    name = path.stem.lstrip(".") or "text"
+    # The dot keeps a directory of texts that holds the cache from reading it.
+    target = cache_dir / ".decompressed" / key / name
+    if target.is_file():
+        return target
+    limit = max(SMALL, EXPANSION * stat.st_size)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_or_none(target) as file:
+            size = 0
+            for block in blocks(path, codec):
+                size += len(block)
+                if size > limit:
+                    raise UserError(
+                        f"{path}: {stat.st_size:,} bytes hold more than {limit:,}; if"
+                        " that is meant, decompress it yourself"
+                    )
+                os.write(file, block)
+    except OSError as error:
+        raise UserError(
+            f"cannot decompress {path} into {target.parent} ({error.strerror}); make"
+            " room, or set data.cache_dir"
+        ) from error
+    return target
+
+
+def blocks(path: Path, codec: str) -> Iterator[bytes]:
+    """Yield the content of a compressed file."""
+    import pyarrow
+
+    try:
+        with pyarrow.input_stream(str(path), compression=codec) as stream:
+            while block := stream.read(BLOCK):
+                yield block
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is no {codec} file, or a damaged one"
+            f" ({str(error).splitlines()[0]}); copy or compress it again"
+        ) from error
+
+
+@contextmanager
+def whole_or_none(target: Path) -> Iterator[int]:
+    """Open a new file that gets its name when all of it is written."""
+    file, partial = tempfile.mkstemp(dir=target.parent)
+    try:
+        try:
+            yield file
+        finally:
+            os.close(file)
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def refuse_twins(files: Iterable[File], origins: Mapping[Path, Path]) -> None:
+    """Refuse a compressed file that is given beside its own content.
+
+    One of the two could be validated on, while the other is trained on.
+
+    Args:
+      files: all files that were read.
+      origins: the compressed files, by those in the cache.
+    """
+    first: dict[str, Path] = {}
+    for file in files:
+        pair = {first.setdefault(file.digest, file.path), file.path}
+        if file.size and len(pair) == 2 and len(pair & origins.keys()) == 1:
+            named = (origins.get(path, path) for path in sorted(pair))
+            raise UserError(
+                "{} has the content of {}; leave one out of data.paths".format(*named)
+            )
