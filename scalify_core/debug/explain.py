@@ -8,6 +8,7 @@ are run turn by turn, and a composite is one equation.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -30,9 +31,10 @@ from scalify_core.debug.figures import (
 )
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.arguments import Arguments
+from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator, entering
 from scalify_core.interpreter.measured import policy as measuring
+from scalify_core.interpreter.measured.products import IN_FULL, PRODUCTS
 from scalify_core.interpreter.reference_trace import traced
 from scalify_core.interpreter.transform import Scales
 from scalify_core.interpreter.value import Value
@@ -46,8 +48,6 @@ NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
 def explain(
     fun: Callable,
     *args: Any,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
     scales: Scales = "auto",
     tolerance: float = 0.01,
     **kwargs: Any,
@@ -64,8 +64,6 @@ def explain(
     Args:
         fun: function of pytrees.
         args: its arguments, at least one of them a ScaledArray.
-        static_argnums: positions of arguments that are not arrays, as for `scalify`.
-        static_argnames: their names.
         scales: as for `scalify`. Measured scales are never astray: rows have no
             expected RMS. Rows of values that are not stored have FP32 numbers without a
             scale. The losses of a cast are reported at the equation that reads the cast
@@ -85,8 +83,7 @@ def explain(
         TypeError: `fun` uses values of a surrounding transformation; call `explain`
             outside jit, grad and vmap.
     """
-    arguments = Arguments(fun, static_argnums, static_argnames)
-    call = arguments.call(args, kwargs)
+    call = call_of(fun, args, kwargs)
     leaves = call.leaves
     if not any(map(is_scaled_array, leaves)):
         raise ValueError(
@@ -146,7 +143,6 @@ class Recorder(precision_warnings.Observer):
         # The place where booleans or integers first differ from plain FP32.
         self.first_difference: str | None = None
         self._count = 0
-        self._lines: list[Any] = []
         self._inside: _Inside | None = None
         self._frame: _Frame | None = None
 
@@ -177,8 +173,7 @@ class Recorder(precision_warnings.Observer):
         values = [x.value for x in operands]
         program = fp32_reference.Call(operands)
         self._inside = _Inside(program, NO_PLACE, (), "jit")
-        returned = (False,) * len(jaxpr.outvars)
-        dataclasses.replace(self.evaluate, resized=returned)(jaxpr, values)
+        self.evaluate(jaxpr, values)
         out: list[Any] = program.out
         if self.evaluate.measures:
             made = measuring.leaving(jaxpr, values, [x.value for x in out], dtypes)
@@ -278,7 +273,7 @@ class Recorder(precision_warnings.Observer):
                 tensors = [self.stored(x, rule.bring) for x in tensors]
             bodies = _bodies(eqn, tensors)
         casts = Casts()
-        self._lines, self._frame = [], None
+        self._frame = None
         self._inside = bodies and _Inside(bodies, place, path, eqn.primitive.name)
         try:
             with (
@@ -297,13 +292,35 @@ class Recorder(precision_warnings.Observer):
             if exact is None:
                 exact = self.reference_results(eqn, tensors, place)
             results = self.recorded(eqn, tensors, out, exact, casts, place, path)
+            if self.evaluate.measures and eqn.primitive.name in PRODUCTS:
+                self._see_lost_terms(eqn, tensors, *results)
         frame.tensors.update(zip(eqn.outvars, results, strict=True))
         return out
 
-    def multiplied(self, dtype: str, lost: Any) -> None:
-        """Keep the lost lines of a product for its row."""
-        # In a batch of loops, lines are known only when it runs.
-        jax.debug.callback(lambda x: self._lines.append(np.asarray(x)), lost)
+    def _see_lost_terms(
+        self, eqn: Any, operands: Sequence[Tensor], result: Tensor
+    ) -> None:
+        """Count terms of a product's sums that its narrow operands lack as a loss.
+
+        The product is compared with that of the operands before they were rounded, in
+        the size that its sums have without cancellation.
+        """
+        row, figures = result.row, result.figures
+        if row is None or figures is None:
+            return
+        a, b, *rest = [fp32_reference.wide(measuring.wide(x.value)) for x in operands]
+        units = [float(jnp.max(jnp.abs(x), initial=0.0)) or 1.0 for x in (a, b)]
+        squares = [jnp.square(x / unit) for x, unit in zip((a, b), units, strict=True)]
+        full = eqn.replace(params={**eqn.params, "precision": IN_FULL})
+        exact, size = (
+            np.asarray(fp32_reference.in_float32(full, *x, *rest)[0], np.float64)
+            for x in ((a, b), squares)
+        )
+        wrong = np.linalg.norm(np.asarray(measuring.wide(result.value)) - exact)
+        expected = units[0] * units[1] * math.sqrt(max(size.sum(), 0.0))
+        limit = max(self.tolerance, epsilon(row.dtype, *result.formats))
+        if wrong > limit * expected:
+            row.see(figures, result.blame, result.when, loses=True)
 
     def reference_results(
         self, eqn: Any, operands: Sequence[Tensor], place: Place
@@ -366,10 +383,6 @@ class Recorder(precision_warnings.Observer):
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
             self.measure(tensor, name_of(eqn), casts.lost())
-            lines = precision_warnings.lines_text(self._lines)
-            if lines and tensor.row is not None and tensor.figures is not None:
-                tensor.row.lines = lines
-                tensor.row.see(tensor.figures, tensor.blame, when, loses=True)
             out.append(tensor)
         return out
 

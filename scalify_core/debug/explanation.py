@@ -116,7 +116,6 @@ class Row:
             values; None: no evaluation did.
         blame: the octaves that its scale is astray by, as sums of the octaves added by
             each place and primitive.
-        lines: the sentence about lost rows and columns, of a product that loses some.
     """
 
     place: Place
@@ -127,7 +126,6 @@ class Row:
     turns: int = 0
     lost_at: int | None = None
     blame: Blame = dataclasses.field(default_factory=dict)
-    lines: str = ""
 
     def see(self, figures: Figures, blame: Blame, when: int, *, loses: bool) -> None:
         """Record the figures of evaluation `when`, or of its result in storage form."""
@@ -304,7 +302,7 @@ def _is_float32(row: Row) -> bool:
 
 def _sentence(row: Row) -> str:
     f = row.figures
-    what = [row.lines] if row.lines else []
+    what = []
     if f.flushed > 0:
         if _is_float32(row):
             zero = "zero, which are not in plain FP32"
@@ -327,13 +325,12 @@ def _sentence(row: Row) -> str:
 def _reason(row: Row) -> str:
     """Return the cause of a loss, and the remedy."""
     astray = row.figures.astray
-    if abs(astray) <= ASTRAY and _is_float32(row) and not row.lines:
+    if abs(astray) <= ASTRAY and _is_float32(row):
         return (
             "what it is computed from, in FP32, was rounded before: a comparison, a"
             " maximum or a sign went the other way there, or what was small beside"
-            " others in an operand of a product counts here (check=True names such"
-            " products); compare with a margin, or give what is compared or multiplied"
-            " to more digits, x.astype(jnp.float32)"
+            " others in an operand of a product counts here; compare with a margin, or"
+            " give what is compared or multiplied to more digits, x.astype(jnp.float32)"
         )
     if abs(astray) <= ASTRAY:
         return (

@@ -44,8 +44,6 @@ class Evaluator:
             callbacks, or that of `explain`.
         place: tells evaluators with an observer apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
-        resized: the results that have readers which may give their rows other sizes,
-            see `uses.resizes`; None: all. It counts for an observer.
         stacks: for each result of a scan's body how products of later loops read it,
             None if anything else reads it too; see `uses`.
     """
@@ -53,7 +51,6 @@ class Evaluator:
     measures: bool
     observer: Observer | None = None
     place: object = None
-    resized: tuple[bool, ...] | None = None
     stacks: tuple[Reading | None, ...] = ()
 
     def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -131,9 +128,7 @@ class Evaluator:
                 are used where scales are measured.
         """
         args = list(map(entering, leaves))
-        out = dataclasses.replace(self, resized=(False,) * len(jaxpr.outvars))(
-            jaxpr, args
-        )
+        out = self(jaxpr, args)
         if self.measures:
             made = measuring.leaving(jaxpr, args, out, dtypes, self.observer)
             # An argument that comes back is that argument: no copy, and no new scale.

@@ -43,7 +43,7 @@ class Rule:
 
     Attributes:
         fun: the rule.
-        kind: the definer's name, printed in docs/coverage.md.
+        kind: the definer's name.
         wide: whether operands may have FP32 data that is not yet rounded to its format.
         lazy: whether operands may have a factor that is not yet in their data.
         control: whether `fun` takes the evaluator of inner jaxprs, as the keyword

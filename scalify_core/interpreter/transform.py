@@ -30,7 +30,7 @@ from scalify_core.array.scaled_array import (
     undifferentiated,
     with_scale,
 )
-from scalify_core.interpreter.arguments import Arguments
+from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator
 from scalify_core.interpreter.reference_trace import Program, traced
 from scalify_core.numerics.formats import is_float
@@ -48,16 +48,15 @@ def scalify(
     fun: Callable,
     *,
     scales: Scales = "auto",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
     check: bool = False,
 ) -> Callable:
     """Return `fun` with scale propagation: the same function, on `ScaledArray`s.
 
     Args:
-        fun: any JAX function of pytrees; leaves that are not arrays pass through. A
-            ScaledArray appears to it as a float32 array, whatever the dtype of the
-            data.
+        fun: any JAX function of pytrees; leaves that are not arrays pass through, and
+            numbers are traced. A static number is bound before,
+            `functools.partial(f, axis=1)`. A ScaledArray appears as a float32 array,
+            whatever the dtype of the data.
         scales: the policy of scales. "auto" suits any function. The arithmetic is FP32,
             on logical values. A value that is stored in a narrow format, as the operand
             of a product or as a result, gets a measured power of two: that of its
@@ -67,15 +66,12 @@ def scalify(
             The program has no more operations than the plain one. A plain array has
             scale 1 beside scaled ones, constants have any scale, and the carry of a
             loop needs a rescale in each iteration.
-        static_argnums: positions of arguments that are not arrays, as for `jax.jit`.
-        static_argnames: their names.
         check: whether the program warns while it runs (`PrecisionWarning`, once per
             place and call). It warns where a cast to a narrow format flushes to zero
             more than 1% of a tensor's norm, or saturates a finite number. Errors are
             measured by the norm: small elements may vanish beside large ones (a fifth
-            of GELU's results, in E4M3) as long as their share of the norm is small.
-            With measured scales it also names rows and columns of a product that lose
-            more than 1%, however small they are. A mask's constant (-1e9) may saturate.
+            of GELU's results, in E4M3) as long as their share of the norm is small. A
+            mask's constant (-1e9) may saturate.
             The program then has callbacks (`jax.debug.callback`), and is slower.
 
     Returns:
@@ -102,16 +98,15 @@ def scalify(
         FP32.
 
     Raises:
-        ValueError: `scales` is unknown; `fun` does not have a static argument.
+        ValueError: `scales` is unknown.
         TypeError: differentiated with respect to a ScaledArray.
     """
-    arguments = Arguments(fun, static_argnums, static_argnames)
     reporter = Reporter() if check else None
     evaluate = _evaluator(scales, reporter)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
-        call = arguments.call(args, kwargs)
+        call = call_of(fun, args, kwargs)
         if not any(map(is_scaled_array, call.leaves)):
             # plain code, which a surrounding `scalify` sees as such
             return asarray(fun(*args, **kwargs))

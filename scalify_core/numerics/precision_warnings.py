@@ -88,76 +88,6 @@ def losses(unrounded: Any, narrowed: Any) -> jax.Array:
     return jnp.stack([norm, share.astype(jnp.float32), saturated])
 
 
-def lines_lost(
-    multiply: Callable[[Any, Any], Any],
-    lines: tuple[Sequence[int], Sequence[int]],
-    lhs: tuple[Any, Any],
-    rhs: tuple[Any, Any],
-    scales: tuple[Any, Any],
-    smallest: float = 0.0,
-) -> jax.Array:
-    """Return the shares of a product's rows and columns that are off by more than 1%.
-
-    It is FP32 [2]. The errors are bits or elements of the operands lost below the
-    format's smallest normal number. A row belongs to one index along the axes of `lhs`
-    that are not contracted, a column to one of `rhs`. The norm of an operand does not
-    show these losses: a small row may be the only one that counts, or meet large
-    elements in the other operand.
-
-    Args:
-        multiply: the product of FP32 operands, at full precision.
-        lines: the axes of the result that come from the left operand alone, and those
-            from the right one.
-        lhs: the left operand, FP32, in units of its stored copy, and the stored copy.
-        rhs: the right operand, likewise.
-        scales: the scales of the result from either operand; they broadcast to it.
-        smallest: lines below this share of the largest do not count.
-    """
-    least = float(jnp.finfo(lhs[1].dtype).tiny)
-    lhs_stored, rhs_stored = (jnp.asarray(y, jnp.float32) for _, y in (lhs, rhs))
-    lhs_lost, rhs_lost = (
-        jnp.where(jnp.abs(x) < least, x - stored, 0)
-        for (x, _), stored in ((lhs, lhs_stored), (rhs, rhs_stored))
-    )
-    lost = jnp.abs(
-        multiply(lhs_lost, rhs_stored + rhs_lost) + multiply(lhs_stored, rhs_lost)
-    )
-    out = jnp.abs(multiply(lhs_stored, rhs_stored))
-    # Relative to the largest scale, so that products of scales do not underflow.
-    for scale in scales:
-        relative = jnp.asarray(scale, jnp.float32) / jnp.max(
-            jnp.asarray(scale, jnp.float32), initial=0.0
-        )
-        lost, out = lost * relative, out * relative
-    enough = smallest * jnp.max(lost + out, initial=0.0)
-
-    def off(axes: Sequence[int]) -> jax.Array:
-        # The maximum, not the norm, whose squares would underflow FP32.
-        wrong, stored = (jnp.max(x, tuple(axes), initial=0.0) for x in (lost, out))
-        return (wrong > FLUSHED * stored) & (jnp.maximum(wrong, stored) >= enough)
-
-    off_by_side = map(off, reversed(lines))
-    return jnp.stack(
-        [
-            jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0)
-            for x in off_by_side
-        ]
-    )
-
-
-def lines_text(lost: Sequence[Any]) -> str:
-    """Return what `lines_lost` says of products; empty where no line is lost."""
-    shares = np.max(np.reshape(lost, (-1, 2)), 0, initial=0.0).tolist()
-    pairs = zip(shares, ("rows", "columns"), strict=True)
-    texts = [f"{share:.2%} of its {lines}" for share, lines in pairs if share > 0]
-    if not texts:
-        return ""
-    return (
-        f"{' and '.join(texts)} are off by more than 1%, for small elements of its"
-        " operands are lost beside large ones"
-    )
-
-
 @jax.jit
 def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
     """Return the share of small elements, if they are off by more than 1% (FP32).
@@ -287,9 +217,6 @@ class Observer:
         """Attribute roundings inside the context to this equation."""
         return contextlib.nullcontext()
 
-    def multiplied(self, dtype: str, lost: Any) -> None:
-        """See the lost lines of a product, see `lines_lost`."""
-
     def returned(self, dtype: str, lost: Any) -> None:
         """See the lost share of a result, see `beside_lost`."""
 
@@ -348,13 +275,6 @@ class Reporter(Observer):
         """Add a callback with flags of arguments whose scale is invalid, by name."""
         unreadable_when_run("argument", is_invalid)
 
-    def multiplied(self, dtype: str, lost: Any) -> None:
-        """Add a callback with the lost lines of a product, see `lines_lost`."""
-        place, name = _place.get()
-        jax.debug.callback(
-            lambda lost: self._report_lines(place, name, dtype, lost), lost
-        )
-
     def returned(self, dtype: str, lost: Any) -> None:
         """Add a callback with the lost share of a result, see `beside_lost`."""
         place, name = _place.get()
@@ -380,10 +300,6 @@ class Reporter(Observer):
         if saturated > 0:
             texts.append(f"{saturated:.2%} of its elements saturate")
         self._warn(place, name, dtype, texts)
-
-    def _report_lines(self, place: Place, name: str, dtype: str, lost: Any) -> None:
-        text = lines_text([lost])
-        self._warn(place, name, dtype, [text] if text else [])
 
     def _warn(self, place: Place, name: str, dtype: str, texts: Sequence[str]) -> None:
         """Warn of losses that have not been reported in this call."""

@@ -32,20 +32,16 @@ from scalify_core.interpreter.measured.products import (
     Reading,
     is_finer,
     is_narrow_product,
-    lines,
     operand_readings,
     readings,
     reads_in,
     scales_of_result,
 )
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import compiler_hints, formats, precision_warnings
+from scalify_core.numerics import formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.scales import broadcast_scale
 
-# Rows and columns below this share of the largest do not count.
-_SMALLEST_LINE = 2.0**-20
 _F32 = np.dtype(np.float32)
 # Their results depend on the dtype that their operands were traced with.
 _READ_BITS = frozenset(
@@ -103,7 +99,7 @@ def results(
     if special is not None:
         return special(eqn, *operands)
     if eqn.primitive.name in PRODUCTS:
-        return _product(eqn, operands, jaxpr, evaluate)
+        return _product(eqn, operands, jaxpr)
     static = registry.rule_of(eqn)
     if static.control:
         evaluate = _evaluator_inside(eqn, jaxpr, evaluate)
@@ -118,16 +114,9 @@ def results(
 
 def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
     """Return the evaluator of an equation's bodies, with what is known outside."""
-    name, resized = eqn.primitive.name, None
-    if evaluate.observer is not None and name in CALLS:
-        variables = _resized(jaxpr, evaluate)
-        resized = tuple(var in variables for var in eqn.outvars)
-    stacks = _stacks(eqn, jaxpr, evaluate.stacks) if name in CALLS | {"scan"} else ()
-    return dataclasses.replace(
-        evaluate,
-        resized=resized,
-        stacks=stacks,
-    )
+    if eqn.primitive.name not in CALLS | {"scan"}:
+        return dataclasses.replace(evaluate, stacks=())
+    return dataclasses.replace(evaluate, stacks=_stacks(eqn, jaxpr, evaluate.stacks))
 
 
 def _stacks(
@@ -353,7 +342,7 @@ def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
     return None
 
 
-def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> list[Any]:
+def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
     a, b, *rest = operands
     aval = eqn.outvars[0].aval
     fmt = v.result_dtype(a, b)
@@ -378,54 +367,10 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any, evaluate: Any) -> li
         **{**eqn.params, "preferred_element_type": _F32},
     )
     scales = scales_of_result(eqn, a8, b8, *others)
-    if evaluate.observer is not None:
-        is_resized = eqn.outvars[0] in _resized(jaxpr, evaluate)
-        smallest = 0.0 if is_resized else _SMALLEST_LINE
-        lost = _lines_lost(eqn, (a, b), (a8, b8), others, scales, smallest)
-        evaluate.observer.multiplied(str(fmt), lost)
     out = quantize.scaled_by(formats.as_float32(out), *scales)
     # The user asked for a wider result, by preferred_element_type.
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return [wide_value(out, np.dtype(aval.dtype) if wider else fmt)]
-
-
-def _resized(jaxpr: Any, evaluate: Any) -> frozenset[Any]:
-    """Return the variables whose readers may give their rows other sizes."""
-    returned = evaluate.resized
-    if returned is None or len(returned) != len(jaxpr.outvars):
-        returned = (True,) * len(jaxpr.outvars)
-    return uses.marked(jaxpr, returned, uses.resizes)
-
-
-def _lines_lost(
-    eqn: Any,
-    operands: Sequence[Any],
-    copies: Sequence[ScaledArray],
-    rest: Sequence[Any],
-    scales: Any,
-    smallest: float,
-) -> Any:
-    """Return the shares of the rows and columns of a product that are lost."""
-    full = {**eqn.params, "preferred_element_type": _F32, "precision": IN_FULL}
-    left, right = (
-        (_in_units_of(x, copy), copy.data)
-        for x, copy in zip(operands, copies, strict=True)
-    )
-    return precision_warnings.lines_lost(
-        lambda a, b: eqn.primitive.bind(a, b, *rest, **full),
-        lines(eqn),
-        left,
-        right,
-        scales,
-        smallest,
-    )
-
-
-def _in_units_of(x: Any, copy: ScaledArray) -> Any:
-    """Return a logical value, FP32, divided by the scale of its stored copy."""
-    (data,) = compiler_hints.materialize_once(formats.as_float32(wide(x)))
-    scale = jnp.asarray(copy.scale, jnp.float32)
-    return data * broadcast_scale(jnp.float32(1) / scale, data)
 
 
 def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:

@@ -90,33 +90,6 @@ def dot_labels(
     return (lhs, rhs), [*range(len(batches[0])), *free]
 
 
-def lines(eqn: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the axes of a product's result that come from one operand alone.
-
-    The first axes are those of the left operand, the second those of the right one.
-    """
-    rank = len(eqn.outvars[0].aval.shape)
-    if eqn.primitive.name == "conv_general_dilated":
-        batch, feature, *positions = eqn.params["dimension_numbers"].out_spec
-        return (batch, *positions), (feature,)
-    numbers = eqn.params.get("ragged_dot_dimension_numbers")
-    if numbers is None:
-        dims = eqn.params["dimension_numbers"]
-    else:
-        dims = numbers.dot_dimension_numbers
-    group = () if numbers is None else numbers.rhs_group_dimensions
-    _, result = dot_labels(
-        dims, len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape), group
-    )
-    of_both = rank - len(result)  # the groups, where the contracted axis is grouped
-    sides = [label[0] if isinstance(label, tuple) else None for label in result]
-    first, second = (
-        [of_both + i for i, side in enumerate(sides) if side == number]
-        for number in (0, 1)
-    )
-    return first, second
-
-
 def contracted_size(eqn: Any) -> int:
     """Return the number of terms in each element of a product's result.
 

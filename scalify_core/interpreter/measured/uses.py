@@ -1,4 +1,4 @@
-"""Find how the readers of a variable use it: three questions, one walk.
+"""Find how the readers of a variable use it: two questions, one walk.
 
 A question is a function of an equation, and of the marks of its results. It returns the
 marks of the operands, or None where the equation's inner jaxprs tell. The walk goes
@@ -7,13 +7,12 @@ from the results of a program to its arguments, and into calls, branches and loo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.products import CALLS, MOVES, PRODUCTS
+from scalify_core.interpreter.measured.products import CALLS, MOVES
 from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
 
 Marks = tuple[bool, ...]
@@ -83,34 +82,6 @@ def _loop(
 
 def _either(*marks: Marks) -> Marks:
     return tuple(map(any, zip(*marks, strict=True)))
-
-
-# Rows that may get another size. A row of a product's result may be lost beside larger
-# rows. That is a loss if a later equation divides by the row's size, as a norm does, or
-# multiplies the row by an array. It is no loss if the result is returned, and so stored
-# at one scale, or is added to another value. The gradient of the keys of causal
-# attention is such a value: its last rows are nearly zero.
-_SUMS = frozenset({"add", "sub", "add_any"})
-_PRESERVES_ROWS = (
-    MOVES | PRODUCTS | {"reduce_sum", "convert_element_type", "concatenate", "pad"}
-)
-
-
-def resizes(eqn: Any, outs: Marks) -> Sequence[bool] | None:
-    """Ask for variables whose rows a later equation may resize."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        return None
-    if name in _SUMS and not any(isinstance(atom, Literal) for atom in eqn.invars):
-        return [False] * len(eqn.invars)
-    by_number = name in ("mul", "div") and any(map(_is_number, eqn.invars))
-    if name in _PRESERVES_ROWS or name in _SUMS or by_number:
-        return [any(outs)] * len(eqn.invars)
-    return [True] * len(eqn.invars)
-
-
-def _is_number(atom: Any) -> bool:
-    return math.prod(getattr(atom.aval, "shape", ())) == 1
 
 
 # Results that must not be rounded to zero. An optimizer's mean of squares spans twice

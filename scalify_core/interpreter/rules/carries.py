@@ -5,9 +5,9 @@ is known to suit all of them. Otherwise a run-time scale is carried along, and m
 in each iteration.
 
 A carry may *start* at a constant that every element replaces, as the lowest number for
-a running maximum. Such a constant never sets a scale. It is stored at the scale of the
-elements that it is compared with, as far as FP32 reaches. Its carry is kept in FP32
-(`Value.is_fill_value`): FP16 might make it moderate beside small numbers.
+a running maximum. Such a constant never sets a scale. Its carry is kept in FP32
+(`Value.is_fill_value`), at a static scale: FP16 might make it moderate beside small
+numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from scalify_core.numerics.formats import pow2_round
 _FAR = 256.0  # sizes further apart than this do not share a static scale
 # Beside a run-time scale, constants of at least this magnitude are start values.
 _SENTINEL = 2.0**16
-# The largest data of a start value. It leaves room for later operations, such as the
-# difference of two.
-_LARGEST_START = 2.0**120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +41,12 @@ class Form:
         scale: None where it is dynamic.
         expected_rms: the expected RMS of the data.
         dtype: the format.
-        start: the start constant of a loop that must not set its scale; None if there
-            is none.
         wide: whether the data is FP32, for numbers that the format cannot represent.
     """
 
     scale: float | None
     expected_rms: float
     dtype: Any
-    start: float | None = None
     wide: bool = False
 
 
@@ -148,93 +142,14 @@ def _formed(data: Any, scale: Any, form: Form) -> Value:
     return v.value(data, scale, form.expected_rms, form.dtype, is_fill_value=form.wide)
 
 
-def first_carry(x: Any, form: Form | None, scale: Any) -> Any:
-    """Return a carry before the first iteration.
-
-    Args:
-        x: the initial value.
-        form: its form.
-        scale: the scale that the carry will have, used if the start must not set it.
-    """
-    if form is None or not _is_finite_start(form) or isinstance(x, Value):
-        return to_form(x, form)
-    scale = form.scale if form.scale is not None else jnp.asarray(scale, jnp.float32)
-    return _formed(
-        jnp.broadcast_to(_start(form.start, scale), np.shape(x)), scale, form
-    )
-
-
-def needs_scale(form: Form | None) -> bool:
-    """Return whether `first_carry` reads its `scale`."""
-    return form is not None and form.scale is None and _is_finite_start(form)
-
-
-def _is_finite_start(form: Form) -> bool:
-    return form.start is not None and math.isfinite(form.start)
-
-
-def _start(constant: float | None, scale: Any) -> Any:
-    """Return the data of a start constant."""
-    if sc.is_static(scale):
-        return jnp.float32(min(max(constant / scale, -_LARGEST_START), _LARGEST_START))
-    return lax.clamp(
-        np.float32(-_LARGEST_START),
-        lax.div(np.float32(constant), scale),
-        np.float32(_LARGEST_START),
-    )
-
-
-def next_carry(x: Any, form: Form | None, last: Any) -> Any:
-    """Return a carry at the end of an iteration that began with `last`.
+def next_carry(x: Any, form: Form | None) -> Any:
+    """Return a carry at the end of an iteration.
 
     A run-time scale is measured: expected sizes would multiply over the iterations.
     """
-    if form is None or not isinstance(x, Value):
-        return to_form(x, form)
-    if form.scale is None:
-        if form.start is None:
-            x = v.rescaled_by_rms(x)
-        else:
-            x = _rescaled_beside(form.start, x, last)
-    x = to_form(x, form)
-    if _is_finite_start(form):
-        return dataclasses.replace(x, data=_within(x.data))
-    return x
-
-
-def _within(data: Any) -> Any:
-    """Return data clipped to the largest start value; infinities are preserved.
-
-    At a small scale the start of a loop is clipped likewise.
-    """
-    clipped = lax.clamp(np.float32(-_LARGEST_START), data, np.float32(_LARGEST_START))
-    return lax.select(lax.lt(lax.abs(data), np.float32(np.inf)), clipped, data)
-
-
-def _rescaled_beside(start: float, x: Value, last: Value) -> Value:
-    """Return `x` rescaled by its RMS, without elements near the loop's start value."""
-    x = v.scalar_scale(x)
-    limit: Any = np.float32(np.inf)
-    if math.isfinite(start):
-        # The start may have been clipped at its former scale.
-        cut = sc.times(
-            np.float32(_LARGEST_START / 2),
-            sc.smallest(sc.as_number(sc.ratio(last.scale, x.scale)), 1.0),
-        )
-        limit = lax.min(
-            lax.div(np.float32(abs(start) / 2), jnp.asarray(x.scale, jnp.float32)), cut
-        )
-
-    def rms(data: Any) -> Any:
-        counted = lax.abs(data) < limit
-        # Relative to the largest counted element, whose square may overflow FP32.
-        peak = jnp.max(jnp.abs(data), initial=0.0, where=counted)
-        share = jnp.where(counted, data, 0) / jnp.where(peak > 0, peak, 1)
-        return peak * jnp.sqrt(
-            jnp.sum(jnp.square(share)) / jnp.maximum(jnp.sum(counted), 1)
-        )
-
-    return v.rescaled_by(rms, x)
+    if form is not None and form.scale is None and isinstance(x, Value):
+        x = v.rescaled_by_rms(x)
+    return to_form(x, form)
 
 
 def chosen(which: Any, new: Any, old: Any) -> Any:
@@ -260,10 +175,8 @@ def _over(which: Any, x: Any) -> Any:
     return lax.broadcast_in_dim(which, x.shape, range(which.ndim))
 
 
-def carry_forms(
-    turn: Callable, init: Any, length: int | None
-) -> tuple[list[Form | None], int]:
-    """Return the loop-invariant forms of a carry, and the warm-up iterations.
+def carry_forms(turn: Callable, init: Any, length: int | None) -> list[Form | None]:
+    """Return the loop-invariant forms of a carry.
 
     Two iterations tell how each part of the carry grows. More are taken while parts
     become scaled, or their scales dynamic, where one part is passed on to the next.
@@ -272,29 +185,17 @@ def carry_forms(
         turn: returns the shapes of the carry after one iteration.
         init: the carry before the loop.
         length: the number of iterations; None if it is unknown.
-
-    Returns:
-        The form of each part, and the number of iterations after which all parts that
-        become scaled are scaled.
     """
     history = [list(init)]
     while True:
         previous, out = history[-1], turn(history[-1])
-        history.append(list(map(after, previous, out)))
-        changed = any(
-            _kind(x) != _kind(y) for x, y in zip(previous, history[-1], strict=True)
-        )
-        settled = all(
-            _size(x) == _size(y) for x, y in zip(previous, history[-1], strict=True)
-        )
+        history.append(list(map(_after, previous, out)))
+        pairs = list(zip(previous, history[-1], strict=True))
+        changed = any(_kind(x) != _kind(y) for x, y in pairs)
+        settled = all(_size(x) == _size(y) for x, y in pairs)
         if not changed and (settled or len(history) > 2):
-            scaled = [
-                [isinstance(x, Value) for x in part]
-                for part in zip(*history, strict=True)
-            ]
-            turns = max((part.index(True) for part in scaled if any(part)), default=0)
             parts = zip(*history, strict=True)
-            return [_loop_form(part, length) for part in parts], turns
+            return [_loop_form(part, length) for part in parts]
 
 
 def coarse(x: Any) -> Any:
@@ -309,7 +210,7 @@ def coarse(x: Any) -> Any:
     )
 
 
-def after(x: Any, y: Any) -> Any:
+def _after(x: Any, y: Any) -> Any:
     """Return the part of the carry that enters the next iteration.
 
     It is `y`, except that plain parts and dynamic scales stay as in `x`.
@@ -346,65 +247,48 @@ def _loop_form(part: Sequence[Any], length: int | None) -> Form | None:
 
     `part` holds its value before the loop, and after each of the first iterations. The
     scale is static, in the middle of the range of sizes, if the data then stays within
-    [1/16, 16]. Otherwise the scale is carried along.
+    [1/16, 16]. Otherwise the scale is carried along, or, beside a start constant, is 1.
     """
-    first, last = next((x for x in part if isinstance(x, Value)), None), part[-1]
-    if first is None:
+    values, last = [x for x in part if isinstance(x, Value)], part[-1]
+    if not values:
         return None
-    start = _start_of(part, length)
-    wide = any(isinstance(x, Value) and x.is_fill_value for x in part) or (
-        start is not None and math.isfinite(start)
-    )
+    first, starts = values[0], _is_start(part, length)
+    wide = starts or any(x.is_fill_value for x in values)
     if not sc.is_static(last.scale):
-        return Form(
-            None,
-            last.expected_rms if last is part[0] else 1.0,
-            first.dtype,
-            start,
-            wide,
-        )
+        rms = last.expected_rms if last is part[0] else 1.0
+        return Form(1.0 if starts else None, rms, first.dtype, wide)
     # A start value says nothing about the sizes of later values.
-    counted = [x for x in part if isinstance(x, Value)] if start is not None else part
-    sizes = [_size(x) for x in counted]
+    sizes = [_size(x) for x in (values if starts else part)]
     if not any(sizes):
-        return Form(last.scale, last.expected_rms, first.dtype, start, wide)
+        return Form(last.scale, last.expected_rms, first.dtype, wide)
     reached = _reached(sizes, length)
     if max(reached) > _FAR * min(reached):
-        return Form(None, 1.0, first.dtype, start, wide)
+        return Form(1.0 if starts else None, 1.0, first.dtype, wide)
     middle = math.sqrt(max(reached)) * math.sqrt(min(reached))
+    scale = pow2_round(middle)
     if sc.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2:
         scale = first.scale
-    else:
-        scale = pow2_round(middle)
-    return Form(scale, middle / scale, first.dtype, start, wide)
+    return Form(scale, middle / scale, first.dtype, wide)
 
 
 def _reached(sizes: Sequence[float], length: int | None) -> list[float]:
     return [*filter(None, sizes), _final_size(sizes, length)]
 
 
-def _start_of(part: Sequence[Any], length: int | None) -> float | None:
-    """Return the start constant of a part of the carry that must not set the scale.
+def _is_start(part: Sequence[Any], length: int | None) -> bool:
+    """Return whether a part of the carry starts at a constant that sets no scale.
 
-    It is infinite, or far larger than the values after the first iterations. None: the
-    part has no such constant.
+    The constant is infinite, or far larger than the values after the first iterations.
     """
     constant = None if isinstance(part[0], Value) else v.uniform(part[0])
     if not constant or math.isnan(constant):
-        return None
-    last = part[-1]
-    if math.isinf(constant):
-        if not sc.is_static(last.scale):
-            return constant
-        return None
-    if not sc.is_static(last.scale):
-        if abs(constant) >= _SENTINEL:
-            return constant
-        return None
+        return False
+    if not sc.is_static(part[-1].scale):
+        return abs(constant) >= _SENTINEL
     sizes = [_size(x) for x in part if isinstance(x, Value)]
-    if any(sizes) and abs(constant) > _FAR * max(_reached(sizes, length)):
-        return constant
-    return None
+    if math.isinf(constant) or not any(sizes):
+        return False
+    return abs(constant) > _FAR * max(_reached(sizes, length))
 
 
 def _final_size(sizes: Sequence[float], length: int | None) -> float:

@@ -21,12 +21,9 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import control
 from scalify_core.interpreter.rules.bodies import measures, run, shape_of, stacked
 from scalify_core.interpreter.rules.carries import (
-    after,
     carry_forms,
     chosen,
     coarse,
-    first_carry,
-    needs_scale,
     next_carry,
     to_form,
     wide_carry_forms,
@@ -91,13 +88,12 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
             : len(init)
         ]
 
-    carry, forms = _initial_carry(turn, init, length, jaxpr, evaluate)
+    carry, forms = _initial_carry(turn, init, length, evaluate)
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
-        last = unpack(carry)
-        out = step(last, slices)
+        out = step(unpack(carry), slices)
         ys = stacked(evaluate, jaxpr, out[len(init) :])
-        return pack(map(next_carry, out[: len(init)], forms, last)), pack(ys)
+        return pack(map(next_carry, out[: len(init)], forms)), pack(ys)
 
     ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
     agreed, carry = jaxprs.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
@@ -142,11 +138,10 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         which = going(carry)
         return [chosen(which, x, old) for x, old in zip(new, carry, strict=True)]
 
-    carry, forms = _initial_carry(turn, init, None, jaxpr, evaluate)
+    carry, forms = _initial_carry(turn, init, None, evaluate)
 
     def formed(carry: Any) -> Any:
-        last = unpack(carry)
-        return pack(map(next_carry, turn(last), forms, last))
+        return pack(map(next_carry, turn(unpack(carry)), forms))
 
     agreed, carry = jaxprs.agreeing_carry(formed, carry)
 
@@ -163,7 +158,6 @@ def _initial_carry(
     turn: Callable,
     init: Sequence[Any],
     length: int | None,
-    jaxpr: Any,
     evaluate: Callable,
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed carry before the first iteration, and its parts' forms."""
@@ -171,30 +165,10 @@ def _initial_carry(
         init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
         forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
         return pack(map(to_form, init, forms)), forms
-    forms, turns = carry_forms(
-        lambda carry: _handed(shape_of(turn, carry)), init, length
+    forms = list(
+        _handed(carry_forms(lambda carry: _handed(shape_of(turn, carry)), init, length))
     )
-    forms, scales = list(_handed(forms)), [None] * len(forms)
-    if any(map(needs_scale, forms)):
-        scales = _scales_after(turn, turns, init, jaxpr)
-    return pack(map(first_carry, init, forms, scales)), forms
-
-
-def _scales_after(
-    turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any
-) -> list[Any]:
-    """Return the run-time scales of the parts of a carry after the first iterations.
-
-    Before these, the parts are constants. Only the scales are read, so the compiler
-    removes everything else of these iterations. A body with effects is not evaluated
-    so: its start values then have scale 1.
-    """
-    if jaxpr.effects:
-        return [1.0] * len(init)
-    carry = list(init)
-    for _ in range(turns):
-        carry = list(map(after, carry, turn(carry)))
-    return [v.scalar_scale(x).scale if isinstance(x, Value) else 1.0 for x in carry]
+    return pack(map(to_form, init, forms)), forms
 
 
 def _slices(x: Any) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ call; without it, nothing."""
 import contextlib
 import functools
 import inspect
-import re
 import warnings
 
 import jax
@@ -243,52 +242,32 @@ def summed_too(h):
 
 
 LINES = {
-    "rows": (
-        lambda x, w: (lambda h: (h @ w) / far(h) + summed_too(h))(x * far(x)),
-        r"% of its rows",
+    "rows": lambda x, w: (lambda h: (h @ w) / far(h) + summed_too(h))(x * far(x)),
+    "columns": lambda x, w: (lambda h: (x @ h) / far(h).T + summed_too(h.T).T)(
+        w * far(w).T
     ),
-    "columns": (
-        lambda x, w: (lambda h: (x @ h) / far(h).T + summed_too(h.T).T)(w * far(w).T),
-        r"% of its columns",
+    "contracted": lambda x, w: (x * far(x).T) @ (w / far(w)),
+    "nowhere": lambda x, w: jnp.exp(-30 + x) @ (w * 1e9),
+    "entries": lambda x, w: jnp.matmul(
+        far(x)[:, None] * x[None], w[None] / far(w)[:, None]
     ),
-    "contracted": (
-        lambda x, w: (x * far(x).T) @ (w / far(w)),
-        r"100.00% of its rows and 100.00% of its columns",
-    ),
-    "nowhere": (lambda x, w: jnp.exp(-30 + x) @ (w * 1e9), ""),
-    "entries": (
-        lambda x, w: jnp.matmul(far(x)[:, None] * x[None], w[None] / far(w)[:, None]),
-        "",
-    ),
-    "each row": (lambda x, w: ((x * far(x)) @ w) / far(x), ""),
-    "each column": (lambda x, w: (x @ (w * far(w).T)) / far(w).T, ""),
-    "outer": (lambda x, w: jnp.tensordot(x[:, 0] * far(x)[:, 0], w[0], 0) / far(x), ""),
+    "each row": lambda x, w: ((x * far(x)) @ w) / far(x),
+    "each column": lambda x, w: (x @ (w * far(w).T)) / far(w).T,
+    "outer": lambda x, w: jnp.tensordot(x[:, 0] * far(x)[:, 0], w[0], 0) / far(x),
 }
+LOST = ("rows", "columns", "contracted")
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothing_of_the_norm(
-    kind,
-):
-    fun, said = LINES[kind]
+def test_explain_names_what_one_scale_loses_in_a_product(kind):
+    fun = LINES[kind]
     args = sc.as_scaled_array(
         (normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16
     )
-    found = run(jax.jit(sc.scalify(fun, check=True)), *args)
-    # what is left of lost rows is small beside the others
-    texts = [text for text in found if "dot_general" in text]
-    assert len(texts) == bool(said) == bool(found)
-    assert all(
-        re.search(said, text) and "in float16" in text and "dot_general" in text
-        for text in texts
-    )
-    explained = [row.lines for row in sc.explain(fun, *args).rows if row.lines]
-    assert len(explained) == bool(said)
-    assert all(re.search(said, text) for text in explained)
     exact, found = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
-    assert bool(said) == bool(
-        np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact)
-    )
+    is_lost = np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact)
+    assert is_lost == (kind in LOST)
+    assert (sc.explain(fun, *args).first_loss is not None) == is_lost
 
 
 def causal(q, k, v, mask):
@@ -348,9 +327,4 @@ def test_rows_that_are_given_another_size_afterwards_are_a_loss(kind):
     args = sc.as_scaled_array(
         (normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16
     )
-    found = [
-        text
-        for text in run(jax.jit(sc.scalify(fun, check=True)), *args)
-        if "% of its rows" in text
-    ]
-    assert len(found) == 1
+    assert sc.explain(fun, *args).first_loss is not None

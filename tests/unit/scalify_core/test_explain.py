@@ -353,9 +353,7 @@ def test_a_training_step_of_a_flax_model():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    found = explain(
-        step, *scaled((params, state, x)), scale=2.0, static_argnames="scale"
-    )
+    found = explain(functools.partial(step, scale=2.0), *scaled((params, state, x)))
     assert found.first_loss is None
     assert len(found.errors) == len(jax.tree.leaves(params)) * 3 + 1
     # a layer's function stands beside the line that calls the model

@@ -15,9 +15,8 @@ def scaled_normal():
 
 
 def copied(s):
-    twice = (2 * jnp.eye(8, dtype=jnp.int8)).astype(s.dtype)
-    # a product, that reads FP16: what is no mask cannot be seen to copy
-    return s @ twice / 2
+    # a product that reads FP16: a scaled matrix is not taken for one that copies
+    return s @ (jnp.eye(8, dtype=s.dtype) + 0 * s)
 
 
 def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_much():

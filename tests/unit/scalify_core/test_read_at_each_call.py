@@ -232,7 +232,7 @@ def test_what_is_changed_in_place_is_read_anew(name, scales):
     made, change, read = CHANGED_IN_PLACE[name]
     kept, is_static = made(), read is None
     fun = lambda w, x=kept: jnp.sum(w) * (x.rate if is_static else read(x))
-    scaled = scalify(fun, scales=scales, static_argnums=(1,) if is_static else ())
+    scaled = scalify(fun, scales=scales)
     call = lambda: norm(scaled(weights(), *([kept] if is_static else [])))
     first = call()
     change(kept)

@@ -76,7 +76,7 @@ def test_a_bias_in_front_of_a_rescale_gets_its_gradient_from_what_was_there_befo
 
     args = as_scaled_array((normal(1, 512, 16), normal(2, 16)), 1.0, dtype=HALF)
     (dx, dbias), (dx_alone, dbias_alone) = (
-        scalify(gradients, static_argnums=2)(*args, c) for c in (True, False)
+        scalify(functools.partial(gradients, columns=c))(*args) for c in (True, False)
     )
     np.testing.assert_array_equal(dx.data, dx_alone.data)
     assert float(dx.scale) == float(dx_alone.scale)
@@ -91,7 +91,7 @@ def test_a_bias_in_front_of_a_rescale_gets_its_gradient_from_what_was_there_befo
     # are two.
     for columns, number in ((True, 1), (False, 2)):
         text = for_cuda(
-            lambda *args, c=columns: scalify(gradients, static_argnums=2)(*args, c),
+            scalify(functools.partial(gradients, columns=columns)),
             *args,
         )
         assert (
