@@ -116,11 +116,18 @@ class Chart:
 
 
 class Choice(NamedTuple):
-    """A value of one of several choices: the choice's index, the value, its tooltip."""
+    """A value of one of several choices.
+
+    Attributes:
+      choice: its index.
+      text: the tooltip.
+      group: the line that it belongs to.
+    """
 
     choice: int
     y: float
     text: str
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -257,31 +264,39 @@ def by_choice(
 ) -> str:
     """Return a figure of values over choices, in the given order.
 
-    A line joins the lowest value of each choice.
+    A line for each group joins the lowest value of each choice.
     """
     shown = [p for p in points if math.isfinite(p.y)]
+    groups = dict.fromkeys(p.group for p in shown)
+    colors = {group: color_number(i) for i, group in enumerate(groups)}
+    legend = "".join(
+        f'<span><i style="background:{color}"></i>{html.escape(group)}</span> '
+        for group, color in colors.items()
+        if group
+    )
     head = (
         f"<figcaption><b>{html.escape(title)}</b>"
-        f" <small>{html.escape(unit)}</small></figcaption>"
+        f" <small>{html.escape(unit)}</small> {legend}</figcaption>"
     )
     if not shown:
         return f"<figure>{head}<p>not recorded</p></figure>"
     across = Scale(-0.5, len(choices) - 0.5, LEFT, WIDTH - RIGHT)
     low, high, _ = value_range(
-        [Line("", [0.0] * len(shown), [p.y for p in shown])], from_zero=False
+        [Line("", [0.0] * len(shown), [p.y for p in shown], dots=True)], from_zero=False
     )
     up = Scale(low, high, HEIGHT - BOTTOM, TOP)
-    best = {
-        i: min(p.y for p in shown if p.choice == i)
-        for i in sorted({p.choice for p in shown})
-    }
-    path = "L".join(f"{across(i):.1f},{up(y):.1f}" for i, y in best.items())
-    parts = [*heights(up), f'<path stroke="{COLORS[0]}" d="M{path}"/>']
+    parts = [*heights(up)]
+    for group, color in colors.items():
+        best: dict[int, float] = {}
+        for p in sorted(p for p in shown if p.group == group):
+            best.setdefault(p.choice, p.y)
+        path = "L".join(f"{across(i):.1f},{up(y):.1f}" for i, y in best.items())
+        parts.append(f'<path stroke="{color}" d="M{path}"/>')
     for p in shown:
         place = f'cx="{across(p.choice):.1f}" cy="{up(p.y):.1f}"'
         parts.append(
-            f'<circle {place} r="3.5"'
-            f' fill="{COLORS[0]}"><title>{html.escape(p.text)}</title></circle>'
+            f'<circle {place} r="3.5" fill="{colors[p.group]}">'
+            f"<title>{html.escape(p.text)}</title></circle>"
         )
     for i, choice in enumerate(choices):
         place = f'x="{across(i):.1f}" y="{HEIGHT - BOTTOM + 15}"'

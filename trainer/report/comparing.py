@@ -16,11 +16,22 @@ from trainer.report.history import FORKED, History, finite
 from trainer.report.page import comparison
 from trainer.run.rundir import MAY_CHANGE
 
-IGNORED = ("run_dir", "tracker.name", "resume", "resume.*")
+# Keys that cannot change what is learned, nor how fast.
+IGNORED = (
+    *("run_dir", "resume", "resume.*", "dry_run", "compile_cache", "data.cache_dir"),
+    *("tracker", "tracker.*", "checkpoint.*", "sample.*", "metrics.*", "profile.*"),
+    *("train.log_every", "train.eval_every", "eval.*"),
+)
+# What chooses the validation text, where the runs did not note what they read.
+TEXT_KEYS = ("source", "paths", "name", "config", "split", "column", "prepared_dir")
+TEXT_FACTS = ("text", "tokenizer", "validation tokens")
+OTHER_TEXT = "other validation text, not ranked"
 # The value of a configuration group is that of the first of these fields that it has.
 CHOICES = ("source", "kind", "name")
 SEED = "seed"
 MOST_COLUMNS = 2  # of runs; with more of them, runs are the rows
+TEXT_WIDTH = 120  # characters of a line; what is wider goes on below
+CELL_WIDTH = 40  # of a cell of text; the page has the whole
 
 Table = Mapping[str, Sequence[str]]  # a value for each run
 
@@ -37,39 +48,90 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
           written.
     """
     run_dirs = dict(zip(short_names(paths), paths, strict=True))
-    histories = sorted(
-        (History.read(path, name) for name, path in run_dirs.items()), key=final_loss
-    )
+    read = [History.read(path, name) for name, path in run_dirs.items()]
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
+        texts = [validation_text(h) for h in read]
+        ranked_text = max(texts, key=texts.count)
+        order = sorted(
+            range(len(read)),
+            key=lambda i: (texts[i] != ranked_text, final_loss(read[i])),
+        )
+        histories = [read[i] for i in order]
+        count = texts.count(ranked_text)
         varied = overridden(histories)
         others = {
             k: v for k, v in differences(histories).items() if not in_groups(k, varied)
         }
         table = varied | figures(histories) | others
+        if count < len(histories):
+            marks = ["ranked"] * count + [OTHER_TEXT] * (len(histories) - count)
+            table = {"validation text": marks} | table
         rows = [["", *(h.name for h in histories)]]
         rows += [[key, *values] for key, values in table.items()]
         if len(histories) > MOST_COLUMNS:
             rows = [list(row) for row in zip(*rows, strict=True)]
-        best_run = best(histories, varied or others, run_dirs)
-        means = over_seeds(histories, varied | others)
+        ranked = histories[:count]
+        set_keys, all_keys = among(varied, count), among(varied | others, count)
+        best_run = best(ranked, set_keys or all_keys, run_dirs)
+        best_run += [f"{OTHER_TEXT}: {run_dirs[h.name]}" for h in histories[count:]]
+        means = over_seeds(ranked, all_keys)
         hints = [
-            *best_by_mean(histories, varied | others, means),
-            *best_at_end(histories, varied, means),
+            *best_by_mean(ranked, all_keys, means),
+            *best_at_end(ranked, set_keys, all_keys),
         ]
-        verdicts = [*best_run, *aligned(means), *hints]
-        lines = aligned(rows)
+        verdicts = [*best_run, *fitted(means), *hints]
+        lines = fitted(rows)
         if verdicts:
             lines += ["", *verdicts]
         if out is None:
             return lines
-        pictures = [picture(histories, key, values) for key, values in varied.items()]
-        page = comparison(histories, rows, pictures, [*best_run, *hints], means)
+        pictures = [
+            picture(ranked, key, values, groups)
+            for key, values in set_keys.items()
+            if key != SEED and (groups := differing_alone(key, all_keys))
+        ]
+        unranked = {h.name for h in histories[count:]}
+        page = comparison(
+            histories, rows, pictures, [*best_run, *hints], means, unranked
+        )
         page = page.replace("<head>", f"<head>{runs_tag(paths)}", 1)
         replaced = out.is_file() and not compares(out, paths)
     write_text(out, page)
     return [*lines, f"{out}, in place of another comparison" if replaced else str(out)]
+
+
+def validation_text(h: History) -> tuple[str, ...]:
+    """Return what tells the validation text of a run from another one."""
+    if "text" in h.facts:
+        return tuple(h.facts.get(fact, "") for fact in TEXT_FACTS)
+    keys = (f"data.{key}" for key in (*TEXT_KEYS, "tokenizer", "val_fraction"))
+    return tuple(str(h.settings.get(key)) for key in keys)
+
+
+def among(settings: Table, count: int) -> dict[str, Sequence[str]]:
+    """Return the settings that differ among the first runs."""
+    first = {key: values[:count] for key, values in settings.items()}
+    return {key: values for key, values in first.items() if len(set(values)) > 1}
+
+
+def differing_alone(key: str, settings: Table) -> dict[str, list[int]]:
+    """Return groups of runs that differ in `key`, and in nothing else but the seed.
+
+    Returns:
+      by the other settings of a group in words, the indices of its runs.
+    """
+    others = [name for name in settings if name not in (key, SEED)]
+    groups: dict[str, list[int]] = {}
+    for i in range(len(settings[key])):
+        rest = ", ".join(f"{name}={settings[name][i]}" for name in others)
+        groups.setdefault(rest, []).append(i)
+    return {
+        rest: runs
+        for rest, runs in groups.items()
+        if len({settings[key][i] for i in runs}) > 1
+    }
 
 
 def runs_tag(paths: Sequence[Path]) -> str:
@@ -97,14 +159,31 @@ def free_page(page: Path, paths: Sequence[Path]) -> Path:
     raise AssertionError("unreachable: the count is infinite")
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
+def fitted(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines with aligned columns.
+
+    Columns beyond `TEXT_WIDTH` go on below, under their own copy of the first one, and
+    long cells are cut.
+    """
+    cut = [
+        [x if len(x) <= CELL_WIDTH else f"{x[: CELL_WIDTH - 3]}..." for x in row]
         for row in rows
+    ]
+    columns = list(zip(*cut, strict=True))
+    if not columns:
+        return []
+    widths = [max(map(len, column)) for column in columns]
+    blocks, width = [[0]], widths[0]
+    for i in range(1, len(columns)):
+        if len(blocks[-1]) > 1 and width + 2 + widths[i] > TEXT_WIDTH:
+            blocks.append([0])
+            width = widths[0]
+        blocks[-1].append(i)
+        width += 2 + widths[i]
+    return [
+        "  ".join(row[i].ljust(widths[i]) for i in block).rstrip()
+        for block in blocks
+        for row in cut
     ]
 
 
@@ -140,27 +219,40 @@ def best_by_mean(
 
 
 def best_at_end(
-    histories: Sequence[History], varied: Table, means: Sequence[Sequence[str]]
+    histories: Sequence[History], varied: Table, settings: Table
 ) -> list[str]:
     """Return a line for each number whose best value is the largest or smallest tried.
 
-    A better value may lie beyond. The best is by the means over seeds where there are
-    any. Keys that only decide how long and where a run trains are left out. Forks start
-    from different weights than other runs, so with a fork nothing is compared.
+    A better value may lie beyond. Tried are the values of the runs that differ from the
+    best one in that key alone, and the best is by the means over seeds. Keys that only
+    decide how long and where a run trains are left out, and sizes of the model, of
+    which the largest is the best. Forks start from different weights than other runs,
+    so with a fork nothing is compared.
+
+    Args:
+      histories: the best first.
+      varied: values of the keys that users set.
+      settings: values of all keys that differ.
     """
-    if not math.isfinite(final_loss(histories[0])):
-        return []
     if any(FORKED in h.facts for h in histories):
         return []
-    if means:
-        best_values = dict(zip(means[0], means[1], strict=True))
-    else:
-        best_values = {key: values[0] for key, values in varied.items()}
+    keys = [key for key in settings if key != SEED]
+    means = mean_losses(histories, settings)
+    values, loss = min(means.items(), key=lambda item: item[1])
+    if not math.isfinite(loss[1]):
+        return []
+    best_values = dict(zip(keys, values, strict=True))
     lines = []
-    for key, values in varied.items():
-        tried = sorted({number(value) for value in values})
-        is_numeric = len(tried) > 1 and math.isfinite(tried[-1])
-        if key == SEED or not is_numeric or matches_any(key, MAY_CHANGE):
+    for key in varied:
+        if key == SEED or matches_any(key, (*MAY_CHANGE, "model", "model.*")):
+            continue
+        alone = [
+            group
+            for group in (dict(zip(keys, values, strict=True)) for values in means)
+            if all(group[k] == best_values[k] for k in keys if k != key)
+        ]
+        tried = sorted({number(group[key]) for group in alone})
+        if len(tried) < 2 or not math.isfinite(tried[-1]):
             continue
         for value, end, further in (
             (tried[-1], "largest", "larger"),
@@ -174,6 +266,27 @@ def best_at_end(
     return lines
 
 
+def mean_losses(
+    histories: Sequence[History], settings: Table
+) -> dict[tuple[str, ...], tuple[bool, float, list[float]]]:
+    """Return, by the settings without the seed, what their runs came to.
+
+    Returns:
+      whether a run has no validation loss (the mean of the rest would flatter the
+      settings), the mean, infinite without any, and all losses.
+    """
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for i, h in enumerate(histories):
+        group = tuple(settings[key][i] for key in settings if key != SEED)
+        groups.setdefault(group, []).append(final_loss(h))
+    means = {}
+    for values, losses in groups.items():
+        known = [loss for loss in losses if math.isfinite(loss)]
+        mean = statistics.fmean(known) if known else math.inf
+        means[values] = (len(known) < len(losses), mean, losses)
+    return means
+
+
 def over_seeds(histories: Sequence[History], settings: Table) -> list[list[str]]:
     """Return a table of mean losses by settings without the seed, the best first.
 
@@ -181,24 +294,15 @@ def over_seeds(histories: Sequence[History], settings: Table) -> list[list[str]]
     validation loss come last, because the mean of the rest would flatter them.
     """
     keys = [key for key in settings if key != SEED]
-    groups: dict[tuple[str, ...], list[float]] = {}
-    for i, h in enumerate(histories):
-        group = tuple(settings[key][i] for key in keys)
-        groups.setdefault(group, []).append(final_loss(h))
-    if SEED not in settings or all(len(losses) == 1 for losses in groups.values()):
+    means = mean_losses(histories, settings)
+    if SEED not in settings or all(len(losses) == 1 for *_, losses in means.values()):
         return []
     rows = []
-    for values, losses in groups.items():
-        finite_losses = [loss for loss in losses if math.isfinite(loss)]
-        mean = statistics.fmean(finite_losses) if finite_losses else math.inf
-        shown_mean = f"{mean:.4f}" if finite_losses else "-"
-        spread = "-"
-        if len(finite_losses) > 1:
-            spread = f"{statistics.stdev(finite_losses):.4f}"
-        count = str(len(losses))
-        is_partial = len(finite_losses) < len(losses)
-        if is_partial:
-            count = f"{len(finite_losses)} of {count}"
+    for values, (is_partial, mean, losses) in means.items():
+        known = [loss for loss in losses if math.isfinite(loss)]
+        shown_mean = f"{mean:.4f}" if known else "-"
+        spread = f"{statistics.stdev(known):.4f}" if len(known) > 1 else "-"
+        count = f"{len(known)} of {len(losses)}" if is_partial else str(len(losses))
         rows.append((is_partial, mean, [*values, shown_mean, spread, count]))
     rows.sort(key=lambda row: row[:2])
     return [
@@ -213,8 +317,8 @@ def final_loss(h: History) -> float:
 
 
 def figures(histories: Sequence[History]) -> dict[str, list[str]]:
-    """Return the final figures of the runs, by name."""
-    return {
+    """Return the final figures of the runs, by name: those that any run has."""
+    all_figures = {
         "validation loss": [h.last("val/loss") for h in histories],
         "best validation loss": [h.best("val/loss") for h in histories],
         "steps": [f"{h.rows[-1]['step']:,}" for h in histories],
@@ -223,20 +327,32 @@ def figures(histories: Sequence[History]) -> dict[str, list[str]]:
         "skipped": [h.last("watchdog/skipped") for h in histories],
         "rolled back": [h.last("watchdog/rollbacks") for h in histories],
     }
+    return {name: xs for name, xs in all_figures.items() if set(xs) != {"-"}}
 
 
-def picture(histories: Sequence[History], key: str, values: Sequence[str]) -> str:
-    """Return a chart of the last validation losses over the values of a key."""
-    order = sorted(set(values), key=lambda value: (number(value), value))
-    points = [
-        Choice(order.index(value), final_loss(h), f"{h.name}: {final_loss(h):.6g}")
-        for h, value in zip(histories, values, strict=True)
-    ]
+def picture(
+    histories: Sequence[History],
+    key: str,
+    values: Sequence[str],
+    groups: Mapping[str, Sequence[int]],
+) -> str:
+    """Return a chart of the last validation losses over the values of a key.
+
+    `groups`: runs that differ in the key alone, by their other settings.
+    """
+    runs = [i for group in groups.values() for i in group]
+    order = sorted({values[i] for i in runs}, key=lambda value: (number(value), value))
+    points = []
+    for rest, group in groups.items():
+        for i in group:
+            loss = final_loss(histories[i])
+            text = f"{histories[i].name}: {loss:.6g}"
+            points.append(Choice(order.index(values[i]), loss, text, rest))
     return by_choice(
         f"Validation loss by {key}",
         order,
         points,
-        unit="nats per token; the line joins the best",
+        unit="nats per token; a line joins the best of runs that differ in this alone",
     )
 
 

@@ -6,7 +6,7 @@ healthy, fast?
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +55,7 @@ figcaption i{display:inline-block;width:11px;height:11px;border-radius:2px;margi
 svg{width:100%;display:block} svg text{font-size:11px;fill:#5b6570}
 svg path{fill:none;stroke-width:1.6;stroke-linejoin:round} svg .faint{opacity:.28;stroke-width:1}
 svg .grid{stroke:#eceff2} svg .frame{stroke:#8c959f;stroke-width:1} svg .mark{stroke-width:1.2;stroke-dasharray:4 3}
+.wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%}
 td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid #eceff2}
 td:first-child{white-space:nowrap}
@@ -325,18 +326,22 @@ def comparison(
     pictures: Sequence[str],
     verdict: Sequence[str],
     means: Sequence[Sequence[str]],
+    unranked: Collection[str] = (),
 ) -> str:
-    """Return a page that compares runs: verdicts, pictures, curves and tables.
+    """Return a page that compares runs: verdicts, curves, pictures and tables.
 
-    The first row of a table is its head. `means` may be empty.
+    The first row of a table is its head. `means` may be empty. `unranked`: names of the
+    runs with another validation text, which are marked.
     """
+    names = {h.name: h.name for h in histories}
+    names |= {name: f"{name} (other validation text)" for name in unranked}
 
     def over(key: str, *, smooth: bool) -> list[Line]:
         pairs = [(h, color_number(i)) for i, h in enumerate(histories)]
         if smooth:
-            return [h.smooth(key, h.name, color)[1] for h, color in pairs]
+            return [h.smooth(key, names[h.name], color)[1] for h, color in pairs]
         return [
-            h.line(key, h.name, color, dots=key.startswith("val/"))
+            h.line(key, names[h.name], color, dots=key.startswith("val/"))
             for h, color in pairs
         ]
 
@@ -373,13 +378,10 @@ def comparison(
     ]
     title = f"{len(histories)} runs"
     body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in verdict)]
+    body += chart_grid([chart for chart in drawn if chart.shown], pictures)
     if means:
-        body.append(html_table(means))
-    body += [
-        *chart_grid(drawn, pictures),
-        "<h2>Figures and differences</h2>",
-        html_table(table),
-    ]
+        body += ["<h2>Means over seeds</h2>", html_table(means)]
+    body += ["<h2>Figures and differences</h2>", html_table(table)]
     return page(title, body)
 
 
@@ -390,7 +392,7 @@ def html_table(table: Sequence[Sequence[str]]) -> str:
         tag = "td" if i else "th"
         cells = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
         rows += f"<tr>{cells}</tr>"
-    return f"<table>{rows}</table>"
+    return f'<div class="wide"><table>{rows}</table></div>'
 
 
 def lines(text: str) -> str:

@@ -11,7 +11,7 @@ import yaml
 from trainer.cli.compare import Arguments, directories, main
 from trainer.errors import UserError
 from trainer.report.charts import Choice, by_choice, color_number
-from trainer.report.comparing import differences, overridden
+from trainer.report.comparing import differences, fitted, overridden
 from trainer.report.history import History
 
 
@@ -281,6 +281,52 @@ def test_where_the_means_have_another_best_than_the_runs_it_is_told(
         " be chance"
     )
     assert (told in capsys.readouterr().out.splitlines()) == is_told
+
+
+def test_a_key_has_a_chart_and_advice_only_where_runs_differ_in_it_alone(
+    tmp_path, capsys
+):
+    for name, (lr, layers, loss) in enumerate(
+        [(0.1, 2, 3.0), (0.2, 2, 2.5), (0.3, 4, 2.0), (0.4, 6, 4.0)]
+    ):
+        make_run(
+            tmp_path / str(name),
+            loss,
+            f"optimizer.lr={lr} model.n_layer={layers} sample.max_new_tokens={name}",
+            optimizer={"lr": lr},
+            model={"n_layer": layers},
+            sample={"max_new_tokens": name},
+        )
+    main(Arguments(str(tmp_path)))
+    out, page = capsys.readouterr().out, (tmp_path / "compare.html").read_text()
+    assert "the best " not in out  # no run differs from the best in one key
+    assert "sample." not in out + page
+    chart = page[page.index("Validation loss by optimizer.lr") :].split("</figure>")[0]
+    assert chart.count("<circle") == 2  # those with two layers
+    assert "model.n_layer=2" in chart
+    assert "Validation loss by model.n_layer" not in page
+    assert page.index("Training loss") < page.index("Validation loss by")
+
+
+def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, capsys):
+    for name, (rate, loss) in enumerate([(0.1, 3.0), (0.2, 2.0), (0.3, 1.0)]):
+        make_run(tmp_path / str(name), loss, "", optimizer={"lr": rate})
+    with (tmp_path / "2" / "environment.txt").open("a") as file:
+        file.write("text: another book\ntokenizer: byte\nvalidation tokens: 9\n")
+    main(Arguments(str(tmp_path)))
+    out = capsys.readouterr().out
+    assert f"best: {tmp_path}/1 (" in out
+    assert f"other validation text, not ranked: {tmp_path}/2" in out
+    assert "2 (other validation text)" in (tmp_path / "compare.html").read_text()
+
+
+def test_a_table_of_text_is_not_wider_than_a_terminal():
+    rows = [["", *(f"key {i}" for i in range(40))]]
+    rows += [[f"run {n}", "x" * 300, *(["0.25"] * 39)] for n in range(3)]
+    lines = fitted(rows)
+    assert max(map(len, lines)) <= 120
+    assert all(any(f"key {i}" in line for line in lines) for i in range(40))
+    assert sum(line.startswith("run 2") for line in lines) == len(lines) / 4
 
 
 def test_a_longer_run_is_no_better_value_of_a_key(tmp_path, capsys):
