@@ -123,7 +123,7 @@ SIZES = {
         timed=("rounds=7",),
         profiled="gpt2_774m",
         planned="gpt2_124m",
-        plan=("model.vocab_size=50257", "micro_batch=8"),
+        plan=("model.vocab_size=50257", "micro_batch=8", "search=yes"),
         parity=(
             "model=gpt2_124m",
             "steps=1000",

@@ -1,6 +1,7 @@
 """Build the callbacks of a run from its configuration."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from trainer.config import schema
 from trainer.data import Loader
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
-from trainer.observe.numerics import make_numerics
+from trainer.observe.numerics import format_name, make_numerics
 from trainer.observe.progress import log_first_duration
 from trainer.observe.sampling import make_sample, on_one_device
 from trainer.parallel.mesh import place_batch
@@ -80,7 +81,8 @@ def build_callbacks(
     # Before the checkpoint: it covers what they have recorded.
     callbacks += custom
     if numerics_every:
-        callbacks.append(builtin.pictures(c.checkpoint.every))
+        formats = functools.partial(format_name, w.task.model)
+        callbacks.append(builtin.pictures(c.checkpoint.every, formats))
     callbacks.append(builtin.checkpoint(c.checkpoint.every))
     for name, times in Counter(callback.name for callback in callbacks).items():
         if times > 1:

@@ -41,6 +41,7 @@ def build_plan(
     search: bool,
     exact: bool,
     say: Callable[[str], None],
+    show: Callable[[Plan], None],
 ) -> Plan:
     """Return what a configuration's step needs on GPUs that are not present.
 
@@ -52,6 +53,7 @@ def build_plan(
       search: see `plan.make_plan`.
       exact: see `plan.make_plan`.
       say: prints a message.
+      show: see `plan.make_plan`.
     """
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
     model = build_model(c.model, c.precision.policy, vocab_size(c))
@@ -87,4 +89,5 @@ def build_plan(
         search=search,
         exact=exact,
         log=say,
+        show=show,
     )

@@ -8,7 +8,7 @@ compiles the step; `pip install '.[plan]'` installs it.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,9 @@ class Arguments:
         "share of the memory that JAX takes; its own XLA_PYTHON_CLIENT_MEM_FRACTION",
         float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")),
     )
-    search: bool = argument("search for the largest micro-batch", True)
+    search: bool = argument(
+        "search for the largest micro-batch, by compiling several", False
+    )
     compare: bool = argument(
         "compile the same in precision=bf16 and compare kernels", True
     )
@@ -58,12 +60,20 @@ class Arguments:
 
 def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Print the plan."""
-    plan = make_plan(args, overrides)
     if args.json:
-        print(json.dumps(plan.as_json(), indent=1))
-    else:
-        lines = lines_of(plan) + (predicted_lines(plan) if args.predict else [])
-        print("\n".join(lines))
+        print(json.dumps(make_plan(args, overrides).as_json(), indent=1))
+        return
+    # The first figures come while the rest is compiled.
+    plan = make_plan(args, overrides, lambda plan: print_lines(lines_of(plan)))
+    print_lines(later_lines(plan))
+    if args.predict:
+        print_lines(predicted_lines(plan))
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines at once, also into a pipe."""
+    if lines:
+        print("\n".join(lines), flush=True)
 
 
 def plan_of(argv: Sequence[str]) -> "Plan":
@@ -71,8 +81,12 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     return make_plan(*split_arguments(Arguments, argv))
 
 
-def make_plan(args: Arguments, overrides: Sequence[str]) -> "Plan":
-    """Return the plan of these arguments."""
+def make_plan(
+    args: Arguments,
+    overrides: Sequence[str],
+    show: "Callable[[Plan], None]" = lambda plan: None,
+) -> "Plan":
+    """Return the plan; `show` gets it after the first compilation."""
     target = get_target(args.target)
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
     if not 1 <= args.gpus <= 64 or hosts < 1 or args.gpus % hosts:
@@ -110,6 +124,7 @@ def make_plan(args: Arguments, overrides: Sequence[str]) -> "Plan":
         sequences=sequences,
         bf16=bf16,
         say=note,
+        show=show,
         search=args.search,
         exact=args.exact,
     )
@@ -166,7 +181,7 @@ def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:
 
 
 def lines_of(plan: "Plan") -> list[str]:
-    """Return the plan as lines of text."""
+    """Return what the step needs as lines of text."""
     figures, aim, m = plan.as_json(), plan.aim, plan.measured
     state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimizer"
     room = (
@@ -218,13 +233,6 @@ def lines_of(plan: "Plan") -> list[str]:
         for kind, n in sorted(figures["kernels_by_kind"].items(), key=lambda x: -x[1])
     )
     lines.append(f"kernels: {figures['kernels']} a step: {kinds}")
-    if plan.bf16 is not None:
-        extra = ", ".join(
-            f"{n:+} {kind}" for kind, n in figures["extra_kernels"].items() if n
-        )
-        lines.append(
-            f"  against {figures['kernels_bf16']} in bf16: {extra or 'the same'}"
-        )
     for c in figures["collectives"]:
         sent = f"{c['sent_bytes_per_device'] / GIB:.3f} sent by each device"
         lines.append(
@@ -237,10 +245,26 @@ def lines_of(plan: "Plan") -> list[str]:
         f" {plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU"
         f" {figures['mfu']:.1%} of the peak in {plan.compute}"
     )
+    return lines
+
+
+def later_lines(plan: "Plan") -> list[str]:
+    """Return what further compilations told: the comparison, and the search."""
+    lines, figures = [], plan.as_json()
+    if plan.bf16 is not None:
+        extra = ", ".join(
+            f"{n:+} {kind}" for kind, n in figures["extra_kernels"].items() if n
+        )
+        lines.append(
+            f"{figures['kernels']} kernels a step, against {figures['kernels_bf16']} in"
+            f" bf16: {extra or 'the same'}"
+        )
     if plan.largest is not None:
         lines.append(
             f"largest micro-batch that fits: {describe_fitting(plan.largest)} a device"
         )
+    else:
+        lines.append("search=yes compiles further sizes for the largest micro-batch")
     return lines
 
 

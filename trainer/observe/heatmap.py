@@ -1,8 +1,13 @@
-"""Heat maps of a run's numerics: layers over steps, one image for each tensor class."""
+"""Heat maps of a run's numerics: layers over steps, one image for each tensor class.
+
+The color of an RMS is its distance from what the tensor's format holds, so that red and
+blue mean the same in FP32 and in FP8. Panels without anything to see are left out.
+"""
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
+from scalify_core.numerics.formats import FloatFormat
 from trainer.files import write_atomically
 
 LEAST_SHARE = 1e-6  # smaller shares are drawn as zero
@@ -23,8 +29,12 @@ SHARES = {
     "underflow": "share that underflows (white: none)",
     "saturated": "share that saturates (white: none)",
 }
+NEAR = 8  # powers of two from an end of a format within which an RMS has a color
+NOUNS = {"underflow": "underflow", "saturated": "saturation"}
+FIGURES = ("rms", "exponent", *SHARES)  # of a row
 PANELS = {
-    "rms": "log2 RMS of the data (black: zeros)",
+    "rms": "RMS near an end of its format (black: zeros)",
+    "size": f"log2 of the RMS, {NEAR} or more from both ends of its format",
     "exponent": "log2 of the scale (black: of zeros)",
     **SHARES,
 }
@@ -33,14 +43,8 @@ TITLES = {
     "activations": "Activations",
     "activation_gradients": "Gradients of activations",
     "weight_gradients": "Gradients of weights",
-    "mu": (
-        "First moments (narrow ones nearly fill their format: an RMS far above 1 is"
-        " right)"
-    ),
-    "nu": (
-        "Second moments (narrow ones are roots that nearly fill their format: an RMS"
-        " far above 1 is right)"
-    ),
+    "mu": "First moments (narrow ones nearly fill their format)",
+    "nu": "Second moments (narrow ones are roots that nearly fill their format)",
 }
 # inches: of the picture, and of what is above and below the panels
 WIDTH, ABOVE, BELOW = 17, 0.8, 1.2
@@ -67,7 +71,7 @@ def table(
             if name.startswith(prefix):
                 layers[name.removeprefix(prefix).rsplit("/", 1)[0]] = None
     values = {}
-    for figure in PANELS:
+    for figure in FIGURES:
         keys = [f"{prefix}{layer}/{figure}" for layer in layers]
         values[figure] = np.array(
             [
@@ -78,10 +82,19 @@ def table(
     return list(layers), list(measured), values
 
 
-def draw_all(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Path]:
+def draw_all(
+    rows: Sequence[Mapping[str, Any]],
+    folder: Path,
+    format_name: Callable[[str, str], str],
+) -> dict[str, Path]:
     """Draw a PNG in `folder` for each tensor class in the rows; return paths by class.
 
     Without numerics in the rows nothing is written.
+
+    Args:
+      rows: of metrics.jsonl.
+      folder: of the pictures.
+      format_name: the format of a tensor, by its class and layer.
     """
     paths = {}
     for kind in TITLES:
@@ -89,18 +102,50 @@ def draw_all(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Path]
         if steps:
             folder.mkdir(exist_ok=True)
             paths[kind] = folder / f"{kind}.png"
-            draw(paths[kind], TITLES[kind], layers, steps, values)
+            formats = [format_name(kind, layer) for layer in layers]
+            draw(paths[kind], TITLES[kind], layers, formats, steps, values)
     return paths
+
+
+def shown_panels(
+    formats: Sequence[str], values: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the panels with something to see, and what they show.
+
+    Where no RMS is near an end of its format, it is shown as it is. Shares that are all
+    zero or of FP32, to which nothing is cast, are not shown, nor scales that are all 1.
+    """
+    near = nearness(values["rms"], formats)
+    if np.any(near[np.isfinite(near)]):
+        shown = {"rms": near}
+    else:
+        with np.errstate(divide="ignore"):
+            shown = {"size": np.log2(values["rms"])}
+    candidates = ["exponent"]
+    if set(formats) != {"fp32"}:
+        candidates += SHARES
+    for name in candidates:
+        if np.any(values[name][np.isfinite(values[name])]):
+            shown[name] = values[name]
+    return shown
 
 
 def draw(
     path: Path,
     title: str,
     layers: list[str],
+    formats: list[str],
     steps: list[int],
     values: dict[str, np.ndarray],
 ) -> None:
-    """Draw one class: four panels, with layers as rows and steps as columns."""
+    """Draw one class: a panel for each figure, layers as rows, steps as columns."""
+    shown = shown_panels(formats, values)
+    counted = Counter(formats).items()
+    named = ", ".join(f"{name} ({n})" for name, n in counted)
+    title = f"{title}: {named if len(counted) > 1 else formats[0]}"
+    if "fp32" not in formats:
+        nothing = [word for name, word in NOUNS.items() if name not in shown]
+        title += "".join(f"; no {word}" for word in nothing)
     height = (
         INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS) + ABOVE + BELOW
     )
@@ -110,28 +155,59 @@ def draw(
     # Placed by hand: a layout engine draws every label several times, which took most
     # of the time.
     edges = {
-        "left": 1.8 / WIDTH,
+        "left": 2.2 / WIDTH,
         "right": 1 - 0.2 / WIDTH,
         "top": 1 - ABOVE / height,
         "bottom": BELOW / height,
     }
-    axes = figure.subplots(1, len(PANELS), gridspec_kw=edges | {"wspace": 0.06})
-    for i, (ax, (name, label)) in enumerate(zip(axes, PANELS.items(), strict=True)):
-        image = panel(ax, name, label, values[name])
+    axes = figure.subplots(
+        1, len(shown), gridspec_kw=edges | {"wspace": 0.06}, squeeze=False
+    )[0]
+    for i, (ax, (name, x)) in enumerate(zip(axes, shown.items(), strict=True)):
+        image = panel(ax, name, PANELS[name], x)
         box = ax.get_position()
         bar = figure.add_axes(
             (box.x0 + 0.05 * box.width, 0.4 / height, 0.9 * box.width, 0.1 / height)
         )
         ticks = None if name in SHARES else MaxNLocator(nbins=8, integer=True)
-        figure.colorbar(image, cax=bar, orientation="horizontal", ticks=ticks)
+        colors = figure.colorbar(image, cax=bar, orientation="horizontal", ticks=ticks)
+        if name == "rms":
+            ends = ["smallest normal", f"{NEAR} or more powers of two off", "largest"]
+            colors.set_ticks([-NEAR, 0, NEAR], labels=ends, fontsize=8)
         label_steps(ax, steps)
         if i == 0:
-            label_layers(ax, layers)
+            several = len(set(formats)) > 1
+            names = [
+                f"{layer}  {fmt}" if several else layer
+                for layer, fmt in zip(layers, formats, strict=True)
+            ]
+            label_layers(ax, names)
         else:
             ax.set_yticks([])  # 50 ticks take longer than the rest of the picture
     png = io.BytesIO()
     figure.savefig(png, format="png")
     write_atomically(path, png.getvalue())
+
+
+def nearness(rms: np.ndarray, formats: Sequence[str]) -> np.ndarray:
+    """Return how near values are to an end of their format, in powers of two.
+
+    Args:
+      rms: [layers, steps].
+      formats: of the layers.
+
+    Returns:
+      `NEAR` at the format's largest number, -`NEAR` at its smallest normal one, 0 where
+      both are `NEAR` powers of two away or more; -inf for zeros.
+    """
+    ends = [FloatFormat.parse(name) for name in formats]
+    top = np.log2([[end.max] for end in ends])
+    bottom = np.log2([[end.min_normal] for end in ends])
+    with np.errstate(divide="ignore"):
+        log = np.log2(rms)
+    near_top = np.clip(NEAR - (top - log), 0, NEAR)
+    near_bottom = np.clip(NEAR - (log - bottom), 0, NEAR)
+    return np.where(np.isneginf(log), -np.inf, near_top - near_bottom)
 
 
 def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
@@ -145,12 +221,8 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
         # zero has no logarithm
         shown = np.where(values < LEAST_SHARE, LEAST_SHARE / 2, values)
     elif name == "rms":
-        with np.errstate(divide="ignore"):
-            shown = np.log2(values)
-        real = np.abs(shown[np.isfinite(shown)])
-        largest = max(8, 2 * math.ceil(np.max(real, initial=0) / 2))
-        colors, under, norm = "RdBu_r", "black", Normalize(-largest, largest)
-        shown = np.where(np.isneginf(shown), -largest - 1, shown)
+        colors, under, norm = "RdBu_r", "black", Normalize(-NEAR, NEAR)
+        shown = np.where(np.isneginf(values), -NEAR - 1, values)
     else:
         real = values[values > ZERO_EXPONENT]
         low, high = (real.min(), real.max()) if real.size else (0, 0)

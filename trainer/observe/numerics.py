@@ -156,6 +156,40 @@ def operand_formats(
     return (forward, None) if side == "in" else (None, backward)
 
 
+def format_name(model: Model, kind: str, layer: str) -> str:
+    """Return the format of a tensor of a row: that of the cast to come, or its own.
+
+    Args:
+      model: in its precision.
+      kind: the class of the tensor, one of `CLASSES`.
+      layer: its parameter, or input or output, as in a row's `numerics/CLASS/LAYER`.
+    """
+    policy = model.policy
+    if kind in KEYS:
+        return str(getattr(policy, kind))
+    if is_stack(model, layer):
+        blocks, _, *rest = layer.split(".")
+        layer = ".".join([blocks, *rest])
+    path, _, last = layer.rpartition(".")
+    if last in SIDES:
+        forward, backward = operand_formats(model, path, last)
+        is_cast = (forward if kind == "activations" else backward) is not None
+        own = policy.compute
+    else:
+        own = policy.weights
+        is_narrow = model.is_narrow(named(model.roles).get(layer))
+        is_cast = is_narrow and policy.forward is not None
+        if kind == "weights":
+            is_cast = is_narrow and casts(policy, "")[0] is not None
+    cast = {
+        "weights": policy.forward,
+        "activations": policy.forward,
+        "activation_gradients": policy.backward,
+        "weight_gradients": policy.weight_grad,
+    }
+    return str(cast[kind] if is_cast else own)
+
+
 def attach(model: Model, bound: Any, slots: Slots) -> Any:
     """Put a probe at every slot of the bound model, and return the model."""
     for name, module, path, sides in list(probed_layers(bound)):

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ EXACT = 12  # unrolled layers that are compiled without extrapolation
 # With fewer layers the peak can be in the head or the optimizer. With a smaller
 # difference the gaps of memory would be multiplied.
 DEPTHS = (6, 12)
+PATIENCE = 60  # seconds between messages about a compilation
 TRIES = 12  # measurements at most, in search of the largest micro-batch
 # relative precision of the search with extrapolated figures, which are not exact
 SLACK = 0.05
@@ -119,8 +121,10 @@ class Compiler:
     ) -> None:
         self._batches, self._aim, self._exact, self._pool = batches, aim, exact, pool
 
-    def start(self, task: TrainTask, sequences: int) -> Callable[[], Measured]:
-        """Start compiling, and return a function that waits for the figures."""
+    def measure(
+        self, task: TrainTask, sequences: int, log: Callable[[str], None]
+    ) -> Measured:
+        """Compile a task's step, and return its figures; `log` is told each minute."""
         spec, tokens = task.model.spec, sequences * task.model.spec.context
         policy = task.model.policy
         is_split = is_extrapolated(spec, policy, self._exact, task.trainable)
@@ -141,20 +145,21 @@ class Compiler:
         # The deepest model takes longest, so it starts first.
         running = [submit(model) for model in reversed(models)][::-1]
 
-        def wait() -> Measured:
-            programs = [part.result() for part in running]
-            figures = [
-                figures_of(compiled, self._aim, tokens, spec.padded_vocab)
-                | predicted(compiled.program, self._aim)
-                for compiled in programs
-            ]
-            if is_split:
-                total = extrapolate(figures[0], figures[1], DEPTHS, spec.n_layer)
-            else:
-                total = figures[0]
-            return Measured(total, models[-1], programs[-1])
-
-        return wait
+        minutes = 0
+        while wait_for(running, PATIENCE).not_done:
+            minutes += 1
+            log(f"  still compiling after {minutes} min")
+        programs = [part.result() for part in running]
+        figures = [
+            figures_of(compiled, self._aim, tokens, spec.padded_vocab)
+            | predicted(compiled.program, self._aim)
+            for compiled in programs
+        ]
+        if is_split:
+            total = extrapolate(figures[0], figures[1], DEPTHS, spec.n_layer)
+        else:
+            total = figures[0]
+        return Measured(total, models[-1], programs[-1])
 
 
 class Fitting(NamedTuple):
@@ -381,9 +386,10 @@ def make_plan(
     sequences: int,
     accum: int,
     bf16: TrainTask | None = None,
-    search: bool = True,
+    search: bool = False,
     exact: bool = False,
     log: Callable[[str], None] = lambda text: None,
+    show: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """Compile the step of a task and read its figures.
 
@@ -397,8 +403,12 @@ def make_plan(
       search: whether to search the largest micro-batch.
       exact: compile all layers, however many.
       log: receives messages about the progress.
+      show: receives the plan after the first compilation, without comparison and
+        search.
     """
     split = is_extrapolated(task.model.spec, task.model.policy, exact, task.trainable)
+    model = task.model
+    gpu = Gpu(aim.target.device, aim.target.capability)
     with (
         no_compilation_cache(),
         ThreadPoolExecutor(2) as pool,
@@ -408,52 +418,43 @@ def make_plan(
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         compiler = Compiler(batches, aim, exact=exact, pool=pool)
 
-        def start(task: TrainTask, sequences: int, name: str) -> Callable[[], Measured]:
+        def measure(task: TrainTask, sequences: int, name: str) -> Measured:
             log(f"compiling {name}, {sequences} sequences a device ...")
-            wait = compiler.start(task, sequences)
+            measured = compiler.measure(task, sequences, log)
+            peak = f"{measured.peak / GIB:.2f} GiB a device"
+            log(f"  {name}, {sequences} sequences: {peak}")
+            return measured
 
-            def wait_and_log() -> Measured:
-                measured = wait()
-                log(
-                    f"  {name}, {sequences} sequences: {measured.peak / GIB:.2f} GiB a"
-                    " device"
-                )
-                return measured
-
-            return wait_and_log
-
-        wait = start(task, sequences, "the step")
-        wait_bf16 = None
+        measured = measure(task, sequences, "the step")
+        tokens = sequences * model.spec.context
+        program = measured.compiled.program
+        plan = Plan(
+            aim=aim,
+            spec=model.spec,
+            flops_per_token=task.flops_per_token,
+            sequences=sequences,
+            tokens=tokens * aim.gpus * accum,
+            compute=model.policy.compute,
+            measured=measured,
+            bf16=None,
+            is_extrapolated=split,
+            layers=not_fp8(measured.model, program, tokens, gpu, task.frozen_layers),
+            largest=None,
+        )
+        show(plan)
         if bf16 is not None:
-            wait_bf16 = start(bf16, sequences, "the same in bf16")
-        measured = wait()
+            compared = measure(bf16, sequences, "the same in bf16, to compare")
+            plan = plan._replace(bf16=compared)
+        if not search:
+            return plan
 
         def need(b: int) -> int:
             if b == sequences:
                 return measured.peak
-            return start(task, b, "the step")().peak
+            return measure(task, b, "the step, in search of the largest").peak
 
-        largest = None
-        if search:
-            slack = SLACK if split else 0.0
-            largest = largest_that_fits(
-                need, sequences, aim.usable, measured.constant, slack
-            )
-        measured_bf16 = None if wait_bf16 is None else wait_bf16()
-    model, tokens = task.model, sequences * task.model.spec.context
-    gpu = Gpu(aim.target.device, aim.target.capability)
-    return Plan(
-        aim=aim,
-        spec=model.spec,
-        flops_per_token=task.flops_per_token,
-        sequences=sequences,
-        tokens=tokens * aim.gpus * accum,
-        compute=model.policy.compute,
-        measured=measured,
-        bf16=measured_bf16,
-        is_extrapolated=split,
-        layers=not_fp8(
-            measured.model, measured.compiled.program, tokens, gpu, task.frozen_layers
-        ),
-        largest=largest,
-    )
+        slack = SLACK if split else 0.0
+        largest = largest_that_fits(
+            need, sequences, aim.usable, measured.constant, slack
+        )
+    return plan._replace(largest=largest)

@@ -170,10 +170,11 @@ def make_rescale(
     return new_scales
 
 
-def pictures(every: int) -> Callback:
+def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:
     """Return the callback that draws heat maps of all numerics so far.
 
     They go to `numerics/KIND.png` and to the trackers, with the rows before a resume.
+    `format_name`: see `heatmap.draw_all`.
     """
 
     def run(context: StepContext) -> None:
@@ -183,7 +184,8 @@ def pictures(every: int) -> Callback:
         from trainer.observe.heatmap import draw_all
 
         rows = read_rows(context.run_dir / "metrics.jsonl")
-        for kind, path in draw_all(rows, context.run_dir / "numerics").items():
+        paths = draw_all(rows, context.run_dir / "numerics", format_name)
+        for kind, path in paths.items():
             context.picture(f"numerics/{kind}/picture", path)
 
     return Callback("pictures", every, run, Phase.SAVE)

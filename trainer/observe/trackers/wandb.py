@@ -33,22 +33,6 @@ RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PATIENCE = 10.0
 FINISH_SECONDS = 60
 
-# W&B shows a section for each prefix, in alphabetical order: these come first.
-FIRST_SCREEN = {
-    "1 is it learning/training loss": "train/loss",
-    "1 is it learning/validation loss": "val/loss",
-    "1 is it learning/learning rate": "lr",
-    "2 is it healthy/gradient norm": "grad_norm",
-    "2 is it healthy/steps skipped": "watchdog/skipped",
-    "2 is it healthy/rollbacks": "watchdog/rollbacks",
-    "2 is it healthy/critical sharpness": "sharpness/critical",
-    "3 is it fast/tokens per second": "perf/tokens_per_s",
-    "3 is it fast/share of the peak": "perf/mfu",
-    "3 is it fast/ms waiting for data": "perf/data_ms",
-}
-# each of these would make a section of its own, before all others
-HIDDEN = ("lr", "grad_norm", "tokens")
-
 logger = logging.getLogger(__name__)
 
 
@@ -139,8 +123,8 @@ class WandbTracker(Tracker):
             )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        for name in HIDDEN:
-            run.define_metric(name, step_metric="step", hidden=True)
+        # It would be a chart of its own, before all others.
+        run.define_metric("tokens", step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
 
@@ -216,12 +200,7 @@ class WandbTracker(Tracker):
             )
             for name, texts in self._texts.items()
         }
-        first = {
-            panel: self._row[name]
-            for panel, name in FIRST_SCREEN.items()
-            if name in self._row
-        }
-        return {"step": self._step} | first | self._row | events | tables
+        return {"step": self._step} | self._row | events | tables
 
     def _guarded(self, call: Callable[[Any], Any]) -> None:
         """Queue a call with the run for the thread."""

@@ -17,7 +17,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
-from trainer.observe.numerics import CLASSES, gradients, make_numerics
+from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.step.optimizer import make_optimizer
 from trainer.workload import Model, TrainTask, first_state
@@ -88,6 +88,37 @@ def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     for layer in LAYERS:
         assert found[f"numerics/activations/{layer}/rms"] > 0
         assert found[f"numerics/activation_gradients/{layer}/rms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "kernel", "rest"),
+    [
+        (
+            "scalify_fp8_fp16",
+            ["e4m3", "e4m3", "e5m2", "e5m2", "fp16", "fp16"],
+            ["fp16", "fp16", "fp16", "fp16", "fp16", "fp16"],
+        ),
+        ("fp32", ["fp32"] * 6, ["fp32"] * 6),
+        # the scale of its casts is not the tensors' own
+        (
+            "fp8_current",
+            ["fp32", "bf16", "bf16", "fp32", "fp32", "fp32"],
+            ["fp32", "bf16", "bf16", "fp32", "fp32", "fp32"],
+        ),
+    ],
+)
+def test_every_tensor_has_the_format_of_its_cast_or_its_own(preset, kernel, rest):
+    linear = ["h.1.mlp.c_fc." + end for end in ("kernel", "in", "out", *["kernel"] * 3)]
+    other = ["h.1.ln_2.scale", "h.1.in", "h.1.ln_2.out", *["h.1.ln_2.scale"] * 3]
+    for scan in (False, True):
+        spec = dataclasses.replace(TWO, scan_layers=scan)
+        model = Model.make(spec, policy(preset))
+        assert [
+            format_name(model, *x) for x in zip(CLASSES, linear, strict=True)
+        ] == kernel
+        assert [
+            format_name(model, *x) for x in zip(CLASSES, other, strict=True)
+        ] == rest
 
 
 def test_layers_come_in_the_order_of_a_forward_pass():

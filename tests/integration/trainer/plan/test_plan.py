@@ -97,7 +97,8 @@ def test_the_plan_of_a_small_flagship(flagship):
 def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(
     monkeypatch,
 ):
-    """JAX could not read it, and says so each time the same is planned again."""
+    """JAX could not read it, and says so each time the same is planned again. The first
+    figures are shown before the comparison is compiled."""
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     during = []
     compiled = plan.compile_for_target
@@ -106,17 +107,17 @@ def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(
         or compiled(*step)
     )
     monkeypatch.setattr(plan, "compile_for_target", look)
-    script.plan_of(
-        [
-            *TINY,
-            "model.d_model=32",
-            "gpus=1",
-            "micro_batch=1",
-            "search=no",
-            "compare=no",
-        ]
+    small = [*TINY, "model.d_model=32", "gpus=1", "micro_batch=1"]
+    shown = []
+    made = script.make_plan(
+        *script.split_arguments(script.Arguments, [*small, "precision=scalify_fp8"]),
+        lambda first: shown.append((len(during), first)),
     )
-    assert during == [math.inf]
+    assert during == [math.inf] * 2
+    ((compiled_by_then, first),) = shown
+    assert (compiled_by_then, first.bf16, made.bf16 is None) == (1, None, False)
+    assert made.largest is None  # it is searched where search=yes
+    assert script.lines_of(first) == script.lines_of(made)
     assert jax.config.jax_persistent_cache_min_compile_time_secs == least < math.inf
 
 

@@ -12,7 +12,9 @@ from trainer.observe.heatmap import (
     draw_all,
     label_layers,
     label_steps,
+    nearness,
     panel,
+    shown_panels,
     table,
 )
 
@@ -46,21 +48,21 @@ def test_rows_become_an_array_of_layers_and_steps_and_what_is_missing_is_not_a_n
 
 def test_each_class_that_the_rows_have_is_one_png_and_nothing_else_is_written(tmp_path):
     rows = [row(10) | row(10, kind="mu"), row(20) | row(20, kind="mu")]
-    paths = draw_all(rows, tmp_path / "numerics")
+    paths = draw_all(rows, tmp_path / "numerics", lambda kind, layer: "fp16")
     assert sorted(paths) == ["mu", "weights"]
     assert sorted(path.name for path in (tmp_path / "numerics").iterdir()) == [
         "mu.png",
         "weights.png",
     ]
     assert imread(paths["weights"]).shape[1] == 1700
-    assert draw_all([{"step": 1}], tmp_path / "none") == {}
+    assert draw_all([{"step": 1}], tmp_path / "none", lambda *tensor: "fp16") == {}
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "values", "shown"),
     [
-        ("rms", [4.0, 0.25, 0.0, math.nan], [2, -2, -9, math.nan]),
+        ("rms", [2.0, -2.0, -math.inf, math.nan], [2, -2, -9, math.nan]),
         ("saturated", [1.0, 1e-3, 0.0, math.nan], [1, 1e-3, LEAST_SHARE / 2, math.nan]),
         ("exponent", [3.0, -7.0, -126.0, math.nan], [3, -7, -126, math.nan]),
     ],
@@ -72,6 +74,30 @@ def test_a_panel_shows_the_values(name, values, shown):
     colours = image.to_rgba(image.get_array())[0]
     # told apart, the lost value too
     assert len({tuple(colour) for colour in colours}) == 4
+
+
+def test_colors_say_how_near_an_rms_is_to_an_end_of_the_format():
+    rms = np.array([[2.0**7, 2.0**-7], [2.0**7, 2.0**-7], [2.0**7, 0.0]])
+    near = nearness(rms, ["fp32", "fp16", "e4m3"])
+    # FP16 ends at 2^16 and 2^-14, E4M3 at 1.75 * 2^8 and 2^-6
+    np.testing.assert_allclose(near[0], [0, 0])
+    np.testing.assert_allclose(near[1], [0, -1])
+    np.testing.assert_allclose(near[2], [8 - (1 + np.log2(1.75)), -math.inf])
+    assert nearness(np.array([[448.0, 2.0**-6]]), ["e4m3"]).tolist() == [[8.0, -8.0]]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "figures", "shown"),
+    [
+        ("fp32", {"exponent": 0, "underflow": 0.5}, ["size"]),
+        ("fp16", {"exponent": 0}, ["size"]),
+        ("fp16", {"exponent": 2, "underflow": 0.5}, ["size", "exponent", "underflow"]),
+        ("e4m3", {"exponent": 0, "rms": 100.0}, ["rms"]),
+    ],
+)
+def test_panels_without_anything_to_see_are_left_out(fmt, figures, shown):
+    layers, _, values = table([row(10, **figures)], "weights")
+    assert list(shown_panels([fmt] * len(layers), values)) == shown
 
 
 def test_few_layers_are_all_named_and_of_many_the_first_of_each_block():
