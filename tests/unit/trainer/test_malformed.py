@@ -5,6 +5,7 @@ import copy
 import json
 import shutil
 import time
+from pathlib import Path
 
 import families
 import jax
@@ -14,6 +15,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from trainer.assembly.saved_model import restore_run
 from trainer.cli.arguments import answer
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
@@ -30,8 +32,19 @@ from trainer.models.llama import model as llama
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.smollm3.spec import SmolLM3Spec
 from trainer.observe.records import encode_row, encode_sample, read_samples
+from trainer.observe.trackers.jsonl import Digest
+from trainer.parallel.diloco import DiLoCoSettings
 from trainer.report.comparing import write_comparison
 from trainer.report.page import write_report
+from trainer.run import checkpoint
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.compatibility import check_no_replicas, check_same_model
+from trainer.run.initial_weights import fit_context
+from trainer.run.metadata import saved_policy, saved_trainable
+from trainer.run.rundir import differences
+from trainer.run.start import has_same_form, saved_diloco
+from trainer.run.vocabulary import vocabulary_of
+from trainer.step.state_tree import as_saved
 
 ODD = [
     None,
@@ -321,6 +334,45 @@ def test_weights(tmp_path, family, name, count):
             "init.embeddings=mean",
         ]
         check(tmp_path / "weights" / name, lambda: compose_config(given), count // 4)
+
+
+SAVED = Path(__file__).resolve().parents[2] / "data" / "saved_by_7ef3f38"
+
+
+def seal(data):
+    """The manifest of a checkpoint with the digest of its content, if it can have
+    one."""
+    try:
+        tree = json.loads(data)
+        tree.pop("digest", None)
+        return json.dumps(tree | {"digest": checkpoint._digest(tree)}).encode()
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return data
+
+
+@pytest.mark.parametrize("name", ["fp32", "local"])
+def test_metadata_of_a_checkpoint_with_a_valid_digest(tmp_path, name, count):
+    run_dir = shutil.copytree(SAVED / name, tmp_path / "run")
+    file = run_dir / "checkpoints" / "2" / "manifest" / "metadata"
+    spec = GPT2Spec(vocab_size=256, context=16, n_layer=1, n_head=2, d_model=16)
+    diloco = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, False, 1, 2, 2)
+
+    def read():
+        file.write_bytes(seal(file.read_bytes()))
+        with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
+            meta = checkpointer.meta()
+            saved_policy(meta)
+            saved_trainable(meta)
+            has_same_form(saved_diloco(meta, diloco), diloco)
+            check_no_replicas("it", meta)
+            Digest.from_checkpoint((meta.get("log") or {}).get("samples"))
+            check_same_model("it", fit_context("it", meta["model"], spec), spec)
+            as_saved({"params": {}}, checkpointer.described())
+        differences(meta["config"], {})
+        vocabulary_of(run_dir)
+        restore_run(run_dir)
+
+    check(file, read, count // 2)
 
 
 def test_a_manifest_of_shards(tmp_path, count):

@@ -198,3 +198,11 @@ def test_a_longer_context_is_refused_where_positions_are_learned(tmp_path):
     saved = fit_context("init_from=A", architecture(FAMILIES["llama"]), longer["llama"])
     check_same_model("init_from=A", saved, longer["llama"])
     assert "beyond its 8 are new to it" in other_context(8, longer["llama"])
+
+
+def test_integers_are_no_weights(tmp_path):
+    spec = FAMILIES["llama"]
+    params = family_of(spec).build(spec).init(jax.random.key(0))
+    huggingface.save(tmp_path, spec, jax.tree.map(lambda x: np.int8(x), params))
+    with pytest.raises(UserError, match=r"is int8; give weights in float32"):
+        huggingface.load(tmp_path, spec)
