@@ -10,7 +10,8 @@ import errno
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,55 @@ from trainer.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
+TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
+LOG_BYTES = 1 << 31  # of a file that grows with a run
+# A file of holes stands for gigabytes that nobody stored. Above TEXT_BYTES a file's
+# data may be this many times as long as what is stored of it.
+MOST_HOLES = 1000
+
+
+def read_file(path: Path, most: int = TEXT_BYTES) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+      UserError: it has more than `most` bytes, or see `check_regular`.
+      OSError: it cannot be read.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise UserError(f"{path} has more than {most:,} bytes; choose another file")
+    return data
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what only looks like a file of data.
+
+    Raises:
+      UserError: a pipe, a device or a socket, which would be waited for, or a file that
+        consists of holes.
+      OSError: it is missing, a directory, or a large file that cannot be opened.
+    """
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is no regular file; replace it by one, or remove it")
+    if status.st_size <= TEXT_BYTES:
+        return
+    with path.open("rb") as file:
+        stored = end = 0
+        while stored < status.st_size // MOST_HOLES:
+            try:
+                start = file.seek(end, os.SEEK_DATA)
+            except OSError:  # no data behind `end`
+                raise UserError(
+                    f"{path} has {status.st_size:,} bytes, but only {stored:,} of them"
+                    " are stored, the rest is holes; download or copy it again"
+                ) from None
+            end = file.seek(start, os.SEEK_HOLE)
+            stored += end - start
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -59,11 +109,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
     Raises:
       ValueError: it holds anything else (`UnicodeDecodeError` is one).
+      UserError: see `read_file`.
       OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        data = file.read(YAML_BYTES + 1)
-    tree = parse_yaml(data.decode("utf-8"))
+    tree = parse_yaml(read_file(path, YAML_BYTES).decode("utf-8"))
     if not isinstance(tree, dict):
         raise ValueError("not a mapping of keys to values")
     _check_keys(tree)
@@ -139,7 +188,7 @@ def remove_partial(directory: Path) -> None:
 
 
 def no_follow(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file for writing, unless it is a symbolic link; also the `opener` of
+    """Open a regular file for writing, not a symbolic link; also the `opener` of
     `open`.
 
     Example:
@@ -148,17 +197,30 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
     Raises:
       OSError: it cannot be opened; `errno.ELOOP` for a symbolic link.
     """
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return descriptor
 
 
 # Folders of a run directory that a run writes.
 FOLDERS = ("checkpoints", "numerics", "profile", "skipped", "tasks", "tensorboard")
 
 
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Call `check_regular` for files, some of which a run at work may remove."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            check_regular(folder / name)
+
+
 def refuse_links(run_dir: Path) -> None:
     """Refuse a run directory with symbolic links, at its top or in `FOLDERS`.
 
-    What a run writes would end up elsewhere. Raises UserError with the first link.
+    What a run writes would end up elsewhere. Raises UserError with the first link, and
+    see `check_regular`.
     """
     for folder, folders, files in os.walk(run_dir):
         for name in sorted([*folders, *files]):
@@ -171,6 +233,7 @@ def refuse_links(run_dir: Path) -> None:
                 )
         if Path(folder) == run_dir:
             folders[:] = [name for name in folders if name in FOLDERS]
+        check_files(Path(folder), files)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import read_mapping, well_formed
+from trainer.files import read_file, read_mapping, well_formed
 from trainer.models.registry import FIRST, SPECS
 from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
@@ -120,7 +120,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
             " by name"
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_file(file))
         name = config.get("model_type", FIRST)
         theirs = SPECS[name].keys_of_huggingface(config) if name in SPECS else None
     except UserError as error:

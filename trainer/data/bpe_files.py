@@ -18,6 +18,7 @@ import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
 from trainer.errors import UserError
+from trainer.files import read_file
 
 # Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
 PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
@@ -232,15 +233,9 @@ def encoding(
 def read(path: Path) -> bytes:
     """Return the bytes of a file, or raise UserError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        return read_file(path, MOST_BYTES)
     except OSError as error:
         raise UserError(f"tokenizer file {path}: {error.strerror}") from error
-    if len(data) > MOST_BYTES:
-        raise UserError(
-            f"tokenizer file {path} has more than {MOST_BYTES:,} bytes; choose another"
-        )
-    return data
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ tokenizer.json, ...    the tokenizer itself, so that training needs no other fil
 verified.json          sizes and times of shards that were verified
 """
 
+import hashlib
 import json
 import os
 import zlib
@@ -20,9 +21,10 @@ import numpy.typing as npt
 
 from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
-from trainer.files import well_formed, write_atomically
+from trainer.files import check_regular, read_file, well_formed, write_atomically
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # 1: without a digest of its content
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
@@ -111,13 +113,18 @@ class Manifest:
                 f"{directory} holds no prepared data (no {MANIFEST}); {hint}"
             )
         with well_formed(path, repair(directory)):
-            tree = json.loads(path.read_text(encoding="utf-8"))
-            version = tree.pop("format")
-            if version != FORMAT:
+            tree = json.loads(read_file(path))
+            version = tree["format"]
+            if version not in READABLE:
                 raise UserError(
-                    f"{path} is of format {version}, this version reads {FORMAT};"
-                    f" {repair(directory)}"
+                    f"{path} is of format {version}, this version reads"
+                    f" {' and '.join(map(str, READABLE))}; {repair(directory)}"
                 )
+            if version == FORMAT and tree.pop("digest") != digest(tree):
+                raise UserError(
+                    f"{path} was altered since it was written; {repair(directory)}"
+                )
+            del tree["format"]
             for name, split in tree["splits"].items():
                 shards = tuple(Shard(**shard) for shard in split["shards"])
                 tree["splits"][name] = Split(**split | {"shards": shards})
@@ -147,12 +154,10 @@ class Manifest:
 
     def save(self) -> None:
         """Write `manifest.json` atomically."""
-        tree = asdict(self)
+        tree = {"format": FORMAT} | asdict(self)
         del tree["directory"]
-        write_atomically(
-            self.directory / MANIFEST,
-            (json.dumps({"format": FORMAT} | tree, indent=1) + "\n").encode(),
-        )
+        tree["digest"] = digest(tree)
+        write_atomically(self.directory / MANIFEST, json.dumps(tree, indent=1) + "\n")
 
     def tokens(self, split: str) -> int:
         """Return the token count of a split, end-of-text included."""
@@ -224,6 +229,12 @@ class Manifest:
         path, stamp = self.directory / shard.name, self.stamp(shard)
         if stamp is None or not path.is_file():
             raise UserError(f"shard {path} is missing; {repair(self.directory)}")
+        if path.is_symlink():
+            # Its checksum in an error would be that of a file elsewhere.
+            raise UserError(
+                f"shard {path} is a symbolic link; put the file itself there"
+            )
+        check_regular(path)
         expected = shard.tokens * np.dtype(self.dtype).itemsize
         if stamp[0] != expected:
             raise UserError(
@@ -239,6 +250,12 @@ class Manifest:
                 f"shard {self.directory / shard.name} has checksum {crc:08x}, its"
                 f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
             )
+
+
+def digest(tree: dict[str, Any]) -> str:
+    """Return the digest of a manifest's content."""
+    text = json.dumps(tree, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def repair(directory: Path) -> str:
@@ -258,6 +275,6 @@ def crc32(path: Path) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a cached JSON dictionary; empty when it is missing or torn."""
     try:
-        return dict(json.loads(path.read_bytes()))
+        return dict(json.loads(read_file(path)))
     except (FileNotFoundError, ValueError):
         return {}

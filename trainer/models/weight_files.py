@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import check_regular, read_file, write_atomically
 
 CONFIG, INDEX, SINGLE = (
     "config.json",
@@ -22,6 +22,7 @@ CONFIG, INDEX, SINGLE = (
     "model.safetensors",
 )
 SHARD_BYTES = 5 * 10**9
+TOKENIZER_BYTES = 1 << 28
 # files of a tokenizer, whose copies are the same tokenizer
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -37,7 +38,7 @@ CONVERT = (
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise UserError."""
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(read_file(file))
     except ValueError as error:
         raise UserError(
             f"{file} is not JSON ({error}); download or copy it again"
@@ -72,6 +73,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     homes: dict[str, Path] = {}
     for file in files:
+        check_regular(file)
         try:
             of_file = load_file(file)
         except AttributeError as error:  # a dtype that NumPy has not
@@ -267,5 +269,5 @@ def carry_tokenizer(source: Path, target: Path) -> list[Path]:
                 " then export again"
             )
     for file in files:
-        write_atomically(target / file.name, file.read_bytes())
+        write_atomically(target / file.name, read_file(file, TOKENIZER_BYTES))
     return [target / file.name for file in files]

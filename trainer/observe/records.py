@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.files import well_formed, write_atomically
+from trainer.files import LOG_BYTES, read_file, well_formed, write_atomically
 
 
 class Sample(NamedTuple):
@@ -46,6 +46,13 @@ def decode_row(line: str) -> dict[str, Any]:
     return row
 
 
+def read_log(path: Path) -> bytes:
+    """Return the content of a log; empty where there is no file. Raises UserError, see
+    `read_file`.
+    """
+    return read_file(path, LOG_BYTES) if path.exists() else b""
+
+
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -70,7 +77,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each complete row, and the byte offset of its end."""
-    end, lines = 0, path.read_bytes().split(b"\n") if path.exists() else [b""]
+    end, lines = 0, read_log(path).split(b"\n")
     # The text after the last newline is empty, or a torn row.
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -92,7 +99,7 @@ def filter_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
     Arguments and result are those of `cut_rows`, which needs rows in order.
     """
     remaining, begin, last = [], 0, -1
-    data = path.read_bytes() if path.exists() else b""
+    data = read_log(path)
     for row, end in list(_rows(path)):
         is_event = "event" in row
         if row["step"] < start or (row["step"] == start and (is_event or not redo_row)):
@@ -167,7 +174,7 @@ def encode_sample(sample: Sample) -> bytes:
 
 def read_samples(path: Path) -> list[Sample]:
     """Return the samples of a samples.txt; none when there is no file."""
-    data = path.read_bytes() if path.exists() else b""
+    data = read_log(path)
     samples = []
     with well_formed(path, "move the file away"):
         for match in SAMPLE.finditer(data):
@@ -179,7 +186,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 def cut_samples(path: Path, start: int) -> None:
     """Truncate a samples.txt after the samples of steps <= `start`."""
-    data = path.read_bytes() if path.exists() else b""
+    data = read_log(path)
     ends = [m.end() for m in SAMPLE.finditer(data) if int(m[1]) <= start]
     _truncate(path, max(ends, default=0))
 

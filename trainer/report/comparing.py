@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import well_formed, write_text
+from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import Choice, by_choice
 from trainer.report.history import FORKED, History, finite
 from trainer.report.page import comparison
@@ -145,9 +145,7 @@ def runs_tag(paths: Sequence[Path]) -> str:
 
 def compares(page: Path, paths: Sequence[Path]) -> bool:
     """Return whether a page is a comparison of these runs."""
-    return page.is_file() and runs_tag(paths) in page.read_text(
-        encoding="utf-8", errors="replace"
-    )
+    return page.is_file() and runs_tag(paths).encode() in read_file(page)
 
 
 def free_page(page: Path, paths: Sequence[Path]) -> Path:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
-from trainer.files import parse_yaml, refuse_links, well_formed
+from trainer.files import parse_yaml, read_file, refuse_links, well_formed
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLORS, Clock, Line, Mark, smoothed
@@ -241,4 +241,4 @@ def finite(line: Line) -> tuple[list[float], list[float]]:
 
 def read_text(path: Path) -> str:
     """Return the text of a file, or an empty one where there is no file."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return read_file(path).decode(errors="replace") if path.is_file() else ""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.files import well_formed, write_text
+from trainer.files import read_file, well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLORS, Chart, Line, chart_figure, color_number
@@ -446,7 +446,7 @@ def write_report(run_dir: Path) -> Path:
         text = render(
             history,
             pictures={
-                p.stem.replace("_", " "): p.read_bytes()
+                p.stem.replace("_", " "): read_file(p)
                 for p in sorted(numerics.glob("*.png"))
             },
             sample=samples[-1].text if samples else "",

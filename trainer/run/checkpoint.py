@@ -32,7 +32,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
-from trainer.files import well_formed
+from trainer.files import check_files, well_formed
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
 from trainer.run.metadata import ADVICE, checked, holds_loss
 from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
@@ -457,6 +457,8 @@ class Checkpointer:
         beside the loss, is intact.
         """
         is_first = jax.process_index() == 0
+        for folder, _, files in self.directory.walk():
+            check_files(folder, files)
         for folder in sorted(self.directory.glob("*")) if is_first else ():
             if not folder.name.isdecimal():
                 continue

@@ -18,7 +18,7 @@ from trainer.bounds import Natural, Positive, annotations
 from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import well_formed
+from trainer.files import read_file, well_formed
 from trainer.models.registry import FIRST, SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
@@ -184,11 +184,11 @@ def holds_loss(folder: Path) -> bool:
     when it is read.
     """
     try:
-        loss = json.loads((folder / "metrics" / "metrics").read_bytes())["val_loss"]
+        loss = json.loads(read_file(folder / "metrics" / "metrics"))["val_loss"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
     try:
-        manifest = json.loads((folder / "manifest" / "metadata").read_bytes())
+        manifest = json.loads(read_file(folder / "manifest" / "metadata"))
         expected = manifest.get("val_loss", loss)
     except (ValueError, AttributeError, RecursionError, FileNotFoundError):
         expected = loss

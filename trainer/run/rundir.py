@@ -24,7 +24,9 @@ from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import (
+    check_regular,
     no_follow,
+    read_file,
     read_mapping,
     refuse_links,
     remove_partial,
@@ -300,6 +302,7 @@ def normalized(key: str, value: Any) -> Any:
 def is_held(run_dir: Path) -> bool:
     """Return whether a process is training in a run directory."""
     try:
+        check_regular(run_dir / ".lock")
         with (run_dir / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
@@ -409,5 +412,5 @@ def write_environment(
     )
     path = run_dir / "environment.txt"
     if path.exists():
-        part = path.read_text(encoding="utf-8", errors="replace") + "\n" + part
+        part = read_file(path).decode(errors="replace") + "\n" + part
     write_text(path, part)

@@ -9,8 +9,10 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.files import (
+    check_regular,
     no_follow,
     parse_yaml,
+    read_file,
     read_mapping,
     refuse_links,
     remove_partial,
@@ -124,3 +126,49 @@ def test_what_is_no_mapping_of_text_is_a_value_error(tmp_path, data):
     (tmp_path / "config.yaml").write_bytes(data)
     with pytest.raises(ValueError, match=r"."):
         read_mapping(tmp_path / "config.yaml")
+
+
+def test_a_pipe_or_a_device_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link"):
+        for read in (read_file, read_mapping):
+            with pytest.raises(UserError, match="is no regular file"):
+                read(tmp_path / name)
+    with pytest.raises(OSError, match="it is no regular file"):
+        no_follow(tmp_path / "pipe", os.O_RDWR | os.O_CREAT)
+
+
+def test_a_pipe_in_a_run_directory_is_refused(tmp_path):
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    os.mkfifo(tmp_path / "checkpoints" / "20" / "state")
+    with pytest.raises(UserError, match="20/state is no regular file"):
+        refuse_links(tmp_path)
+
+
+def test_a_file_has_a_bound(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_file(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(UserError, match="a has more than 4 bytes"):
+        read_file(tmp_path / "a", 4)
+
+
+def test_a_file_of_holes_is_refused_whatever_else_is_in_it(tmp_path):
+    path = tmp_path / "a"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="only 0 of them are stored"):
+        check_regular(path)
+    with path.open("r+b") as file:
+        file.seek(1 << 30)
+        file.write(b"1" * 4096)
+    with pytest.raises(UserError, match="only 4,096 of them are stored"):
+        check_regular(path)
+
+
+def test_a_large_file_with_some_holes_is_data(tmp_path):
+    path = tmp_path / "a"
+    with path.open("wb") as file:
+        file.seek(1 << 27)
+        file.write(b"1" * (1 << 20))
+    check_regular(path)

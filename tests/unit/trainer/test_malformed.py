@@ -19,10 +19,11 @@ from trainer.assembly.saved_model import restore_run
 from trainer.cli.arguments import answer
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
-from trainer.data import Manifest, TextSource, get_tokenizer, prepare
+from trainer.data import Manifest, TextSource, get_tokenizer, prepare, shards
 from trainer.data.files import begins_like_json_lines
 from trainer.data.hf_tokenizer import ids_beside, save_hf
 from trainer.data.json_tokenizer import parse
+from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -339,13 +340,12 @@ def test_weights(tmp_path, family, name, count):
 SAVED = Path(__file__).resolve().parents[2] / "data" / "saved_by_7ef3f38"
 
 
-def seal(data):
-    """The manifest of a checkpoint with the digest of its content, if it can have
-    one."""
+def seal(data, digest):
+    """A manifest with the digest of its content, if it can have one."""
     try:
         tree = json.loads(data)
         tree.pop("digest", None)
-        return json.dumps(tree | {"digest": checkpoint._digest(tree)}).encode()
+        return json.dumps(tree | {"digest": digest(tree)}).encode()
     except (ValueError, AttributeError, TypeError, RecursionError):
         return data
 
@@ -358,7 +358,7 @@ def test_metadata_of_a_checkpoint_with_a_valid_digest(tmp_path, name, count):
     diloco = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, False, 1, 2, 2)
 
     def read():
-        file.write_bytes(seal(file.read_bytes()))
+        file.write_bytes(seal(file.read_bytes(), checkpoint._digest))
         with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
             saved_policy(meta)
@@ -383,9 +383,13 @@ def test_a_manifest_of_shards(tmp_path, count):
         tmp_path / "cache",
         val_fraction=0.1,
     )
-    check(
-        folder / "manifest.json", lambda: Manifest.load(folder).get_tokenizer(), count
-    )
+    file = folder / MANIFEST
+
+    def read():
+        file.write_bytes(seal(file.read_bytes(), shards.digest))
+        Manifest.load(folder).get_tokenizer()
+
+    check(file, read, count)
 
 
 OVERRIDES = [

@@ -23,6 +23,7 @@ from trainer.observe.records import (
     encode_row,
     encode_sample,
     filter_rows,
+    read_log,
     read_rows,
     read_samples,
 )
@@ -122,7 +123,7 @@ class Log:
 
 def problem(path: Path, expected: Digest | None) -> str | None:
     """Return how a log differs from what was written before a checkpoint."""
-    data = path.read_bytes() if path.exists() else b""
+    data = read_log(path)
     if expected is None or Digest.from_data(data[: expected.size]) == expected:
         return None
     return (

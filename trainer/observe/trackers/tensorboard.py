@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import MAKE_ROOM, UserError
-from trainer.files import write_atomically
+from trainer.files import LOG_BYTES, read_file, write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
@@ -80,7 +80,7 @@ class TensorboardTracker(Tracker):
         self._write(step, summary=self._make.text(name, text))
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        data = path.read_bytes()
+        data = read_file(path)
         width, height = struct.unpack(">II", data[16:24])  # of a PNG's header
         image = self._proto.Summary.Image(
             height=height, width=width, colorspace=3, encoded_image_string=data
@@ -122,7 +122,7 @@ def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
 
     `parse` reads an event.
     """
-    data = path.read_bytes()
+    data = read_file(path, LOG_BYTES)
     remaining = b"".join(
         record for record, content in records(data) if parse(content).step < step
     )

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import read_file, write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
@@ -249,7 +249,7 @@ def choose_run_id(run_dir: Path, run_id: str | None) -> str:
     file.parent.mkdir(exist_ok=True)
     known = run_id or ""
     if not known and file.is_file():
-        known = file.read_text(errors="replace")
+        known = read_file(file).decode(errors="replace")
     if not RUN_ID.fullmatch(known):  # W&B uses it in a path
         known = uuid.uuid4().hex[:8]
     write_atomically(file, known)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.files import LOG_BYTES, read_file
+
 BLOCK = 32768
 # checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
 HEADER = struct.Struct("<IHB")
@@ -21,7 +23,7 @@ def _history_records(path: Path) -> Iterator[Any]:
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
-    data = path.read_bytes()
+    data = read_file(path, LOG_BYTES)
     position, parts = HEADER.size, b""
     while position + HEADER.size <= len(data):
         room = BLOCK - position % BLOCK

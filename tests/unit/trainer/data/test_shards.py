@@ -109,6 +109,31 @@ def test_another_format_is_refused(directory):
         Manifest.load(directory)
 
 
+def test_an_altered_manifest_is_refused(directory):
+    path = directory / "manifest.json"
+    tree = json.loads(path.read_text())
+    tree["splits"]["val"]["bytes"] += 1  # the loss in bits per byte depends on it
+    path.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=rf"was altered since it was written; {REPAIR}"):
+        Manifest.load(directory)
+
+
+def test_a_manifest_of_the_first_format_is_read_without_a_digest(directory):
+    path, whole = directory / "manifest.json", Manifest.load(directory)
+    tree = json.loads(path.read_text()) | {"format": 1}
+    del tree["digest"]
+    path.write_text(json.dumps(tree))
+    assert Manifest.load(directory) == whole
+
+
+def test_a_shard_is_no_link(directory):
+    shard = directory / "val-00000.bin"
+    shard.rename(directory / "elsewhere")
+    shard.symlink_to("elsewhere")
+    with pytest.raises(UserError, match=r"val-00000\.bin is a symbolic link"):
+        Manifest.load(directory)
+
+
 def test_altered_tokenizer_files_are_found(directory):
     path = directory / "tokenizer.json"
     path.write_text(path.read_text().replace("50256", "50300"))
@@ -118,7 +143,7 @@ def test_altered_tokenizer_files_are_found(directory):
 
 def test_the_manifest_says_what_it_was_made_of(directory, jsonl, gpt2_dir):
     tree = json.loads((directory / "manifest.json").read_text())
-    assert tree["format"] == 1
+    assert tree["format"] == 2
     assert tree["source"]["paths"] == [str(jsonl)]
     assert tree["tokenizer"] == str(gpt2_dir / "vocab.bpe")
     for name, part in tree["splits"].items():
