@@ -25,9 +25,7 @@ from scalify_core.debug.figures import (
     Tensor,
     cancelled,
     differing,
-    inherited,
     measured,
-    sum_of,
 )
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
@@ -195,14 +193,14 @@ class Recorder(precision_warnings.Observer):
         )
         if out.row is not None:
             out.row.dtype = str(made.dtype)
-        self.measure(out, out.row.primitive if out.row else "")
+        self.measure(out)
         if (
             out.row is not None
             and out.figures is not None
             and precision_warnings.beside_lost(measuring.wide(x.value), asarray(made))
             > 0
         ):
-            out.row.see(out.figures, out.blame, out.when, loses=True)
+            out.row.see(out.figures, out.when, loses=True)
         return out
 
     def jaxpr(self, jaxpr: Any, args: Sequence[Any], run: Callable) -> list[Any]:
@@ -239,7 +237,7 @@ class Recorder(precision_warnings.Observer):
             if inside.name in fp32_reference.LOOPS:
                 # An iteration's operands are no result that has a row.
                 tensor = dataclasses.replace(tensor, place=inside.place, row=None)
-                self.measure(tensor, inside.name)
+                self.measure(tensor)
             tensors.append(tensor)
         names = (*jaxpr.constvars, *jaxpr.invars)
         return dict(zip(names, (*constants, *tensors), strict=True))
@@ -320,18 +318,14 @@ class Recorder(precision_warnings.Observer):
         expected = units[0] * units[1] * math.sqrt(max(size.sum(), 0.0))
         limit = max(self.tolerance, epsilon(row.dtype, *result.formats))
         if wrong > limit * expected:
-            row.see(figures, result.blame, result.when, loses=True)
+            row.see(figures, result.when, loses=True)
 
     def reference_results(
         self, eqn: Any, operands: Sequence[Tensor], place: Place
     ) -> list[Tensor]:
-        """Return the results of an equation in plain FP32, without scaled values.
-
-        They hold the blame that their scales inherit.
-        """
-        blame = inherited(eqn, operands)
+        """Return the results of an equation in plain FP32, without scaled values."""
         references = fp32_reference.in_float32(eqn, *(x.reference for x in operands))
-        return [Tensor(None, y, place, 0, blame=blame) for y in references]
+        return [Tensor(None, y, place, 0) for y in references]
 
     def recorded(
         self,
@@ -372,7 +366,6 @@ class Recorder(precision_warnings.Observer):
                 None,
                 error,
                 vanished,
-                like.blame,
                 formats=casts.formats(),
             )
             if isinstance(x, Value):
@@ -382,46 +375,29 @@ class Recorder(precision_warnings.Observer):
                 new = Row(place, name_of(eqn), shape, dtype, NOTHING)
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
-            self.measure(tensor, name_of(eqn), casts.lost())
+            self.measure(tensor, casts.lost())
             out.append(tensor)
         return out
 
     def measure(
-        self, x: Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        self, x: Tensor, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ) -> None:
         """Measure a tensor.
 
         Args:
             x: the tensor.
-            name: the name of its equation.
             cast: the losses of casts in the equation, see `precision_warnings.losses`.
         """
         if not is_float(x.reference):
             return
-        figures, inherited_octaves = measured(x, cast), sum(x.blame.values())
-        x.figures = figures._replace(
-            drift=figures.astray - inherited_octaves if figures.due else 0.0
-        )
-        if isinstance(x.value, Value) and x.value.expected_rms != v.MEASURED:
-            # An equation that reduces the error reduces every share of the blame: a
-            # correct scale has nothing to blame.
-            if inherited_octaves:
-                part = min(max(figures.astray / inherited_octaves, 0.0), 1.0)
-            else:
-                part = 1.0
-            x.blame = sum_of(
-                [
-                    (x.blame, part),
-                    ({(x.place, name): figures.astray - part * inherited_octaves}, 1.0),
-                ]
-            )
+        x.figures = measured(x, cast)
         if x.row is not None:
             data = x.value.data if isinstance(x.value, Value) else x.value
             least = float(jnp.finfo(data.dtype).tiny)
-            loses = figures.loses(
+            loses = x.figures.loses(
                 self.tolerance, epsilon(x.row.dtype, *x.formats), least
             )
-            x.row.see(x.figures, x.blame, x.when, loses=loses)
+            x.row.see(x.figures, x.when, loses=loses)
 
     def stored(self, x: Tensor, bring: Callable) -> Tensor:
         """Return the tensor in its format.
@@ -430,13 +406,13 @@ class Recorder(precision_warnings.Observer):
         """
         if not isinstance(x.value, Value):
             return x
-        # Rounding is not to blame for an error that the tensor already has.
+        # Rounding does not make an error that the tensor already has.
         out = dataclasses.replace(
             x, value=bring(x.value), operand_error=max(x.operand_error, x.error)
         )
         # The constant of a mask saturates on purpose.
         if out.value is not x.value and not x.value.is_fill_value:
-            self.measure(out, x.row.primitive if x.row else "")
+            self.measure(out)
         return out
 
 

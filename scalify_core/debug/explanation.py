@@ -14,7 +14,6 @@ from scalify_core.numerics.jaxprs import Place
 # Octaves between the expected and the true RMS: up to here, roundings are not larger.
 ASTRAY = 4.0
 TOP = 24  # rows of a printed table
-Blame = dict[tuple[Place, str], float]
 _TITLES = (
     "equation",
     "shape",
@@ -22,7 +21,6 @@ _TITLES = (
     "scale",
     "expected",
     "measured",
-    "drift",
     "flushed",
     "saturated",
     "error",
@@ -46,7 +44,6 @@ class Figures(NamedTuple):
         error: the norm of its difference from plain FP32, over the norm of plain FP32.
         operand_error: the largest error of its operands.
         operand_vanished: the largest share of an operand that has vanished.
-        drift: the octaves of `astray` that this equation adds to those of its operands.
     """
 
     scale: float
@@ -60,7 +57,6 @@ class Figures(NamedTuple):
     error: float
     operand_error: float
     operand_vanished: float
-    drift: float = 0.0
 
     @property
     def astray(self) -> float:
@@ -114,8 +110,6 @@ class Row:
         turns: the number of times that the equation was evaluated.
         lost_at: the number of the evaluation, counted over the program, that first lost
             values; None: no evaluation did.
-        blame: the octaves that its scale is astray by, as sums of the octaves added by
-            each place and primitive.
     """
 
     place: Place
@@ -125,13 +119,12 @@ class Row:
     figures: Figures
     turns: int = 0
     lost_at: int | None = None
-    blame: Blame = dataclasses.field(default_factory=dict)
 
-    def see(self, figures: Figures, blame: Blame, when: int, *, loses: bool) -> None:
+    def see(self, figures: Figures, when: int, *, loses: bool) -> None:
         """Record the figures of evaluation `when`, or of its result in storage form."""
         first = loses and self.lost_at in (None, when)
         if first or (self.lost_at is None and figures.error >= self.figures.error):
-            self.figures, self.blame = figures, blame
+            self.figures = figures
         if first:
             self.lost_at = when
 
@@ -202,7 +195,12 @@ class Explanation:
         row = self.first_row
         if row is None:
             return None
-        return _sentence(row)
+        return _sentence(row, self._origin(row))
+
+    def _origin(self, row: Row) -> Row:
+        """Return the first row whose scale is astray by at least half as much."""
+        least, sign = abs(row.figures.astray) / 2, math.copysign(1, row.figures.astray)
+        return next(x for x in self.rows if sign * x.figures.astray >= least)
 
     def lines(self) -> dict[Place, list[Row]]:
         """Return the rows of each of the user's lines, in program order.
@@ -300,7 +298,7 @@ def _is_float32(row: Row) -> bool:
     return row.dtype == "float32"
 
 
-def _sentence(row: Row) -> str:
+def _sentence(row: Row, origin: Row) -> str:
     f = row.figures
     what = []
     if f.flushed > 0:
@@ -319,10 +317,11 @@ def _sentence(row: Row) -> str:
     )
     turn = "" if row.turns < 2 else f", in one of {row.turns} turns"
     where = f"{row.place}, {_named(row.primitive, row.place)}{turn}"
-    return f"{where}: {lost}, an error of {_error(f.error)}, because {_reason(row)}"
+    reason = _reason(row, origin)
+    return f"{where}: {lost}, an error of {_error(f.error)}, because {reason}"
 
 
-def _reason(row: Row) -> str:
+def _reason(row: Row, origin: Row) -> str:
     """Return the cause of a loss, and the remedy."""
     astray = row.figures.astray
     if abs(astray) <= ASTRAY and _is_float32(row):
@@ -337,24 +336,14 @@ def _reason(row: Row) -> str:
             "one scale does not hold numbers so far apart; keep the large and the small"
             " ones in tensors of their own, or give them a wider format"
         )
-    octaves, (place, name) = _origin(row)
-    rescale = "dynamic_rescale_rms_grad" if place.backward else "dynamic_rescale_rms"
+    backward = origin.place.backward
+    rescale = "dynamic_rescale_rms_grad" if backward else "dynamic_rescale_rms"
     size = "large" if astray < 0 else "small"
-    if place == row.place and name == row.primitive:
-        return f"its scale is 2^{abs(astray):.1f} too {size}; put {rescale} there"
-    return (
-        f"its scale is 2^{abs(astray):.1f} too {size}, 2^{octaves:.1f} of it from"
-        f" {place}, {_named(name, place)}; put {rescale} there"
-    )
-
-
-def _origin(row: Row) -> tuple[float, tuple[Place, str]]:
-    """Return the main source of a row's astray scale, with its octaves first."""
-    sign = math.copysign(1.0, row.figures.astray)
-    return max(
-        ((sign * octaves, source) for source, octaves in row.blame.items()),
-        key=lambda share: share[0],
-    )
+    where = "there"
+    if (origin.place, origin.primitive) != (row.place, row.primitive):
+        where = f"at {origin.place}, {_named(origin.primitive, origin.place)}, where"
+        where += " it begins to be"
+    return f"its scale is 2^{abs(astray):.1f} too {size}; put {rescale} {where}"
 
 
 def _named(primitive: str, place: Place) -> str:
@@ -373,7 +362,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         _power(f.scale),
         _power(f.expected) if f.expected else "-",
         _power(f.measured),
-        f"{f.drift:+.1f}" if abs(f.drift) >= 0.05 else "-",
         _share(f.flushed),
         _share(f.saturated),
         _error(f.error) + (" <- lost" if row.lost_at is not None else ""),

@@ -1,25 +1,22 @@
-"""The figures that `explain` measures, and their part inherited from operands."""
+"""The figures that `explain` measures."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
-from scalify_core.debug.explanation import Blame, Figures, Row, epsilon
-from scalify_core.interpreter import registry
+from scalify_core.debug.explanation import Figures, Row, epsilon
 from scalify_core.interpreter.measured.policy import as_array
 from scalify_core.interpreter.value import MEASURED, Value
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import Place
 from scalify_core.numerics.scales import broadcast_scale, is_static
-
-_POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 
 
 @dataclasses.dataclass
@@ -34,7 +31,6 @@ class Tensor:
         row: its row; None without a scale, and for tensors that no equation makes.
         operand_error: see `Figures`.
         operand_vanished: see `Figures`.
-        blame: see `Row`.
         figures: its figures; None before it is measured.
         formats: the formats of the casts inside the equation.
     """
@@ -46,7 +42,6 @@ class Tensor:
     row: Row | None = None
     operand_error: float = 0.0
     operand_vanished: float = 0.0
-    blame: Blame = dataclasses.field(default_factory=dict)
     figures: Figures | None = None
     formats: tuple[str, ...] = ()
 
@@ -64,28 +59,9 @@ class Tensor:
             return self.figures.error
         return 0.0
 
-    @property
-    def astray(self) -> float:
-        """Return the octaves by which its scale is astray; 0 before it is measured."""
-        if self.figures:
-            return self.figures.astray
-        return 0.0
-
-    def size(self) -> float:
-        """Return the RMS of the logical value."""
-        if self.figures:
-            return self.figures.scale * self.figures.due
-        return 0.0
-
-    def expected_size(self) -> float:
-        """Return the RMS that the rules expect of it."""
-        if self.figures:
-            return self.figures.scale * self.figures.expected
-        return 0.0
-
 
 def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
-    """Return the figures of a tensor, in FP64, without its drift.
+    """Return the figures of a tensor, in FP64.
 
     `cast` holds the losses of casts, see `precision_warnings.losses`.
     """
@@ -171,52 +147,6 @@ def _share(where: np.ndarray, size: int) -> float:
     if size:
         return float(np.count_nonzero(where) / size)
     return 0.0
-
-
-def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
-    """Return the part of a result's astray scale that comes from its operands.
-
-    The result is assumed to follow its rule. Octaves of factors add up. Of terms, the
-    scale follows the largest expected one, and the size the largest one.
-    """
-    name = eqn.primitive.name
-    scaled = [
-        x
-        for x in operands
-        if isinstance(x.value, Value) and x.value.expected_rms != MEASURED and x.figures
-    ]
-    if registry.rule_of(eqn).kind in ("default", "unscaled"):
-        return {}
-    if name in ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated"):
-        return sum_of((x.blame, 1.0) for x in scaled)
-    if name == "div":
-        return sum_of((x.blame, 1.0 if x is operands[0] else -1.0) for x in scaled)
-    if name in _POWERS or name == "integer_pow":
-        return sum_of((x.blame, _POWERS.get(name) or eqn.params["y"]) for x in scaled)
-    if name in ("add", "sub", "add_any") and len(scaled) == 2:
-        expected, largest = (
-            max(scaled, key=size) for size in (Tensor.expected_size, Tensor.size)
-        )
-        if largest.size() > 0:
-            astray = math.log2(largest.size() / expected.expected_size())
-        else:
-            astray = 0.0
-        part = astray / expected.astray if expected.astray else 1.0
-        return sum_of([(expected.blame, min(max(part, 0.0), 1.0))])
-    return max(
-        (x.blame for x in scaled),
-        key=lambda blame: abs(sum(blame.values())),
-        default={},
-    )
-
-
-def sum_of(terms: Iterable[tuple[Blame, float]]) -> Blame:
-    """Return the sum of blames, each times a factor."""
-    out: Blame = {}
-    for blame, factor in terms:
-        for source, octaves in blame.items():
-            out[source] = out.get(source, 0.0) + factor * octaves
-    return out
 
 
 def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:

@@ -19,7 +19,6 @@ traced with float32 where the data may be narrower.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from jax.extend.core import Literal
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
-from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import as_traced, per_jaxpr
 
@@ -99,22 +97,13 @@ def control(*primitives: str, wide: bool = False) -> Callable:
     )
 
 
-def structural(*primitives: str, along: Callable | None = None) -> None:
+def structural(*primitives: str) -> None:
     """Register primitives that apply the same operation to the data.
 
-    Each result has the scale of the value at its position, or of the only value.
-
-    Args:
-        primitives: their names.
-        along: for primitives of one value, the rule of a scale that differs along axes.
-            `along(eqn, scale, *other_operands)` takes a scale of the rank of the data.
-            It returns the scale of the result (a list for several results). It returns
-            None if the largest scale is to be used for all elements, as without
-            `along`.
+    Each result has the scale of the value at its position, or of the only value. A
+    scale that differs along axes becomes the largest.
     """
-    _definer("structural", primitives, lazy=True)(
-        functools.partial(on_data, along=along)
-    )
+    _definer("structural", primitives, lazy=True)(on_data)
 
 
 def unscaled(*primitives: str, as_traced: bool = False) -> None:
@@ -307,16 +296,8 @@ def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
     return register
 
 
-def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> list[Any]:
+def on_data(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the data: the rule that `structural` registers."""
-    if (
-        along is not None
-        and not sc.is_static(operands[0].scale)
-        and operands[0].scale.size > 1
-    ):
-        scales = along(eqn, operands[0].scale, *operands[1:])
-        if scales is not None:
-            return _moved(eqn, scales, *operands)
     # One scale: the operation may mix elements that had different ones.
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
@@ -327,19 +308,6 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> list[Any
         x.with_data(y) if isinstance(x, Value) and is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
-
-
-def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> list[Any]:
-    out = bind_all(eqn, x.data, *rest)
-    several = scales if eqn.primitive.multiple_results else [scales]
-    return [
-        v.value(y, _scalar(scale), x.expected_rms, x.dtype, x.factor)
-        for y, scale in zip(out, several, strict=True)
-    ]
-
-
-def _scalar(scale: Any) -> Any:
-    return scale.reshape(()) if scale.size == 1 else scale
 
 
 def _one_scale(x: Value) -> Value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -27,13 +26,13 @@ from scalify_core.numerics.formats import is_float, pow2_floor, pow2_round
 
 _LARGE = 2.0**104
 
-structural("abs", "copy", "real", "stop_gradient", along=lambda _, scale: scale)
+structural("abs", "copy", "real", "stop_gradient")
 unscaled(
     "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
     "cos", "acos", "atan2", "cosh", "acosh", "erfc", "lgamma", "digamma", "polygamma",
     "zeta",
     "igamma", "igammac", "igamma_grad_a", "random_gamma", "regularized_incomplete_beta",
-    "bessel_i0e", "bessel_i1e", "pow",
+    "bessel_i0e", "bessel_i1e", "pow", "rem",
 )  # fmt: skip
 logical("nextafter", "reduce_precision")
 
@@ -263,15 +262,6 @@ def _to_integers(eqn: Any, x: Value) -> Value:
     """
     (y,) = in_float32(eqn, x)
     return at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
-
-
-@rule("rem", lazy=True)
-def _rem(eqn: Any, a: Any, b: Any) -> Value:
-    """Evaluate the remainder, which is smaller than either operand."""
-    sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
-    values, _ = lifted(*sized)
-    (y,) = in_float32(eqn, a, b)
-    return at_scale(y, functools.reduce(sc.smallest, (x.scale for x in values)))
 
 
 @rule("sign")

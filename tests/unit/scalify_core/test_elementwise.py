@@ -110,12 +110,6 @@ def test_integers_are_not_out_of_proportion_to_a_small_scale(fun, dynamic):
     np.testing.assert_array_equal(asarray(scalify(fun)(x)), fun(asarray(x)))
 
 
-def test_a_remainder_has_the_scale_of_the_smaller_operand():
-    x = as_scaled_array(jnp.asarray([300.0, -700.0, 20.0]), 256.0, dtype=HALF)
-    found = asarray(scalify(lambda x: jax.lax.rem(x, 0.01))(x))
-    np.testing.assert_allclose(found, jax.lax.rem(asarray(x), 0.01), rtol=RTOL[HALF])
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("n", "exponent"), [(4, -30), (64, -3), (200, -1), (600, 2), (-7, -2)]

