@@ -17,6 +17,7 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
+from trainer.data.tokenizer_bounds import check_pattern
 from trainer.errors import UserError
 from trainer.files import read_file
 
@@ -222,6 +223,7 @@ def encoding(
         )
     special = dict(special_tokens or {})
     special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
+    check_pattern(path, pat_str)
     try:
         return tiktoken.Encoding(
             str(path), pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import tokenizers
 
 from trainer.data.bpe_files import TokenIds, read_json, special_in, unspell
+from trainer.data.tokenizer_bounds import check_tree
 from trainer.errors import UserError
 from trainer.files import write_atomically
 
@@ -119,6 +120,7 @@ def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
             f"{path} has dropout={model['dropout']} in its model, so that a text's ids"
             " are random; set it to null"
         )
+    check_tree(path, tree)
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # the library raises this class only

@@ -1,0 +1,129 @@
+"""A tokenizer of somebody else neither multiplies a text nor searches it for ever."""
+
+import base64
+import json
+import time
+
+import pytest
+import tiktoken
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from trainer.data import get_tokenizer
+from trainer.data.bpe_files import for_hugging_face, known_settings
+from trainer.data.tokenizer_bounds import check_pattern, check_tree
+from trainer.errors import UserError
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# of the tokenizers that people use most; GPT-2's and its like are tiktoken's own
+KNOWN = {
+    "Llama 3": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}",
+    "Qwen": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}",
+    "Mistral": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}|{REST}",
+    "DeepSeek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s+(?!\S)|\s+",
+    "Kimi": rf"[\p{{Han}}]+|{UPPER[:-1]}&&[^\p{{Han}}]]*{LOWER}+{CONTRACTIONS}?",
+    "Falcon": r"[\p{P}\$\+<=>\^~\|`]+",
+    "BLOOM": r" ?[^(\s|[.,!?])]+",
+    "digits from the right": r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+    "spaces": " {2,}",
+}
+SLOW = [
+    r"(a+)+b",
+    r"(a|a)+b",
+    r"(a|aa){2,}$",
+    r"(?:a?){30}a{30}",
+    r"(?:(?:x+)y?)*z",
+    r"([a-c]+[\]x]*)+$",
+    r"(?=(a+)+b)",
+    r"(?x)(a+) +b",
+    r"a{1,3}+b",
+    "a?" * 30 + "a" * 30,
+    ".*.*.*.*x",
+    r"(a)\1+",
+    r"(?<n>a\g<n>?b)*",
+    r"(?:a{100}){100}",
+    "(" * 30 + "a" + ")" * 30,
+    "x" * 5000,
+]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_patterns_of_known_tokenizers_are_accepted(tmp_path, name):
+    check_pattern(tmp_path, KNOWN[name])
+    Regex(KNOWN[name])  # it is one
+
+
+def test_tiktoken_s_own_patterns_are_accepted(tmp_path):
+    for name in tiktoken.list_encoding_names():
+        pattern = known_settings(name, {}).get("pat_str", "")
+        check_pattern(tmp_path, pattern)
+        check_pattern(tmp_path, for_hugging_face(pattern))
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_patterns_that_may_take_exponential_time_are_refused(tmp_path, pattern):
+    with pytest.raises(UserError, match="and may search for ever"):
+        check_pattern(tmp_path, pattern)
+
+
+def save(folder, normalizer=None, pattern=None):
+    vocabulary = {"a": 0, "<eos>": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.add_special_tokens(["<eos>"])
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pattern is not None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_a_tokenizer_whose_pattern_burns_is_refused_when_it_is_read(tmp_path):
+    begun = time.process_time()
+    with pytest.raises(UserError, match=r"\(a\+\)\+.* may search for ever"):
+        get_tokenizer(save(tmp_path, pattern="(a+)+b"))
+    assert time.process_time() - begun < 2
+
+
+def test_a_pattern_beside_a_tiktoken_file_is_checked(tmp_path):
+    ranks = (base64.b64encode(bytes([i])) + b" %d" % i for i in range(256))
+    (tmp_path / "a.tiktoken").write_bytes(b"\n".join(ranks))
+    (tmp_path / "a.json").write_text(
+        json.dumps({"pat_str": "(a+)+b", "special_tokens": {"<|endoftext|>": 256}})
+    )
+    with pytest.raises(UserError, match="may search for ever"):
+        get_tokenizer(str(tmp_path / "a.tiktoken"))
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        normalizers.Replace("a", "b" * 1000),
+        normalizers.Sequence([normalizers.Replace("a", "aa")] * 7),
+        normalizers.Prepend("x" * 100),
+    ],
+)
+def test_normalizers_that_multiply_a_text_are_refused(tmp_path, normalizer):
+    with pytest.raises(UserError, match="replaces a character by up to"):
+        get_tokenizer(save(tmp_path, normalizer))
+
+
+def test_normalizers_of_known_tokenizers_are_accepted(tmp_path):
+    llama = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    get_tokenizer(save(tmp_path, normalizers.Sequence(llama)))
+    get_tokenizer(save(tmp_path, normalizers.NFC()))
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(33, False), (1000, True)])
+def test_a_table_of_normal_forms_has_no_long_ones(tmp_path, length, is_refused):
+    table = (8).to_bytes(4, "little") + b"12345678" + b"x\0" + b"y" * length + b"\0"
+    charsmap = base64.b64encode(table).decode()
+    tree = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}}
+    if not is_refused:
+        return check_tree(tmp_path, tree)
+    with pytest.raises(UserError, match="by up to 1,000 others"):
+        check_tree(tmp_path, tree)
