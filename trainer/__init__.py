@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.observe.trackers.protocol import Tracker as Tracker
     from trainer.observe.trackers.protocol import TrackerStart as TrackerStart
     from trainer.run.callbacks import Callback as Callback
-    from trainer.run.callbacks import Phase as Phase
+    from trainer.run.callbacks import CallbackKind as CallbackKind
     from trainer.run.callbacks import StepContext as StepContext
 
 HOMES = {
@@ -35,7 +35,7 @@ HOMES = {
     "compose": "trainer.assembly.library",
     "Config": "trainer.config.schema",
     "Diverged": "trainer.errors",
-    "Phase": "trainer.run.callbacks",
+    "CallbackKind": "trainer.run.callbacks",
     "Result": "trainer.assembly.library",
     "Role": "trainer.models.roles",
     "StepContext": "trainer.run.callbacks",

@@ -23,8 +23,8 @@ from trainer.models.roles import Role, role_of, select_roles
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import (
     CommConfig,
+    GradReduceConfig,
     LossOfState,
-    Reduce,
     loss_over,
     reductions_over,
 )
@@ -52,13 +52,13 @@ from trainer.precision.arrays import (
 from trainer.precision.fields import DTYPES
 from trainer.precision.gradients import Differentiate
 from trainer.precision.policy import Policy
+from trainer.step.clip_and_decay import OptimizerFor
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
 from trainer.step.moments import stacks_of, store_moments
-from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
 from trainer.step.state_tree import part_of
-from trainer.step.step import Hyper, Reductions, Tokens, Update, make_train_step
+from trainer.step.step import Hyper, StepReductions, Tokens, Update, make_train_step
 
 if TYPE_CHECKING:  # its tokenizers take long to import
     from trainer.data.dataset import Dataset
@@ -224,7 +224,7 @@ class TrainTask(NamedTuple):
 
     Attributes:
       model: in its precision.
-      optimizer_name: of `step.optimizers.ENTRIES`.
+      optimizer_name: of `step.optimizers.OPTIMIZERS`.
       plain_optimizer: makes it from the parameters' roles, at a learning rate of 1.
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
@@ -238,7 +238,7 @@ class TrainTask(NamedTuple):
     optimizer_name: str
     plain_optimizer: OptimizerFor
     mesh: Mesh
-    reduce: Reduce = Reduce()
+    reduce: GradReduceConfig = GradReduceConfig()
     kernels: Kernels = Kernels.KEPT
     trainable: tuple[str, ...] = ()
     diloco: DiLoCoSettings | None = None
@@ -376,7 +376,7 @@ class Workload(NamedTuple):
         return self.task.mesh
 
 
-def reductions_of(task: TrainTask) -> Reductions:
+def reductions_of(task: TrainTask) -> StepReductions:
     """Return the reductions over micro-batches and over the mesh."""
     return reductions_over(task.mesh, task.comm, task.trained_roles)
 

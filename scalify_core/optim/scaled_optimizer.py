@@ -112,9 +112,9 @@ def scaled_state(
           at no extra cost (the old values are read in any case).
         - `largest_of`, a `Largest`: for arrays that are split over devices, a function
           that moves only the maxima between them.
-        - `numbers`, a tree of integers like the inner state: they tell the random bits
-          of its arrays apart (default: their positions). An array of integers marks a
-          stack, whose rows have scales of their own.
+        - `leaf_indices`, a tree of integers like the inner state: they tell the random
+          bits of its arrays apart (default: their positions). An array of integers
+          marks a stack, whose rows have scales of their own.
 
         Gradients and parameters may be plain arrays or ScaledArrays of any float dtype;
         the transformation gets FP32, and updates are plain FP32 arrays. A tensor with
@@ -162,7 +162,7 @@ def scaled_state(
         *,
         accept: Any = None,
         largest_of: Largest = largest_of_arrays,
-        numbers: Any = None,
+        leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledStateState]:
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
@@ -223,9 +223,9 @@ def scaled_state(
             data = compiler_hints.barrier("rows", x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
-        array_numbers = None if numbers is None else jax.tree.leaves(numbers)
+        indices = None if leaf_indices is None else jax.tree.leaves(leaf_indices)
         arrays = narrow_arrays(
-            new, plans, scales._replace(numbers=known), seed, step, keep, array_numbers
+            new, plans, scales._replace(numbers=known), seed, step, keep, indices
         )
         return updates, ScaledStateState(
             _unless(accept, step, state.step), treedef.unflatten(arrays)
@@ -288,11 +288,11 @@ def propagated_state(
         accept: Any = None,
         grad_norm: Any = None,
         largest_of: Any = None,
-        numbers: Any = None,
+        leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledStateState]:
         del grad_norm  # a plain number: here the norm has a scale, too
-        del largest_of, numbers  # scales come from the RMS, and nothing is random
+        del largest_of, leaf_indices  # scales come from the RMS, and nothing is random
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             updates, inner_state = tx.update(updates, inner_state, params, **extra)

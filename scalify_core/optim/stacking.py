@@ -86,8 +86,8 @@ class Stacks(NamedTuple):
             is_leaf=self._is_leaf,
         )
 
-    def numbers(self, tree: Any) -> Any:
-        """Return the numbers of a tree's leaves, stacked like the tree.
+    def leaf_indices(self, tree: Any) -> Any:
+        """Return the index of each of a tree's leaves, stacked like the tree.
 
         None: there are no stacks.
         """

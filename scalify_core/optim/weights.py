@@ -56,7 +56,7 @@ def apply_updates(
     seed: Any = None,
     step: Any = None,
     accept: Any = None,
-    numbers: Any = None,
+    leaf_indices: Any = None,
 ) -> Any:
     """Return `params + updates`, added in FP32 and rounded once to the parameters'
     formats.
@@ -78,19 +78,19 @@ def apply_updates(
             seed and step.
         step: the number of the update, which stochastic rounding needs, too.
         accept: boolean scalar; false: the parameters are unchanged. None: true.
-        numbers: a tree of integers, which tell the random bits of the parameters apart;
-            arrays of integers for the rows of stacks. None: 0, 1, ...
+        leaf_indices: a tree of integers, which tell the random bits of the parameters
+            apart; arrays of integers for the rows of stacks. None: 0, 1, ...
 
     Raises:
-        ValueError: `updates` or `numbers` is another tree than `params`; an unknown
-            rounding; stochastic rounding without seed or step.
+        ValueError: `updates` or `leaf_indices` is another tree than `params`; an
+            unknown rounding; stochastic rounding without seed or step.
     """
     options = {
         "rounding": rounding,
         "seed": seed,
         "step": step,
         "accept": accept,
-        "numbers": numbers,
+        "leaf_indices": leaf_indices,
     }
     return apply_with_compensation(params, updates, (), **options)[0]
 
@@ -139,7 +139,7 @@ def apply_with_compensation(
     seed: Any = None,
     step: Any = None,
     accept: Any = None,
-    numbers: Any = None,
+    leaf_indices: Any = None,
 ) -> tuple[Any, Any]:
     """Return `apply_updates`, and its rounding errors for the next update (Kahan
     summation).
@@ -211,8 +211,8 @@ def apply_with_compensation(
         -1 - n
         for n in (
             range(len(old))
-            if numbers is None
-            else _beside(structure, numbers, "numbers")
+            if leaf_indices is None
+            else _beside(structure, leaf_indices, "leaf_indices")
         )
     ]
     is_random = rounding == "stochastic"

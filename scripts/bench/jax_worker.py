@@ -83,8 +83,8 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
     from trainer.config import schema
     from trainer.config.fields import from_tree
     from trainer.parallel.mesh import abstract_batch, make_mesh
+    from trainer.step.clip_and_decay import make_optimizer
     from trainer.step.kernels import Kernels
-    from trainer.step.optimizer import make_optimizer
     from trainer.step.state import from_stored
     from trainer.step.step import Hyper, Tokens
     from trainer.workload import Model, TrainTask, compile_step, first_state

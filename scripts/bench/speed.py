@@ -94,7 +94,7 @@ def our_step(args: Arguments, vocab: int) -> TakeSteps:
     from trainer.models.gpt2.model import functional
     from trainer.models.gpt2.spec import GPT2Spec
     from trainer.precision.gradients import plain
-    from trainer.step.optimizer import make_optimizer
+    from trainer.step.clip_and_decay import make_optimizer
     from trainer.step.state import init_state
     from trainer.step.step import Hyper, Tokens, Update, make_train_step
 

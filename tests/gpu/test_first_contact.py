@@ -23,8 +23,8 @@ from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.precision.policy import Policy
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.kernels import Kernels, gpu_options
-from trainer.step.optimizer import make_optimizer
 from trainer.step.step import Hyper
 from trainer.workload import Model, TrainTask, compile_step, first_state
 

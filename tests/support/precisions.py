@@ -11,7 +11,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
-from trainer.step.optimizer import make_optimizer
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.step import Hyper
 from trainer.workload import (
     Model,

@@ -23,18 +23,18 @@ from trainer.models.registry import family_of
 from trainer.observe.metrics import Throughput
 from trainer.observe.peaks import peak_flops
 from trainer.parallel.diloco import DiLoCoSettings
-from trainer.parallel.distribute import Reduce
-from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh
+from trainer.parallel.distribute import GradReduceConfig
+from trainer.parallel.mesh import Sizes, abstract_batch, batch_shards, make_mesh
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
 from trainer.run.initial_weights import initial_weights
-from trainer.run.phases import Phases, Stage
+from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
+from trainer.step.clip_and_decay import OptimizerFor, make_optimizer
 from trainer.step.kernels import Kernels
-from trainer.step.optimizer import OptimizerFor, make_optimizer
 from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
@@ -67,7 +67,7 @@ def build_model(
         custom_model,
         vocab_size=c.vocab_size or vocab_size,
         context=c.context,
-        # Not every family has this key.
+        # gpt2 and Llama's kin have this key; a program's own model may not.
         keep_fp8_weights=getattr(c, "keep_fp8_weights", True),
     )
     return Model.make(spec, policy, rows)
@@ -98,7 +98,7 @@ def build_task(
         c.optimizer.name,
         build_optimizer(c.optimizer),
         mesh,
-        Reduce(c.parallel.reduce, c.parallel.deterministic_reduce),
+        GradReduceConfig(c.parallel.reduce, c.parallel.deterministic_reduce),
         Kernels.chosen(c.deterministic, cached=cached),
         c.train.trainable or (),
         diloco,
@@ -178,23 +178,23 @@ def build_mesh(c: schema.Config) -> Mesh:
     """Build the mesh; refuse one over which a micro-batch cannot be split."""
     mesh = make_mesh(*build_sizes(c.parallel), replicas=c.diloco.replicas)
     micro_batch = c.batch_size // c.train.grad_accum_steps
-    devices = batch_devices(mesh, c.diloco.replicas or 1)
-    if micro_batch % devices:
+    shards = batch_shards(mesh, c.diloco.replicas or 1)
+    if micro_batch % shards:
         raise UserError(
             f"a micro-batch of {micro_batch} sequences"
             f" (train.batch_tokens={c.train.batch_tokens} /"
             f" model.context={c.model.context} /"
             f" train.grad_accum_steps={c.train.grad_accum_steps}) cannot be split over"
-            f" {devices} devices; valid: parallel.data x parallel.fsdp that divides"
-            f" {micro_batch}, or train.batch_tokens a multiple of"
-            f" {devices * c.train.grad_accum_steps * c.model.context}"
+            f" {shards} parts (diloco.replicas x parallel.data x parallel.fsdp); valid:"
+            f" parts that divide {micro_batch}, or train.batch_tokens a multiple of"
+            f" {shards * c.train.grad_accum_steps * c.model.context}"
         )
     return mesh
 
 
 def tokens_per_device(c: schema.Config, mesh: Mesh) -> int:
     """Return the tokens of a micro-batch on each device."""
-    devices = batch_devices(mesh, c.diloco.replicas or 1)
+    devices = batch_shards(mesh, c.diloco.replicas or 1)
     return c.train.batch_tokens // (c.train.grad_accum_steps * devices)
 
 
@@ -229,6 +229,7 @@ def build_workload(
     # JAX's setting, not the key: a directory that cannot be written is no cache.
     cached = jax.config.jax_compilation_cache_dir is not None
     task = build_task(c, model, mesh, build_diloco(c), cached=cached)
+    # An unknown task is refused here, before anything is compiled.
     choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
 
@@ -246,7 +247,7 @@ def build_phases(c: schema.Config, w: Workload) -> Phases:
         task = task._replace(trainable=config.train.trainable or ())
         check_trainable(task)
         check_split(task.model, w.mesh)
-        stages.append(Stage(start, until, task, config))
+        stages.append(TrainingPhase(start, until, task, config))
     return Phases(tuple(stages), w.seed)
 
 

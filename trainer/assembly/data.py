@@ -39,10 +39,10 @@ def build_source(c: schema.Data) -> Source:
         case "python":
             return PythonSource()
         case "text":
-            assert c.column is not None  # validated
+            assert c.column is not None  # by config.combinations.validate
             return TextSource(c.paths, c.format, c.column, c.max_documents)
         case "hf":
-            assert c.name is not None  # validated, as the others are
+            assert c.name is not None  # by config.combinations.validate
             assert c.column is not None
             assert c.split is not None
             return HubSource(
@@ -56,7 +56,7 @@ def build_source(c: schema.Data) -> Source:
                 max_tokens=c.max_tokens,
             )
         case "prepared":
-            assert c.prepared_dir is not None  # validated
+            assert c.prepared_dir is not None  # by config.combinations.validate
             return PreparedSource(Path(c.prepared_dir))
         case "mix":
             raise AssertionError("a mixture has several sources: open_mixture")
@@ -97,10 +97,10 @@ def build_data(c: schema.Config, custom: CustomData | None = None) -> Dataset:
 def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
     """Change to the directory in which a run was started, and yield its configuration.
 
-    Its relative paths are valid there. That directory follows from the end of the run
-    directory's path: `run_dir=runs/a` that is now /x/runs/a was started in /x, unless
-    it is also runs/a of the working directory, as through a link. Nothing is known of
-    an absolute one: it was started here. A tokenizer whose files are gone is replaced
+    A saved configuration holds paths relative to that directory. It is the path of the
+    run directory without the saved `run_dir` at its end: `runs/a` that is now /x/runs/a
+    was started in /x. It is the working directory if the saved `run_dir` is absolute,
+    or leads to the same place from here. A tokenizer whose files are gone is replaced
     by the run's copy.
     """
     end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
@@ -153,7 +153,7 @@ def prepare_source(source: Source, c: schema.Data) -> Path:
     """Return the prepared directory of a source, made if need be."""
     if isinstance(source, PreparedSource):
         return check_prepared(source.directory, c.tokenizer)
-    assert c.cache_dir is not None  # validated, as the next is
+    assert c.cache_dir is not None  # by config.combinations.validate
     assert c.val_fraction is not None
     with show_progress() as progress:
         return prepare(
@@ -171,7 +171,7 @@ def open_mixture(c: schema.Config) -> Dataset:
     first.
     """
     data = c.data
-    assert data.sources is not None  # validated, as the next is
+    assert data.sources is not None  # by config.combinations.validate
     assert data.column is not None
     names = source_names(data.sources)
     stages = parse_stages(data.weights or (1.0,) * len(names), data.stages or (), names)

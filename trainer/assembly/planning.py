@@ -14,7 +14,7 @@ from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import get_tokenizer
-from trainer.parallel.mesh import abstract_batch, batch_devices
+from trainer.parallel.mesh import abstract_batch, batch_shards
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Aim
 from trainer.plan.plan import Plan, make_plan
@@ -70,7 +70,7 @@ def build_plan(
         compared = task._replace(model=Model.make(model.spec, bf16.policy))
 
     def batches(sequences: int) -> Tokens:
-        rows = sequences * batch_devices(mesh) * c.train.grad_accum_steps
+        rows = sequences * batch_shards(mesh) * c.train.grad_accum_steps
         return abstract_batch(
             c.train.grad_accum_steps,
             rows,

@@ -102,7 +102,7 @@ def run(
                 experiment, directory, display, overrides
             )
             with closing(session) as ending:
-                while True:
+                while True:  # one turn for each training phase
                     training = build_run(experiment, session, checkpoint)
                     ending.exit_code = train(training)
                     if ending.exit_code or training.step >= config.train.steps:
@@ -227,8 +227,8 @@ def open_session(
         checkpointer=checkpointer,
         tracker=start_tracker(config, directory.path, checkpoint, hooks.tracker),
         display=display,
-        # Before the compilation, which processes may end minutes apart: its first call
-        # connects their devices.
+        # Before the step is compiled: its first call connects the processes, which may
+        # finish compiling minutes apart.
         agree=Agreement(workload.mesh),
         timeouts=Timeouts(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds

@@ -17,7 +17,7 @@ from trainer.report.messages import describe, rounding_of, schedule_change
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
 from trainer.run.metadata import saved_config
-from trainer.run.phases import Phases, Stage
+from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import describe_embeddings
 from trainer.version import __version__
 from trainer.workload import Workload
@@ -40,7 +40,7 @@ def describe_run(
     return [f"scalify-trainer {__version__}", *lines]
 
 
-def describe_phase(phases: Phases, stage: Stage) -> list[str]:
+def describe_phase(phases: Phases, stage: TrainingPhase) -> list[str]:
     """Return a line about a phase, if the run has several."""
     if len(phases.stages) == 1:
         return []

@@ -27,7 +27,7 @@ from trainer.models.new_tokens import Method
 from trainer.models.registry import FIRST, SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Deterministic
-from trainer.step.optimizers import ENTRIES, Optimizer
+from trainer.step.optimizers import OPTIMIZERS, Optimizer
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Profile:
 class Config:
     model: Annotated[Model, Variants("family", MODELS, first=FIRST)]
     data: Data
-    optimizer: Annotated[Optimizer, Variants("name", ENTRIES)]
+    optimizer: Annotated[Optimizer, Variants("name", OPTIMIZERS)]
     schedule: Schedule
     precision: Precision
     parallel: Parallel

@@ -52,7 +52,7 @@ from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.sharpness import make_sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.policy import Policy
-from trainer.step.optimizers import ENTRIES, KEYS
+from trainer.step.optimizers import KEYS, OPTIMIZERS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import Model, TrainTask
@@ -265,7 +265,7 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
 def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
     """Return the moments that `precision.KEY` stores, by parameter name."""
     moments: dict[str, Any] = {}
-    for moment in ENTRIES[optimizer].moments:
+    for moment in OPTIMIZERS[optimizer].moments:
         if moment.key == key:
             moments |= named(state, moment.field)
     return moments

@@ -44,21 +44,22 @@ from scalify_core.numerics.formats import (
 from trainer.parallel.mesh import REPLICA, Sizes
 from trainer.parallel.reduction import as_bits, from_bits
 
-# 0, 0.5, 1, 1.5, 2, 3, 4 and NaN: four bits with the sign
-E2M1 = FloatFormat(2, 1, infinities=False)
+# Not OCP's E2M1: its code 7 is 6. Here it is NaN, so that an outer gradient that is
+# not finite arrives as such.
+FP4_WITH_NAN = FloatFormat(2, 1, infinities=False)
 FORMATS = {
     "fp32": FP32,
     "bf16": FloatFormat.parse("bf16"),
     "fp16": FP16,
     "fp8": E4M3,
     "fp8_e5m2": E5M2,
-    "fp4": E2M1,
+    "fp4": FP4_WITH_NAN,
 }
 # Formats of the mean. In four bits its rounding error would exceed a replica's part.
 MEAN_FORMATS = FORMATS | {"fp4": E4M3}
-GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # of E2M1, by its code
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
 # Constants that keep streams of random bits apart. Replica k trains with the seed ^ k *
-# REPLICA_STREAM: no other may be a multiple of it.
+# REPLICA_STREAM (mod 2^32): no other may be that of a number of a replica.
 REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
 PIECE_STREAM, DRAW_STREAM = 0x85EBCA77, 0x27D4EB2F
 # Replica number * MAX_ARRAYS + array number is one counter for both.
@@ -210,7 +211,8 @@ def exchange(
       tensors: FP32 [R, ...] of this device's replicas.
       diloco: who takes part, and the format.
       seed: of the random bits.
-      step: of the random bits, which also differ by replica, piece and tensor.
+      step: steps taken. The round that ends here is that of `step - 1`. Random bits
+        differ by step, replica, piece and tensor.
       numbers_in_model: the number of each tensor among all trained ones, so that
         fragments have different bits.
       axes: of the mesh: all that hold parts of a tensor, REPLICA among them.
@@ -236,7 +238,9 @@ def exchange(
 
     def narrow(tensor: int, x: jax.Array) -> jax.Array:
         flat = only_participating(x).reshape(here, -1) * (1 / scales[tensor])
-        flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2 if fmt is E2M1 else 0)))
+        flat = jnp.pad(
+            flat, ((0, 0), (0, flat.shape[1] % 2 if fmt is FP4_WITH_NAN else 0))
+        )
         if fmt is FP32:
             return flat
         words = counter_words(

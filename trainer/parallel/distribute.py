@@ -6,7 +6,7 @@ reduced to the parts that the devices hold. All communication and its formats ar
 and in `reduction`; of activations only the sums of attention and MLP over `tensor`
 leave a device (`layers.leave`).
 
-Legend: D model, F width of a group of columns, n devices of a row of `tensor`.
+Legend: D model, F width of a group of columns, n devices of the tensor-parallel group.
 """
 
 import dataclasses
@@ -33,7 +33,12 @@ from trainer.parallel.mesh import (
     devices_of_replica,
     over_devices,
 )
-from trainer.parallel.reduction import Reduction, all_gather, all_to_all, mean
+from trainer.parallel.reduction import (
+    WireFormat,
+    all_gather,
+    all_to_all,
+    mean_over_devices,
+)
 from trainer.parallel.sharding import (
     fsdp_axis,
     mesh_axes,
@@ -45,7 +50,7 @@ from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
 from trainer.step.step import (
     Gradient,
-    Reductions,
+    StepReductions,
     Tokens,
     mean_gradient,
     squares_of_arrays,
@@ -56,7 +61,7 @@ MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
 EVERYWHERE = PartitionSpec()
 
 
-class Reduce(NamedTuple):
+class GradReduceConfig(NamedTuple):
     """The reduction of gradients over devices; see `CommConfig`."""
 
     format: str = "fp32"
@@ -79,18 +84,19 @@ class CommConfig(NamedTuple):
     narrow: Callable[[Role, Any], Any]
     roles: Any
 
-    def reduction(self, role: Role) -> Reduction:
+    def wire_format(self, role: Role) -> WireFormat:
         """Return how the gradient of a parameter with this role is reduced."""
         if self.reduce == "fp8":
-            return Reduction(E4M3 if role.is_kernel else FP16, False)
-        return Reduction(FloatFormat.parse(self.reduce), self.deterministic)
+            return WireFormat(E4M3 if role.is_kernel else FP16, False)
+        return WireFormat(FloatFormat.parse(self.reduce), self.deterministic)
 
 
-def to_heads(x: jax.Array, role: Role) -> jax.Array:
-    """Return the columns of this device's heads, of g groups.
+def unshard_fused_qkv(x: jax.Array, role: Role) -> jax.Array:
+    """Return the columns of this device's heads.
 
-    A kernel in rows [.., D/n, gF] becomes [.., D, gF/n]. A bias [.., gF] is whole on
-    every device of a row of `tensor`.
+    A fused QKV kernel of g groups is stored split by rows, because the columns of a
+    head are not contiguous: [.., D/n, gF] becomes [.., D, gF/n]. A bias [.., gF] is
+    whole on every device of the tensor-parallel group.
     """
     n = lax.axis_size("tensor")
     if n == 1:
@@ -105,8 +111,8 @@ def to_heads(x: jax.Array, role: Role) -> jax.Array:
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def from_heads(x: jax.Array, role: Role) -> jax.Array:
-    """Invert `to_heads`."""
+def reshard_fused_qkv(x: jax.Array, role: Role) -> jax.Array:
+    """Invert `unshard_fused_qkv`."""
     n = lax.axis_size("tensor")
     if n == 1:
         return x
@@ -124,13 +130,13 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
     """
 
     def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
-        axis, by_heads = fsdp_axis(spec), role.groups > 1
+        axis, is_fused = fsdp_axis(spec), role.groups > 1
 
         def move(x: jax.Array) -> jax.Array:
             x = x if axis is None else all_gather(x, axis, "fsdp")
-            return to_heads(x, role) if by_heads else x
+            return unshard_fused_qkv(x, role) if is_fused else x
 
-        if axis is None and not by_heads:
+        if axis is None and not is_fused:
             return p
         form = comm.narrow(role, p)
         if is_scaled_array(form):
@@ -156,13 +162,13 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
 
     def reduce_leaf(path: Any, grad: Any, spec: PartitionSpec, role: Role) -> Any:
         def arrange(x: jax.Array) -> jax.Array:
-            return from_heads(x, role) if role.groups > 1 else x
+            return reshard_fused_qkv(x, role) if role.groups > 1 else x
 
         with jax.named_scope("reduce"):
-            out = mean(
+            out = mean_over_devices(
                 weights.wide(grad),
                 fsdp_axis(spec),
-                comm.reduction(role),
+                comm.wire_format(role),
                 seed=seed,
                 leaf=numbers[path],
                 arrange=arrange,
@@ -238,13 +244,13 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
     return gradient
 
 
-def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> Reductions:
+def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> StepReductions:
     """Return the reductions of a train step over the devices of a mesh."""
     gradient: Gradient = mean_gradient
     if devices_of_replica(mesh) > 1:
         gradient = gradient_over(mesh, comm)
     squares = squares_over(mesh, trained_roles)
-    return Reductions(gradient, squares, largest_over(mesh, comm.roles))
+    return StepReductions(gradient, squares, largest_over(mesh, comm.roles))
 
 
 def random_word(keys_B: jax.Array) -> jax.Array:
@@ -290,8 +296,7 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
 
 
 def largest_over(mesh: Mesh, roles: Any) -> Largest:
-    """Return `reductions.largest_magnitudes` for a state that is split as `sharding`
-    says.
+    """Return `largest_of_arrays` for a state that is split as `sharding` says.
 
     Only maxima are moved.
     """

@@ -80,7 +80,7 @@ def make_mesh(
     sizes = Sizes(data, fsdp, tensor)
     groups = 1
     if replicas:
-        groups = replica_groups(replicas, sizes, len(devices))
+        groups = replica_axis_size(replicas, sizes, len(devices))
     filled = sizes.filled(len(devices) // groups)
     used = devices[: groups * math.prod(filled)]
     processes = {device.process_index for device in devices}
@@ -104,9 +104,9 @@ def make_mesh(
     )
 
 
-def replica_groups(replicas: int, sizes: Sizes, devices: int) -> int:
-    """Return over how many groups of devices the replicas are spread, each a mesh of
-    `sizes`.
+def replica_axis_size(replicas: int, sizes: Sizes, devices: int) -> int:
+    """Return the size of the mesh's axis of replicas: over how many meshes of `sizes`
+    the replicas are spread.
     """
     each = math.prod(size for size in sizes if size != -1)
     fitting = [
@@ -153,7 +153,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in (REPLICA, *BATCH_AXES) if axis in mesh.shape)
 
 
-def batch_devices(mesh: Mesh, replicas: int = 1) -> int:
+def batch_shards(mesh: Mesh, replicas: int = 1) -> int:
     """Return the number of parts of a batch: the devices of a replica that split it,
     times the replicas.
     """

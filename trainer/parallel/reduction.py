@@ -37,7 +37,7 @@ from trainer.parallel.mesh import BATCH_AXES, Sizes
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-class Reduction(NamedTuple):
+class WireFormat(NamedTuple):
     """The format and the order in which a gradient is reduced.
 
     Attributes:
@@ -123,10 +123,10 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
     )
 
 
-def mean(
+def mean_over_devices(
     x: jax.Array,
     split: int | None,
-    reduction: Reduction,
+    wire: WireFormat,
     *,
     seed: Any,
     leaf: int,
@@ -136,15 +136,14 @@ def mean(
 
     Args:
       x: FP32, of this device.
-      split: the axis of which every device of a row of `fsdp` gets its part; None: all
-        get the whole.
-      reduction: format and order.
+      split: the axis that is reduce-scattered over `fsdp`; None: all-reduce.
+      wire: format and order.
       seed: of stochastic rounding.
       leaf: the number of the array, which has random bits of its own.
-      arrange: moves data among the devices of a row of `tensor`, before it is reduced.
+      arrange: moves data inside the tensor-parallel group, before it is reduced.
     """
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
-    if reduction.is_native:
+    if wire.is_native:
         x = arrange(x)
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
@@ -153,24 +152,21 @@ def mean(
         if lax.axis_size("data") > 1:
             part = lax.psum(part, "data")
         return part / devices
-    scale = common_scale(x, reduction.format)
-    narrow = narrowed(x * (1 / scale), reduction.format, seed, leaf, device_index())
-    return (
-        moved_mean(arrange(narrow), split, reduction.format, seed=seed, leaf=leaf)
-        * scale
-    )
+    scale = common_scale(x, wire.format)
+    narrow = narrowed(x * (1 / scale), wire.format, seed, leaf, device_index())
+    return moved_mean(arrange(narrow), split, wire.format, seed=seed, leaf=leaf) * scale
 
 
 def moved_mean(
     x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, leaf: int
 ) -> jax.Array:
-    """Return `mean` of data that is already in the format `fmt`, by moving it."""
+    """Return `mean_over_devices` of data in the format `fmt`, by moving it."""
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
     parts = 1 if split is None else lax.axis_size("fsdp")
     copies = devices // parts
     copied_over = BATCH_AXES if split is None else "data"
-    # [parts, copies, m]: a part goes to all devices that hold a copy of it; each of
-    # them adds up one piece.
+    # Device (data d, fsdp f) sums piece d of part f, then gathers part f over `data`.
+    # Without `split` there is one part, and every device sums a piece of it.
     shape = list(x.shape)
     if split is not None:
         shape[split] //= parts
@@ -180,6 +176,7 @@ def moved_mean(
     pieces = x.reshape(parts, -1)
     size = pieces.shape[1]
     pieces = jnp.pad(pieces, ((0, 0), (0, -size % copies))).reshape(parts, copies, -1)
+    # BATCH_AXES number devices by `data` first, so copies come before parts.
     received = all_to_all(
         jnp.swapaxes(pieces, 0, 1).reshape(devices, -1), BATCH_AXES, 0, 0
     )

@@ -73,7 +73,7 @@ def zero_nonfinite(stored: Any) -> Any:
     return finite(stored)
 
 
-def stacked(params: Any, replicas: int) -> Any:
+def repeat_for_replicas(params: Any, replicas: int) -> Any:
     """Return a tree with every array repeated, [K, ...]; scales stay as they are."""
 
     def repeat(x: Any) -> Any:
@@ -105,7 +105,7 @@ def with_replicas(
         (tree.pack(state.opt_state), state.scaling),
     )
     states = TrainState(
-        stacked(state.params, diloco.replicas),
+        repeat_for_replicas(state.params, diloco.replicas),
         opt_state,
         replica_keys(state.key, diloco.replicas),
         scaling,
@@ -302,18 +302,19 @@ def make_inner(
 
 
 def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
-    """Return the metrics of a step from those of the replicas, [K] each."""
+    """Return the metrics of a step from those of the replicas, [K] each.
+
+    Flags are combined, figures are means over the participating replicas.
+    """
 
     def mean(x: jax.Array) -> jax.Array:
         total = functools.reduce(jnp.add, list(jnp.where(participating, x, 0)))
         return total / jnp.sum(participating)
 
-    bad = jnp.max(jnp.where(participating, metrics["bad_leaf"], -1))
-    return {
-        "loss": mean(metrics["loss"]),
-        "grad_norm": mean(metrics["grad_norm"]),
+    combined = {name: mean(x) for name, x in metrics.items()}
+    return combined | {
         "finite": jnp.all(metrics["finite"] | ~participating),
-        "bad_leaf": bad,
+        "bad_leaf": jnp.max(jnp.where(participating, metrics["bad_leaf"], -1)),
     }
 
 
@@ -394,10 +395,13 @@ def make_exchange(
             seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
             accept=accept,
-            numbers=numbers,
+            leaf_indices=numbers,
         )
         for p, i in zip(new, numbers, strict=True):
-            outer_leaves[i], replica_leaves[i] = p, stacked(p, diloco.replicas)
+            outer_leaves[i], replica_leaves[i] = (
+                p,
+                repeat_for_replicas(p, diloco.replicas),
+            )
         structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
 
         def build(leaves: list[Any]) -> Any:

@@ -11,15 +11,20 @@ import jax
 from scalify_core import weights
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_params
-from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
+from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
-from trainer.step.weight_rescale import rescale_powers
+from trainer.step.weight_rescale import rescale_factors
 from trainer.workload import TrainTask, compile_step
 
 # A rollback finds the callback by this name.
 CHECKPOINT = "checkpoint"
+# Octaves from its best scale at which a weight triggers a rescale. Matrices are cast to
+# FP8 as they are, and in gated layers two such errors multiply; gains and biases are
+# computed in 16 bits.
+MATRIX_OCTAVES = 2
+VECTOR_OCTAVES = 9
 
 
 def numerics(
@@ -133,7 +138,7 @@ def rescale(
         if done is not None:
             context.replace(*done)
 
-    return Callback("rescale", every, run, Phase.UPDATE)
+    return Callback("rescale", every, run, CallbackKind.UPDATE)
 
 
 def make_rescale(
@@ -141,19 +146,18 @@ def make_rescale(
 ) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
     """Return `new_scales` of `rescale`.
 
-    Matrices are cast to FP8 as they are: one that is two octaves off triggers a
-    rescale. Gains and biases may be eight octaves off. Then all weights are rescaled,
+    A weight that is `MATRIX_OCTAVES` or `VECTOR_OCTAVES` off triggers a rescale of all,
     because the step is compiled again anyway.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def is_off(path: str, power: float) -> bool:
-        # In gated layers two such errors multiply.
-        return abs(math.log2(power)) >= (2 if path in matrices else 9)
+        octaves = MATRIX_OCTAVES if path in matrices else VECTOR_OCTAVES
+        return abs(math.log2(power)) >= octaves
 
     def new_scales(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        powers = rescale_powers(weights.rms_of_params(state.params), task.model.roles)
+        powers = rescale_factors(weights.rms_of_params(state.params), task.model.roles)
         if not any(is_off(path, power) for path, power in powers.items()):
             return None
         powers = {path: power for path, power in powers.items() if power != 1}
@@ -188,11 +192,13 @@ def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:
         for kind, path in paths.items():
             context.picture(f"numerics/{kind}/picture", path)
 
-    return Callback("pictures", every, run, Phase.SAVE)
+    return Callback("pictures", every, run, CallbackKind.SAVE)
 
 
 def checkpoint(every: int) -> Callback:
     """Return the callback that saves a checkpoint; the last one, when all that it
     covers is logged.
     """
-    return Callback(CHECKPOINT, every, lambda context: context.save(), Phase.SAVE)
+    return Callback(
+        CHECKPOINT, every, lambda context: context.save(), CallbackKind.SAVE
+    )

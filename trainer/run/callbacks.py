@@ -3,21 +3,21 @@ once.
 
 `Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of
 every run; a program appends its own. After step n, the callbacks that are due run in
-the order of the list, one phase after another:
+the order of the list, one kind after another:
 
 1. EVALUATE callbacks change nothing. They return figures for the row of step n, and
    record texts and pictures. A stop request may come before or inside one
    (`StepContext.pause`). Then nothing of this step's callbacks is recorded. The
    checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes
-   starts again at phase 1.
+   starts again at 1.
 2. UPDATE callbacks replace the state. None runs after the last step.
 3. The row of step n is logged once, with all figures; then the texts and pictures of
    the callbacks.
 4. SAVE callbacks write what a resumed run starts from; the checkpoint is the last of
-   them. They also run at a stop request, and not while the watchdog suspects the state,
-   except after the last step.
+   them. They also run at a stop request and at the end of a training phase, and not
+   during a spike of the loss, except after the last step.
 
-All phases but 2 also run after the last step. With `every` 0 a callback runs only then;
+All kinds but 2 also run after the last step. With `every` 0 a callback runs only then;
 a SAVE callback also at a stop request.
 
 Rules for a callback, and what they give:
@@ -44,10 +44,8 @@ from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
 
 
-class Phase(enum.Enum):
-    """The part of the pause between two steps in which a callback runs; see the
-    module.
-    """
+class CallbackKind(enum.Enum):
+    """What a callback does between two steps; see the module."""
 
     EVALUATE = 1
     UPDATE = 2
@@ -70,9 +68,9 @@ class StepContext:
       tokens: the batch of the step, on the devices.
       row: the figures of the step so far, with those of earlier callbacks.
       run_dir: a directory of the run's own files.
-      ask: (what is done next) to whether a stop was requested, the same answer in every
-        process.
-      save: writes a checkpoint of this context.
+      ask: `ask(doing)` returns whether a stop was requested, the same answer in every
+        process; `doing` is what the callback does next.
+      save: writes a checkpoint of the run after this step.
       say: logs an event.
       val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
       texts: name and text of what will be recorded after the row.
@@ -146,26 +144,26 @@ class Callback:
       name: in messages; unique in a run.
       every: steps; 0: after the last one only.
       run: returns figures for the row of the step, or None.
-      phase: when it runs.
+      kind: what it does, which decides when it runs.
     """
 
     name: str
     every: int
     run: Callable[[StepContext], Mapping[str, float] | None]
-    phase: Phase = Phase.EVALUATE
+    kind: CallbackKind = CallbackKind.EVALUATE
 
     def is_regular(self, step: int) -> bool:
         """Return whether `every` divides the step."""
         return self.every > 0 and step % self.every == 0
 
-    def is_due(self, context: StepContext, *, stopping: bool, in_doubt: bool) -> bool:
-        """Return whether it runs now. `in_doubt`: the watchdog suspects the state."""
-        match self.phase:
-            case Phase.EVALUATE:
+    def is_due(self, context: StepContext, *, stopping: bool, is_spiking: bool) -> bool:
+        """Return whether it runs now. `is_spiking`: the last losses were spikes."""
+        match self.kind:
+            case CallbackKind.EVALUATE:
                 return context.last or self.is_regular(context.step)
-            case Phase.UPDATE:
+            case CallbackKind.UPDATE:
                 return not context.last and self.is_regular(context.step)
-            case Phase.SAVE:
+            case CallbackKind.SAVE:
                 return context.last or (
-                    not in_doubt and (stopping or self.is_regular(context.step))
+                    not is_spiking and (stopping or self.is_regular(context.step))
                 )

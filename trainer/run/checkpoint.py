@@ -373,7 +373,7 @@ class Checkpointer:
                     manifest["meta"],
                 )
             except DamagedCheckpointError as damage:
-                self._report(candidate, damage, step)
+                self._raise_or_set_aside(candidate, damage, step)
         raise self._none_left()
 
     def close(self) -> None:
@@ -395,7 +395,7 @@ class Checkpointer:
             try:
                 return self._manifest(candidate)
             except DamagedCheckpointError as damage:
-                self._report(candidate, damage, step)
+                self._raise_or_set_aside(candidate, damage, step)
         raise self._none_left()
 
     def _candidates(self, step: int | None) -> list[int]:
@@ -414,7 +414,7 @@ class Checkpointer:
             f"no usable checkpoint in {self.directory}; start anew in another run_dir"
         )
 
-    def _report(
+    def _raise_or_set_aside(
         self, step: int, damage: DamagedCheckpointError, requested_step: int | None
     ) -> None:
         if requested_step is not None:

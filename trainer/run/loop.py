@@ -21,7 +21,7 @@ from trainer.files import write_atomically, write_text
 from trainer.observe.metrics import memory
 from trainer.observe.records import decode_row, encode_row
 from trainer.run.builtin_callbacks import CHECKPOINT
-from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
+from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
 from trainer.run.session import Run, Session
 from trainer.run.shutdown import Guard
 from trainer.step.state import first_nonfinite, to_stored
@@ -117,13 +117,15 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
             log(run, pending.step, observe(run, pending))
         pending = Pending(step + 1, metrics, batch)
         run.step = step + 1
-        # Ask exactly once a step: a signal may arrive between two questions.
+        # All processes ask, once a step and before any of them leaves early.
         if stop(f"in step {run.step}") or needs_metrics_now(run):
             row = observe(run, pending)
             # A weight can be infinite although loss and gradients are finite.
             watchdog.inspect(run.step, first_nonfinite(run.state))
             if watchdog.verdict is not None:
                 recover(run, pending, row)
+                # The row keeps the loss of the bad step; callbacks see the state that
+                # was restored.
                 row |= watchdog.row()
             pending = None
             run_callbacks(run, row, tokens, stop)
@@ -180,7 +182,7 @@ def recover(run: Run, pending: Pending, row: dict[str, float]) -> None:
     checkpointer.wait()
     first_bad_step = watchdog.suspect_since or pending.step
     good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
-    if not good_steps and watchdog.in_doubt:
+    if not good_steps and watchdog.is_spiking:
         text = f"{watchdog.verdict}; there is no checkpoint from before: going on"
         tell(run, run.step, text, alert="spike")
         watchdog.forgive()
@@ -212,7 +214,7 @@ def roll_back(run: Run, good_steps: list[int]) -> None:
 
 
 def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
-    """Run the callbacks that are due after this step, phase by phase, and log its row.
+    """Run the callbacks that are due after this step, kind by kind, and log its row.
 
     Their time does not count as training time.
     """
@@ -230,7 +232,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         say=lambda text: tell(run, run.step, text),
     )
     try:
-        for callback in due_callbacks(run, Phase.EVALUATE, context, stop):
+        for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
             context.pause(f"at the {callback.name} after step {run.step}")
             context.take(callback.run(context))
     except Interrupted:
@@ -238,7 +240,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         return
     if context.last:
         run.recovery.watchdog.end(run.step, context.val_loss)
-    for callback in due_callbacks(run, Phase.UPDATE, context, stop):
+    for callback in due_callbacks(run, CallbackKind.UPDATE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         callback.run(context)
         run.state, run.train_step = context.state, context.train_step
@@ -252,7 +254,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         final = {f"final/{name}": value for name, value in context.row.items()}
         run.session.tracker.summary(final)
     record_media(run, context)
-    for callback in due_callbacks(run, Phase.SAVE, context, stop):
+    for callback in due_callbacks(run, CallbackKind.SAVE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         callback.run(context)
         record_media(run, context)
@@ -260,20 +262,20 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
 
 
 def due_callbacks(
-    run: Run, phase: Phase, context: StepContext, stop: Stop
+    run: Run, kind: CallbackKind, context: StepContext, stop: Stop
 ) -> list[Callback]:
-    """Return the callbacks of a phase that run now.
+    """Return the callbacks of a kind that run now.
 
     The end of a training phase counts as a stop: the next one starts from what is saved
     there.
     """
     stopping = stop.signal > 0 or run.step == run.plan.until
-    in_doubt = run.recovery.watchdog.in_doubt
+    is_spiking = run.recovery.watchdog.is_spiking
     return [
         callback
         for callback in run.callbacks
-        if callback.phase == phase
-        and callback.is_due(context, stopping=stopping, in_doubt=in_doubt)
+        if callback.kind == kind
+        and callback.is_due(context, stopping=stopping, is_spiking=is_spiking)
     ]
 
 

@@ -20,7 +20,7 @@ from trainer.step.state import TrainState
 from trainer.workload import TrainTask
 
 
-class Stage(NamedTuple):
+class TrainingPhase(NamedTuple):
     """A phase: steps `start` + 1 to `until`, the task that is trained in them, and its
     configuration.
     """
@@ -34,10 +34,10 @@ class Stage(NamedTuple):
 class Phases(NamedTuple):
     """The phases of a run in order, at least one, and the seed of the run."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[TrainingPhase, ...]
     seed: int
 
-    def containing(self, step: int) -> Stage:
+    def containing(self, step: int) -> TrainingPhase:
         """Return the phase of step `step`, whose form the state after it has.
 
         Step 0 is of the first phase.
@@ -46,7 +46,7 @@ class Phases(NamedTuple):
             (stage for stage in self.stages if step <= stage.until), self.stages[-1]
         )
 
-    def resumed_by(self, checkpoint: Restored) -> Stage:
+    def resumed_by(self, checkpoint: Restored) -> TrainingPhase:
         """Return the phase that continues a checkpoint.
 
         The phase of its last step, if that step's callbacks were interrupted; at the

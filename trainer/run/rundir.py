@@ -377,7 +377,7 @@ def code_version() -> str:
                 text=True,
                 timeout=10,
             )
-        except (OSError, subprocess.TimeoutExpired):  # no git here
+        except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 

@@ -76,7 +76,7 @@ class TrainData(NamedTuple):
 
     Attributes:
       batches: yields (step, host batch) from a step on.
-      place: host batch to sharded global arrays.
+      place: `place(batch)` returns a host batch as sharded global arrays.
     """
 
     batches: Callable[[int], Iterator[tuple[int, Batch]]]
@@ -88,11 +88,11 @@ class Recovery(NamedTuple):
 
     Attributes:
       watchdog: judges the metrics of every step.
-      restore: (state, steps) to the state of the first intact checkpoint among those
-        steps, its step, and the train step compiled for it (None: the one in use fits).
-        The given state is deleted.
-      diagnose: (state, batch, step) of a non-finite step to a description of the first
-        bad tensor.
+      restore: `restore(state, steps)` returns the state of the first intact checkpoint
+        among those steps, its step, and the train step compiled for it (None: the one
+        in use fits). The given state is deleted.
+      diagnose: `diagnose(state, batch, step)` returns a description of the first bad
+        tensor of a step that is not finite.
       meta: saved with every checkpoint, as JSON values.
     """
 

@@ -249,12 +249,13 @@ def restore_replicas(
             return abstract_state(task)
         if saved is None:
             return abstract_state(task._replace(diloco=None))
+        # One device, for the shapes alone: the devices need not divide the saved number
+        # of replicas.
         first_device = Mesh(
             task.mesh.devices[:1, :1, :1, :1],
             task.mesh.axis_names,
             axis_types=task.mesh.axis_types,
         )
-        # The devices need not divide the saved number of replicas.
         everywhere = replicated(task.mesh)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
@@ -262,7 +263,7 @@ def restore_replicas(
         )
 
     checkpoint = checkpointer.restore(saved_form, step)
-    # Not what `meta` said before: the newest checkpoint may have been damaged.
+    # Read again: an older checkpoint was restored if the newest is damaged.
     saved = saved_diloco(checkpoint.meta, diloco)
     if has_same_form(saved, diloco):
         return checkpoint

@@ -145,6 +145,7 @@ class Watchdog:
         """
         if nonfinite is not None:
             self.verdict = f"{nonfinite} is not finite after step {step}"
+            # More than a spike, which `recover` may forgive.
             self.spikes = 0
 
     def end(self, step: int, val_loss: float | None) -> None:
@@ -163,8 +164,10 @@ class Watchdog:
             self.failure = f"the validation loss after the last step is {val_loss}"
 
     @property
-    def in_doubt(self) -> bool:
-        """Return whether the state may be bad, so that it should not be saved."""
+    def is_spiking(self) -> bool:
+        """Return whether the last losses were spikes, so that the state should not be
+        saved. Skipped steps left it as it was.
+        """
         return self.spikes > 0
 
     @property

@@ -15,7 +15,7 @@ from scalify_core.optim.stacking import Stacks
 from trainer.errors import UserError
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
-from trainer.step.optimizers import ENTRIES, KEYS, Moment, Optimizer, check_moments
+from trainer.step.optimizers import KEYS, OPTIMIZERS, Moment, Optimizer, check_moments
 
 
 def store_moments(
@@ -34,32 +34,33 @@ def store_moments(
       UserError: the policy asks for what the optimizer does not have; from `init`: the
         state is not what the entry says.
     """
-    settings = moment_settings(name, policy)
+    fields = stored_fields(name, policy)
 
     def init(params: Any) -> Any:
         state = tx.init(params)
-        check_entry(name, ENTRIES[name], state)
+        check_entry(name, OPTIMIZERS[name], state)
         return state
 
     checked = tx._replace(init=init)
     if policy.propagated_update:
-        formats = {field: how.format for field, how in settings["fields"].items()}
+        formats = {field: how.format for field, how in fields.items()}
         return optim.propagated_state(
             checked, fields=formats, compute=DTYPES[policy.compute]
         )
-    return optim.scaled_state(checked, seed=seed, **settings)
+    return optim.scaled_state(checked, seed=seed, fields=fields)
 
 
 def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
     """Return the small parameters that the optimizer `name` updates together.
 
-    None where it looks at whole arrays, or where nothing is rounded: then a lone update
-    is cheap, and all arrays of a shape share a program. `params` may be shapes.
+    There are none if the optimizer looks at whole arrays, or if nothing is stored
+    narrow: then a lone update is cheap, and all arrays of a shape share a program.
+    `params` may be shapes.
     """
     is_narrow = policy.weights != "fp32" or any(
         getattr(policy, key) != "fp32" for key in KEYS
     )
-    if not (ENTRIES[name].elementwise and is_narrow) or policy.propagated_update:
+    if not (OPTIMIZERS[name].elementwise and is_narrow) or policy.propagated_update:
         return NO_STACKS
     # Weight decay applies to matrices only, so these have stacks of their own.
     return Stacks.of(params, jax.tree.map(lambda role: role.is_matrix, roles))
@@ -91,8 +92,9 @@ def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
         )
 
 
-def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
-    """Return the argument `fields` of `scalify_core.optim` for the optimizer `name`.
+def stored_fields(name: str, policy: Policy) -> dict[str, optim.Stored]:
+    """Return how the optimizer `name` stores its moments: `fields` of
+    `scalify_core.optim`.
 
     Raises UserError as `check_moments` does.
     """
@@ -100,16 +102,14 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
     formats = {key: FloatFormat.parse(getattr(policy, key)) for key in KEYS}
     narrow = {
         moment.field: (moment, formats[moment.key])
-        for moment in ENTRIES[name].moments
+        for moment in OPTIMIZERS[name].moments
         if formats[moment.key] is not FP32
     }
     # Its moments are scaled arrays anyway, rounded to nearest.
     if policy.propagated_update:
         return {
-            "fields": {
-                field: optim.Stored(fmt, rounding="nearest")
-                for field, (_, fmt) in narrow.items()
-            }
+            field: optim.Stored(fmt, rounding="nearest")
+            for field, (_, fmt) in narrow.items()
         }
 
     def stored(moment: Moment, fmt: FloatFormat) -> optim.Stored:
@@ -124,7 +124,7 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
             fmt, sqrt=moment.root, rounding=rounding, relative_to=relative
         )
 
-    return {"fields": {field: stored(*how) for field, how in narrow.items()}}
+    return {field: stored(*how) for field, how in narrow.items()}
 
 
 def convert_moments(
@@ -133,5 +133,5 @@ def convert_moments(
     """Convert an optimizer's state from the storage of one policy to that of
     another.
     """
-    wide = optim.wide_state(state, **moment_settings(name, source))
-    return optim.narrow_state(wide, seed=seed, **moment_settings(name, policy))
+    wide = optim.wide_state(state, fields=stored_fields(name, source))
+    return optim.narrow_state(wide, seed=seed, fields=stored_fields(name, policy))

@@ -2,8 +2,8 @@
 of its state.
 
 An entry is a subclass of `Optimizer`, which is also the schema of its configuration.
-Nothing here imports JAX until a transformation is made. `trainer.step.optimizer` adds
-clipping and weight decay.
+Nothing here imports JAX until a transformation is made. Clipping and weight decay are
+added by `trainer.step.clip_and_decay`.
 """
 
 from collections.abc import Callable
@@ -144,6 +144,7 @@ class Adafactor(Optimizer):
         import jax
         import optax
 
+        # `descent` is what is subtracted, and optax's Adafactor negates.
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
         def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,10 +221,11 @@ class Muon(Optimizer):
             ),
             consistent_rms=0.2,
         )
+        # `descent` is what is subtracted, and optax's Muon negates.
         return optax.chain(muon, optax.scale(-1.0))
 
 
-ENTRIES: dict[str, type[Optimizer]] = {
+OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "lion": Lion,
     "adafactor": Adafactor,
@@ -241,7 +243,7 @@ def check_moments(name: str, policy: Policy) -> None:
     """
     for key in KEYS:
         stored_in = getattr(policy, key)
-        has = any(moment.key == key for moment in ENTRIES[name].moments)
+        has = any(moment.key == key for moment in OPTIMIZERS[name].moments)
         if stored_in != "fp32" and not has:
             raise UserError(
                 f"precision.{key}={stored_in}, but optimizer={name} has no such moment;"

@@ -21,25 +21,28 @@ def learning_rates(
 ) -> np.ndarray:
     """Return the learning rate of every step, FP32 `[steps]`.
 
-    After a linear warm-up the named schedule decays to `min_ratio * peak`, which a step
-    after the last would have. wsd (warm-up, stable, decay) stays at the peak until the
-    last `decay_fraction` of the steps, then falls linearly.
+    After a linear warm-up all but `constant` decay to `min_ratio * peak`, which a step
+    after the last would have: the last step is slightly above it. wsd (warm-up, stable,
+    decay) stays at the peak until the last `decay_fraction` of the steps, then falls
+    linearly.
     """
     warmup = round(warmup_fraction * steps)
-    rest = max(1, steps - warmup)
-    last = min_ratio * peak
-    after: Callable[[ArrayLike], ArrayLike]
+    decay_steps = max(1, steps - warmup)
+    floor = min_ratio * peak
+    decayed_rate: Callable[[ArrayLike], ArrayLike]
     match name:
         case "cosine":
-            after = optax.cosine_decay_schedule(peak, rest, alpha=min_ratio)
+            decayed_rate = optax.cosine_decay_schedule(
+                peak, decay_steps, alpha=min_ratio
+            )
         case "linear":
-            after = optax.linear_schedule(peak, last, rest)
+            decayed_rate = optax.linear_schedule(peak, floor, decay_steps)
         case "constant":
-            after = optax.constant_schedule(peak)
+            decayed_rate = optax.constant_schedule(peak)
         case "wsd":
             decay = max(1, round(decay_fraction * steps))
-            after = optax.linear_schedule(
-                peak, last, decay, transition_begin=max(0, rest - decay)
+            decayed_rate = optax.linear_schedule(
+                peak, floor, decay, transition_begin=max(0, decay_steps - decay)
             )
         case _:
             raise UserError(
@@ -51,6 +54,6 @@ def learning_rates(
     # batch would be wasted.
     ramp = peak * (count + 1) / max(1, warmup)
     decayed = np.broadcast_to(
-        np.asarray(jax.vmap(after)(np.maximum(count - warmup, 0))), (steps,)
+        np.asarray(jax.vmap(decayed_rate)(np.maximum(count - warmup, 0))), (steps,)
     )
     return np.where(count < warmup, ramp, decayed).astype(np.float32)

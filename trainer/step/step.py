@@ -105,7 +105,7 @@ def squares_of_arrays(grads: Any) -> jax.Array:
     return sums_of_squares(tree.leaves(grads))
 
 
-class Reductions(NamedTuple):
+class StepReductions(NamedTuple):
     """Reductions over micro-batches and devices; the defaults are for one device.
 
     `trainer.parallel.distribute.reductions_over` has those of a mesh.
@@ -121,20 +121,21 @@ class Reductions(NamedTuple):
     largest: Largest = largest_of_arrays
 
 
-ONE_DEVICE = Reductions()
+ONE_DEVICE = StepReductions()
 
 
-def _unchanged(tree: Any) -> Any:
-    return tree
+def _unchanged(params: Any) -> Any:
+    return params
 
 
 class Update(NamedTuple):
     """The optimizer, and what it updates.
 
     Attributes:
-      optimizer: seed of its rounding to an optimizer at a learning rate of 1, such as
-        `scalify_core.optim.scaled_state`. It takes plain and scaled gradients,
-        `accept` (false: its state stays as it was), `grad_norm` and `largest_of`.
+      optimizer: `optimizer(seed)` returns an optimizer at a learning rate of 1, such as
+        `scalify_core.optim.scaled_state`; the seed is of its rounding. It takes plain
+        and scaled gradients, `accept` (false: its state stays as it was), `grad_norm`
+        and `largest_of`.
       trained: selects the parameters, nested dictionaries, that have a gradient and a
         place in the optimizer.
       store_gradients: casts gradients to the formats in which the optimizer gets them.
@@ -153,7 +154,7 @@ class Update(NamedTuple):
 def make_train_step(
     differentiate: Differentiate,
     update: Update,
-    reductions: Reductions = ONE_DEVICE,
+    reductions: StepReductions = ONE_DEVICE,
 ) -> StepFn:
     """Return the pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -178,7 +179,7 @@ def make_train_step(
             differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
         grads = stacks.stack(update.store_gradients(trained(grads)))
-        # Held, or XLA computes every gradient once more for its square.
+        # Behind a barrier, or XLA computes every gradient once more for its square.
         squares = compiler_hints.barrier(
             "squares_once",
             stacks.each(weights.wide(grads), reductions.squares, squares_of_rows),
@@ -195,7 +196,8 @@ def make_train_step(
             accept=finite,
             grad_norm=grad_norm,
             largest_of=reductions.largest,
-            numbers=stacks.numbers(getattr(opt_state, "inner_state", None)),
+            # Rounding noise is drawn by leaf: a stacked row keeps its leaf's.
+            leaf_indices=stacks.leaf_indices(getattr(opt_state, "inner_state", None)),
         )
         new_opt_state = stacks.unstack(new_opt_state, opt_state)
         if isinstance(state.opt_state, tree.Packed):
@@ -210,7 +212,7 @@ def make_train_step(
             seed=hyper.seed,
             step=hyper.step,
             accept=finite,
-            numbers=stacks.numbers(params),
+            leaf_indices=stacks.leaf_indices(params),
         )
         new_state = TrainState(
             with_part(state.params, stacks.unstack(new_params, params)),

@@ -1,10 +1,10 @@
 """Choose power-of-two scales for the weights: data near RMS 1, for gated layers
 jointly.
 
-The rules of scale propagation assume an RMS of 1 for every weight's data, so a product
-of two weights is off by both. If each were rounded to an octave alone, a hidden channel
-of SwiGLU, a product of two products, would be off by up to one octave. Training aligns
-the branches, which adds another two.
+The rules of scale propagation assume an RMS of 1 for every weight's data, so the errors
+of two weights multiply. If each were rounded to an octave alone, a hidden channel of
+SwiGLU, a product of two products, would be off by up to one octave. Training aligns the
+branches, which makes it up to three.
 """
 
 import math
@@ -16,7 +16,7 @@ import jax
 from scalify_core.numerics.formats import pow2_floor, pow2_round
 
 
-def rescale_powers(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
+def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
     """Return the powers of two to divide the data of each weight by, by path.
 
     It is the power nearest to the RMS, except for the kernels of a gated layer after
@@ -47,6 +47,7 @@ def rescale_powers(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
         if role.gated:
             columns = column_rms.setdefault(jax.tree_util.keystr(keys[:-2]), [])
         if columns and role.kind == "row":
+            # The next power of two above, so that the bound of gradients holds.
             powers[path] = 2 * pow2_floor(rms[path] * max(columns))
         else:
             powers[path] = pow2_round(rms[path] * math.prod(columns))

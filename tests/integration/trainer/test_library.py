@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from command import CACHE, TINY, values
 
-from trainer import Callback, Diverged, Phase, Tracker, UserError, compose, train
+from trainer import Callback, CallbackKind, Diverged, Tracker, UserError, compose, train
 
 SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
 B, T, V = 16, 33, 64
@@ -90,7 +90,7 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
 
     callbacks = [
         Callback("largest", 4, largest),
-        Callback("late", 6, lambda m: seen.append(-m.step), Phase.SAVE),
+        Callback("late", 6, lambda m: seen.append(-m.step), CallbackKind.SAVE),
     ]
     found = train(
         configuration("train.steps=10", "train.eval_every=0"),

@@ -17,9 +17,9 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
 from trainer.models.roles import select_roles
-from trainer.parallel.distribute import Reduce
+from trainer.parallel.distribute import GradReduceConfig
 from trainer.run.compatibility import check_same_trainable
-from trainer.step.optimizer import make_optimizer
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.state_tree import part_of, with_part
 from trainer.workload import abstract_state, compile_step, first_state
 
@@ -175,7 +175,7 @@ def products(w, accum):
 def test_devices_do_not_send_each_other_what_is_not_trained():
     w = only(
         "embeddings", "gains", "biases", preset="scalify_fp8_fp16", devices=8
-    )._replace(reduce=Reduce("fp8"))
+    )._replace(reduce=GradReduceConfig("fp8"))
     sent: dict = {}
     for c in Program(compile_step(w, abstract(w)).as_text()).collectives:
         sent[c.op, c.dtype] = sent.get((c.op, c.dtype), 0) + c.sent(8)

@@ -83,7 +83,7 @@ def test_what_is_gathered_can_be_scattered_and_nothing_has_changed(mu):
         assert len(jax.tree.leaves(gathered)) < len(jax.tree.leaves(whole))
         equal(stacks.unstack(gathered, whole), whole)
     assert NONE.stack(params).keys() == params.keys()
-    assert NONE.numbers(params) is None
+    assert NONE.leaf_indices(params) is None
 
 
 @pytest.mark.parametrize("accept", quick([None, True, False], False))
@@ -100,10 +100,10 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
     )
 
     def step(stacks, params, state, gradients):
-        old, inner = stacks.stack(params), stacks.numbers(state.inner_state)
+        old, inner = stacks.stack(params), stacks.leaf_indices(state.inner_state)
         given = stacks.stack(gradients), stacks.stack(state)
-        updates, new = tx.update(*given, old, accept=accept, numbers=inner)
-        numbers = stacks.numbers(params)
+        updates, new = tx.update(*given, old, accept=accept, leaf_indices=inner)
+        numbers = stacks.leaf_indices(params)
         new_params = apply_updates(
             old,
             updates,
@@ -111,7 +111,7 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
             seed=3,
             step=state.step,
             accept=accept,
-            numbers=numbers,
+            leaf_indices=numbers,
         )
         return stacks.unstack(new_params, params), stacks.unstack(new, state)
 
@@ -160,10 +160,10 @@ def gpu_step(vectors, matrices, width=768):
 
     def step(params, packed, grads, number, accept):
         state = tree.unpack(packed)
-        old, inner = stacks.stack(params), stacks.numbers(state.inner_state)
+        old, inner = stacks.stack(params), stacks.leaf_indices(state.inner_state)
         given = stacks.stack(grads), stacks.stack(state)
-        updates, new = tx.update(*given, old, accept=accept, numbers=inner)
-        numbers = stacks.numbers(params)
+        updates, new = tx.update(*given, old, accept=accept, leaf_indices=inner)
+        numbers = stacks.leaf_indices(params)
         params_ = apply_updates(
             old,
             updates,
@@ -171,7 +171,7 @@ def gpu_step(vectors, matrices, width=768):
             seed=0,
             step=number,
             accept=accept,
-            numbers=numbers,
+            leaf_indices=numbers,
         )
         return stacks.unstack(params_, params), tree.pack(stacks.unstack(new, state))
 

@@ -310,14 +310,14 @@ def test_updates_of_another_tree_are_refused(updates):
             seed=0,
             step=0,
         )
-    with pytest.raises(ValueError, match="numbers is not a tree like params"):
+    with pytest.raises(ValueError, match="leaf_indices is not a tree like params"):
         apply_updates(
             params,
             params,
             rounding="nearest",
             seed=0,
             step=0,
-            numbers=jax.tree.map(int, updates),
+            leaf_indices=jax.tree.map(int, updates),
         )
 
 

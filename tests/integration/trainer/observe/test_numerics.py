@@ -19,7 +19,7 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh, place_batch
-from trainer.step.optimizer import make_optimizer
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.workload import Model, TrainTask, first_state
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)

@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.parallel.distribute import (
-    Reduce,
+    GradReduceConfig,
     gather,
     largest_over,
     reduced,
@@ -32,7 +32,7 @@ from trainer.parallel.sharding import (
     shardings,
 )
 from trainer.run.checkpoint import Checkpointer
-from trainer.step.optimizer import make_optimizer
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.state import to_stored
 from trainer.step.step import sequence_keys
 from trainer.workload import (
@@ -111,7 +111,9 @@ def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_de
 
 
 def test_the_flagship_keeps_an_eighth_and_moves_bytes():
-    w = workload("scalify_fp8_fp16", (1, DEVICES))._replace(reduce=Reduce("fp8"))
+    w = workload("scalify_fp8_fp16", (1, DEVICES))._replace(
+        reduce=GradReduceConfig("fp8")
+    )
     state = state_of("scalify_fp8_fp16", (1, DEVICES))
     assert bytes_per_device(state) == pytest.approx(
         sum(map(len, bits(state))) / DEVICES, rel=0.05

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from scalify_core.numerics.formats import BF16, E4M3, FP16, FP32
 from trainer.compiled.hlo import Program
 from trainer.parallel.mesh import make_mesh
-from trainer.parallel.reduction import Reduction, mean
+from trainer.parallel.reduction import WireFormat, mean_over_devices
 
 DEVICES = 8
 
@@ -28,7 +28,7 @@ def program(shape, split, how, sizes=(2, 4)):
         spec[split] = "fsdp"
 
     def of_device(x, seed):
-        return mean(x[0], split, how, seed=seed, leaf=3)
+        return mean_over_devices(x[0], split, how, seed=seed, leaf=3)
 
     rows = PartitionSpec(("data", "fsdp"))
     mapped = jax.shard_map(
@@ -70,7 +70,7 @@ def bound(x, fmt):
 def test_the_mean_is_right_to_the_rounding_of_the_format(fmt, split):
     # 15 elements are not split evenly
     x = normal((12, 20) if split is not None else (5, 3))
-    found = program(x.shape[1:], split, Reduction(fmt, False))(x, 7)
+    found = program(x.shape[1:], split, WireFormat(fmt, False))(x, 7)
     assert found.dtype == jnp.float32
     assert (
         np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)
@@ -81,7 +81,7 @@ def test_the_mean_is_right_to_the_rounding_of_the_format(fmt, split):
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
 def test_no_size_overflows_or_underflows(fmt, size):
     x = normal((12, 20), size)
-    found = program((12, 20), 0, Reduction(fmt, False))(x, 7)
+    found = program((12, 20), 0, WireFormat(fmt, False))(x, 7)
     assert (
         np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)
     ).all()
@@ -89,7 +89,7 @@ def test_no_size_overflows_or_underflows(fmt, size):
     # infinite.
     largest = np.full((DEVICES, 12, 20), FP16.max, np.float32)
     np.testing.assert_allclose(
-        program((12, 20), 0, Reduction(fmt, False))(largest, 7),
+        program((12, 20), 0, WireFormat(fmt, False))(largest, 7),
         FP16.max,
         rtol=fmt.epsilon,
     )
@@ -98,14 +98,14 @@ def test_no_size_overflows_or_underflows(fmt, size):
 def test_what_is_not_finite_stays_so():
     x = normal((12, 20))
     x[3, 2, 5] = math.inf
-    found = program((12, 20), 0, Reduction(E4M3, False))(x, 7)
+    found = program((12, 20), 0, WireFormat(E4M3, False))(x, 7)
     assert not np.isfinite(found[2, 5])
-    assert not np.isfinite(program((12, 20), 0, Reduction(FP16, False))(x, 7)[2, 5])
+    assert not np.isfinite(program((12, 20), 0, WireFormat(FP16, False))(x, 7)[2, 5])
 
 
 def test_fp8_is_right_in_expectation():
     x = normal((12, 20))
-    run = program((12, 20), 0, Reduction(E4M3, False))
+    run = program((12, 20), 0, WireFormat(E4M3, False))
     # One after the other: with all in flight XLA has aborted here, once.
     found = np.mean([np.asarray(run(x, seed)) for seed in range(64)], axis=0)
     exact = x.astype(np.float64).mean(0)
@@ -124,14 +124,14 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
     total = x[0]
     for part in x[1:]:
         total = total + part
-    found = program((12, 20), split, Reduction(FP32, True))(x, 7)
+    found = program((12, 20), split, WireFormat(FP32, True))(x, 7)
     np.testing.assert_array_equal(found, total / DEVICES)
     assert (x.sum(0, dtype=np.float64).astype(np.float32) != total).any()
 
 
 def test_fp8_travels_as_bytes():
     text = (
-        program((64, 64), 0, Reduction(E4M3, False), (1, 8))
+        program((64, 64), 0, WireFormat(E4M3, False), (1, 8))
         .lower(jnp.zeros((8, 64, 64)), 7)
         .compile()
         .as_text()

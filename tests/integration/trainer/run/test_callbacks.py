@@ -8,7 +8,7 @@ import pytest
 
 from trainer.observe.records import decode_row
 from trainer.run import loop
-from trainer.run.callbacks import Callback, Phase
+from trainer.run.callbacks import Callback, CallbackKind
 
 ROW = {"train/loss": 2.0}
 
@@ -26,13 +26,15 @@ class Recording:
         until=None,
         signal=0,
         stop_at=None,
-        in_doubt=False,
+        is_spiking=False,
     ):
         self.record = []
         self.plan = SimpleNamespace(steps=steps, until=until or steps, log_every=1000)
         self.callbacks, self.step, self.logged = callbacks, step, 0
         self.state, self.train_step = "state", "step"
-        watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda *_: None)
+        watchdog = SimpleNamespace(
+            is_spiking=is_spiking, state=dict, end=lambda *_: None
+        )
         self.recovery = SimpleNamespace(watchdog=watchdog, meta={})
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
         tracker = SimpleNamespace(
@@ -51,7 +53,11 @@ class Recording:
             )
         )
         self.session = SimpleNamespace(
-            run_dir=None, tracker=tracker, display=display, checkpointer=checkpointer
+            run_dir=None,
+            protect=lambda: None,
+            tracker=tracker,
+            display=display,
+            checkpointer=checkpointer,
         )
         self.asked = []
         self.stop_at = stop_at
@@ -79,30 +85,30 @@ def look(name="own", every=10):
     return Callback(name, every, run)
 
 
-KEEP = Callback("checkpoint", 10, lambda context: context.save(), Phase.SAVE)
+KEEP = Callback("checkpoint", 10, lambda context: context.save(), CallbackKind.SAVE)
 
 
 @pytest.mark.parametrize(
-    ("phase", "every", "step", "last", "stopping", "in_doubt", "happens"),
+    ("phase", "every", "step", "last", "stopping", "is_spiking", "happens"),
     [
-        (Phase.EVALUATE, 10, 20, False, False, False, True),
-        (Phase.EVALUATE, 10, 21, False, True, False, False),
-        (Phase.EVALUATE, 0, 20, False, False, False, False),
-        (Phase.EVALUATE, 0, 20, True, False, True, True),
-        (Phase.UPDATE, 10, 20, False, False, True, True),
-        (Phase.UPDATE, 10, 20, True, False, False, False),
-        (Phase.SAVE, 10, 20, False, False, False, True),
-        (Phase.SAVE, 10, 21, False, True, False, True),
-        (Phase.SAVE, 10, 20, False, True, True, False),
-        (Phase.SAVE, 0, 21, True, False, True, True),
+        (CallbackKind.EVALUATE, 10, 20, False, False, False, True),
+        (CallbackKind.EVALUATE, 10, 21, False, True, False, False),
+        (CallbackKind.EVALUATE, 0, 20, False, False, False, False),
+        (CallbackKind.EVALUATE, 0, 20, True, False, True, True),
+        (CallbackKind.UPDATE, 10, 20, False, False, True, True),
+        (CallbackKind.UPDATE, 10, 20, True, False, False, False),
+        (CallbackKind.SAVE, 10, 20, False, False, False, True),
+        (CallbackKind.SAVE, 10, 21, False, True, False, True),
+        (CallbackKind.SAVE, 10, 20, False, True, True, False),
+        (CallbackKind.SAVE, 0, 21, True, False, True, True),
     ],
 )
 def test_when_a_job_happens_follows_from_its_phase(
-    phase, every, step, last, stopping, in_doubt, happens
+    phase, every, step, last, stopping, is_spiking, happens
 ):
     context = SimpleNamespace(step=step, last=last)
     callback = Callback("own", every, lambda context: None, phase)
-    assert callback.is_due(context, stopping=stopping, in_doubt=in_doubt) is happens
+    assert callback.is_due(context, stopping=stopping, is_spiking=is_spiking) is happens
 
 
 def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(
@@ -146,7 +152,7 @@ def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeyp
         "change",
         5,
         lambda context: context.replace("new state", "new step", "changed"),
-        Phase.UPDATE,
+        CallbackKind.UPDATE,
     )
     run = Recording([KEEP, change])
     record = run.settle(monkeypatch)
@@ -173,7 +179,9 @@ def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
 
 
 def test_the_end_of_a_phase_is_kept(monkeypatch):
-    seldom = Callback("checkpoint", 1000, lambda context: context.save(), Phase.SAVE)
+    seldom = Callback(
+        "checkpoint", 1000, lambda context: context.save(), CallbackKind.SAVE
+    )
     assert ("save", 10, None, None) in Recording([seldom], until=10).settle(monkeypatch)
     assert not [
         what

@@ -50,7 +50,7 @@ def test_a_skip_is_counted_and_names_the_first_bad_gradient():
     assert "h_1/kernel" in event
     assert dog.row()["watchdog/skipped"] == 1
     assert dog.suspect_since == 7
-    assert not dog.in_doubt  # the state is what it was
+    assert not dog.is_spiking  # the state is what it was
 
 
 def test_only_skips_in_a_row_are_too_many():
@@ -70,7 +70,7 @@ def test_a_spike_is_far_above_the_losses_before_it_and_several_in_a_row_are_too_
     assert losses(dog, [9.0, *NOISE, 1.25, 0.1]) == []
     (event,) = losses(dog, [3.0], start=12)
     assert "step 12: spike (loss 3" in event
-    assert dog.in_doubt
+    assert dog.is_spiking
     assert losses(dog, [1.0, 3.0, 3.1], start=13) != []
     assert (dog.verdict, dog.suspect_since) == (None, 14)
     losses(dog, [3.2], start=16)
@@ -95,7 +95,7 @@ def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
     losses(dog, [*NOISE, 3.0, 3.0, 3.0])
     assert dog.may_roll_back
     dog.rolled_back(11)
-    assert (dog.verdict, dog.suspect_since, dog.in_doubt, dog.may_roll_back) == (
+    assert (dog.verdict, dog.suspect_since, dog.is_spiking, dog.may_roll_back) == (
         None,
         None,
         False,
@@ -135,9 +135,9 @@ def test_a_resumed_watchdog_goes_on_as_if_never_stopped():
 def test_weights_that_are_not_finite_are_no_matter_of_spikes():
     dog = make()
     losses(dog, [*NOISE, 3.0])
-    assert dog.in_doubt
+    assert dog.is_spiking
     dog.inspect(9, "params/wte")
-    assert (dog.verdict, dog.in_doubt) == (
+    assert (dog.verdict, dog.is_spiking) == (
         "params/wte is not finite after step 9",
         False,
     )

@@ -23,9 +23,9 @@ from trainer.plan.aot import (
 )
 from trainer.plan.targets import get_target
 from trainer.precision.policy import Policy
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.kernels import Kernels, gpu_options, promise
 from trainer.step.nonfinite import first_nonfinite
-from trainer.step.optimizer import make_optimizer
 from trainer.workload import (
     Model,
     TrainTask,

@@ -11,7 +11,7 @@ from trainer.data import Batch
 from trainer.models.roles import Role
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.precision.gradients import plain
-from trainer.step.optimizer import make_optimizer
+from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.state import init_state
 from trainer.step.step import Hyper, Update, first_true, make_train_step
 

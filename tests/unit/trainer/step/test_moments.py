@@ -12,9 +12,9 @@ from scalify_core.array.scaled_array import is_scaled_array
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.roles import Role
-from trainer.step.moments import moment_settings, store_moments
-from trainer.step.optimizer import make_optimizer
-from trainer.step.optimizers import ENTRIES, AdamW, Lion, Moment, Optimizer
+from trainer.step.clip_and_decay import make_optimizer
+from trainer.step.moments import store_moments, stored_fields
+from trainer.step.optimizers import OPTIMIZERS, AdamW, Lion, Moment, Optimizer
 
 KERNEL = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
 PARAMS = {"wte": {"embedding": jnp.ones((8, 16))}, "h": {0: {"c_fc": KERNEL}}}
@@ -30,7 +30,7 @@ def policy(**changes):
 
 
 def plain(name):
-    own = {field.name for field in dataclasses.fields(ENTRIES[name])}
+    own = {field.name for field in dataclasses.fields(OPTIMIZERS[name])}
     settings = {key: value for key, value in SETTINGS.items() if key in own}
     return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)(ROLES)
 
@@ -74,32 +74,20 @@ def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(
 
 
 def test_roots_and_quotients_are_stored_of_those_moments_that_say_so():
-    how = moment_settings("adamw", policy(mu="e4m3", nu="e5m2"))["fields"]
+    how = stored_fields("adamw", policy(mu="e4m3", nu="e5m2"))
     assert (how["mu"].sqrt, how["mu"].relative_to, how["nu"].sqrt) == (
         False,
         "nu",
         True,
     )
     assert (
-        moment_settings("adamw", policy(mu="fp16", nu="fp16"))["fields"][
-            "mu"
-        ].relative_to
-        is None
+        stored_fields("adamw", policy(mu="fp16", nu="fp16"))["mu"].relative_to is None
     )
-    assert (
-        moment_settings("adamw", policy(mu="e4m3"))["fields"]["mu"].relative_to is None
-    )
-    assert (
-        moment_settings("muon", policy(mu="e4m3", nu="e5m2"))["fields"][
-            "mu"
-        ].relative_to
-        is None
-    )
+    assert stored_fields("adamw", policy(mu="e4m3"))["mu"].relative_to is None
+    assert stored_fields("muon", policy(mu="e4m3", nu="e5m2"))["mu"].relative_to is None
     assert [
         x.rounding
-        for x in moment_settings("adamw", policy(mu="fp16", nu="fp16"))[
-            "fields"
-        ].values()
+        for x in stored_fields("adamw", policy(mu="fp16", nu="fp16")).values()
     ] == [
         "nearest",
         "stochastic",
@@ -110,7 +98,7 @@ def test_what_an_entry_forgets_is_an_error_when_the_state_is_made(monkeypatch):
     class Forgetful(Lion):
         moments = ()
 
-    monkeypatch.setitem(ENTRIES, "lion", Forgetful)
+    monkeypatch.setitem(OPTIMIZERS, "lion", Forgetful)
     with pytest.raises(
         UserError,
         match="optimizer=lion keeps 'mu' in its state, of which its entry Forgetful",
@@ -122,7 +110,7 @@ def test_a_moment_that_the_state_does_not_have_is_an_error_when_it_is_made(monke
     class Hopeful(Lion):
         moments = (*Lion.moments, Moment("nu", "nu", root=True))
 
-    monkeypatch.setitem(ENTRIES, "lion", Hopeful)
+    monkeypatch.setitem(OPTIMIZERS, "lion", Hopeful)
     with pytest.raises(
         UserError, match=r"optimizer=lion has no 'nu' in its state, .* there are mu"
     ):
@@ -150,7 +138,7 @@ def test_a_cousin_of_adam_is_one_entry(monkeypatch):
         def descent(self, roles):
             return optax.scale_by_adam(self.b1, self.b2, self.eps, nesterov=True)
 
-    monkeypatch.setitem(ENTRIES, "nadam", NAdam)
+    monkeypatch.setitem(OPTIMIZERS, "nadam", NAdam)
     assert fields(stored("nadam", mu="e4m3", nu="e5m2")) == {
         ("mu", "float8_e4m3fn"),
         ("nu", "float8_e5m2"),

@@ -10,8 +10,8 @@ import pytest
 from trainer.errors import UserError
 from trainer.models.gpt2.family import FAMILY
 from trainer.models.roles import Role
-from trainer.step.optimizer import make_optimizer, matrix_mask
-from trainer.step.optimizers import ENTRIES
+from trainer.step.clip_and_decay import make_optimizer, matrix_mask
+from trainer.step.optimizers import OPTIMIZERS
 
 PARAMS = {
     "wte": {"embedding": jnp.ones((4, 3))},
@@ -105,7 +105,7 @@ def test_muon_updates_hidden_matrices_orthogonally_and_the_rest_by_adam():
     np.testing.assert_allclose(np.abs(updates["wte"]["embedding"]), first, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_the_same_in_every_optimizer(name):
     with_decay, without = (
         make_optimizer(name, weight_decay=decay, clip_norm=0.0, **SETTINGS[name])(ROLES)
@@ -118,7 +118,7 @@ def test_weight_decay_is_the_same_in_every_optimizer(name):
         np.testing.assert_allclose(x - y, -0.1 if decays else 0.0, rtol=4 * EPS)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stacked_layers_are_updated_as_unrolled_ones(name):
     def normal(key, *shape):
         return jax.random.normal(jax.random.key(key), shape)

@@ -1,4 +1,4 @@
-"""Optimizers: clipping and weight decay around the transformation of an entry, at a
+"""Chain clipping, an optimizer of `optimizers.OPTIMIZERS` and weight decay, at a
 learning rate of 1.
 
 The step multiplies the update by the learning rate, which it receives as an argument:
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from trainer.errors import UserError
-from trainer.step.optimizers import ENTRIES
+from trainer.step.optimizers import OPTIMIZERS
 
 Params = Any
-# from the roles of the parameters
+# Makes an optimizer for parameters of these roles.
 OptimizerFor = Callable[[Any], optax.GradientTransformation]
 
 
@@ -62,16 +62,16 @@ def make_optimizer(
     Its update, times the learning rate, is added to the parameters.
 
     Args:
-      name: of `optimizers.ENTRIES`.
+      name: of `optimizers.OPTIMIZERS`.
       weight_decay: decoupled, on matrices only.
       clip_norm: bound on the gradient's global L2 norm; 0: no clipping.
       settings: the other fields of the entry, except `lr`.
     """
-    if name not in ENTRIES:
+    if name not in OPTIMIZERS:
         raise UserError(
-            f"optimizer.name={name!r} is not a choice; valid: {', '.join(ENTRIES)}"
+            f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}"
         )
-    entry = ENTRIES[name](
+    entry = OPTIMIZERS[name](
         name=name, lr=1.0, weight_decay=weight_decay, clip_norm=clip_norm, **settings
     )
 
