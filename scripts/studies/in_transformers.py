@@ -5,7 +5,8 @@ It imports nothing of this project. Each line of standard input is a JSON object
 `{"prompts": [[ids]], "max_new_tokens": n}` or
 `{"pairs": [[inputs, targets of the last of them]], "batch": n}`. It answers each with a
 line that has the new ids of every prompt, or the log-likelihood of each pair's targets,
-and the seconds that it took.
+and the seconds that it took. `{"texts": [prompts], "max_new_tokens": n}` uses the
+exported tokenizer: see `greedy_texts`.
 """
 
 import json
@@ -14,7 +15,8 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def greedy(
@@ -33,6 +35,34 @@ def greedy(
         )
         continuations.append(out[0, len(prompt) :].tolist())
     return continuations
+
+
+def greedy_texts(
+    model: Any, texts: list[str], max_new_tokens: int
+) -> tuple[list[str], float, dict[str, str]]:
+    """Return prompts with their greedy continuations, the least margin, and versions.
+
+    The margin is that of a token's logit over the next likeliest one's.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    out, margins = [], []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        out.append(tokenizer.decode(found.sequences[0]))
+        for logits in found.logits:
+            first, second = logits[0].topk(2).values.tolist()
+            margins.append(first - second)
+    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
+    return out, min(margins), versions
 
 
 def likelihoods(model: Any, pairs: list[list[list[int]]], batch: int) -> list[float]:
@@ -67,9 +97,9 @@ def main() -> None:
         request = json.loads(line)
         started = time.perf_counter()
         if "prompts" in request:
-            answer: list[Any] = greedy(
-                model, request["prompts"], request["max_new_tokens"]
-            )
+            answer: Any = greedy(model, request["prompts"], request["max_new_tokens"])
+        elif "texts" in request:
+            answer = greedy_texts(model, request["texts"], request["max_new_tokens"])
         else:
             answer = likelihoods(model, request["pairs"], request["batch"])
         print(

@@ -354,10 +354,7 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
             f"streaming {source.name} needs an end: set data.max_documents or"
             " data.max_tokens"
         )
-    folder = Path(source.name).expanduser()
-    local = []
-    if folder.is_dir():
-        local = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    local = local_files(Path(source.name).expanduser())
     files = examine(local, text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
 
@@ -372,6 +369,31 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     description = {"kind": "hub"} | asdict(source) | {"digests": digests}
     content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
     return Corpus(source.name, description, content, read, max_tokens=source.max_tokens)
+
+
+def local_files(folder: Path) -> list[Path]:
+    """Return the files below a directory; none if it is none.
+
+    Raises:
+      UserError: a link that `datasets` would not follow, or read a second time.
+    """
+    instead = f"remove it, or read data=text data.paths=[{folder}/]"
+    files: dict[Path, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and path.is_symlink():
+            raise UserError(
+                f"data.name={folder}: {path} is a link to a directory, which data=hf"
+                f" does not follow; {instead}"
+            )
+        if not path.is_file():
+            continue
+        first = files.setdefault(path.resolve(), path)
+        if first != path:
+            raise UserError(
+                f"data.name={folder}: {path} is {first} by a link, and would be read"
+                f" twice; {instead}"
+            )
+    return list(files.values())
 
 
 def fingerprint(*parts: Any) -> str:
@@ -462,7 +484,7 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
 @contextmanager
 def hub_errors(source: HubSource) -> Iterator[None]:
     """Turn errors of a hub data set into a UserError with advice."""
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     try:
         yield
@@ -476,6 +498,15 @@ def hub_errors(source: HubSource) -> Iterator[None]:
             f"data set {source.name!r} cannot be reached ({error}); check the network"
             " and HF_HUB_OFFLINE, or prepare it elsewhere with "
             "`scalify-trainer prepare-data` and use data=prepared"
+        ) from error
+    except DatasetsError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(
+            f"data set {source.name!r}, split {source.split!r}, column"
+            f" {source.column!r}: {' '.join(str(cause).split())}; data=text"
+            " data.paths=[FILE,...] reads files of any columns and types"
         ) from error
     except (ValueError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.data import compressed
-from trainer.data.corpus import TextSource, open_corpus
+from trainer.data.corpus import HubSource, TextSource, open_corpus
 from trainer.data.files import NoColumn, expand
 from trainer.errors import UserError
 
@@ -52,6 +52,33 @@ def test_text_of_any_type_and_files_of_other_types_beside_it(tmp_path, kind):
     pq.write_table(pa.table({"m": ["x"] * 4, "text": text}), tmp_path / "b.parquet")
     pq.write_table(pa.table({"text": text[:0]}), tmp_path / "c.parquet")
     assert read(tmp_path, f"{tmp_path}/*.parquet") == ["", "", *TEXTS]
+
+
+def read_hub(tmp_path, folder):
+    corpus = open_corpus(HubSource(str(folder)), tmp_path / "cache")
+    return [text for rows in corpus.read(None) for text in rows.texts]
+
+
+def test_a_local_data_set_has_text_of_any_type_and_no_link_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    text = pa.array(TEXTS).cast(pa.dictionary(pa.int32(), pa.string()))
+    pq.write_table(pa.table({"text": text}), folder / "b.parquet")
+    assert read_hub(tmp_path, folder) == TEXTS
+    pq.write_table(pa.table({"text": pa.nulls(2)}), folder / "a.parquet")
+    with pytest.raises(
+        UserError, match=r"column 'text': .* to null; data=text data.paths="
+    ):
+        read_hub(tmp_path, folder)
+    (folder / "a.parquet").unlink()
+    (folder / "c.parquet").symlink_to(folder / "b.parquet")
+    with pytest.raises(UserError, match=r"c.parquet is .*b.parquet by a link, and wou"):
+        read_hub(tmp_path, folder)
+    (folder / "c.parquet").unlink()
+    (folder / "more").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=r"more is a link to a directory, which data="):
+        read_hub(tmp_path, folder)
 
 
 def test_parquet_goes_on_where_it_was(tmp_path):

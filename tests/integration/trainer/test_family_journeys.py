@@ -1,0 +1,67 @@
+"""Weights in, another tokenizer, training, and out: beside what transformers wrote of
+an export of the same journey.
+
+`scripts/studies/family_journeys.py` stored the exports and transformers' texts.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import whole
+from safetensors.numpy import load_file
+
+from scripts.studies.family_journeys import NEW_TOKENS, PROMPTS, WEIGHTS, journey
+from trainer.data import get_tokenizer
+from trainer.data.tokenizer import continuation
+from trainer.models import huggingface
+from trainer.models.registry import family_of
+from trainer.models.sampling import Generator
+
+STORED = Path(__file__).parents[2] / "data" / "journeys"
+
+
+def greedy_texts(exported, tokenizer):
+    """The likeliest texts of an export, read as weights that somebody gives."""
+    spec, params = huggingface.load(exported, None)
+    generator = Generator(family_of(spec).build(spec).bind, spec)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        new = generator(params, ids, max_new_tokens=NEW_TOKENS, temperature=0.0)
+        texts.append(prompt + continuation(tokenizer, ids, new))
+    return texts
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen3" else whole(name) for name in WEIGHTS]
+)
+def test_a_family_goes_in_and_out_with_the_texts_of_transformers(
+    tmp_path, monkeypatch, family
+):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    stored = json.loads((STORED / family / "greedy.json").read_text())
+    # Two machines round differently, and the texts are the same by this margin.
+    assert stored["margin"] > 1
+    assert journey(tmp_path, family) == stored["texts"]
+    exported = tmp_path / "exported"
+    tokenizer = get_tokenizer(str(exported))
+    assert greedy_texts(exported, tokenizer) == stored["texts"]
+    assert greedy_texts(STORED / family, tokenizer) == stored["texts"]
+    config, expected = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (exported, STORED / family)
+    )
+    assert config == expected
+    weights, read = (
+        load_file(folder / "model.safetensors")
+        for folder in (exported, STORED / family)
+    )
+    assert weights.keys() == read.keys()
+    for name, tensor in weights.items():
+        assert tensor.shape == read[name].shape
+        # of a tensor whose rows or halves are exchanged about 1.4
+        distance = np.linalg.norm(tensor - read[name]) / np.linalg.norm(read[name])
+        assert distance < 0.3, name
