@@ -104,9 +104,18 @@ def test_parquet_goes_on_where_it_was(tmp_path):
         lambda rows: json.dumps({"version": 1, "data": rows}),
         lambda rows: json.dumps({"data": rows}, indent=2),
         lambda rows: "\ufeff" + "\n".join(map(json.dumps, rows)),
+        lambda rows: "\ufeff" + json.dumps(rows),
         lambda rows: json.dumps({"other": 1}) + "\n" + "\n".join(map(json.dumps, rows)),
     ],
-    ids=["list", "behind blank lines", "object", "pretty", "mark", "first row without"],
+    ids=[
+        "list",
+        "behind blank lines",
+        "object",
+        "pretty",
+        "mark",
+        "mark of a list",
+        "first row without",
+    ],
 )
 def test_json_in_the_forms_that_people_have(tmp_path, form):
     rows = [{"text": text} for text in TEXTS]
