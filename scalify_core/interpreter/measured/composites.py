@@ -15,6 +15,7 @@ from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
     composite_rule,
     like,
+    like_composite,
     stored,
     stored_value,
     wide,
@@ -33,10 +34,13 @@ from scalify_core.interpreter.rules.composites import in_order
 from scalify_core.interpreter.rules.matmul import call_on_data
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import amax, formats
-from scalify_core.numerics.formats import FloatFormat
+from scalify_core.numerics.formats import FloatFormat, is_float
 from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
 
 _F32 = np.dtype(np.float32)
+# The exponent of the largest element of attention's gradient: in FP16 its products with
+# v must not overflow, nor those with small probabilities vanish.
+_GRADIENT_TOP = 4
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 _RESCALES = (
     "dynamic_rescale_rms",
@@ -170,6 +174,50 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
             wide_value(quantize.scaled_by(data, *scales), v.result_dtype(*operands))
         )
     return out
+
+
+@composite_rule("attention", "attention.fwd", "attention.bwd")
+def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
+    """Evaluate attention on FP16 or BF16 operands, which a GPU's fused kernel reads.
+
+    The kernel's factor of the logits is a constant. So q takes the scale that k loses,
+    and v and the gradient lose theirs.
+    """
+    q, k, values, *others = operands
+    dtype = v.result_dtype(q, k, values)
+    if dtype.itemsize >= 4:
+        return like_composite(eqn, *operands)
+    backward = call.name.endswith(".bwd")
+    of_k, of_v = (amax.unit_of(wide(x), 0) for x in (k, values))
+    units = [1 / of_k, of_k, of_v]
+    if backward:
+        *others, gradient = others
+        of_gradient = amax.unit_of(wide(gradient), _GRADIENT_TOP)
+    data = [
+        formats.saturating_cast(wide(x) * (1 / unit), dtype)
+        for x, unit in zip((q, k, values), units, strict=True)
+    ]
+    rest = [_in_dtype(x, dtype) for x in others]
+    if backward:
+        rest.append(formats.saturating_cast(wide(gradient) * (1 / of_gradient), dtype))
+        both = of_gradient * of_v
+        factors = [both * of_k, both / of_k, of_gradient]
+    else:
+        factors = [of_v, *units][: len(eqn.outvars)]
+    out = call.bind(*data, *rest)
+    scaled = [
+        formats.as_float32(x) * factor for x, factor in zip(out, factors, strict=False)
+    ]
+    made = [*scaled, *out[len(scaled) :]]
+    return [wide_value(x, dtype) if is_float(x) else x for x in made]
+
+
+def _in_dtype(x: Any, dtype: np.dtype) -> Any:
+    """Return the kernel's own output, a residual, in its dtype; others as they are."""
+    x_wide = wide(x)
+    if isinstance(x, Value) and x.shape[-1:] != (1,):
+        return formats.saturating_cast(x_wide, dtype)
+    return x_wide
 
 
 def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> ScaledArray:

@@ -105,7 +105,7 @@ def results(
         evaluate = _evaluator_inside(eqn, jaxpr, evaluate)
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
-        return _composite(eqn, *operands)
+        return like_composite(eqn, *operands)
     if _means_its_dtype(eqn):
         out = registry.as_traced_dtypes(eqn, *map(widened, operands))
         return [like(x, x.data) if isinstance(x, Value) else x for x in out]
@@ -405,7 +405,8 @@ def _convert(eqn: Any, x: Value, jaxpr: Any) -> list[Any]:
     return [wide_value(lax.convert_element_type(wide(x), dtype), dtype)]
 
 
-def _composite(eqn: Any, *operands: Any) -> list[Any]:
+def like_composite(eqn: Any, *operands: Any) -> list[Any]:
+    """Evaluate a composite without a rule on logical values, in FP32."""
     call = eqn.params["call"]
     arrays = [formats.as_float32(x) if is_float(x) else x for x in map(wide, operands)]
     dtype = v.result_dtype(*operands)

@@ -4,10 +4,13 @@ call that it is."""
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from draws import draw_normal
 from jax.extend.core import jaxprs_in_params
 
-from scalify_core import ScaledArray, as_scaled_array, scalify
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.ops.functional import attention
 
 HALF = jnp.float16
 
@@ -147,3 +150,26 @@ def test_an_argument_that_is_donated_to_a_call_may_be_returned():
     expected = np.asarray(x.data, np.float32) * np.asarray(x.scale)
     same, _ = scalify(inner)(x, w)
     np.testing.assert_array_equal(same.data.astype(np.float32) * same.scale, expected)
+
+
+@pytest.mark.parametrize("exponents", [(0, 0, 0), (-20, 20, -30), (20, -20, 30)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_reads_the_format_at_any_scale(exponents, masked):
+    segments = jnp.repeat(jnp.arange(4), 8)[None] if masked else None
+
+    def attend(*operands):
+        moved = [x * 2.0**-n for x, n in zip(operands, exponents, strict=True)]
+        return attention(*moved, segments=segments)
+
+    gradients = jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), (0, 1, 2))
+    args = scaled(*(normal(i, 1, 32, 4, 16) * 2.0**n for i, n in enumerate(exponents)))
+    batch = jax.tree.map(lambda x: x[None], args, is_leaf=is_scaled_array)
+    assert "f16[1,4,32,32]" in str(traced(attend, *args))
+    for fun, given in (
+        (attend, args),
+        (gradients, args),
+        (jax.vmap(gradients), batch),
+    ):
+        found, expected = asarray(scalify(fun)(*given)), fun(*asarray(given))
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert jnp.linalg.norm(x - y) < 2.0**-10 * jnp.linalg.norm(y)

@@ -11,7 +11,13 @@ from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import ScaledArray, fp8_dot_general, scalify
+from scalify_core import (
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    fp8_dot_general,
+    scalify,
+)
 from scalify_core.ops.functional import attention
 from scalify_core.ops.matmul import Fp8DotGeneral
 from trainer.compiled.fp8 import layer_products, missing_products
@@ -159,6 +165,22 @@ def test_cudnn_attention_and_its_gradient_without_cudnn(one):
     ]
     assert sum(a.flops for a in p.attentions) == (2 + 5) * 2 * 2 * 4 * 256 * 256 * 64
     assert p.gemms == []
+
+
+def test_attention_with_measured_scales_is_cudnn_s_too(one):
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v).astype(jnp.float32))
+
+    def gradients(*operands):
+        scaled = as_scaled_array(operands, dtype=jnp.float16)
+        return asarray(scalify(jax.grad(loss, (0, 1, 2)))(*scaled))
+
+    shape = (2, 256, 4, 64)
+    p = program(one, gradients, shape, shape, shape, dtype=jnp.float32)
+    assert [(a.backward, a.dtype) for a in p.attentions] == [
+        (False, "fp16"),
+        (True, "fp16"),
+    ]
 
 
 def test_grouped_keys_and_values_reach_cudnn_attention_as_they_are(one):
