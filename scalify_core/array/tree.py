@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
 from scalify_core.numerics.formats import is_float
@@ -143,3 +146,44 @@ def global_norm(tree: Any) -> jax.Array:
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = [jnp.sum(jnp.square(x / unit)) for x in values]
     return unit * jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def register_flax() -> None:
+    """Let `flax.serialization` store ScaledArrays, as `{"data": ..., "scale": ...}`.
+
+    Call it once. This library does not import Flax by itself. A static scale comes back
+    as that of the target, `from_bytes(target, ...)`, if the target's is static.
+
+    Raises:
+        ImportError: Flax is not installed.
+    """
+    serialization = importlib.import_module("flax.serialization")
+
+    def to_state(x: ScaledArray) -> dict[str, Any]:
+        scale = jnp.float32(x.scale) if x.is_static else x.scale
+        return {"data": x.data, "scale": scale}
+
+    def from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+        scale = state["scale"]
+        return ScaledArray(state["data"], float(scale) if target.is_static else scale)
+
+    serialization.register_serialization_state(
+        ScaledArray, to_state, from_state, override=True
+    )
+
+
+def _scale_to_bytes(scale: float | None) -> bytes:
+    return b"" if scale is None else struct.pack("<d", scale)
+
+
+def _scale_of_bytes(data: bytes) -> float | None:
+    return struct.unpack("<d", data)[0] if data else None
+
+
+# A serialized program names the structure of its arguments.
+export.register_pytree_node_serialization(
+    ScaledArray,
+    serialized_name="scalify_core.ScaledArray",
+    serialize_auxdata=_scale_to_bytes,
+    deserialize_auxdata=_scale_of_bytes,
+)

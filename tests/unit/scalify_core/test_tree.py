@@ -1,13 +1,21 @@
-"""Packed trees, and norms."""
+"""Packed trees, norms, and what other libraries store of trees."""
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 
-from scalify_core import ScaledArray
-from scalify_core.array.tree import Packed, global_norm, pack, unpack
+from scalify_core import ScaledArray, asarray, scalify
+from scalify_core.array.tree import (
+    Packed,
+    global_norm,
+    pack,
+    register_flax,
+    unpack,
+)
 
 
 def test_a_packed_tree_comes_back_as_it_was():
@@ -61,3 +69,23 @@ def test_the_norm_of_narrow_leaves_is_that_of_optax_in_float32():
     assert global_norm({}) == 0
     assert jnp.isinf(global_norm([jnp.array([jnp.inf])]))
     assert jnp.isnan(global_norm([jnp.array([jnp.nan, 1.0])]))
+
+
+@pytest.mark.parametrize("scale", [4.0, jnp.float32(4), jnp.float32([4, 2])])
+def test_flax_stores_scaled_arrays(scale):
+    register_flax()
+    x = {"w": ScaledArray(jnp.arange(6, dtype=jnp.float16).reshape(2, 3), scale)}
+    like = jax.tree.map(jnp.zeros_like, x)
+    found = flax.serialization.from_bytes(like, flax.serialization.to_bytes(x))["w"]
+    assert found.is_static == x["w"].is_static
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(asarray(found), asarray(x["w"]))
+
+
+@pytest.mark.parametrize("scale", [4.0, jnp.float32(4)])
+def test_an_exported_program_takes_scaled_arrays(scale):
+    pytest.importorskip("flatbuffers", reason="jax.export writes with it")
+    x = ScaledArray(jnp.arange(6, dtype=jnp.float16), scale)
+    fun = jax.jit(scalify(lambda x: x * 3))
+    program = export.deserialize(export.export(fun)(x).serialize())
+    np.testing.assert_array_equal(asarray(program.call(x)), asarray(fun(x)))
