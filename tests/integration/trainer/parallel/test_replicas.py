@@ -15,6 +15,8 @@ from precisions import batch, bits, copied, hyper, workload
 from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array
 from trainer.compiled.exchange import exchanges_of
+from trainer.config.composition import compose_config
+from trainer.config.fields import to_tree
 from trainer.errors import UserError
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import abstract_batch, make_mesh
@@ -60,16 +62,23 @@ def trained(steps, *how, start=0, state=None):
     return state, losses
 
 
+@functools.cache
+def config_of(*overrides):
+    return to_tree(compose_config(overrides))
+
+
 def meta_of(diloco):
-    """Of a checkpoint: what of its configuration says the form of the state."""
+    """Of a checkpoint: its configuration, which says the form of the state."""
     if diloco is None:
-        return {"config": {"diloco": {"replicas": None}}}
-    own = {
+        return {"config": config_of()}
+    saved = {
+        "replicas": diloco.replicas,
         "outer_momentum": diloco.momentum,
         "error_feedback": diloco.feedback,
         "outer_grad": diloco.format,
     }
-    return {"config": {"diloco": {"replicas": diloco.replicas} | own}}
+    config = config_of("parallel=diloco")
+    return {"config": config | {"diloco": config["diloco"] | saved}}
 
 
 def of_replica(state, k):
