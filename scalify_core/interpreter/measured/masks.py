@@ -28,10 +28,15 @@ NO_MASK = -math.inf
 # A large operand may be an element of the result: the operation moves it, or adds
 # numbers too small to change it.
 _KEEP = MOVES | {
-    "select_n", "max", "min", "clamp", "concatenate", "pad", "sort",
-    "dynamic_update_slice", "scatter", "convert_element_type", "add", "add_any", "sub",
-    "scatter-add", "reduce_max", "reduce_min", "reduce_sum", "cummax", "cummin",
-    "cumsum", "real", "pvary", "psum", "all_gather", "ppermute", "all_to_all", "roll",
+    "select_n", "max", "min", "clamp", "concatenate", "pad", "stack", "sort", "top_k",
+    "approx_top_k", "dynamic_update_slice", "scatter", "scatter-add", "scatter-sub",
+    "scatter-max", "scatter-min", "convert_element_type", "reduce_precision", "add",
+    "add_any", "sub", "reduce_max", "reduce_min", "reduce_sum", "cummax", "cummin",
+    "cumsum", "cumlogsumexp", "reduce_window_max", "reduce_window_min",
+    "reduce_window_sum", "real", "round", "floor", "ceil", "roll", "pvary", "psum",
+    "psum_invariant", "pmax", "pmin", "pbroadcast", "preduced", "reduce_scatter",
+    "all_gather", "all_gather_invariant", "ppermute", "all_to_all", "device_put",
+    "optimization_barrier", "layout_constraint", "stage", "tie",
 }  # fmt: skip
 
 
