@@ -40,9 +40,9 @@ def attention(
         window: query t sees the last `window` of these keys, t itself among them; None:
             all.
         segments: [B, T] integers, or None: with them a query sees only keys of its own
-            segment (a packed document). Needs S = T. On CUDA, cuDNN reads them as a mask
-            [B, 1, T, S] and a bias of that size: its layout for packed documents wants
-            a limit of documents a row, and statistics for each of them.
+            segment (a packed document). Needs S = T. On CUDA, cuDNN reads a mask [B, 1,
+            T, S] and a bias of that size: its layout for packed documents wants a limit
+            of documents a row, and statistics for each of them.
 
     Returns:
         [B, T, H, K] in the dtype of `q`. Without segments, no array of T x S is kept
