@@ -27,6 +27,7 @@ from scalify_core.numerics.scales import (
 )
 
 _INSIDE = "take gradients inside, scalify(jax.grad(f))"
+MOST_SHOWN = 16  # values that the repr of an array shows
 _REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE}"
 
 
@@ -197,7 +198,10 @@ class ScaledArray(UnsupportedArithmetic):
         scale = self.scale
         if self.is_static:
             scale = f"2^{np.log2(scale):g}"
-        return f"ScaledArray(scale={scale}, data={self.data!r})"
+        if self.data.size <= MOST_SHOWN:
+            return f"ScaledArray(scale={scale}, data={self.data!r})"
+        shape = ",".join(map(str, self.shape))
+        return f"ScaledArray({self.dtype}[{shape}], scale={scale})"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Return the leaves: the data, and the scale if it is dynamic."""

@@ -6,6 +6,7 @@ document links to: the site has no link that needs the repository.
 """
 
 import ast
+import json
 import posixpath
 import re
 from collections.abc import Iterable
@@ -26,7 +27,12 @@ OUTSIDE = {  # documents of the repository's root: their pages
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "CHANGELOG.md": "changelog.md",
+}
+NOTEBOOKS = {
+    f"examples/{name}.ipynb": f"notebooks/{name}.md"
+    for name in ("train_and_look", "scalify_your_model", "adapt_weights")
 }
 API = {  # modules of the reference, and their files
     "scalify_core": "scalify_core/__init__.py",
@@ -56,6 +62,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> None:
     ]
     for path in linked_files(texts):
         pages[page_of(path)] = source_page(path)
+    pages |= {page: notebook_page(path) for path, page in NOTEBOOKS.items()}
     pages |= key_pages() | api_pages()
     pages["reference/commands.md"] = command_page()
     for name, text in pages.items():
@@ -76,15 +83,33 @@ def page_of(path: str) -> str:
     """Return the page of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    return OUTSIDE.get(path, f"source/{path}.md")
+    return (OUTSIDE | NOTEBOOKS).get(path, f"source/{path}.md")
 
 
 def file_of(page: str) -> str:
     """Return the file of the repository that a page was made of."""
-    for path, name in OUTSIDE.items():
+    for path, name in (OUTSIDE | NOTEBOOKS).items():
         if page == name:
             return path
     return f"docs/{page}"
+
+
+def notebook_page(path: str) -> str:
+    """Return the page of a notebook: its text, code and outputs."""
+    parts = []
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            shown = "".join(data.get("text/html", data["text/plain"]))
+            if "text/html" not in data:
+                shown = f"```text\n{shown.rstrip()}\n```"
+            parts.append(shown)
+    return "\n\n".join([*parts, f"The notebook is `{path}` of the repository."])
 
 
 def with_links(markdown: str, page: str) -> str:
@@ -122,7 +147,11 @@ def linked_files(texts: Iterable[str]) -> list[str]:
         for match in LINK.finditer(text):
             path = posixpath.normpath(match["path"].removeprefix("../"))
             inside = path.startswith("docs/") or (ROOT / "docs" / path).exists()
-            if not inside and path not in OUTSIDE and (ROOT / path).is_file():
+            if (
+                not inside
+                and path not in (OUTSIDE | NOTEBOOKS)
+                and (ROOT / path).is_file()
+            ):
                 paths.add(path)
     return sorted(paths)
 

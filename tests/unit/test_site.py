@@ -8,10 +8,12 @@ import yaml
 
 from scalify_core import functional, optim, static
 from scripts.docs.hooks import (
+    NOTEBOOKS,
     OUTSIDE,
     anchor,
     api_pages,
     linked_files,
+    notebook_page,
     source_page,
     with_links,
 )
@@ -39,8 +41,20 @@ def keys():
 def test_the_navigation_has_every_page_once(keys):
     nav = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     documents = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    made = {*OUTSIDE.values(), *api_pages(), *keys, "reference/commands.md"}
+    made = {*OUTSIDE.values(), *NOTEBOOKS.values(), *api_pages(), *keys}
+    made.add("reference/commands.md")
     assert sorted(nav) == sorted(documents | made)
+
+
+def test_a_notebook_is_a_page_with_code_and_outputs():
+    assert set(NOTEBOOKS) == {
+        f"examples/{path.name}" for path in (ROOT / "examples").glob("*.ipynb")
+    }
+    page = notebook_page("examples/train_and_look.ipynb")
+    assert page.startswith("# Train a model")
+    assert "```python\nfrom trainer import compose, train" in page
+    assert "<svg" in page
+    assert "best: runs/first" in page or "best: runs/smaller_lr" in page
 
 
 def test_every_key_has_its_heading_default_and_comment(keys):

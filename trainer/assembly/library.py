@@ -5,6 +5,7 @@ disk raises `UserError`; a run that diverges raises `Diverged`. Ctrl-C during tr
 saves a checkpoint and returns; the same call resumes.
 """
 
+import html
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,18 @@ from trainer.errors import UserError
 from trainer.models.custom import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
+from trainer.report.charts import COLORS, Chart, chart_figure
+from trainer.report.history import History
 from trainer.run.callbacks import Callback
 from trainer.step.state import TrainState
+
+# Only within a result: a notebook has pictures of its own.
+CURVE = (
+    ".run{max-width:640px}.run figure{margin:0}.run path{fill:none;stroke-width:1.6}"
+    ".run .faint{opacity:.3}.run text{font-size:11px}.run .grid{stroke:#ccc}"
+    ".run i{display:inline-block;width:11px;height:11px;margin:0 4px 0 10px}"
+    ".run .frame{stroke:#888}"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,27 @@ class Result:
     rows: list[dict[str, Any]]
     run_dir: Path
     stopped_by: signal.Signals | None
+
+    def __repr__(self) -> str:
+        """Return where the run is and what it came to, in a line."""
+        losses = "".join(
+            f", {key}={values[-1]:.4f}"
+            for key in ("train/loss", "val/loss")
+            if (values := [row[key] for row in self.rows if key in row])
+        )
+        stopped = f", stopped_by={self.stopped_by.name}" if self.stopped_by else ""
+        return f"Result(step={self.step}{losses}, run_dir={self.run_dir}{stopped})"
+
+    def _repr_html_(self) -> str:
+        """Return the line and the loss curve, for notebooks."""
+        text = html.escape(repr(self))
+        if not self.rows:
+            return f"<pre>{text}</pre>"
+        history = History(self.run_dir.name, self.rows, [], "")
+        lines = history.smooth("train/loss", "training")
+        lines.append(history.line("val/loss", "validation", COLORS[1], dots=True))
+        figure = chart_figure(Chart("Loss", lines, "nats per token"))
+        return f'<div class="run"><style>{CURVE}</style><pre>{text}</pre>{figure}</div>'
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:

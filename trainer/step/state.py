@@ -66,6 +66,12 @@ class TrainState:
     diloco: Any = ()
     kahan_compensation: Any = ()
 
+    def __repr__(self) -> str:
+        """Return the number of parameters and of bytes, and no values."""
+        params = sum(x.size for x in jax.tree.leaves(self.params))
+        held = sum(x.nbytes for x in jax.tree.leaves((self.params, self.opt_state)))
+        return f"TrainState({params:,} parameters, {held:,} bytes with moments)"
+
 
 def first_nonfinite(state: TrainState) -> str | None:
     """Return the name of the first array of weights or moments that is not finite, or

@@ -198,6 +198,13 @@ def test_repr_shows_scale_and_data():
     )
 
 
+def test_repr_of_many_values_is_short():
+    assert (
+        repr(ScaledArray(jnp.ones((4, 8), jnp.float16), 0.25))
+        == "ScaledArray(float16[4,8], scale=2^-2)"
+    )
+
+
 def test_tree_functions_take_a_scaled_array_as_one_leaf():
     params = {"w": ScaledArray(X, jnp.float32(4)), "n": jnp.arange(2)}
     assert len(tree.leaves(params)) == 2

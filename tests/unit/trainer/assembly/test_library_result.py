@@ -1,0 +1,39 @@
+"""What a result of the library shows of itself: a line, and a curve in a notebook."""
+
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from histories import FALLING, rows
+
+from trainer.assembly.library import Result
+from trainer.step.state import TrainState
+
+
+def result(logged, stopped_by=None):
+    params = {"w": jnp.ones((1000, 100))}
+    state = TrainState(params, params, jax.random.key(0))
+    return Result(state, 100, logged, Path("runs/mine"), stopped_by)
+
+
+def test_a_result_is_a_line():
+    assert repr(result([])) == "Result(step=100, run_dir=runs/mine)"
+    found = repr(result(rows(FALLING, {99: 1.75}), signal.SIGINT))
+    assert found == (
+        "Result(step=100, train/loss=1.5400, val/loss=1.7500, run_dir=runs/mine,"
+        " stopped_by=SIGINT)"
+    )
+
+
+def test_a_state_is_counted_and_not_printed():
+    text = "TrainState(100,000 parameters, 800,000 bytes with moments)"
+    assert repr(result([]).state) == text
+
+
+def test_a_notebook_shows_the_curve():
+    page = result(rows(FALLING, {99: 1.75}))._repr_html_()
+    assert "train/loss=1.5400" in page
+    assert page.count("<svg") == 1
+    assert "validation" in page
+    assert "<svg" not in result([])._repr_html_()
