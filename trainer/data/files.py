@@ -35,8 +35,11 @@ FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-# Text between marks, which would be trained on, too.
-MARKUP = (".html", ".htm", ".xhtml", ".xml")
+# Text between marks or separators, which would be trained on, too.
+NOT_PLAIN = dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), "markup")
+NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), "a table")
+# the first bytes of what git leaves in the place of a file that it did not fetch
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
 MANY = 8  # files that a message names one by one
 # advice for files whose text columns have different names
@@ -170,9 +173,10 @@ def format_of(path: Path, given: Format | None) -> Format:
             f"data.format={given}, but {path} is {named} by its name; leave data.format"
             " out (each file is then read by its name), or give the file another name"
         )
-    if given is None and path.suffix.lower() in MARKUP:
+    other = NOT_PLAIN.get(path.suffix.lower())
+    if given is None and other is not None:
         raise UserError(
-            f"{path} is markup by its name: extract its text, leave it out of"
+            f"{path} is {other} by its name: extract its text, leave it out of"
             " data.paths, or set data.format=text to train on it as it stands"
         )
     if named is None and given is None and begins_like_json_lines(path):
@@ -264,6 +268,13 @@ def read_through(path: Path, text: bool) -> File:
         with path.open("rb") as file:
             while block := file.read(BLOCK):
                 digest.update(block)
+                if not size and block.startswith(LFS_POINTER):
+                    raise NotText(
+                        path,
+                        "a pointer of Git LFS",
+                        f"{path} is Git LFS's pointer to a file that was not fetched;"
+                        " run `git lfs pull` in its repository, or leave it",
+                    )
                 if text:
                     chars += len(decode(path, lines, utf8, block, size))
                 size += len(block)

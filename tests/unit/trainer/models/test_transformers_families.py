@@ -106,6 +106,11 @@ def test_parameter_counts_are_the_published_ones(preset, published):
     [
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "'sliding_attention'"),
+        (
+            "llama_llama3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "contr",
+        ),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, "no_rope_layers=.*is not supp"),
         ("mistral_window", {"sliding_window": "7"}, "sliding_window='7': expected a"),
@@ -116,6 +121,15 @@ def test_a_variant_that_the_model_lacks_is_refused(name, change, message):
     cls = SPECS[config["model_type"]]
     with pytest.raises(UserError, match=message):
         cls.of_config(config)
+
+
+def test_both_places_of_rotary_positions_may_say_the_same():
+    config = read_object(DATA / "llama_llama3" / "config.json")
+    scaling = dict(config["rope_parameters"])
+    del scaling["rope_theta"]
+    cls = SPECS["llama"]
+    for both in (scaling, config["rope_parameters"]):
+        assert cls.of_config(config | {"rope_scaling": both}) == cls.of_config(config)
 
 
 @pytest.mark.parametrize(
