@@ -191,8 +191,12 @@ def build_tasks(
     return figures
 
 
-def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
-    """Return `params -> text`: the configuration's prompt and its continuation."""
+def build_sample(
+    c: schema.Config, w: Workload
+) -> Callable[[Any, Callable[[], object]], str]:
+    """Return `(params, between) -> text`: the configuration's prompt and its
+    continuation.
+    """
     settings = dataclasses.asdict(c.sample)
     del settings["every"]
     return make_sample(w.task, w.data.tokenizer, **settings, seed=c.seed)

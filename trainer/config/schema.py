@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from trainer.bounds import (
+    MOST_NEW_TOKENS,
     Amount,
     Bound,
     Natural,
@@ -290,7 +291,7 @@ class Metrics:
 class Sample:
     every: Natural
     prompt: Annotated[str, Bound(bool, "a first word")]
-    max_new_tokens: Natural
+    max_new_tokens: Annotated[int, at_least(0), at_most(MOST_NEW_TOKENS)]
     temperature: Amount
     top_k: Natural
     top_p: Annotated[

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.bounds import MOST_NEW_TOKENS
 from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
@@ -125,11 +126,13 @@ class Generator:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        between: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Return `max_new_tokens` ids that continue the prompt, deterministically.
 
         When the context is full, its later half is prefilled as the new beginning:
-        positions are absolute, so that a cache cannot slide.
+        positions are absolute, so that a cache cannot slide. `between` is called before
+        each of these windows; its exceptions pass.
 
         Raises:
           UserError: an empty prompt, or a number out of its range.
@@ -139,6 +142,7 @@ class Generator:
         S = self.spec.context
         ids, new = list(prompt[-S:]), 0
         while new < max_new_tokens:
+            between()
             window = ids if len(ids) <= S else ids[-max(1, S // 2) :]
             padded_S = np.zeros(S, np.int32)
             padded_S[: len(window)] = window
@@ -172,7 +176,11 @@ def check(
     if not prompt:
         raise UserError("the prompt has no token; give it some text")
     for ok, given, valid in (
-        (max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more tokens"),
+        (
+            0 <= max_new_tokens <= MOST_NEW_TOKENS,
+            f"max_new_tokens={max_new_tokens}",
+            f"0 to {MOST_NEW_TOKENS:,} tokens",
+        ),
         (
             temperature >= 0,
             f"temperature={temperature}",

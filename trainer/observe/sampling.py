@@ -16,18 +16,18 @@ if TYPE_CHECKING:  # the benchmark image lacks the tokenizers
 
 def make_sample(
     task: TrainTask, tokenizer: "Tokenizer", prompt: str, **controls: Any
-) -> Callable[[Any], str]:
-    """Return `params -> text`, the prompt and its continuation.
+) -> Callable[[Any, Callable[[], object]], str]:
+    """Return `(params, between) -> text`, the prompt and its continuation.
 
-    `controls` are arguments of `Generator`.
+    `controls` and `between` are arguments of `Generator`.
     """
     from trainer.data.tokenizer import continuation
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
     ids, gather = tokenizer.encode(prompt), on_one_device(task)
 
-    def sample(params: Any) -> str:
-        new_ids = generator(asarray(gather(params)), ids, **controls)
+    def sample(params: Any, between: Callable[[], object]) -> str:
+        new_ids = generator(asarray(gather(params)), ids, between=between, **controls)
         return prompt + continuation(tokenizer, ids, new_ids)
 
     return sample

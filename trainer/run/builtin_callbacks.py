@@ -113,13 +113,19 @@ def exchanged(
     return Callback("exchanged", every, run)
 
 
-def samples(every: int, sample: Callable[[Any], str]) -> Callback:
-    """Return the callback of text samples; `sample` takes the parameters."""
-    return Callback(
-        "samples",
-        every,
-        lambda context: context.text("samples", sample(context.params)),
-    )
+def samples(every: int, sample: Callable[[Any, Callable[[], object]], str]) -> Callback:
+    """Return the callback of text samples.
+
+    `sample` takes the parameters, and what it calls now and then.
+    """
+
+    def run(context: StepContext) -> None:
+        def pause() -> None:
+            context.pause(f"sampling after step {context.step}")
+
+        context.text("samples", sample(context.params, pause))
+
+    return Callback("samples", every, run)
 
 
 def rescale(

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from trainer.errors import UserError
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.sampling import Generator, sample
+from trainer.run.builtin_callbacks import samples
+from trainer.run.callbacks import Interrupted, StepContext
 
 SPEC = GPT2Spec(vocab_size=50, context=16, n_layer=2, n_head=2, d_model=16)
 PROMPT = [3, 1, 4, 1, 5]
@@ -160,6 +163,7 @@ def test_temperature_zero_takes_the_likeliest():
     [
         ({"prompt": []}, "prompt"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"max_new_tokens": 10**9}, "max_new_tokens=1000000000"),
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"top_k": -2}, "top_k=-2"),
         ({"top_p": 0.0}, "top_p=0.0"),
@@ -172,3 +176,30 @@ def test_wrong_numbers_are_named(arguments, message):
         generate(
             **{"params": params, "prompt": PROMPT, "max_new_tokens": 1, **arguments}
         )
+
+
+def test_a_stop_between_two_windows_ends_a_long_text():
+    generate, _, params = make()
+    windows = []
+
+    def between():
+        windows.append(len(windows))
+        if len(windows) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(params, PROMPT, max_new_tokens=10**6, between=between)
+    assert windows == [0, 1, 2]
+
+
+def test_samples_can_be_broken_off_by_a_stop_request():
+    def sample(params, between):
+        between()
+        return "never"
+
+    context = StepContext(
+        3, False, None, None, None, {}, None, lambda _: True, *[None] * 2
+    )
+    context.state = SimpleNamespace(params=None)
+    with pytest.raises(Interrupted):
+        samples(1, sample).run(context)
