@@ -103,6 +103,8 @@ def check(hint: Any, value: Any, path: str) -> None:
         check(args[0], value, path)
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{path}: expected a number of at most 64 bits")
 
 
 def check_fields(instance: Any, prefix: str) -> None:

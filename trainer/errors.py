@@ -7,6 +7,7 @@ lists all codes.
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -30,13 +31,30 @@ class Diverged(UserError):
     exit_code: ClassVar[int] = 3
 
 
+# What a terminal may obey, except tabs and line breaks, and what turns the direction of
+# letters.
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: control characters of data are spelled out.
+
+    Example:
+      >>> printable("a\\x1b[2J")
+      'a\\\\x1b[2J'
+    """
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 def complain(text: object) -> None:
     """Print an error in one line on standard error.
 
     A full disk may refuse the line; that must not change the exit code.
     """
     with contextlib.suppress(OSError):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(text))}", file=sys.stderr, flush=True)
 
 
 def run_and_flush(main: Callable[[], int]) -> int:

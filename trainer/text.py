@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, printable
 
 SECRET = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$",
@@ -97,7 +97,12 @@ def redact(tree: Any) -> Any:
 
 def note(text: str) -> None:
     """Print a message about the progress to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Print a text that may hold anybody's data: unchanged, except to a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def program_command() -> str:

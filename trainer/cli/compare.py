@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
+from trainer.text import show
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def main(args: Arguments) -> None:
     elif not args.out:
         parent = Path(os.path.commonpath([path.resolve().parent for path in paths]))
         out = free_page(parent / "compare.html", paths)
-    print("\n".join(write_comparison(paths, out)))
+    show("\n".join(write_comparison(paths, out)))
 
 
 def command(argv: Sequence[str]) -> int:

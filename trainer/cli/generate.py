@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import STEP, argument, at_least, run
 from trainer.errors import UserError
-from trainer.text import note
+from trainer.text import note, show
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def main(args: Arguments) -> None:
                 seed=args.seed + i,
             )
             text = prompt + continuation(model.tokenizer, ids, new)
-            print(text if first else f"\n{text}", flush=True)
+            show(text if first else f"\n{text}")
             first = False
 
 

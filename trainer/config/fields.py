@@ -164,6 +164,7 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
         return tuple(converted(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
     # In Python true is an int, in a configuration it is not.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        check(int, value, path)  # a float cannot be any larger
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)

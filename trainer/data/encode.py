@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from trainer.data.corpus import Position, Rows
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import UserError
 
 UNIT_CHARS = 1 << 17  # characters that a thread encodes at a time
 ROWS_AHEAD = 4  # batches of rows in memory
@@ -151,7 +152,14 @@ class Encoder:
         eot = np.full(1, self.tokenizer.eot, self.dtype)
         arrays: list[Tokens] = []
         for piece, last in pieces:
-            arrays.append(self.tokenizer.encode_array(piece).astype(self.dtype))
+            ids = self.tokenizer.encode_array(piece)
+            if ids.size and ids.max() >= self.tokenizer.vocab_size:
+                raise UserError(
+                    f"tokenizer {self.tokenizer.name} makes the id {ids.max()} of a"
+                    f" text, but its ids are below {self.tokenizer.vocab_size};"
+                    " download or copy it again"
+                )
+            arrays.append(ids.astype(self.dtype))
             if last and self.documents:
                 arrays.append(eot)
         return np.concatenate(arrays)

@@ -18,7 +18,7 @@ import tokenizers
 from trainer.data.bpe_files import TokenIds, read_json, special_in, unspell
 from trainer.data.tokenizer_bounds import check_tree
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import well_formed, write_atomically
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -70,7 +70,10 @@ class JSONTokenizer:
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
         # Twice as fast as `encode`, which counts characters too.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        with well_formed(f"tokenizer {self.name}", "download or copy it again"):
+            [encoding] = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=False
+            )
         return encoding.ids
 
     def encode_array(self, text: str) -> npt.NDArray[np.unsignedinteger]:

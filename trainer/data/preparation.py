@@ -34,10 +34,19 @@ from trainer.data.shards import (
     Manifest,
     Shard,
     Split,
+    digest,
+    repair,
 )
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
-from trainer.files import no_follow, remove_partial, write_atomically
+from trainer.files import (
+    LOG_BYTES,
+    no_follow,
+    read_file,
+    remove_partial,
+    well_formed,
+    write_atomically,
+)
 
 SHARD_BYTES = 64 << 20  # of text
 EXPECTED = 5  # validation documents below which a hash may choose none
@@ -330,7 +339,8 @@ def commit(job: Preparation, chunk: Chunk) -> None:
             entry |= {"name": name, "crc32": zlib.crc32(data)}
         line["splits"][split] = entry
     with open(job.directory / JOURNAL, "ab", opener=no_follow) as file:
-        file.write(json.dumps(line).encode() + b"\n")
+        signed = line | {"digest": digest(line)}
+        file.write(json.dumps(signed).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     count(job, line)
@@ -356,9 +366,13 @@ def resume(job: Preparation) -> None:
     path = job.directory / JOURNAL
     if not path.exists():
         return
-    lines = path.read_bytes().split(b"\n")[:-1]
-    for line in lines:
-        count(job, json.loads(line))
+    lines = read_file(path, LOG_BYTES).split(b"\n")[:-1]
+    with well_formed(path, repair(job.directory)):
+        for line in lines:
+            tree = json.loads(line)
+            if tree.pop("digest") != digest(tree):
+                raise ValueError("a line was altered since it was written")
+            count(job, tree)
     with open(path, "r+b", opener=no_follow) as file:
         file.truncate(sum(len(line) + 1 for line in lines))
     if lines:

@@ -153,12 +153,14 @@ class BPETokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        return self.encoding.encode_ordinary(text)
+        with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
+            return self.encoding.encode_ordinary(text)
 
     def encode_array(self, text: str) -> Ids:
         """See Tokenizer."""
         # With nothing disallowed all of it is encoded as ordinary text.
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

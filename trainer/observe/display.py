@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainer.errors import printable
+
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # between plain lines
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
@@ -125,7 +127,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print a line without a step."""
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(printable(text), markup=False, highlight=False)
 
     def eta(self) -> str:
         """Return the time left at the recent mean speed, h:mm:ss.

@@ -162,7 +162,7 @@ def cut_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
     return last
 
 
-SAMPLE = re.compile(rb'^step (\d+) \| (".*")\n((?:  .*\n)*)', re.MULTILINE)
+SAMPLE = re.compile(rb'^step (\d{1,18}) \| (".*")\n((?:  .*\n)*)', re.MULTILINE)
 
 
 def encode_sample(sample: Sample) -> bytes:

@@ -1,6 +1,7 @@
 """Whatever its files hold, a reader answers with one line or reads them: each is given
 300 damaged ones."""
 
+import base64
 import copy
 import json
 import shutil
@@ -25,14 +26,21 @@ from trainer.data.hf_tokenizer import ids_beside, save_hf
 from trainer.data.json_tokenizer import parse
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import load_saved
-from trainer.errors import UserError
+from trainer.errors import UserError, complain
 from trainer.models import huggingface
 from trainer.models.gpt2 import model as gpt2
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama import model as llama
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.smollm3.spec import SmolLM3Spec
-from trainer.observe.records import encode_row, encode_sample, read_samples
+from trainer.observe.display import Display
+from trainer.observe.records import (
+    Sample,
+    cut_samples,
+    encode_row,
+    encode_sample,
+    read_samples,
+)
 from trainer.observe.trackers.jsonl import Digest
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.report.comparing import write_comparison
@@ -46,6 +54,7 @@ from trainer.run.rundir import differences
 from trainer.run.start import has_same_form, saved_diloco
 from trainer.run.vocabulary import vocabulary_of
 from trainer.step.state_tree import as_saved
+from trainer.text import note, show
 
 ODD = [
     None,
@@ -259,8 +268,6 @@ def run_dir(tmp_path):
     (folder / "environment.txt").write_text(
         "python: 3.12\ntraining tokens: 1,000\noverrides: seed=1\nparameters: 3\n"
     )
-    from trainer.observe.records import Sample
-
     (folder / "samples.txt").write_bytes(
         encode_sample(Sample(3, "samples", "In the\nbeginning"))
     )
@@ -480,3 +487,52 @@ def test_a_text_of_deeply_nested_lists_is_no_json_lines(tmp_path):
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):
     assert answer(lambda: print(tmp_path.read_text())) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "setting", ["optimizer.lr", "train.steps", "seed", "model.d_model", "data.workers"]
+)
+def test_a_number_of_hundreds_of_digits_is_one_line(setting):
+    with pytest.raises(UserError, match=r"at most 64 bits|valid|expected|seed"):
+        compose_config([f"{setting}=1{'0' * 400}"])
+
+
+def test_a_sample_of_a_step_of_thousands_of_digits_is_no_sample(tmp_path):
+    path = tmp_path / "samples.txt"
+    whole = encode_sample(Sample(3, "samples", "In the beginning"))
+    path.write_bytes(whole + b"step 1" + b"0" * 5000 + b' | "samples"\n  x\n')
+    assert [sample.step for sample in read_samples(path)] == [3]
+    cut_samples(path, 3)
+    assert path.read_bytes() == whole
+
+
+def test_a_word_pattern_that_the_library_gives_up_is_one_line(tmp_path):
+    ranks = (base64.b64encode(bytes([i])) + b" %d" % i for i in range(256))
+    (tmp_path / "a.tiktoken").write_bytes(b"\n".join(ranks))
+    settings = {
+        "pat_str": r"\w*\w*\w*(?!a)(?=z)|.",
+        "special_tokens": {"<|endoftext|>": 256},
+    }
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    tokenizer = get_tokenizer(str(tmp_path / "a.tiktoken"))
+    for encode in (tokenizer.encode, tokenizer.encode_array):
+        with pytest.raises(UserError, match=r"a.tiktoken is damaged"):
+            encode("a" * 2000)
+
+
+def test_what_a_terminal_obeys_is_spelled_out(capsys):
+    text = "a\tb\nc\x1b[2J\r\x07\u202e"
+    complain(text)
+    assert capsys.readouterr().err == "error: a\tb\nc\\x1b[2J\\r\\x07\\u202e\n"
+    note(text)
+    assert "\x1b" not in capsys.readouterr().err
+    show(text)  # not to a terminal
+    assert capsys.readouterr().out == text + "\n"
+    Display(1).event(1, text)
+    assert "\\x1b[2J" in capsys.readouterr().out
+
+
+def test_a_text_is_spelled_out_in_a_terminal_only(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show("\x1b]0;title\x07")
+    assert capsys.readouterr().out == "\\x1b]0;title\\x07\n"

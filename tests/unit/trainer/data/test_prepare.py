@@ -27,6 +27,7 @@ from trainer.data import (
     prepare,
 )
 from trainer.data.encode import uniform
+from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -423,6 +424,41 @@ def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
     ):
         Manifest.load(directory)
     assert content(prepare(source, "byte", cache, shard_bytes=40_000)) == content(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: line[:-20],
+        lambda line: b"[" * 20_000,
+        lambda line: line.replace(b'"documents": ', b'"documents": 1'),
+        lambda line: b"{}",
+    ],
+)
+def test_an_altered_journal_is_one_message(jsonl, tmp_path, change):
+    source = TextSource((str(jsonl),), "jsonl")
+
+    def stop(progress):
+        if progress.documents > 1500:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, "byte", tmp_path / "cache", shard_bytes=40_000, progress=stop)
+    [journal] = tmp_path.glob("cache/*/journal.jsonl")
+    first, *others = journal.read_bytes().split(b"\n")
+    journal.write_bytes(b"\n".join([change(first), *others]))
+    with pytest.raises(UserError, match=r"journal.jsonl is damaged .*rm -r .*"):
+        prepare(source, "byte", tmp_path / "cache", shard_bytes=40_000)
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_not_rounded_away(
+    jsonl, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_array", lambda *_: np.array([65536 + 7], np.uint32)
+    )
+    with pytest.raises(UserError, match="byte makes the id 65543 of a text"):
+        prepare(TextSource((str(jsonl),), "jsonl"), "byte", tmp_path / "cache")
 
 
 def test_several_processes_prepare_once(jsonl, tmp_path):
