@@ -243,8 +243,8 @@ def chart_figure(chart: Chart, drawn: str = "") -> str:
         *(mark(m, across) for m in chart.marks),
         *(part for x in shown for part in draw(x, across, up)),
     ]
-    clipped = f"{above} values above the top" if above else ""
-    if above:
+    clipped = f"{above} value{'s' * (above > 1)} above the top" if above else ""
+    if above and not drawn:
         parts.append(
             f'<text x="{WIDTH - RIGHT}" y="11" text-anchor="end">{clipped}</text>'
         )

@@ -29,6 +29,7 @@ return +(tick / by).toPrecision(4) + name;
 # The column `x` is a copy of the chosen one, which glyphs and range follow. A plot of
 # positive values has tags: its range, and the lowest value of a logarithmic axis.
 SCRIPT = """
+document.querySelector(".controls").hidden = false;
 function plots() {
   return Bokeh.documents.flatMap((doc) => doc.roots());
 }
@@ -55,7 +56,7 @@ function showLog(on) {
 }
 """
 CONTROLS = (
-    "<p class=controls>x-axis: "
+    "<p class=controls hidden>x-axis: "
     + " ".join(
         f"<label><input type=radio name=x onclick=\"showX('{name}')\""
         f"{' checked' * (name == AXES[0])}>{name}</label>"
