@@ -238,6 +238,20 @@ def is_scaled_array(x: Any) -> bool:
     return isinstance(x, ScaledArray)
 
 
+def data_of(x: Any) -> Any:
+    """Return the data of a ScaledArray; another leaf is unchanged."""
+    if is_scaled_array(x):
+        return x.data
+    return x
+
+
+def value_of(x: Any) -> Any:
+    """Return the logical value of a ScaledArray, FP32; another leaf is unchanged."""
+    if is_scaled_array(x):
+        return x.unscale()
+    return x
+
+
 def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     """Return a tree with every floating-point array as a ScaledArray of the same value.
 

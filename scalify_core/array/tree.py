@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
+from scalify_core.array.scaled_array import (
+    ScaledArray,
+    is_scaled_array,
+    value_of,
+    with_scale,
+)
 from scalify_core.numerics.formats import is_float
 
 
@@ -135,9 +140,7 @@ def global_norm(tree: Any) -> jax.Array:
     Args:
         tree: ScaledArrays and plain arrays; others are left out.
     """
-    values = [
-        x.unscale() if is_scaled_array(x) else jnp.asarray(x) for x in leaves(tree)
-    ]
+    values = [jnp.asarray(value_of(x)) for x in leaves(tree)]
     values = [x.astype(jnp.float32) for x in values if is_float(x)]
     if values:
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalify_core.array.scaled_array import is_scaled_array, with_scale
+from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import composite_rule as measured_rule
@@ -97,8 +97,6 @@ def _summary(
     scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim:
         scale = scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim))
-    else:
-        scale = scale
     axes = tuple(i for i in range(data.ndim) if scale.ndim == 0 or scale.shape[i] == 1)
     shape = tuple(n for i, n in enumerate(data.shape) if i not in axes)
 
@@ -106,7 +104,7 @@ def _summary(
     magnitude = jnp.abs(data)
     zero = _is_zero(data)
     if exact is not None:
-        reference = exact.data if is_scaled_array(exact) else jnp.asarray(exact)
+        reference = jnp.asarray(data_of(exact))
         lost = zero & ~_is_zero(reference.astype(jnp.float32))
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantise(data))

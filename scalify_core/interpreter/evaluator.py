@@ -30,7 +30,6 @@ from scalify_core.interpreter.value import Value, in_format, narrow, value
 from scalify_core.numerics.formats import materialise
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
 from scalify_core.numerics.precision_warnings import Observer, made_at
-from scalify_core.numerics.scales import as_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +207,11 @@ def entering(x: Any) -> Any:
 
 def _leaving(observer: Observer | None, jaxpr: Any, out: Sequence[Any]) -> list[Any]:
     """Return the results of a program, values in their formats as ScaledArrays."""
-    scales = iter(as_numbers([x.multiple for x in out if isinstance(x, Value)]))
     left = []
     for x, var in zip(out, jaxpr.outvars, strict=True):
         if isinstance(x, Value):
             with made_at(observer, jaxpr, var):
-                left.append(with_scale(narrow(x).data, next(scales)))
+                left.append(with_scale(narrow(x).data, x.scale))
         else:
             left.append(materialise(x))
     return left

@@ -301,7 +301,7 @@ def on_data(eqn: Any, *operands: Any) -> list[Any]:
     # One scale: the operation may mix elements that had different ones.
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
-    out = bind_all(eqn, *(x.data if isinstance(x, Value) else x for x in operands))
+    out = bind_all(eqn, *map(v.data_of, operands))
     first = next(x for x in operands if isinstance(x, Value))
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [

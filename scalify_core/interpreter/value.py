@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -202,11 +202,13 @@ def uniform(x: Any) -> float | None:
 
 
 def lift(x: Any, dtype: np.dtype) -> Value:
-    """Return a plain operand as a value of format `dtype`.
+    """Return a plain operand as a value of format `dtype`; a value is unchanged.
 
     An array has scale 1; a uniform constant is split exactly. Zero, infinities and NaN
     get the smallest scale, which does not count beside another.
     """
+    if isinstance(x, Value):
+        return x
     constant = uniform(x)
     if constant is None:
         return value(as_float32(x), 1.0, 1.0, dtype)
@@ -439,9 +441,12 @@ def before_rescaling(v: Value) -> tuple[Value, Value]:
     return dataclasses.replace(v, dynamic=scale, pre_rescale=None), v.pre_rescale.value
 
 
-def scalar_scale(v: Value) -> Value:
-    """Return the value with one scale for all its elements, the largest."""
-    if v.dynamic is None or v.dynamic.ndim == 0:
+def scalar_scale(v: Any) -> Any:
+    """Return the value with one scale for all its elements, the largest.
+
+    A plain operand is unchanged.
+    """
+    if not isinstance(v, Value) or v.dynamic is None or v.dynamic.ndim == 0:
         return v
     # The largest: at a smaller one some data would saturate.
     scale = jnp.max(v.scale)
@@ -454,9 +459,11 @@ def scalar_scale(v: Value) -> Value:
     )
 
 
-def scalar_scales(operands: Sequence[Any]) -> list[Any]:
-    """Return the operands with one scale for each value; plain ones unchanged."""
-    return [scalar_scale(x) if isinstance(x, Value) else x for x in operands]
+def data_of(x: Any) -> Any:
+    """Return the data of a value; a plain operand is unchanged."""
+    if isinstance(x, Value):
+        return x.data
+    return x
 
 
 def result_dtype(*operands: Any) -> np.dtype:

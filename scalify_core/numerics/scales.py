@@ -13,7 +13,6 @@ product leaves the range of scales, the remainder goes into the data.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from scalify_core.numerics.formats import as_float32, pow2_inverse, pow2_round
 
@@ -31,7 +29,6 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 # A smaller scale is that of zeros. Results of other scales are at least this number,
 # and at most its inverse.
 OF_ZEROS = 2.0**-125
-_TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
 
 
 @jax.jit
@@ -99,32 +96,6 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
     return lax.select(
         zeros, lax.full_like(smaller, MIN_SCALE), clip_scale(lax.mul(a, b))
     )
-
-
-def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
-    """Return `as_number` of each scale.
-
-    Multiples of scalars are multiplied out together: one by one, each is a kernel on a
-    GPU. Only scalars that jit traces, of one type, are combined: those of vmap may be
-    batched or not, and arrays may be on different devices.
-    """
-    results = list(scales)
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(scales):
-        if (
-            isinstance(x, Multiple)
-            and isinstance(x.base, DynamicJaxprTracer)
-            and x.base.ndim == 0
-        ):
-            alike.setdefault(jax.typeof(x.base), []).append(i)
-    for same in alike.values():
-        for block in itertools.batched(same, _TOGETHER):
-            stacked = jnp.stack([scales[i].base for i in block])
-            multipliers = np.array([scales[i].by for i in block], np.float32)
-            numbers = _multiplied(stacked, multipliers, stacked)
-            for place, i in enumerate(block):
-                results[i] = numbers[place]
-    return [as_number(x) for x in results]
 
 
 def ratio(a: Any, b: Any) -> Any:

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.array.scaled_array import ScaledArray, is_scaled_array, with_scale
+from scalify_core.array.scaled_array import (
+    ScaledArray,
+    data_of,
+    is_scaled_array,
+    value_of,
+    with_scale,
+)
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.amax import largest_magnitudes, largest_of_rows
 from scalify_core.numerics.formats import (
@@ -225,7 +231,7 @@ def _instead(
 
 def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:
     """Return the arrays of a state in FP32, with their meaning for the optimizer."""
-    values = [x.unscale() if is_scaled_array(x) else x for x in arrays]
+    values = list(map(value_of, arrays))
     # The maximum also catches squares that underflow FP32.
     values = [
         jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
@@ -249,7 +255,7 @@ def recompute_barrier(tree: Any, scales: Any) -> tuple[Any, Any]:
     """
     flat, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
     data, scales = compiler_hints.barrier(
-        "computed_again", ([x.data if is_scaled_array(x) else x for x in flat], scales)
+        "computed_again", (list(map(data_of, flat)), scales)
     )
     barred = [
         with_scale(d, x.scale) if is_scaled_array(x) else d

@@ -20,8 +20,10 @@ import numpy as np
 from scalify_core.array.scaled_array import (
     ScaledArray,
     as_scaled_array,
+    data_of,
     is_scaled_array,
     readable,
+    value_of,
     with_scale,
 )
 from scalify_core.array.tree import leaves, map_arrays
@@ -165,7 +167,7 @@ def apply_with_compensation(
         )
 
     def add(p: Any, update: Any, number: Any, words: Any, old_rest: Any) -> Any:
-        data = p.data if is_scaled_array(p) else p
+        data = data_of(p)
         fmt = FloatFormat.of(data.dtype)
         if old_rest is None:
             update = wide(update)
@@ -458,9 +460,7 @@ def wide(tree: Any) -> Any:
     """Return the logical values of a tree; float arrays in FP32."""
 
     def convert(x: Any) -> Any:
-        if is_scaled_array(x):
-            return x.unscale()
-        x = jnp.asarray(x)
+        x = jnp.asarray(value_of(x))
         if is_float(x):
             return x.astype(jnp.float32)
         return x

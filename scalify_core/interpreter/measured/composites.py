@@ -19,6 +19,7 @@ from scalify_core.interpreter.measured.policy import (
     stored,
     stored_value,
     wide,
+    wide_result,
     wide_value,
 )
 from scalify_core.interpreter.measured.products import (
@@ -34,7 +35,7 @@ from scalify_core.interpreter.rules.composites import in_order
 from scalify_core.interpreter.rules.matmul import call_on_data
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import amax, formats
-from scalify_core.numerics.formats import FloatFormat, is_float
+from scalify_core.numerics.formats import FloatFormat
 from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
 
 _F32 = np.dtype(np.float32)
@@ -209,7 +210,7 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         formats.as_float32(x) * factor for x, factor in zip(out, factors, strict=False)
     ]
     made = [*scaled, *out[len(scaled) :]]
-    return [wide_value(x, dtype) if is_float(x) else x for x in made]
+    return [wide_result(x, dtype) for x in made]
 
 
 def _in_dtype(x: Any, dtype: np.dtype) -> Any:

@@ -194,6 +194,13 @@ def wide_value(data: Any, dtype: Any) -> Value:
     return v.value(formats.at_least_float32(data), 1.0, v.MEASURED, dtype)
 
 
+def wide_result(data: Any, dtype: Any) -> Any:
+    """Return a result: a value if it is floating point."""
+    if is_float(data):
+        return wide_value(data, dtype)
+    return data
+
+
 def like(x: Any, data: Any) -> Any:
     """Return a result that is a value where `x` is one."""
     if isinstance(x, Value):
@@ -241,7 +248,7 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     ]
     dtype = v.result_dtype(*operands)
     out = registry.bind_all(eqn, *args)
-    return [wide_value(y, dtype) if is_float(y) else y for y in out]
+    return [wide_result(y, dtype) for y in out]
 
 
 def _as_wide_as(x: Any, aval: Any) -> Any:
@@ -410,7 +417,7 @@ def like_composite(eqn: Any, *operands: Any) -> list[Any]:
     call = eqn.params["call"]
     arrays = [formats.as_float32(x) if is_float(x) else x for x in map(wide, operands)]
     dtype = v.result_dtype(*operands)
-    return [wide_value(y, dtype) if is_float(y) else y for y in call.bind(*arrays)]
+    return [wide_result(y, dtype) for y in call.bind(*arrays)]
 
 
 def leaving(

@@ -272,7 +272,7 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         wide = (
             v.wide(dx),
             v.wide(dhead),
-            formats.as_float32(like_head.data if is_value(like_head) else like_head),
+            formats.as_float32(v.data_of(like_head)),
         )
         out = on_data(call, wide, v.wide(gradient), logit_scale=float(tokens))
         dx, dhead = (

@@ -58,7 +58,7 @@ def _collective(
         operands = tuple(
             equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
         )
-    out = bind_all(eqn, *(x.data if isinstance(x, Value) else x for x in operands))
+    out = bind_all(eqn, *map(v.data_of, operands))
     for i, x in enumerate(operands):
         if isinstance(x, Value):
             data, growth = (saturated(out[i]), _growth(eqn, x)) if adds else (out[i], 1)

@@ -126,7 +126,7 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
     """
     dtype = v.result_dtype(*operands)
     values, scales = zip(
-        *(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands),
+        *(with_static_scale(v.lift(x, dtype)) for x in operands),
         strict=True,
     )
     if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:

@@ -45,7 +45,7 @@ def _has_any_scale(constant: float | None) -> bool:
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
     """Return the operands as values, and the format of an arithmetic result."""
     dtype = v.result_dtype(*operands)
-    return [x if isinstance(x, Value) else v.lift(x, dtype) for x in operands], dtype
+    return [v.lift(x, dtype) for x in operands], dtype
 
 
 @rule("add", "sub", "add_any", lazy=True)

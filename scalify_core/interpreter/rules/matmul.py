@@ -157,8 +157,7 @@ def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     """Evaluate the gradient of max pooling: scatter `source` to the maxima of
     `operand`.
     """
-    if not isinstance(source, Value):
-        source = v.lift(source, operand.dtype)
+    source = v.lift(source, operand.dtype)
     if isinstance(operand, Value):
         where = v.wide(v.scalar_scale(operand))
     else:
@@ -236,10 +235,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         dtype = v.result_dtype(gradient)
     else:
         dtype = np.dtype(product.dtypes[2])
-    lhs, rhs, gradient = (
-        x if isinstance(x, Value) else v.lift(x, dtype)
-        for x in (*residuals[:2], gradient)
-    )
+    lhs, rhs, gradient = (v.lift(x, dtype) for x in (*residuals[:2], gradient))
     gradient = v.scalar_scale(gradient)
     summed = gradient.pre_rescale is not None and gradient.pre_rescale.sums is not None
 

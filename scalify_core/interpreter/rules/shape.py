@@ -23,7 +23,7 @@ unscaled("scatter-mul", as_traced=True)
 
 @rule("concatenate", "pad", "stack")
 def _join(eqn: Any, *operands: Any) -> Value:
-    operands = tuple(v.scalar_scales(operands))
+    operands = tuple(map(v.scalar_scale, operands))
     data, scale, rms, dtype = common(*operands)
     return v.value(bind(eqn, *data), scale, rms, dtype)
 
@@ -42,7 +42,9 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) -> Value:
-    (operand, update), scale, rms, dtype = common(*v.scalar_scales([operand, update]))
+    (operand, update), scale, rms, dtype = common(
+        *map(v.scalar_scale, (operand, update))
+    )
     return v.value(
         bind(eqn, operand, update, *(formats.materialise(i) for i in indices)),
         scale,
@@ -53,7 +55,9 @@ def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) ->
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
 def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
-    (operand, updates), scale, rms, dtype = common(*v.scalar_scales([operand, updates]))
+    (operand, updates), scale, rms, dtype = common(
+        *map(v.scalar_scale, (operand, updates))
+    )
     # FP32: sums, and because the equation's inner jaxpr was traced so.
     out = bind(
         eqn,
