@@ -153,7 +153,8 @@ def _check(
         assert_close(
             actual, expected, fmt, **limits, narrow=narrow, wide=wide, where=way
         )
-        first = actual if first is None else first
+        if first is None:
+            first = actual
     return first
 
 

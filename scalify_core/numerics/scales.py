@@ -271,7 +271,8 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
             and 2.0**-14 <= abs(factor) <= 1
             and math.frexp(factor)[0] in (0.5, -0.5)
         )
-        x = x if in_format else as_float32(x)
+        if not in_format:
+            x = as_float32(x)
         return lax.mul(x, x.dtype.type(factor))
     return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
 

@@ -339,7 +339,8 @@ def new_scales(
         largest = jnp.concatenate(peaks)
         largest = jnp.where(is_root, _square_root(largest), largest)
         is_new = jnp.isfinite(largest) & (largest > 0)
-        is_new = is_new if accept is None else is_new & accept
+        if accept is not None:
+            is_new = is_new & accept
         # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
         previous = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
         measured_scales = [jnp.where(is_new, pow2_floor(largest * (2 / top)), previous)]

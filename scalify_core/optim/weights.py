@@ -199,7 +199,8 @@ def apply_with_compensation(
                 compiler_hints.barrier("rows", total) if np.ndim(number) else total,
                 data,
             )
-            scale = scale if is_static else jnp.where(accept, scale, old_scale)
+            if not is_static:
+                scale = jnp.where(accept, scale, old_scale)
         if is_scaled_array(p):
             return with_scale(total, scale)
         return total
@@ -242,7 +243,8 @@ def apply_with_compensation(
                 "in_turn", (new[previous], words[i])
             )
         new.append(add(p, update, number, words[i], rest))
-        previous = i if is_large else previous
+        if is_large:
+            previous = i
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
 
 

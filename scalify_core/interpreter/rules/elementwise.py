@@ -163,7 +163,8 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
     if abs(n) > 4:  # the data's own power would leave FP32
         return in_float32(eqn, x)
     dtype = v.result_dtype(x)
-    x = v.as_divisor(x) if n < 0 else x
+    if n < 0:
+        x = v.as_divisor(x)
     if sc.is_static(x.scale):
         return v.settled(
             bind(eqn, v.wide(x)),

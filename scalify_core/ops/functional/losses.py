@@ -87,7 +87,8 @@ def linear_cross_entropy(
     Returns:
         FP32 scalar, mean nats.
     """
-    vocab_size = head.shape[0] if vocab_size is None else vocab_size
+    if vocab_size is None:
+        vocab_size = head.shape[0]
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,
         "chunk": chunk,
@@ -328,7 +329,8 @@ def _over_chunks(
         carry, y = step(carry, x[body:], targets[body:])
     if ys is not None:
         ys = ys.reshape(body, x.shape[1])
-        ys = jnp.concatenate([ys, y]) if rest else ys
+        if rest:
+            ys = jnp.concatenate([ys, y])
     return carry, ys
 
 
