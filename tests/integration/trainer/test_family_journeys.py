@@ -4,16 +4,19 @@ an export of the same journey.
 `scripts/studies/family_journeys.py` stored the exports and transformers' texts.
 """
 
+import contextlib
 import json
 import logging
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from families import whole
 from safetensors.numpy import load_file
 
 from scripts.studies.family_journeys import NEW_TOKENS, PROMPTS, WEIGHTS, journey
+from trainer.assembly.saved_model import restore_run
 from trainer.data import get_tokenizer
 from trainer.data.tokenizer import continuation
 from trainer.models import huggingface
@@ -50,6 +53,10 @@ def test_a_family_goes_in_and_out_with_the_texts_of_transformers(
     tokenizer = get_tokenizer(str(exported))
     assert greedy_texts(exported, tokenizer) == stored["texts"]
     assert greedy_texts(STORED / family, tokenizer) == stored["texts"]
+    _, params = huggingface.load(exported, None)
+    with contextlib.chdir(tmp_path):
+        trained = restore_run(Path("run")).params
+    jax.tree.map(np.testing.assert_array_equal, params, trained)
     config, expected = (
         json.loads((folder / "config.json").read_text())
         for folder in (exported, STORED / family)
