@@ -42,3 +42,20 @@ def compiled(spec, compute_dtype=jnp.float32):
 def assert_close(a, b, atol=REORDERED):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
+
+
+def matmul_flops(jaxpr):
+    """The FLOPs of a traced program's products."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            k = 1
+            for axis in contracted:
+                k *= eqn.invars[0].aval.shape[axis]
+            total += 2 * k * eqn.outvars[0].aval.size
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += matmul_flops(inner)
+    return total

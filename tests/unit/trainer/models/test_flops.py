@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from small_models import matmul_flops
 
 from trainer.models.flops import flop_share, flops_per_token, forward_flops_per_token
 from trainer.models.gpt2.model import functional
@@ -39,22 +40,6 @@ def test_formula_counts_every_matmul_of_the_traced_model(mlp):
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda p, t: bind(p)(t))(params, tokens)
     assert matmul_flops(jaxpr.jaxpr) == 3 * 16 * forward_flops_per_token(spec)
-
-
-def matmul_flops(jaxpr):
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            k = 1
-            for axis in contracted:
-                k *= eqn.invars[0].aval.shape[axis]
-            total += 2 * k * eqn.outvars[0].aval.size
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += matmul_flops(inner)
-    return total
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file
+from small_models import matmul_flops
 
 from trainer.config.composition import CONFIGS
 from trainer.config.fields import from_tree
 from trainer.config.inherited import inherit
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.flops import param_count
+from trainer.models.flops import forward_flops_per_token, param_count
 from trainer.models.registry import SPECS, family_of
 from trainer.models.weight_files import read_object
 
@@ -72,6 +73,26 @@ def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
     ours = json.loads((tmp_path / "out" / "config.json").read_text())
     theirs = json.loads((DATA / name / "config.json").read_text())
     assert {k: v for k, v in ours.items() if theirs.get(k, v) != v} == {}
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"mistral_window"}))
+def test_flops_are_those_of_the_traced_products(name):
+    """A window's products are traced whole, and counted as they need be."""
+    spec, params = loaded(name)
+    spec = dataclasses.replace(spec, context=24)
+    tokens = np.zeros((1, 24), np.int32)
+    if name == "gpt2":
+        params["wpe"]["embedding"] = params["wpe"]["embedding"][:24]
+    bind = family_of(spec).build(spec).bind
+    traced = jax.make_jaxpr(lambda p: bind(p)(tokens))(params)
+    assert matmul_flops(traced.jaxpr) == 24 * forward_flops_per_token(spec)
+
+
+def test_olmo2_is_not_split_by_heads():
+    spec, _ = loaded("olmo2")
+    family_of(spec).check_tensor(spec, 1, 1)
+    with pytest.raises(UserError, match=r"over all heads.*valid: parallel.tensor=1"):
+        family_of(spec).check_tensor(spec, 2, 1)
 
 
 @pytest.mark.parametrize(
