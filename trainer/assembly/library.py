@@ -28,7 +28,8 @@ from trainer.step.state import TrainState
 
 # Only within a result: a notebook has pictures of its own.
 CURVE = (
-    ".run{max-width:640px}.run figure{margin:0}.run path{fill:none;stroke-width:1.6}"
+    ".run,.run svg{width:100%;max-width:640px}.run figure{margin:0;width:100%}"
+    ".run path{fill:none;stroke-width:1.6}.run text{fill:currentColor}"
     ".run .faint{opacity:.3}.run text{font-size:11px}.run .grid{stroke:#ccc}"
     ".run i{display:inline-block;width:11px;height:11px;margin:0 4px 0 10px}"
     ".run .frame{stroke:#888}"
