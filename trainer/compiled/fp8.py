@@ -7,7 +7,7 @@ compiled program is read.
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from trainer.workload import Model
 
 # rows and columns, the smaller first, as in the transposed matmul; contracted elements
 Product = tuple[int, int, int]
+Join = tuple[Product, ...]  # of matmuls with a common operand
 # The width from which on an H200 takes no longer than in bf16, as computed by `python
 # -m scripts.bench.crossover`; not yet measured.
 PAYS_FROM_WIDTH = 512
@@ -85,9 +86,16 @@ def can_be(gemm: Gemm, product: Product) -> bool:
 
 
 def missing_products(
-    expected: Iterable[Product], gemms: Iterable[Gemm]
+    layers: Iterable[Mapping[str, Mapping[str, Product]]], gemms: Iterable[Gemm]
 ) -> set[Product]:
-    """Return the expected matmuls that are not compiled, alone or joined."""
+    """Return the expected matmuls that are not compiled, alone or joined.
+
+    Args:
+      layers: for each group of sibling layers their matmuls, by layer and name.
+      gemms: the compiled matmuls.
+    """
+    groups = [list(group.values()) for group in layers]
+    expected = [p for group in groups for made in group for p in made.values()]
     left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
     missing: Counter[Product] = Counter()
     for product in sorted(expected):
@@ -96,29 +104,38 @@ def missing_products(
             missing[product] += 1
         else:
             left.remove(match)
+    joins = {join for group in groups for join in possible_joins(group)}
     for gemm in left:
-        missing -= Counter(joined_in(gemm, missing))
+        missing -= Counter(joined_in(gemm, missing, sorted(joins)))
     return set(missing)
 
 
-def joined_in(gemm: Gemm, missing: Counter[Product]) -> tuple[Product, ...]:
-    """Return the missing matmuls that a compiled one may hold side by side.
+def possible_joins(siblings: Sequence[Mapping[str, Product]]) -> set[Join]:
+    """Return the matmuls of sibling layers that XLA may join, those of a common input.
 
-    XLA joins matmuls with a common operand: queries, keys and values, or both branches
-    of a gated MLP. So at most three are joined.
+    They are queries, keys and values, or both branches of a gated MLP: at most three.
     """
-    batch, rows, columns, contracted = gemm.sizes
-    for common, other in ((rows, columns), (columns, rows)):
-        similar = sorted(
-            p
-            for p in missing
-            if common in p[:2] and p[2] <= batch * contracted < 2 * p[2]
-        )
+    joins: set[Join] = set()
+    output, _, weight_gradient = PRODUCTS
+    for name in (output, weight_gradient):
+        products = sorted(made[name] for made in siblings if name in made)
         for count in (2, 3):
-            for products in itertools.combinations_with_replacement(similar, count):
-                fits = sum(sum(p[:2]) - common for p in products) == other
-                if fits and Counter(products) <= missing:
-                    return products
+            joins.update(itertools.combinations(products, count))
+    return joins
+
+
+def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> Join:
+    """Return the missing matmuls that a compiled one may hold side by side."""
+    batch, rows, columns, contracted = gemm.sizes
+    for products in joins:
+        if any(not p[2] <= batch * contracted < 2 * p[2] for p in products):
+            continue
+        for common, other in ((rows, columns), (columns, rows)):
+            fits = all(common in p[:2] for p in products) and (
+                sum(sum(p[:2]) - common for p in products) == other
+            )
+            if fits and Counter(products) <= missing:
+                return products
     return ()
 
 
@@ -173,9 +190,12 @@ def not_fp8(
         if path not in excluded
     }
     every = [product for made in products.values() for product in made.values()]
+    siblings: dict[str, dict[str, dict[str, Product]]] = {}
+    for path, made in products.items():
+        siblings.setdefault(path.rpartition(".")[0], {})[path] = made
     missing: set[Product] = set()
     if len(narrow) != len(every):  # more FP8 matmuls where remat repeats a forward pass
-        missing = missing_products(every, narrow)
+        missing = missing_products(siblings.values(), narrow)
 
     def compiled_as(product: Product) -> str:
         like = [gemm for gemm in others if can_be(gemm, product)] or others

@@ -20,7 +20,7 @@ from scalify_core import (
 )
 from scalify_core.ops.functional import attention
 from scalify_core.ops.matmul import Fp8DotGeneral
-from trainer.compiled.fp8 import layer_products, missing_products
+from trainer.compiled.fp8 import PRODUCTS, layer_products, missing_products
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.instructions import Shape, parse_instruction
 from trainer.compiled.operations import Gemm
@@ -369,26 +369,61 @@ def gemm(rows, columns, contracted):
     )
 
 
+def layer_of(inputs, outputs, tokens=128):
+    products = layer_products((inputs, outputs), tokens)
+    return dict(zip(PRODUCTS, products, strict=True))
+
+
 def test_products_that_the_compiler_joined_are_not_missing():
     tokens, width, narrow = 128, 256, 64
-    queries, keys, out = (
-        layer_products((width, width), tokens),
-        layer_products((width, narrow), tokens),
-        (128, 256, 512),
-    )
-    expected = [*queries, *keys, *keys, out]
+    attention = {
+        "q_proj": layer_of(width, width),
+        "k_proj": layer_of(width, narrow),
+        "v_proj": layer_of(width, narrow),
+    }
+    queries, keys = attention["q_proj"], attention["k_proj"]
+    other = {"down_proj": {PRODUCTS[0]: (128, 256, 512)}}
     joined = width + 2 * narrow
     compiled = [
         gemm(tokens, joined, width),
         gemm(joined, width, tokens),
         gemm(tokens, width, 512),
     ]
-    inputs = [gemm(tokens, width, width), *[gemm(tokens, width, narrow)] * 2]
-    assert missing_products(expected, compiled + inputs) == set()
+    compiled += [gemm(tokens, width, width), *[gemm(tokens, width, narrow)] * 2]
+    assert missing_products([attention, other], compiled) == set()
     # the joined one is not FP8
-    assert missing_products(expected, compiled[1:] + inputs) == {queries[0], keys[0]}
+    output = PRODUCTS[0]
+    found = missing_products([attention, other], compiled[1:])
+    assert found == {queries[output], keys[output]}
     # one more than it holds
-    assert missing_products([*expected, keys[0]], compiled + inputs) == {keys[0]}
+    more = {"x_proj": {output: keys[output]}}
+    assert missing_products([attention, other, more], compiled) == {keys[output]}
+
+
+def test_joined_products_are_told_apart_by_their_layers():
+    """As in Qwen3, two queries are as wide as queries, keys and values, and both
+    branches of the MLP as a branch, queries and keys."""
+    tokens, width, q, kv, f = 128, 64, 128, 64, 192
+    attention = {
+        "q_proj": layer_of(width, q),
+        "k_proj": layer_of(width, kv),
+        "v_proj": layer_of(width, kv),
+        "o_proj": layer_of(q, width),
+    }
+    mlp = {name: layer_of(width, f) for name in ("gate_proj", "up_proj")}
+    mlp["down_proj"] = layer_of(f, width)
+    compiled = [gemm(tokens, q + 2 * kv, width), gemm(tokens, 2 * f, width)]
+    compiled += [gemm(width, q + 2 * kv, tokens), gemm(width, 2 * f, tokens)]
+    compiled += [gemm(tokens, width, n) for n in (q, kv, kv, f, f)]
+    for inputs in (q, f):  # of what writes to the residual stream
+        compiled += [
+            gemm(tokens, width, inputs),
+            gemm(tokens, inputs, width),
+            gemm(inputs, width, tokens),
+        ]
+    assert missing_products([attention, mlp] * 2, compiled * 2) == set()
+    lost = missing_products([attention, mlp], compiled[1:])
+    assert lost == {attention[name][PRODUCTS[0]] for name in ("q_proj", "k_proj")}
 
 
 IN_PLACE = """HloModule m
