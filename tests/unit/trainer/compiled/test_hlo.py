@@ -1,6 +1,7 @@
 """What `Program` reads in small programs compiled for an H200, whose products, loops
 and collectives are known."""
 
+import functools
 import math
 
 import jax
@@ -403,15 +404,16 @@ def test_products_that_the_compiler_joined_are_not_missing():
 def test_joined_products_are_told_apart_by_their_layers():
     """As in Qwen3, two queries are as wide as queries, keys and values, and both
     branches of the MLP as a branch, queries and keys."""
-    tokens, width, q, kv, f = 128, 64, 128, 64, 192
+    tokens, width, q, kv, f = 512, 64, 128, 64, 192
+    layer = functools.partial(layer_of, tokens=tokens)
     attention = {
-        "q_proj": layer_of(width, q),
-        "k_proj": layer_of(width, kv),
-        "v_proj": layer_of(width, kv),
-        "o_proj": layer_of(q, width),
+        "q_proj": layer(width, q),
+        "k_proj": layer(width, kv),
+        "v_proj": layer(width, kv),
+        "o_proj": layer(q, width),
     }
-    mlp = {name: layer_of(width, f) for name in ("gate_proj", "up_proj")}
-    mlp["down_proj"] = layer_of(f, width)
+    mlp = {name: layer(width, f) for name in ("gate_proj", "up_proj")}
+    mlp["down_proj"] = layer(f, width)
     compiled = [gemm(tokens, q + 2 * kv, width), gemm(tokens, 2 * f, width)]
     compiled += [gemm(width, q + 2 * kv, tokens), gemm(width, 2 * f, tokens)]
     compiled += [gemm(tokens, width, n) for n in (q, kv, kv, f, f)]
