@@ -27,9 +27,9 @@ import numpy as np
 from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
 from trainer.data.encode import EncodedTexts, Encoder, Tokens, split_texts
 from trainer.data.shards import (
-    FORMAT,
     JOURNAL,
     MANIFEST,
+    SHARD_FORMAT,
     SPLITS,
     Manifest,
     Shard,
@@ -171,7 +171,7 @@ def prepare(
         cache_dir.mkdir(parents=True, exist_ok=True)
         corpus = open_corpus(source, cache_dir)
         settings = [
-            FORMAT,
+            SHARD_FORMAT,
             corpus.fingerprint,
             tokenizer.fingerprint,
             val_fraction,

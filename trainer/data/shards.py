@@ -24,6 +24,7 @@ from trainer.errors import UserError
 from trainer.files import check_regular, read_file, well_formed, write_atomically
 
 FORMAT = 2
+SHARD_FORMAT = 1  # of the ids themselves, a part of fingerprints
 READABLE = (1, FORMAT)  # 1: without a digest of its content
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
