@@ -307,3 +307,16 @@ def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_wa
         assert title not in bare
     # a rate of 1e-3 where the critical one is 2 / 500
     assert "0.25 after step 50" in page
+
+
+def test_lines_that_are_flat_by_design_have_no_chart():
+    figures = {"underflow_max": 0.5, "saturated_max": 0.0, "exponent_max": 0.0}
+    found = rows(FALLING)
+    found[49] |= {f"numerics/weights/{name}": x for name, x in figures.items()}
+    wide = "precision: {compute: fp32}"
+    for config, shown in ((wide, False), ("precision: {compute: fp16}", True)):
+        past = history(found, config=config)
+        page = render(past, pictures={}, sample="", environment="")
+        assert ("<b>Underflow</b>" in page) == shown
+        assert ("<b>Saturation</b>" in page) == shown
+        assert "<b>Scales</b>" not in page  # all are one
