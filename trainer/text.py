@@ -68,8 +68,8 @@ def refuse_twice(arguments: Sequence[str]) -> None:
                 hint = f": {shlex.quote(joined)}"
             raise UserError(
                 f"{' and '.join([shown[0], *middle, shown[-1]])}: only the last would"
-                f" count; give {key} once, in quotes if the shell made two of what has"
-                f" braces{hint}"
+                f" count; give {key} once. If the shell expanded braces, quote the"
+                f" argument{hint}"
             )
 
 

@@ -144,8 +144,8 @@ def check_split(model: Model, mesh: Mesh) -> None:
     if spec.d_model % (fsdp * tensor):
         raise UserError(
             f"parallel.fsdp={fsdp} x parallel.tensor={tensor} does not divide"
-            f" model.d_model={spec.d_model}: most of the state would stay whole; valid:"
-            " a product that divides it"
+            f" model.d_model={spec.d_model}: most of the state could not be sharded;"
+            " valid: a product that divides it"
         )
     if tensor > 1:
         family_of(spec).check_tensor(

@@ -109,8 +109,8 @@ def restore_training(
         w = w._replace(task=w.task._replace(model=model))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(
-                f"{run_dir} was trained on other data than {w.data.directory}; bring"
-                " its text back"
+                f"{run_dir} was trained on other data than {w.data.directory}; restore"
+                " its text"
             )
         checkpoint = checkpointer.restore(
             dataclasses.replace(abstract_state(w.task), opt_state=()),

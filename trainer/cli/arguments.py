@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from trainer.errors import UserError, complain, run_and_flush
 from trainer.text import nearest, refuse_twice
 
-WIDTH = 79  # of a help text
-LEFT = 26  # of it, columns of the keys
+HELP_WIDTH = 79
+LEFT = 26  # columns of the keys in it
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 HELP = ("--help", "-h")
 STEP = "the checkpoint: newest, best (lowest validation loss), or its number of steps"
@@ -146,7 +146,7 @@ def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield lines of two columns, the second one wrapped."""
     for left, right in rows:
-        lines = textwrap.wrap(right, WIDTH - LEFT) or [""]
+        lines = textwrap.wrap(right, HELP_WIDTH - LEFT) or [""]
         if len(left) + 4 > LEFT:
             yield f"  {left}".rstrip()
         else:
@@ -159,7 +159,9 @@ def wrapped(about: str) -> str:
     paragraphs = []
     for paragraph in about.strip().split("\n\n"):
         is_code = any(line.startswith(" ") for line in paragraph.splitlines())
-        paragraphs.append(paragraph if is_code else textwrap.fill(paragraph, WIDTH))
+        paragraphs.append(
+            paragraph if is_code else textwrap.fill(paragraph, HELP_WIDTH)
+        )
     return "\n\n".join(paragraphs)
 
 

@@ -35,7 +35,9 @@ class Arguments:
 
     run_dir: str = argument("a run directory with a checkpoint")
     precisions: str = argument(
-        "other precisions, with +key=value; empty: fp32, or none for tasks", ""
+        "precisions to compare, separated by commas; +precision.key=value changes a"
+        " key; empty: fp32, or none for tasks",
+        "",
     )
     batches: int = argument("batches at most; 0: as many as at the end of the run", 0)
     text: str = argument(
@@ -55,8 +57,7 @@ class Arguments:
         "items of each task at most; 0: 200 of the first two, all of the others", 0
     )
     fewshot: int = argument(
-        "examples before each item of the harness's tasks; -1: as many as the task"
-        " says",
+        "examples before each item of the harness's tasks; -1: the task's default",
         -1,
     )
     batch: int = argument("sequences at once, in tasks", 16)

@@ -27,7 +27,7 @@ class Arguments:
     prompts: str = argument(
         "a file with a prompt on each line; -: standard input, one after the other", ""
     )
-    count: int = argument("texts of each prompt, each with the next seed", 1)
+    count: int = argument("samples of each prompt, with consecutive seeds", 1)
     max_new_tokens: int = argument("tokens to sample", 200)
     temperature: float = argument(
         "divides the logits; 0 takes the likeliest token", 0.8
@@ -36,7 +36,7 @@ class Arguments:
     top_p: float = argument(
         "keep the fewest likeliest tokens that reach this probability; 1 keeps all", 1.0
     )
-    seed: int = argument("another seed, another text", 0)
+    seed: int = argument("random seed of the samples", 0)
     step: str = argument(STEP, "newest")
 
 

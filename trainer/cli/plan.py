@@ -34,7 +34,8 @@ class Arguments:
     target: str = argument(f"the GPU: {', '.join(TARGETS)}", "h200")
     gpus: int = argument("how many, over all hosts", 1)
     hosts: int = argument(
-        f"hosts that share them evenly; 0: one for each {GPUS_PER_HOST}", 0
+        f"number of hosts with equal numbers of GPUs; 0: one per {GPUS_PER_HOST} GPUs",
+        0,
     )
     micro_batch: int = argument(
         "sequences of a device; 0: those of train.batch_tokens where that is given,"
@@ -42,7 +43,8 @@ class Arguments:
         0,
     )
     memory_fraction: float = argument(
-        "share of the memory that JAX takes; its own XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "fraction of the memory that JAX takes; default:"
+        " XLA_PYTHON_CLIENT_MEM_FRACTION",
         float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")),
     )
     search: bool = argument(
@@ -53,7 +55,7 @@ class Arguments:
     )
     exact: bool = argument("compile every layer of a deep model", False)
     predict: bool = argument(
-        "how long each class of kernels is expected to take, a guess", False
+        "estimate the time of each class of kernels; not measured", False
     )
     json: bool = argument("print the plan as JSON, with all of its figures", False)
 

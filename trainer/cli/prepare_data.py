@@ -7,8 +7,8 @@
         data.config=sample-10BT data.streaming=true data.max_tokens=1000000000
     scalify-trainer prepare-data verify=runs/data/DIRECTORY
 
-Takes the keys of the group data, as training does, which prepares its text itself: this
-is for another machine, or another time. Train on the result with data=prepared
+Takes the data keys of training. Training prepares its text itself; use this command to
+prepare it in advance, or on another machine. Train on the result with data=prepared
 data.prepared_dir=DIRECTORY. After an interruption the same command continues.
 """
 
@@ -31,7 +31,7 @@ class Arguments:
     """See `--help`."""
 
     verify: str = argument(
-        "a prepared directory, of which every shard is read in place of preparing", ""
+        "verify every shard of this prepared directory; nothing is prepared", ""
     )
 
 
@@ -66,7 +66,10 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Prepare or verify, and describe the directory."""
     if args.verify:
         if overrides:
-            raise UserError(f"verify={args.verify} reads a directory; leave the others")
+            raise UserError(
+                f"verify={args.verify} takes no other keys; remove"
+                f" {' '.join(overrides)}"
+            )
         manifest = Manifest.load(Path(args.verify), thorough=True)
     else:
         manifest = prepared(text_settings(overrides))

@@ -5,15 +5,15 @@
     scalify-trainer config=my.yaml train.steps=500
 
 A group=choice sets the keys of a group, a key=value sets one. config=FILE is a YAML
-file of keys and choices, over the defaults and below the command line.
+file of keys and choices: it overrides the defaults, and the command line overrides it.
 
     --cfg job        print the resolved configuration
     --multirun       train with each of the values in key=a,b,c
     --help           explain every key, with its value here
 
-Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by the guard
-because there was no progress; 130 stopped by Ctrl-C, 143 by SIGTERM, both after a
-checkpoint; 141 broken pipe.
+Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by the
+watchdog because there was no progress; 130 stopped by Ctrl-C, 143 by SIGTERM, both
+after a checkpoint; 141 broken pipe.
 """
 
 import contextlib
@@ -115,9 +115,9 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     checkpoints = Path(config.run_dir, "checkpoints")
     if line.is_same_run and not any(checkpoints.glob("*")):
         raise UserError(
-            f"resume={config.run_dir} has no checkpoints: nothing was trained with its"
-            " settings, so nobody knows whose they are; give the command that started"
-            " it once more, or choose another run"
+            f"resume={config.run_dir} has no checkpoints: nothing was trained, and its"
+            " saved settings are not trusted; re-run the command that started it, or"
+            " choose another run"
         )
     if config.parallel.distributed and not overrides_of(["run_dir"]):
         raise UserError(
@@ -128,8 +128,8 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     for key, value in line.not_taken.items():
         if value != used.get(key):
             print(
-                f"{key}={value} of that run is not used: a run directory is not"
-                " trusted with it; give the key to use it"
+                f"{key}={value} of that run is ignored, because a run directory may"
+                f" come from others; give {key}= to use it"
             )
     if in_sweep() and config.tracker.name is None:
         name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *settings])
@@ -173,8 +173,8 @@ def report_errors(job: Job) -> Iterator[None]:
         if error.filename is None:
             raise
         complain(
-            f"{describe_os_error(error)}; bring it back or choose another path, then"
-            " run the same command again"
+            f"{describe_os_error(error)}; restore it or choose another path, then"
+            " re-run the same command"
         )
         job.exit_code = 2
     finally:

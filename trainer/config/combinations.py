@@ -48,8 +48,8 @@ def validate(c: Config) -> None:
     _require(
         list(mesh.values()).count(-1) <= 1,
         f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}:"
-        " only one can be what the others leave; set parallel.data=1 to shard the"
-        " state over all devices",
+        " only one axis can be -1 (all remaining devices); set parallel.data=1 to shard"
+        " the state over all devices",
     )
     _require(
         not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
@@ -65,8 +65,8 @@ def validate(c: Config) -> None:
     )
     _require(
         c.init.embeddings is None or c.init_from is not None,
-        f"init.embeddings={c.init.embeddings} is of the weights that init_from names,"
-        " which is null; add init_from=DIRECTORY, or leave it out",
+        f"init.embeddings={c.init.embeddings} needs init_from, which is null; add"
+        " init_from=DIRECTORY, or leave init.embeddings out",
     )
     if c.profile.steps is not None:
         ok = (
@@ -126,9 +126,8 @@ def _check_replicas(c: Config, replicas: int) -> None:
         converting = "resume.convert=true"
     _require(
         not converting,
-        f"{converting} changes the form of a state, but not that of"
-        f" diloco.replicas={replicas} replicas; leave one of them out, or start from"
-        " weights by init_from",
+        f"{converting} is not supported with diloco.replicas={replicas}; leave one of"
+        " them out, or start from weights by init_from",
     )
     _require(
         c.precision.weights_rounding != "kahan",
@@ -163,9 +162,9 @@ def _check_rounds(d: DiLoCo, replicas: int) -> None:
     )
     _require(
         participants == replicas or fragments == 1,
-        f"diloco.participants={participants} is drawn for a round, in which"
-        f" diloco.fragments={fragments} are exchanged at different steps; choose one of"
-        " them",
+        f"diloco.participants={participants} needs diloco.fragments=1, this is"
+        f" {fragments}: participants are drawn for a whole round, and fragments are"
+        " exchanged at different steps",
     )
 
 
@@ -181,10 +180,10 @@ def _check_replica_data(c: Config, replicas: int) -> None:
         )
         _require(
             len(set(data.weights or ())) <= 1 and not data.stages,
-            "diloco.data=sources takes as much of every source, and"
-            f" data.weights={list(data.weights or ())},"
-            f" data.stages={[list(stage) for stage in data.stages or ()]} ask for other"
-            " shares; leave them out, or choose diloco.data=split",
+            "diloco.data=sources uses all sources equally; leave out"
+            f" data.weights={list(data.weights or ())} and"
+            f" data.stages={[list(stage) for stage in data.stages or ()]}, or choose"
+            " diloco.data=split",
         )
     rows = c.batch_size // c.train.grad_accum_steps
     _require(
@@ -206,7 +205,7 @@ def _check_data(c: Data) -> None:
         _require(
             c.source in users,
             f"data.{key}={shown} is not used by data={c.source}, and would be ignored;"
-            f" it is of {choices}: add {choices}, or leave data.{key} out",
+            f" it belongs to {choices}: add {choices}, or leave data.{key} out",
         )
     for key in NEEDED:
         missing = c.source in DATA_KEYS[key] and getattr(c, key) is None
@@ -224,7 +223,7 @@ def _check_data(c: Data) -> None:
         c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]"
     )
     _require(
-        c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET"
+        c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANIZATION/DATASET"
     )
     _require(
         c.source != "prepared" or bool(c.prepared_dir),

@@ -141,7 +141,7 @@ Devices = Annotated[
     int,
     Bound(
         lambda n: n == -1 or n >= 1,
-        "a number of devices, or -1 for what the others leave",
+        "a number of devices, or -1 for all remaining ones",
     ),
 ]
 

@@ -49,8 +49,8 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                 size += len(block)
                 if size > limit:
                     raise UserError(
-                        f"{path}: {stat.st_size:,} bytes hold more than {limit:,}; if"
-                        " that is meant, decompress it yourself"
+                        f"{path}: {stat.st_size:,} bytes decompress to more than"
+                        f" {limit:,}; if this is intended, decompress it yourself"
                     )
                 os.write(file, block)
     except OSError as error:

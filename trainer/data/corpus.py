@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Position = Any  # JSON; where reading continues
 
 ROWS = 256  # documents read at a time
-FILES = 16  # text files read at a time
+FILES_PER_READ = 16  # text files read at a time
 LINES = 4096
 BOM = "\ufeff"  # that a file may begin with, and no part of its text
 PIECE = 1 << 21  # characters of a single text read at a time
@@ -188,11 +188,12 @@ def open_python(library: Library) -> Corpus:
     """Return the files of a library, each a document."""
 
     def read(position: Position) -> Iterator[Rows]:
-        for start in range(position or 0, len(library.paths), FILES):
+        for start in range(position or 0, len(library.paths), FILES_PER_READ):
             texts = [
-                text_of_file(path) for path in library.paths[start : start + FILES]
+                text_of_file(path)
+                for path in library.paths[start : start + FILES_PER_READ]
             ]
-            yield Rows([text or "" for text in texts], start + FILES)
+            yield Rows([text or "" for text in texts], start + FILES_PER_READ)
 
     description = library.description()
     return Corpus(
@@ -338,8 +339,8 @@ def read_documents(
     """
     del column
     paths = [file.path for file in files if file.size][:max_documents]
-    for start in range(position or 0, len(paths), FILES):
-        some = paths[start : start + FILES]
+    for start in range(position or 0, len(paths), FILES_PER_READ):
+        some = paths[start : start + FILES_PER_READ]
         texts = [path.read_text(encoding="utf-8-sig") for path in some]
         yield texts, start + len(some)
 

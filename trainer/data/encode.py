@@ -93,6 +93,7 @@ class Encoder:
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="encode")
         ahead: deque[tuple[Rows, EncodedTexts]] = deque()
         try:
+            # The Nones at the end drain the queue.
             for rows in itertools.chain(source, [None] * ROWS_AHEAD):
                 if rows is not None:
                     batch = self._submit(pool, rows, chars)

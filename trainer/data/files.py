@@ -44,9 +44,9 @@ BLOCK = 1 << 22
 MANY = 8  # files that a message names one by one
 # advice for files whose text columns have different names
 OTHER_COLUMNS = (
-    "; where files name it otherwise, prepare each kind apart (scalify-trainer"
-    " prepare-data data=text data.paths=[FILE] data.column=NAME), then data=mix"
-    " data.sources=[DIRECTORY,...] of the directories it names"
+    "; if files name their columns differently, run `scalify-trainer prepare-data"
+    " data=text data.paths=[FILE] data.column=NAME` for each, then train with data=mix"
+    " data.sources=[DIRECTORY,...] of the directories that it prints"
 )
 # Files of at least this size are read once and then recognized by size and times.
 REMEMBER = 64 << 20

@@ -2,7 +2,7 @@
 
 No state is saved, resuming skips nothing, and any number of processes reads the same
 batches. A window is T+1 consecutive tokens, inputs and targets. Windows start every T
-tokens, so every token but the first is a target once an epoch. Sample g of a run (g =
+tokens; tokens after the last full window are not read. Sample g of a run (g =
 step * B + row) is window `permute(seed, g // N, g % N)` of N. Each epoch takes each
 window exactly once, and a batch may hold the end of one epoch and the start of the
 next.
@@ -89,7 +89,7 @@ class Loader:
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
     def bytes_per_token(self, split: str) -> float:
-        """Return the mean bytes of text per token of the loader's split."""
+        """Return the mean bytes of text per token of a split."""
         return self.manifest.bytes(split) / self.manifest.tokens(split)
 
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:

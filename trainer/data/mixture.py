@@ -88,10 +88,14 @@ def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
             bad.append(name)
         elif 0 < weight < SMALLEST * total_weight:
             small.append(name)
-    if bad or not total_weight:
+    if bad:
         raise UserError(
-            f"{key}: the weight of {', '.join(bad) or 'any source'} is not above"
-            " 0; leave it out"
+            f"{key}: the weight of {', '.join(bad)} must be above 0; or leave the"
+            " source out"
+        )
+    if not total_weight:
+        raise UserError(
+            f"{key}: all weights are 0; give at least one source a weight above 0"
         )
     if small:
         raise UserError(
@@ -138,7 +142,9 @@ class Shares:
         ).astype(np.int64)
 
     def place(self, sample: Ints) -> tuple[Ints, Ints]:
-        """Return source and number in that source of samples [b] of the run."""
+        """Return the source of each sample [b] of the run, and its index among the
+        samples of that source.
+        """
         stage = np.searchsorted(self._starts, sample, side="right") - 1
         source, index = np.empty_like(sample), np.empty_like(sample)
         for i in np.unique(stage):
@@ -151,6 +157,9 @@ class Shares:
     def _place(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
         size = self._blocks[stage]
         block, position = np.divmod(sample, size)
+        # The slots of a block are ordered by source; a permutation deals them to
+        # positions. `inside`: the first slot of each source; `earlier`: samples of the
+        # source before this block.
         first = self._cumulative(stage, block * size)  # [b, K + 1]
         inside = self._cumulative(stage, (block + 1) * size) - first
         slot = permute(self._seed + stage, block, position, size)
@@ -189,7 +198,9 @@ class ReplicaShares:
         self._micro, self._rows = batch_size // accum, batch_size // accum // replicas
 
     def place(self, sample: Ints) -> tuple[Ints, Ints]:
-        """Return source and number in that source of samples [b] of the run."""
+        """Return the source of each sample [b] of the run, and its index among the
+        samples of that source.
+        """
         micro, row = np.divmod(sample, self._micro)
         source, place = np.divmod(row, self._rows)
         return source, micro * self._rows + place

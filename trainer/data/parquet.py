@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 ROWS = 1024  # examined at a time
-READ = 256  # documents read at a time
+ROWS_PER_READ = 256  # documents read at a time
 # Text may take so many times the bytes of its file, and at least the second number.
 # Compression gains a factor of 2 to 20; a dictionary of one long entry has no bound.
 EXPANSION = 1000
@@ -84,7 +84,9 @@ def read_parquet(
             continue
         start = begin if number == first else 0
         with pyarrow.parquet.ParquetFile(file.path) as parquet:
-            for i, batch in enumerate(parquet.iter_batches(READ, columns=[column])):
+            for i, batch in enumerate(
+                parquet.iter_batches(ROWS_PER_READ, columns=[column])
+            ):
                 if i < start:
                     continue
                 texts = [text or "" for text in batch.column(0).to_pylist()][:left]
@@ -124,7 +126,7 @@ def too_large(file: File, limit: int) -> UserError:
     """Return the error of a file whose text is out of proportion."""
     return UserError(
         f"{file.path}: {file.size:,} bytes hold more than {limit:,} bytes of text;"
-        " if that is meant, give the text as jsonl"
+        " if this is intended, give the text as jsonl"
     )
 
 

@@ -43,7 +43,8 @@ Ids = npt.NDArray[np.unsignedinteger]
 COPY_AGAIN = "download or copy it again"
 # Ids may have gaps, where a model's table is padded. But a file of a few bytes with the
 # id 10^9 would need an embedding table of that size.
-MOST_IDS, MOST_HOLES = 1 << 20, 64  # of any file; per token of a larger one
+MAX_ID = 1 << 20  # any tokenizer may use ids up to this
+MAX_IDS_PER_TOKEN = 64  # larger ids: at most this many for each token
 
 
 class Tokenizer(Protocol):
@@ -261,7 +262,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 def usable(tokenizer: Tokenizer) -> Tokenizer:
     """Return a tokenizer after a trial; UserError for ids that no model could have."""
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
-    most = max(MOST_IDS, MOST_HOLES * len(ids))
+    most = max(MAX_ID, MAX_IDS_PER_TOKEN * len(ids))
     # a bool is an int, but not an id
     bad = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
     if bad is not None:

@@ -39,7 +39,7 @@ def apply_blocks(
 
     Args:
       blocks: of `make_blocks`.
-      call: `(block, x, shared, layer's entry of each) -> x`.
+      call: `(block, x, shared, the layer's entry of `each`) -> x`.
       x_NxD: the input of the first block.
       shared: a pytree of arrays that all blocks take.
       each: a pytree [L, ...] with an entry for each block, or None.
@@ -55,13 +55,13 @@ def apply_blocks(
 
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
-        # A scan's body is not merged with its recomputation anyway, so barriers against
-        # it would only take time.
+        # `prevent_cse` keeps XLA from merging a pass with its recomputation, which it
+        # cannot do in a scan.
         run = jax.checkpoint(run, policy=policy, prevent_cse=not scan, static_argnums=0)
     if scan:
         graphdef, layers = nnx.split(blocks)
         return jax.lax.scan(
-            lambda x, one: (run(graphdef, x, one[0], shared, one[1]), None),
+            lambda x, xs: (run(graphdef, x, xs[0], shared, xs[1]), None),
             x_NxD,
             (layers, each),
         )[0]
@@ -87,7 +87,7 @@ def decode_blocks(
     if scan:
         graphdef, layers = nnx.split(blocks)
         return jax.lax.scan(
-            lambda x, one: call(nnx.merge(graphdef, one[0]), x, one[1]),
+            lambda x, xs: call(nnx.merge(graphdef, xs[0]), x, xs[1]),
             x_NxD,
             (layers, each),
         )

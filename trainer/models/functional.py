@@ -67,9 +67,10 @@ def next_token_loss(
 ) -> jax.Array:
     """Return `loss(inputs, targets)` of predicting each token from those before it.
 
-    Tokens after the id `border` are no targets: they become negative for
-    `loss(..., masked=True)`. The gradient is not rescaled, so that a token counts alike
-    in every batch. The value is the mean over the remaining targets.
+    `border` is the end-of-text id: the token after it is not predicted, and becomes
+    negative for `loss(..., masked=True)`. The value is the mean over the remaining
+    targets. The gradient is that of their sum over B*T, so that a token has the same
+    weight in every batch.
     """
     inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
     if border is None:
@@ -77,4 +78,5 @@ def next_token_loss(
     counted_BxT = inputs_BxT != border
     value = loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)
     share = jnp.maximum(jnp.mean(counted_BxT, dtype=jnp.float32), 1e-9)
+    # value / share, with the gradient of `value`
     return value + jax.lax.stop_gradient(value * (1 / share - 1))

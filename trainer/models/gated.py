@@ -1,7 +1,8 @@
 """Smooth SwiGLU, against the outliers that SwiGLU makes for narrow formats.
 
-Where both branches align, their product has channels that are squares of others:
-outliers of a tensor that has one scale.
+Training aligns the gate and up columns of some channels. Their product is then nearly
+the square of one branch: an outlier, which costs all other channels of the tensor
+precision, because they share its scale.
 
 Legend: N tokens, D model, F MLP.
 

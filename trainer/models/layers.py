@@ -29,9 +29,10 @@ Norm = Callable[[jax.Array], jax.Array]
 
 
 def copy_to_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
-    """Return `x`, equal on all devices of a mesh axis; its gradient is summed there.
+    """Return `x` unchanged; the backward pass sums its gradient over a mesh axis.
 
-    None: nothing is split. It is f of Shoeybi et al. 2019, "Megatron-LM", section 3;
+    For the replicated input of a layer that is split by columns. None: no tensor
+    parallelism. It is f of Shoeybi et al. 2019, "Megatron-LM", section 3;
     `sum_over_axis` is g.
     """
     return x_NxD if axis is None else _copy_to_axis(x_NxD, axis)

@@ -88,18 +88,18 @@ class Generator:
             first: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array],
         ) -> jax.Array:
-            """Return `count` new ids `[S]`, then zeros, after `length` cached tokens.
+            """Return `count` new ids after `length` cached tokens, then zeros, `[S]`.
 
-            `first` ids were sampled before.
+            `first`: the number of ids that were sampled before.
             """
             model = bind(params)
 
             def step(carry: tuple) -> tuple:
                 i, ids_S, logits_V, cache = carry
-                # A key for each token of the continuation, wherever windows begin.
+                # By the token's index in the continuation, not in the window.
                 new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
-                # The token that fills the window is sampled from a full cache; the step
-                # after it is unused.
+                # The last token of a full window has no place in the cache; its logits
+                # are never used.
                 position = jnp.minimum(length + i, spec.context - 1)
                 hidden_1x1xD, cache = model.decode(new[None, None], cache, position)
                 return (

@@ -64,10 +64,15 @@ class GainedAttention(Attention):
             self.c_attn, spec.d_model, spec.value_gain, make.product("attn.c_value")
         )
 
-    def products(self, x_NxD: jax.Array) -> list[jax.Array]:
+    def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Return queries, keys and values, `[N, E]` each."""
-        q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * x_NxD.shape[1]))
-        return [*jnp.split(q_and_k_NxE, 2, axis=1), self.rescaled(self.c_value(x_NxD))]
+        q_and_k_NxE = self.rescale_gradient(
+            self.c_attn(x_NxD, columns=2 * x_NxD.shape[1])
+        )
+        return [
+            *jnp.split(q_and_k_NxE, 2, axis=1),
+            self.rescale_gradient(self.c_value(x_NxD)),
+        ]
 
     def project(self, out_NxD: jax.Array) -> jax.Array:
         """Apply the output projection."""

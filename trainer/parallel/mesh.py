@@ -49,8 +49,8 @@ class Sizes(NamedTuple):
             valid = [n for n in range(1, devices + 1) if devices % n == 0]
             raise UserError(
                 f"{self} does not fit: there are {devices} devices; valid: a product of"
-                f" at most {devices}, or -1 for one of them and others whose product is"
-                f" one of {', '.join(map(str, valid))}"
+                f" at most {devices}, or one axis -1 and the others with a product of"
+                f" {' or '.join(map(str, valid))}"
             )
         return sizes
 
@@ -88,8 +88,8 @@ def make_mesh(
     idle = len(processes) - len({device.process_index for device in used})
     if idle:
         raise UserError(
-            f"{sizes} leaves {idle} of {len(processes)} processes without a device; use"
-            " -1 for one of them"
+            f"{sizes} leaves {idle} of {len(processes)} processes without a device; set"
+            " one axis to -1 to use all devices"
         )
     if replicas is None:
         return Mesh(

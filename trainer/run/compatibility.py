@@ -137,5 +137,5 @@ def check_same_run(checkpoint: Restored, steps: int, data: str) -> None:
     if trained_on != data:
         raise UserError(
             f"the checkpoint was trained on data {trained_on}, this is {data}: not the"
-            " same run; bring back the data, or start a new run with init_from"
+            " same run; restore the data, or start a new run with init_from"
         )

@@ -164,7 +164,7 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
     if tokenizer.fingerprint != fingerprint:
         raise UserError(
             f"the tokenizer in {run_dir} is not that of its checkpoints: its files"
-            " were changed; bring them back from a copy"
+            " were changed; restore them from a backup"
         )
     return tokenizer
 

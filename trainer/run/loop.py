@@ -247,7 +247,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         if (name := first_nonfinite(run.state)) is not None:
             raise Diverged(
                 f"{name} is not finite after the {callback.name} after step {run.step};"
-                " nothing was saved of it"
+                " this state was not saved"
             )
     log(run, run.step, context.row, extended=context.row.keys() > row.keys())
     if context.last:

@@ -200,7 +200,7 @@ class RunDir:
         if differing:
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration:"
-                f" {'; '.join(differing)}; take these values back, or choose another"
+                f" {'; '.join(differing)}; restore these values, or choose another"
                 " run_dir"
             )
 
@@ -220,7 +220,7 @@ class RunDir:
         if changed:
             raise UserError(
                 f"{self.path / 'config.yaml'} is not what the checkpoint was trained"
-                f" with: {'; '.join(changed)}; take these values back, or choose"
+                f" with: {'; '.join(changed)}; restore these values, or choose"
                 " another run_dir"
             )
 

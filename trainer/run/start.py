@@ -58,7 +58,7 @@ def check_start(
         # Else the same command would begin at step 0, and cut the log.
         raise UserError(
             f"no usable checkpoint in run_dir={run_dir}: all are damaged, and in"
-            f" {folder}; bring an intact one back from a copy, or choose another"
+            f" {folder}; restore an intact one from a backup, or choose another"
             f" run_dir, or remove {folder} to start this run anew"
         )
     if source in ("auto", "none"):

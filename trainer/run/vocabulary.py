@@ -122,8 +122,8 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
     if len(shared.new) <= (old.end is not None):
         raise UserError(
             f"init_from={source} and data.tokenizer={new.name} have no token in"
-            f" common, of {old.size:,} and {new.vocab_size:,}: no row can be made"
-            " of others; set init.embeddings=random, or another tokenizer"
+            f" common, of {old.size:,} and {new.vocab_size:,}: no new row can be"
+            " derived; set init.embeddings=random, or another tokenizer"
         )
     return shared
 

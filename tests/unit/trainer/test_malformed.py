@@ -470,7 +470,7 @@ def test_save_hf_writes_what_is_read(tokenizers_json, tmp_path):
 def test_layers_without_positions_are_as_many_as_the_layers(rotated):
     config = {"num_hidden_layers": 10**12, "no_rope_layers": rotated}
     with pytest.raises(UserError, match="is not a list of num_hidden_layers"):
-        SmolLM3Spec.choices_of(config)
+        SmolLM3Spec.extra_fields(config)
 
 
 def test_a_tokenizer_with_dropout_is_refused(tmp_path):

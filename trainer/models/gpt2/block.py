@@ -54,17 +54,17 @@ class Attention(nnx.Module):
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Return this device's heads of queries, keys, values, `[B, T, H, K]` each."""
         products = recomputed(
-            lambda x_NxD: self.products(copy_to_axis(norm(x_NxD), self.split)),
+            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.split)),
             self.recompute,
         )(x_NxD)
         heads = products[0].shape[1] // self.head_dim
         return [part.reshape(batch, -1, heads, self.head_dim) for part in products]
 
-    def products(self, x_NxD: jax.Array) -> list[jax.Array]:
+    def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Return queries, keys and values, `[N, E]` each."""
-        return jnp.split(self.rescaled(self.c_attn(x_NxD)), 3, axis=1)
+        return jnp.split(self.rescale_gradient(self.c_attn(x_NxD)), 3, axis=1)
 
-    def rescaled(self, x: jax.Array) -> jax.Array:
+    def rescale_gradient(self, x: jax.Array) -> jax.Array:
         """Return `x`, with its gradient rescaled if `rescale_grad`."""
         return dynamic_rescale_rms_grad(x, columns=True) if self.rescale_grad else x
 
@@ -75,7 +75,11 @@ class Attention(nnx.Module):
     def __call__(
         self, x_NxD: jax.Array, norm: Norm, batch: int, segments_BxT: jax.Array | None
     ) -> jax.Array:
-        """Return the attention of `norm(x)`."""
+        """Return the attention of `norm(x)`.
+
+        The norm is an argument, so that with remat=elementwise norm and projection are
+        recomputed together, and only `x` is saved for the backward pass.
+        """
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, batch)
         out_BxTxHxK = attention(
             q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT
@@ -209,7 +213,8 @@ class Block(nnx.Module):
         x_NxD += dropout(
             self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B
         )
-        x_NxD = materialised(x_NxD)  # both norms and both sums read it
+        # Stored once in 16 bits: its readers would otherwise keep an FP32 copy.
+        x_NxD = materialised(x_NxD)
         return materialised(
             x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B)
         )

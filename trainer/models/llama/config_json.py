@@ -107,7 +107,7 @@ def config_of(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str, Any]:
         "rope_theta": spec.rope_theta,
         "rope_scaling": rope_to_config(spec.rope_scaling),
         **spec.config_json.fixed,
-        **spec.choices(),
+        **spec.extra_config(),
         "tie_word_embeddings": spec.tied,
         "torch_dtype": dtype,
         "bos_token_id": eot,

@@ -18,10 +18,9 @@ def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
     ):
         parts = f"multiples of {multiple}" if multiple > 1 else "equal parts"
         raise UserError(
-            f"parallel.tensor={devices} does not divide"
-            f" model.n_kv_head={spec.n_kv_head} heads of keys and values, their {keys}"
-            f" channels, the queries' {queries} and {spec.mlp_width} hidden channels"
-            f" into {parts}; valid: a divisor of all"
+            f"parallel.tensor={devices} must divide model.n_kv_head={spec.n_kv_head}"
+            f" and split {keys} channels of keys, {queries} of queries and"
+            f" {spec.mlp_width} of the MLP into {parts}; valid: a divisor of all"
         )
 
 

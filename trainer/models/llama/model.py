@@ -47,10 +47,11 @@ from trainer.models.stress import align
 # Under `scalify`, expected sizes are those of independent numbers, as at
 # initialization. Training aligns vectors, so results grow: after 200 steps of
 # llama_nano 14 times (queries, keys), 12 (attention's output), 40 (hidden channels), 55
-# (gradients of the branches). These powers of two move from the data into the scale,
-# at no cost. They are as large as leaves initial data above 1/4; docs/lab.md has the
-# remaining growth.
-QUERIES_AND_KEYS, MIXED, HIDDEN, GRADIENTS = 2.0, 4.0, 4.0, 2.0
+# (gradients of the branches). Each factor is the largest power of two that keeps
+# initial data above 1/4; moving it from the data into the scale is exact. docs/lab.md
+# has the remaining growth.
+QK_REBALANCE, ATTENTION_REBALANCE = 2.0, 4.0
+HIDDEN_REBALANCE, GRADIENT_REBALANCE = 4.0, 2.0
 
 
 class Rotation(NamedTuple):
@@ -111,7 +112,7 @@ class Attention(nnx.Module):
         Queries are `[B, T, H, K]`, keys and values `[B, T, G, K]`.
         """
         products = recomputed(
-            lambda x_NxD: self.products(copy_to_axis(norm(x_NxD), self.split)),
+            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.split)),
             self.recompute,
         )(x_NxD)
         if self.qk_norm == "layer":
@@ -122,9 +123,9 @@ class Attention(nnx.Module):
         )
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        return [*(rope(rebalance(x, QUERIES_AND_KEYS), *rotation) for x in (q, k)), v]
+        return [*(rope(rebalance(x, QK_REBALANCE), *rotation) for x in (q, k)), v]
 
-    def products(self, x_NxD: jax.Array) -> list[jax.Array]:
+    def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Return queries, keys and values, `[N, E]` each."""
         products = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
         if self.rescale_grad:
@@ -149,7 +150,9 @@ class Attention(nnx.Module):
             window=self.window,
             segments=segments_BxT,
         )
-        out_BxTxHxK = rebalance_grad(rebalance(out_BxTxHxK, MIXED), GRADIENTS)
+        out_BxTxHxK = rebalance_grad(
+            rebalance(out_BxTxHxK, ATTENTION_REBALANCE), GRADIENT_REBALANCE
+        )
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(
@@ -214,14 +217,18 @@ class MLP(nnx.Module):
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return gate and linear branch, `[N, F]` each."""
         gate_NxF, up_NxF = self.gate_proj(x_NxD), self.up_proj(x_NxD)
-        return rebalance_grad(gate_NxF, GRADIENTS), rebalance_grad(up_NxF, GRADIENTS)
+        return rebalance_grad(gate_NxF, GRADIENT_REBALANCE), rebalance_grad(
+            up_NxF, GRADIENT_REBALANCE
+        )
 
     def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Apply SwiGLU and the last matmul."""
         if not self.smooth:
-            return self.down_proj(rebalance(swiglu(*branches), HIDDEN))
-        hidden_NxF, size_F = smooth_swiglu(*branches, peak=HIDDEN)
-        return self.down_proj(rebalance(hidden_NxF, HIDDEN), factor=size_F[:, None])
+            return self.down_proj(rebalance(swiglu(*branches), HIDDEN_REBALANCE))
+        hidden_NxF, size_F = smooth_swiglu(*branches, peak=HIDDEN_REBALANCE)
+        return self.down_proj(
+            rebalance(hidden_NxF, HIDDEN_REBALANCE), factor=size_F[:, None]
+        )
 
 
 class Block(nnx.Module):
@@ -255,7 +262,8 @@ class Block(nnx.Module):
         x_NxD += self.branch(
             self.attn, self.attn_norm, x_NxD, rotation, segments_BxT, batch
         )
-        x_NxD = materialised(x_NxD)  # both norms and both sums read it
+        # Stored once in 16 bits: its readers would otherwise keep an FP32 copy.
+        x_NxD = materialised(x_NxD)
         return materialised(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
 
     def decode(

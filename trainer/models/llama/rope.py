@@ -120,13 +120,13 @@ def _share_of_llama3(s: RopeScaling, frequency_P: np.ndarray, _: float) -> np.nd
 def _share_of_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.ndarray:
     dim = 2 * len(frequency_P)
 
-    def pair(turns: float) -> float:
-        """The number of the pair, not whole, that turns so often."""
-        ratio = s.original_context / (turns * 2 * math.pi)
+    def pair_index(rotations: float) -> float:
+        """The fractional index of the pair with so many rotations in the context."""
+        ratio = s.original_context / (rotations * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 
-    first = max(math.floor(pair(s.beta_fast)), 0)
-    last = min(math.ceil(pair(s.beta_slow)), dim - 1)
+    first = max(math.floor(pair_index(s.beta_fast)), 0)
+    last = min(math.ceil(pair_index(s.beta_slow)), dim - 1)
     width = last - first if last != first else 0.001
     return 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
 

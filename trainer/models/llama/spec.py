@@ -166,15 +166,15 @@ class LlamaSpec:
           UserError: a key that is missing or damaged, or a variant that this model does
             not compute.
         """
-        return cls(**fields_of(config, cls.config_json), **cls.choices_of(config))
+        return cls(**fields_of(config, cls.config_json), **cls.extra_fields(config))
 
     @classmethod
-    def choices_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that Llama lacks, of a config.json."""
+    def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that this family adds to Llama's, of a config.json."""
         return {}
 
-    def choices(self) -> dict[str, Any]:
-        """Return the keys of a config.json for the fields that Llama lacks."""
+    def extra_config(self) -> dict[str, Any]:
+        """Return the config.json keys of the fields that this family adds."""
         return {}
 
     def architecture(self) -> dict[str, Any]:

@@ -44,13 +44,13 @@ class MistralSpec(LlamaSpec):
         return (*super().checkpoint_fields(), "window")
 
     @classmethod
-    def choices_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`."""
         given = {**cls.config_json.defaults, **config}
         if given["sliding_window"] is None:
             return {"window": None}
         return {"window": whole_number(given, "sliding_window")}
 
-    def choices(self) -> dict[str, Any]:
+    def extra_config(self) -> dict[str, Any]:
         """See `LlamaSpec`."""
         return {"sliding_window": self.window}

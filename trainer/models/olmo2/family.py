@@ -11,9 +11,9 @@ def check_tensor(spec: Olmo2Spec, devices: int, multiple: int) -> None:
     """Raise UserError for several devices: a norm of queries needs all their heads."""
     if devices > 1:
         raise UserError(
-            f"parallel.tensor={devices}: the norms of an OLMo 2's queries and keys are"
-            " over all heads, which this would split; valid: parallel.tensor=1, or"
-            " parallel=fsdp for memory"
+            f"parallel.tensor={devices}: OLMo 2 normalizes queries and keys over all"
+            " heads, so that heads cannot be split; set parallel.tensor=1, or"
+            " parallel=fsdp to save memory"
         )
 
 

@@ -19,8 +19,8 @@ class SmolLM3Spec(LlamaSpec):
     al. 2025, "RoPE to NoPE and back again" (arXiv 2501.18795).
 
     Attributes:
-      unrotated_every: every so many layers one has no rotary positions, the last of
-        each group; 0: all have.
+      unrotated_every: n: layers n, 2n, ... have no rotary positions; 0: all layers have
+        them.
     """
 
     config_json = ConfigJson(
@@ -55,7 +55,7 @@ class SmolLM3Spec(LlamaSpec):
         return (*super().checkpoint_fields(), "unrotated_every")
 
     @classmethod
-    def choices_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`; the layers must be every so many of them."""
         given = {**cls.config_json.defaults, **config}
         layers = whole_number(given, "num_hidden_layers")
@@ -74,10 +74,10 @@ class SmolLM3Spec(LlamaSpec):
                 return {"unrotated_every": every}
         raise UserError(
             f"no_rope_layers={rotated} is not supported; valid: 1 for each of the"
-            f" {layers} layers, but 0 for the last of each group of as many"
+            f" {layers} layers, except 0 for every n-th layer (n, 2n, ...)"
         )
 
-    def choices(self) -> dict[str, Any]:
+    def extra_config(self) -> dict[str, Any]:
         """See `LlamaSpec`."""
         rotated = self.rotated_layers or (True,) * self.n_layer
         return {

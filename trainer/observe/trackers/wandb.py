@@ -107,7 +107,7 @@ class WandbTracker(Tracker):
                 run = self._wandb.init(**arguments, mode="offline", settings=settings)
             except (self._wandb.errors.Error, OSError) as error:
                 raise UserError(
-                    f"W&B does not start: {error}; set tracker=jsonl to train without"
+                    f"cannot start W&B: {error}; set tracker=jsonl to train without it"
                 ) from error
             newest = Path(run.dir).parent  # its file may not exist yet
             parts = []

@@ -254,7 +254,7 @@ def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(
     ]
     with pytest.raises(
         UserError,
-        match=r"b\.jsonl: there is no column 'text'; .*; where files name it otherwise",
+        match=r"b\.jsonl: there is no column 'text'; .*; if files name their columns differently",
     ):
         build_data(compose_config([*settings, "data.sources=[a.jsonl,b.jsonl]"]))
     made = [

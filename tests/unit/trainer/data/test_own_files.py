@@ -59,7 +59,7 @@ def test_a_mixed_run_stops_at_max_documents_wherever_it_goes_on(
     folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("trainer.data.corpus.ROWS", 7)
-    monkeypatch.setattr("trainer.data.corpus.FILES", 6)
+    monkeypatch.setattr("trainer.data.corpus.FILES_PER_READ", 6)
     source = TextSource((str(folder),), max_documents=47)
     read = open_corpus(source, tmp_path).read
     whole = list(read(None))

@@ -61,7 +61,7 @@ def test_its_digest_is_that_of_names_and_texts_and_of_no_place(library, tmp_path
 
 
 def test_reading_goes_on_from_every_position(monkeypatch, library):
-    monkeypatch.setattr(corpus, "FILES", 1)
+    monkeypatch.setattr(corpus, "FILES_PER_READ", 1)
     opened = corpus.open_python(find_library(library))
     whole = list(opened.read(None))
     for i, rows in enumerate(whole):

@@ -209,7 +209,7 @@ def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
     with pytest.raises(
         UserError,
         match=(
-            r"configuration: parallel.reduce=fp8 \(was fp32\); take these values back"
+            r"configuration: parallel.reduce=fp8 \(was fp32\); restore these values"
         ),
     ):
         run_dir.check(CONFIG | {"parallel": parallel | {"reduce": "fp8"}})
