@@ -355,8 +355,8 @@ def test_a_small_parquet_file_that_holds_much_is_refused(tmp_path, bomb):
     fails(
         TextSource((str(path),)),
         tmp_path,
-        r"a\.parquet: [\d,]+ bytes hold more than 67,108,864 bytes of text; if that is"
-        " meant, give the text as jsonl",
+        r"a\.parquet: [\d,]+ bytes hold more than 67,108,864 bytes of text; if this is"
+        " intended, give the text as jsonl",
     )
 
 

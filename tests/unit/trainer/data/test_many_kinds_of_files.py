@@ -197,7 +197,9 @@ def test_compressed_text_is_read_as_what_it_holds(tmp_path, suffix):
 def test_a_compressed_bomb_is_refused_and_leaves_nothing(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(compressed, "SMALL", 1 << 20)
     compress(tmp_path / f"a.txt.{suffix}", bytes(2 << 20), parts=1)
-    with pytest.raises(UserError, match=r"bytes decompress to more than 1,048,576; if this is"):
+    with pytest.raises(
+        UserError, match=r"bytes decompress to more than 1,048,576; if this is"
+    ):
         read(tmp_path, tmp_path / f"a.txt.{suffix}")
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
 
