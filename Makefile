@@ -32,7 +32,7 @@ gpu: $(VENV)/.base
 RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(VENV)/.test
-	@$(RUN_TESTS) -m "not whole and (not e2e or smoke)" $(ARGS)
+	@$(RUN_TESTS) -m "not slow and (not e2e or smoke)" $(ARGS)
 
 test-all: $(VENV)/.test
 	@$(RUN_TESTS) $(ARGS)

@@ -8,7 +8,7 @@ So do the trainers that they start, but for one that is killed again and again a
 of the short parity study, which are compiled as for users. Everything is, with
 `XLA_FLAGS="" make test`.
 
-`make test` leaves out tests with the mark `whole`, and `make test-all` runs everything
+`make test` leaves out tests with the mark `slow`, and `make test-all` runs everything
 (`families`).
 
 With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX's

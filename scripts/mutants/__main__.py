@@ -33,7 +33,7 @@ from trainer.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 DRAWN = Path(__file__).with_name("drawn.jsonl")
 COPIED = ("scalify_core", "trainer", "scripts", "tests", "docs", "examples")
-QUICK = "not whole and (not e2e or smoke)"
+QUICK = "not slow and (not e2e or smoke)"
 COVERAGE = """\
 [run]
 source = scalify_core, trainer

@@ -44,13 +44,13 @@ def checksums(run_dir, step):
     return {name: leaf["checksum"] for name, leaf in manifest["leaves"].items()}
 
 
-def assert_losses(found, expected):
+def assert_losses(actual, expected):
     """Equal on the machine that saved them; elsewhere sums have another order, which a
     few updates amplify."""
     if SAME_MACHINE:
-        assert found == expected
+        assert actual == expected
     else:
-        np.testing.assert_allclose(found, expected, rtol=1e-2)
+        np.testing.assert_allclose(actual, expected, rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -12,7 +12,7 @@ def on_gpu():
     """Whether the checks are at full size. They are skipped where a GPU is asked for
     and there is none."""
     asked = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
-    found = jax.devices()[0]
-    if asked and found.platform != "gpu":
-        pytest.skip(f"SCALIFY_TEST_PLATFORM=gpu, but JAX has {found.device_kind}")
+    actual = jax.devices()[0]
+    if asked and actual.platform != "gpu":
+        pytest.skip(f"SCALIFY_TEST_PLATFORM=gpu, but JAX has {actual.device_kind}")
     return asked

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
@@ -77,15 +77,15 @@ def test_products_are_fp8_and_as_on_a_cpu(on_gpu):
     wide = (x.astype(np.float64), w.astype(np.float64), g.astype(np.float64))
     exact = (wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2])
     # An E4M3 operand is 31.5 dB from its numbers, one of E5M2 25.5 dB.
-    for found, there, right, limit in zip(
+    for actual, there, right, limit in zip(
         compiled(x, w, g),
         on_cpu(products, x, w, g),
         exact,
         (0.045, 0.07, 0.07),
         strict=True,
     ):
-        assert apart(found, right) < limit
-        assert apart(found, there) < FORMATS[jnp.float16]
+        assert apart(actual, right) < limit
+        assert apart(actual, there) < FORMATS[jnp.float16]
 
 
 def drawn(on_gpu, dtype, seed=0):
@@ -110,9 +110,9 @@ def test_attention_and_its_gradient_are_those_of_fp32(on_gpu, dtype, packed):
         )
         return out, *pull(g)
 
-    found = jax.jit(both, compiler_options=options(on_gpu))(*arrays)
+    actual = jax.jit(both, compiler_options=options(on_gpu))(*arrays)
     right = jax.jit(both)(*(x.astype(jnp.float32) for x in arrays))
-    assert max(apart(a, b) for a, b in zip(found, right, strict=True)) < FORMATS[dtype]
+    assert max(apart(a, b) for a, b in zip(actual, right, strict=True)) < FORMATS[dtype]
 
 
 @pytest.mark.parametrize("power", [-3, -5, -7])
@@ -128,9 +128,9 @@ def test_small_logits_do_not_lose_the_gradient_of_attention(on_gpu, power):
         return jax.vjp(scaled, q, k, v)[1](g)
 
     arrays = (q, k, v, 16 * g)
-    found = jax.jit(gradients, compiler_options=options(on_gpu))(*arrays)
+    actual = jax.jit(gradients, compiler_options=options(on_gpu))(*arrays)
     right = jax.jit(gradients)(*(x.astype(jnp.float32) for x in arrays))
-    assert max(apart(a, b) for a, b in zip(found, right, strict=True)) < 5e-3
+    assert max(apart(a, b) for a, b in zip(actual, right, strict=True)) < 5e-3
 
 
 def test_random_bits_and_what_they_round_to_are_those_of_a_cpu(on_gpu):
@@ -201,7 +201,7 @@ def in_fp32(on_gpu):
 
 @pytest.mark.parametrize(
     "preset",  # test_precision.py has them all; of what is named, as on a GPU, all run
-    [preset if preset == "scalify_fp8_fp16" else whole(preset) for preset in PRESETS],
+    [preset if preset == "scalify_fp8_fp16" else slow(preset) for preset in PRESETS],
 )
 def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
     w = task(preset, on_gpu)
@@ -227,7 +227,7 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
 
 
 # on a CPU golden runs have the same bits; it clears the caches that all tests share
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [Kernels.KEPT, Kernels.FIXED])
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16"])
 def test_the_same_steps_give_the_same_bits(on_gpu, preset, kernels):

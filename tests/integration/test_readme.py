@@ -105,7 +105,7 @@ def test_links_lead_somewhere(document):
 def test_every_exit_code_is_documented():
     text = (ROOT / "docs" / "exit_codes.md").read_text()
     listed = {int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)}
-    found = {
+    actual = {
         0,
         1,
         HUNG,
@@ -113,7 +113,7 @@ def test_every_exit_code_is_documented():
         *(128 + number for number in SIGNALS),
         128 + signal.SIGPIPE,
     }
-    found |= {error.exit_code for error in (UserError, *UserError.__subclasses__())}
+    actual |= {error.exit_code for error in (UserError, *UserError.__subclasses__())}
     for path in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name in (
@@ -130,12 +130,12 @@ def test_every_exit_code_is_documented():
                 codes = node.args
             else:
                 continue
-            found |= {
+            actual |= {
                 code.value
                 for code in codes
                 if isinstance(code, ast.Constant) and type(code.value) is int
             }
-    assert listed == found
+    assert listed == actual
 
 
 def test_every_document_is_named_in_the_readme():
@@ -149,7 +149,7 @@ def blocks(document):
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-@pytest.mark.whole  # trainer/test_library.py does
+@pytest.mark.slow  # trainer/test_library.py does
 def test_the_trainer_is_used_from_python_as_its_page_does(
     tmp_path, monkeypatch, capsys
 ):
@@ -181,7 +181,7 @@ def test_the_loop_of_the_readme_runs_and_learns(capsys):
 
 
 # The page has the same model from NNX and from Linen.
-@pytest.mark.whole  # scalify_core/test_flax_models.py has such models
+@pytest.mark.slow  # scalify_core/test_flax_models.py has such models
 @pytest.mark.parametrize("number", [0, 1], ids=["nnx", "linen"])
 def test_scalify_on_ones_own_model_runs_and_learns(number, capsys):
     # whole programs
@@ -238,7 +238,7 @@ def adaptation():
     ]
 
 
-@pytest.mark.whole  # test_end_to_end.py takes its architecture from weights
+@pytest.mark.slow  # test_end_to_end.py takes its architecture from weights
 def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -42,26 +42,26 @@ def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
     ):
         patch.chdir(folder)
         patch.setattr(logging.root, "handlers", [])  # Hydra's would outlive this output
-        found = main(
+        actual = main(
             merge_overrides(
                 TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
             )
         )
-    assert found == code, printed.getvalue()
+    assert actual == code, printed.getvalue()
     return printed.getvalue()
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     # by conftest, and by programs that ran in this process
     set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(set_here)}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(set_here)}
     flags = (
         f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     )
     name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
     threshold = {name: os.environ[name]} if name in os.environ else {}
     return (
-        kept
+        inherited
         | threshold
         | {
             "JAX_PLATFORMS": "cpu",
@@ -106,7 +106,7 @@ def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        found = train(
+        actual = train(
             compose(
                 merge_overrides(
                     TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
@@ -114,8 +114,8 @@ def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
             ),
             callbacks=[stop],
         )
-    assert found.stopped_by == signal.SIGTERM
-    assert found.step >= step
+    assert actual.stopped_by == signal.SIGTERM
+    assert actual.step >= step
 
 
 def finish(process: Process, code: int = 0) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 
-def whole(*values: Any) -> Any:
+def slow(*values: Any) -> Any:
     """A case left to `make test-all`: others of its family, or a test that a comment
     names, show the same."""
-    return pytest.param(*values, marks=pytest.mark.whole)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
@@ -19,7 +19,7 @@ def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
     A case runs in `make test` where every one of its parameters has a chosen value. A
     tuple holds values of several parameters.
     """
-    return [value if value in chosen else whole(*_values(value)) for value in values]
+    return [value if value in chosen else slow(*_values(value)) for value in values]
 
 
 def _values(value: Any) -> tuple:

@@ -53,7 +53,7 @@ def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):
 def gemms(text):
     """(kernel, operand dtypes, algorithm) of every matrix product; Triton's and plain
     dots are found by name too."""
-    found = []
+    entries = []
     for line in text.splitlines():
         target = re.search(r'custom_call_target="(__cublas[^"]*|__triton[^"]*)"', line)
         if target:
@@ -67,10 +67,10 @@ def gemms(text):
                 for name in operands
             )
             algorithm = re.search(r'"algorithm":"ALG_(?:DOT_)?(\w+)"', line)
-            found.append((target[1], dtypes, algorithm[1] if algorithm else "UNSET"))
+            entries.append((target[1], dtypes, algorithm[1] if algorithm else "UNSET"))
         elif re.search(r" dot\(|__triton_(nested_)?gemm", line):
-            found.append(("dot", (), ""))
-    return found
+            entries.append(("dot", (), ""))
+    return entries
 
 
 FORWARD = (FP8_GEMM, ("f8e4m3fn", "f8e4m3fn"), "ANY_F8_ANY_F8_F32_FAST_ACCUM")
@@ -79,11 +79,11 @@ FORWARD = (FP8_GEMM, ("f8e4m3fn", "f8e4m3fn"), "ANY_F8_ANY_F8_F32_FAST_ACCUM")
 def assert_all_fp8(text, *, forward, backward):
     """So many products of E4M3 with fast accumulation, so many of E4M3 and E5M2
     without, and no other."""
-    found = gemms(text)
-    assert found.count(FORWARD) == forward, found
-    gradients = [(k, a) for k, d, a in found if sorted(d) == ["f8e4m3fn", "f8e5m2"]]
-    assert gradients.count((FP8_GEMM, "ANY_F8_ANY_F8_F32")) == backward, found
-    assert len(found) == forward + backward, found
+    actual = gemms(text)
+    assert actual.count(FORWARD) == forward, actual
+    gradients = [(k, a) for k, d, a in actual if sorted(d) == ["f8e4m3fn", "f8e5m2"]]
+    assert gradients.count((FP8_GEMM, "ANY_F8_ANY_F8_F32")) == backward, actual
+    assert len(actual) == forward + backward, actual
 
 
 def with_gradients(fun):

@@ -54,7 +54,7 @@ def random_tensors(config, dtype=np.float32, seed=0):
 
 def inverse_wavelengths(config):
     """Angle per position of each pair of channels, one after the other."""
-    found = []
+    entries = []
     scaling = config.get("rope_scaling")
     for pair in range(config["head_dim"] // 2):
         frequency = config["rope_theta"] ** (-2 * pair / config["head_dim"])
@@ -77,8 +77,8 @@ def inverse_wavelengths(config):
                 frequency = (1 - share) * frequency / scaling[
                     "factor"
                 ] + share * frequency
-        found.append(frequency)
-    return np.array(found)
+        entries.append(frequency)
+    return np.array(entries)
 
 
 def rotated(x, config):
@@ -127,7 +127,7 @@ def logits(tensors, config, tokens):
             x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{name}.mlp.down_proj.weight"].T
         )
 
-    found = []
+    entries = []
     for ids in tokens:
         x = w["model.embed_tokens.weight"][ids]
         for i in range(config["num_hidden_layers"]):
@@ -139,5 +139,5 @@ def logits(tensors, config, tokens):
                 else "lm_head.weight"
             )
         ]
-        found.append(norm(x, "model.norm") @ head.T)
-    return np.stack(found)
+        entries.append(norm(x, "model.norm") @ head.T)
+    return np.stack(entries)

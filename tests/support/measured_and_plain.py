@@ -17,9 +17,11 @@ def normal(seed, *shape):
     return draw_normal(seed, shape)
 
 
-def error(found, expected):
+def error(actual, expected):
     """Relative to the norm, each leaf; the largest."""
-    pairs = zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True)
+    pairs = zip(
+        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
+    )
     errors = []
     for x, y in pairs:
         x, y = (np.asarray(a, np.float64) for a in (x, y))

@@ -49,12 +49,12 @@ def test_scalify_core_needs_jax_numpy_and_ml_dtypes_only():
 
 
 def test_only_parallel_starts_the_processes():
-    found = [
+    actual = [
         shown(path)
         for path in modules("trainer")
         if "jax.distributed.initialize" in path.read_text()
     ]
-    assert found == ["trainer/parallel/processes.py"]
+    assert actual == ["trainer/parallel/processes.py"]
 
 
 def test_files_are_short_and_rooms_say_what_they_are_for():
@@ -95,14 +95,14 @@ def compares_scaling(node):
 def test_no_file_outside_of_precision_compares_the_name_of_a_scaling_method():
     """Its entry in trainer/precision/methods.py says where it differs; others ask
     `policy.method`."""
-    found = [
+    actual = [
         f"{shown(path)}:{node.lineno}"
         for path in modules("trainer", "scripts")
         if "precision" not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
         if compares_scaling(node)
     ]
-    assert found == []
+    assert actual == []
 
 
 def test_importing_does_not_load_what_is_not_used_yet():

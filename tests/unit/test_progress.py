@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_time_left_is_that_of_the_tests_that_are_left_at_the_speed_of_this_run():
-    kept = {"tests/unit/test_a.py::dear": 90.0}
-    shown = Progress(SimpleNamespace(cache=SimpleNamespace(get=lambda *_: kept)))
+    seconds = {"tests/unit/test_a.py::dear": 90.0}
+    shown = Progress(SimpleNamespace(cache=SimpleNamespace(get=lambda *_: seconds)))
     shown.pytest_xdist_node_collection_finished(
         None, ["tests/unit/test_a.py::dear", *map(str, range(40))]
     )

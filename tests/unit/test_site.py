@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def pages_of(nav):
     """The pages of a level of the navigation and of those below it."""
-    found = []
+    entries = []
     for entry in nav:
         [target] = entry.values()
-        found += [target] if isinstance(target, str) else pages_of(target)
-    return found
+        entries += [target] if isinstance(target, str) else pages_of(target)
+    return entries
 
 
 @pytest.fixture(scope="module")

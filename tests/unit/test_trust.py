@@ -50,13 +50,13 @@ def test_forward_mode_goes_inside():
 def test_one_run_time_scale_is_mapped_inside_or_by_its_axes():
     with pytest.raises(ValueError, match="rank"):
         jax.vmap(scalify(jnp.sin))(X)
-    found = (
+    actual = (
         scalify(jax.vmap(jnp.sin))(X),
         jax.vmap(scalify(jnp.sin), in_axes=(ScaledArray(0, None),))(X),
     )
-    assert [x.scale.shape for x in found] == [(), (4,)]
+    assert [x.scale.shape for x in actual] == [(), (4,)]
     for x in (
-        *found,
+        *actual,
         jax.vmap(scalify(jnp.sin))(as_scaled_array(asarray(X), 1.0, dtype=jnp.float16)),
     ):
         np.testing.assert_allclose(asarray(x), np.sin(np.arange(1.0, 5.0)), rtol=2**-9)
@@ -69,10 +69,10 @@ def test_what_is_said_of_donated_scales():
             as_scaled_array(jnp.arange(1.0, 5.0), dtype=jnp.float16)
         )
     np.testing.assert_array_equal(asarray(out), np.arange(1.0, 5.0) / 2)
-    own = as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(4)}, dtype=jnp.float16)
+    scaled = as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(4)}, dtype=jnp.float16)
     halved = jax.jit(
         scalify(lambda tree: jax.tree.map(lambda x: x * 0.5, tree)), donate_argnums=0
-    )(own)
+    )(scaled)
     np.testing.assert_array_equal(asarray(halved)["b"], np.full(4, 0.5))
 
 
@@ -137,15 +137,15 @@ def test_the_lowest_number_masks_after_a_product():
 
     lowest = float(jnp.finfo(jnp.float32).min)
     for number in (lowest, -1e4):
-        found = asarray(scalify(functools.partial(masked, number=number))(q, w))
-        np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
+        actual = asarray(scalify(functools.partial(masked, number=number))(q, w))
+        np.testing.assert_allclose(actual, asarray(q)[:, :2], rtol=2**-10)
 
     def called(q, w):
         masked = jnp.where(jnp.arange(3)[None] == 2, lowest, q)
         return jax.jit(lambda q, w: q @ w)(masked, w)
 
-    found = asarray(scalify(called)(q, w))
-    np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
+    actual = asarray(scalify(called)(q, w))
+    np.testing.assert_allclose(actual, asarray(q)[:, :2], rtol=2**-10)
 
     def argument(q, w, mask):
         return jnp.where(jnp.arange(3)[None] == 2, mask, q) @ w
@@ -161,12 +161,12 @@ def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():
     )
 
     def differ(order_of):
-        found = scalify(
+        actual = scalify(
             lambda x, order: jnp.abs(
                 order_of(order) @ jnp.tanh(x) - jnp.tanh(x)[::-1]
             ).max()
         )(x, order)
-        return float(asarray(found))
+        return float(asarray(actual))
 
     assert 0 < differ(lambda order: order) < 2**-11
     assert differ(lambda order: jnp.eye(8)[::-1]) == 0

@@ -127,7 +127,7 @@ def diffusion(depth: int = 8, width: int = 8) -> Case:
         share = jnp.cos((batch["time"] / 1000 + 0.008) / 1.008 * jnp.pi / 2) ** 2
         share = share[:, None, None, None].astype(batch["image"].dtype)
         noisy = jnp.sqrt(share) * batch["image"] + jnp.sqrt(1 - share) * batch["noise"]
-        found = model.apply({"params": params}, noisy, batch["time"])
-        return jnp.mean((found - batch["noise"]) ** 2)
+        actual = model.apply({"params": params}, noisy, batch["time"])
+        return jnp.mean((actual - batch["noise"]) ** 2)
 
     return Case("diffusion", loss, params, batch)

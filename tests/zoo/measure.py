@@ -168,9 +168,11 @@ class Subject:
             return x * (1 + step * signs) if _is_float(x) else x
 
         for _ in range(times):
-            found = self.of_fp32(jax.tree.map(moved, self.case.params), self.case.batch)
+            actual = self.of_fp32(
+                jax.tree.map(moved, self.case.params), self.case.batch
+            )
             worst = {
-                path: max(worst[path], error(found[path], x))
+                path: max(worst[path], error(actual[path], x))
                 for path, x in self.reference.items()
             }
         return worst
@@ -233,22 +235,23 @@ def measure(subject: Subject, format: str, scales: str = "static") -> Found:
     """
     if format == "fp8" and not takes_fp8(subject.name):
         raise ValueError(f"{subject.name} has no products that could be FP8")
-    found = subject.gradient(format, scales)
+    actual = subject.gradient(format, scales)
     whole = math.sqrt(sum(float(np.sum(x**2)) for x in subject.reference.values()))
     leaves = [
-        _judged(subject, format, path, found[path], whole) for path in subject.reference
+        _judged(subject, format, path, actual[path], whole)
+        for path in subject.reference
     ]
     return Found(subject.name, format, scales, leaves)
 
 
 def _judged(
-    subject: Subject, format: str, path: str, found: np.ndarray, whole: float
+    subject: Subject, format: str, path: str, actual: np.ndarray, whole: float
 ) -> Leaf:
     """One leaf; `whole` is the norm of the whole gradient."""
     reference, plain = subject.reference[path], subject.plain(format)[path]
-    off, plain_off = error(found, reference), error(plain, reference)
+    off, plain_off = error(actual, reference), error(plain, reference)
     limit, epsilon = limit_of(subject, format, path, plain_off), _epsilon(format)
-    zeros, may_be_zero = share_of_zeros(found, reference, 3 * limit), 0.0
+    zeros, may_be_zero = share_of_zeros(actual, reference, 3 * limit), 0.0
     if zeros:  # seldom, and to compile plain BF16 costs seconds
         others = [subject.plain("bf16")[path], *([plain] if format == "fp8" else [])]
         may_be_zero = max(share_of_zeros(x, reference, 3 * limit) for x in others)
@@ -256,7 +259,7 @@ def _judged(
     if determined:
         fits = off <= limit and zeros <= may_be_zero
     else:
-        size = float(np.linalg.norm(found - reference))
+        size = float(np.linalg.norm(actual - reference))
         fits = off <= 2 * plain_off or size <= ROUNDINGS * epsilon * whole
     return Leaf(path, off, plain_off, limit, zeros, may_be_zero, determined, fits)
 
@@ -271,8 +274,8 @@ def limit_of(subject: Subject, format: str, path: str, plain: float) -> float:
     if format == "fp32":
         return max(1e-5, ROUNDINGS * subject.noise[path])
     epsilon = _epsilon(format)
-    asked = 2 * plain if format == "fp8" or plain <= FAILS else FAILS
-    return max(asked, ROUNDINGS * epsilon, 2 * subject.moved(epsilon, SAMPLES)[path])
+    limit = 2 * plain if format == "fp8" or plain <= FAILS else FAILS
+    return max(limit, ROUNDINGS * epsilon, 2 * subject.moved(epsilon, SAMPLES)[path])
 
 
 class Cost(NamedTuple):
@@ -339,33 +342,33 @@ def gradient_of(case: Case) -> Callable[[Any, Any], Any]:
     its own at each call."""
 
     def gradient(params: Any, batch: Any) -> Any:
-        found = jax.grad(case.loss, has_aux=case.has_aux)(params, batch)
-        return found[0] if case.has_aux else found
+        actual = jax.grad(case.loss, has_aux=case.has_aux)(params, batch)
+        return actual[0] if case.has_aux else actual
 
     return gradient
 
 
 def as_numbers(gradient: Any) -> Gradient:
     """The leaves by path, in float64, where data times scale is exact."""
-    found = jax.tree_util.tree_leaves_with_path(gradient, is_leaf=is_scaled_array)
+    actual = jax.tree_util.tree_leaves_with_path(gradient, is_leaf=is_scaled_array)
 
     def wide(x: Any) -> np.ndarray:
         if is_scaled_array(x):
             return np.asarray(x.data).astype(np.float64) * np.float64(x.scale)
         return np.asarray(x).astype(np.float64)
 
-    return {jax.tree_util.keystr(path): wide(x) for path, x in found}
+    return {jax.tree_util.keystr(path): wide(x) for path, x in actual}
 
 
-def error(found: np.ndarray, reference: np.ndarray) -> float:
+def error(actual: np.ndarray, reference: np.ndarray) -> float:
     """|found - reference| / |reference|; infinite where something is not finite, or
     should be zero and is not."""
     with np.errstate(all="ignore"):
-        off, size = np.linalg.norm(found - reference), np.linalg.norm(reference)
+        off, size = np.linalg.norm(actual - reference), np.linalg.norm(reference)
         return 0.0 if off == 0 else _or_inf(off / size)
 
 
-def share_of_zeros(found: np.ndarray, reference: np.ndarray, small: float) -> float:
+def share_of_zeros(actual: np.ndarray, reference: np.ndarray, small: float) -> float:
     """The share of elements that are zero and should not be.
 
     Those are not small, by this factor, beside the root mean square of any line of
@@ -381,7 +384,7 @@ def share_of_zeros(found: np.ndarray, reference: np.ndarray, small: float) -> fl
         lines[0] = np.minimum(lines[0], line)
     if lines:
         counts &= sizes > small * lines[0]
-    return float(np.mean((found == 0) & counts))
+    return float(np.mean((actual == 0) & counts))
 
 
 def _or_inf(x: Any) -> float:

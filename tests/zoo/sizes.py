@@ -41,7 +41,7 @@ def loss_scaled(
 
         return jax.grad(loss)(params)
 
-    scaled, plain, found = jax.jit(sc.scalify(gradient)), jax.jit(gradient), {}
+    scaled, plain, actual = jax.jit(sc.scalify(gradient)), jax.jit(gradient), {}
     for exponent in exponents:
         factor = ScaledArray(jnp.float32(1), jnp.float32(2.0**exponent))
         with warnings.catch_warnings():
@@ -50,10 +50,10 @@ def loss_scaled(
                 as_numbers(scaled(factor, *args)),
                 as_numbers(plain(*sc.asarray((factor, *args)))),
             )
-        found[exponent] = _worst(
+        actual[exponent] = _worst(
             subject, *gradients, dict.fromkeys(subject.reference, exponent)
         )
-    return found
+    return actual
 
 
 def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
@@ -75,7 +75,7 @@ def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
         jax.tree_util.keystr(path): power
         for path, power in jax.tree_util.tree_leaves_with_path(of_gradient)
     }
-    gradient, plain, found = jax.jit(fun), jax.jit(gradient_of(subject.case)), {}
+    gradient, plain, actual = jax.jit(fun), jax.jit(gradient_of(subject.case)), {}
     for exponent in (-(subject.case.reach // most), subject.case.reach // most):
 
         def moved(x: Any, power: int, exponent: int = exponent) -> Any:
@@ -92,16 +92,16 @@ def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
                 as_numbers(gradient(*inputs)),
                 as_numbers(plain(*sc.asarray(inputs))),
             )
-        found[exponent] = _worst(
+        actual[exponent] = _worst(
             subject,
             *gradients,
             {path: exponent * power for path, power in by_path.items()},
         )
-    return found
+    return actual
 
 
 def _worst(
-    subject: Subject, found: Gradient, plain: Gradient, exponents: dict[str, int]
+    subject: Subject, actual: Gradient, plain: Gradient, exponents: dict[str, int]
 ) -> float:
     """The largest error over its limit, the gradient's leaves being 2^exponent times
     what they are by themselves.
@@ -118,7 +118,7 @@ def _worst(
             / max(float(np.linalg.norm(x)), 1e-300)
         )
         lost += 2 * error(plain[path] * 2.0**-exponent, x)
-        off = error(found[path] * 2.0**-exponent, x) / (
+        off = error(actual[path] * 2.0**-exponent, x) / (
             limit_of(subject, "fp32", path, 0.0) + lost
         )
         worst = max(worst, off if subject.noise[path] < UNDETERMINED else 0.0)

@@ -43,13 +43,13 @@ def test_a_case_brings_what_it_begins_with():
 def test_metrics_and_final_bits_are_those_that_were_kept(found, name):
     """If a change of the arithmetic is meant: run tests/e2e/golden/cases.py, and say
     which cases changed and why."""
-    kept = KEPT["cases"][name]
+    figures = KEPT["cases"][name]
     if machine() == KEPT["machine"]:
-        assert found[name] == kept
+        assert found[name] == figures
         return
     # Another processor or version adds up in another order, and four updates amplify
     # that; another batch or another arithmetic would be 1e-1 off.
     for figure in ("train/loss", "val/loss"):
         np.testing.assert_allclose(
-            found[name][figure], kept[figure], rtol=1e4 * np.finfo(np.float32).eps
+            found[name][figure], figures[figure], rtol=1e4 * np.finfo(np.float32).eps
         )

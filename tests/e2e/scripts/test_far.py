@@ -169,10 +169,10 @@ def test_a_process_that_a_lost_machine_takes_along_is_not_started_with_it_again(
         b.members.leave = lambda: None  # killed, with its process: its file stays
         b.process.kill()
         b.stop()
-        before = len(a.rounds)
+        earlier = len(a.rounds)
         a.process.kill()
-        until(lambda: len(a.rounds) > before)
-        assert names(a)[before] == ("a",)
+        until(lambda: len(a.rounds) > earlier)
+        assert names(a)[earlier] == ("a",)
 
 
 def test_less_than_the_quorum_waits(tmp_path):
@@ -461,7 +461,7 @@ def test_a_process_whose_supervisor_was_killed_is_ended_and_no_other_of_its_numb
     assert len(said) == 1
 
 
-@pytest.mark.whole  # four trainers, one after the other compiled
+@pytest.mark.slow  # four trainers, one after the other compiled
 def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
     words = [
         *TINY,
@@ -481,7 +481,7 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
         "sample.max_new_tokens=0",
         f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}",
     ]
-    own = [
+    settings = [
         "members=2",
         "settle_seconds=15",
         "gone_seconds=8",
@@ -490,7 +490,7 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
     logs = [(tmp_path / f"{name}.log").open("w") for name in "ab"]
     a, b = (
         subprocess.Popen(
-            [sys.executable, "-m", "scripts.far", f"member={name}", *own],
+            [sys.executable, "-m", "scripts.far", f"member={name}", *settings],
             cwd=tmp_path,
             env=environment(),
             stdout=log,
@@ -505,8 +505,8 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
         os.killpg(b.pid, signal.SIGKILL)
         b.wait()
         until(lambda: "DiLoCo: one replica" in (tmp_path / "a.log").read_text(), 200)
-        before = len(values(tmp_path / "A"))
-        until(lambda: len(values(tmp_path / "A")) > before + 20, 200)
+        earlier = len(values(tmp_path / "A"))
+        until(lambda: len(values(tmp_path / "A")) > earlier + 20, 200)
         a.terminate()
         assert a.wait(100) == 143
     finally:

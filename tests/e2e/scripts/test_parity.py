@@ -124,9 +124,9 @@ def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_p
     (tmp_path / "a" / "divergence.txt").touch()
     write(tmp_path / "b", {"step": 10, "val/loss": float("nan")})
     for name in "ab":
-        found = parity.read_outcome(tmp_path / name, 10)
-        assert found is not None
-        assert found.diverged
+        actual = parity.read_outcome(tmp_path / name, 10)
+        assert actual is not None
+        assert actual.diverged
 
 
 def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
@@ -139,11 +139,11 @@ def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
     (tmp_path / "a" / "evaluation.json").write_text(
         json.dumps({"step": 10, "tokens": 1, "results": results})
     )
-    found = [
+    actual = [
         parity.read_outcome(tmp_path / "a", 10, name)
         for name in ("", "fp32", "bf16", "fp16")
     ]
-    assert [outcome and outcome.elsewhere for outcome in found] == [
+    assert [outcome and outcome.elsewhere for outcome in actual] == [
         None,
         0.5,
         None,
@@ -327,9 +327,9 @@ def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_b
     }
     assert 3 <= ran["bf16"] < ran["fp16"] < 12
     assert ran["fp32"] == ran["fp16"]
-    said = capsys.readouterr().out
-    assert "bf16, lr 1x: surely below 0.5%, no further seeds" in said
-    assert "fp16, lr 1x: surely above 0.5%, no further seeds" in said
+    output = capsys.readouterr().out
+    assert "bf16, lr 1x: surely below 0.5%, no further seeds" in output
+    assert "fp16, lr 1x: surely above 0.5%, no further seeds" in output
     assert (
         "bf16, lr 1x: below 0.5%; fp16, lr 1x: above 0.5%"
         in (out / "parity.md").read_text()
@@ -337,10 +337,10 @@ def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_b
     table = json.loads((out / "parity.json").read_text())["table"]
     assert [row["settled"] for row in table] == [None, "below", "above"]
     parity.main(args)  # called again, it runs nothing
-    again = {
+    rows = {
         item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ran
     }
-    assert again == ran
+    assert rows == ran
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):

@@ -67,7 +67,7 @@ def test_adam_with_fp16_state_tracks_fp32_adam_over_300_steps():
     assert losses["fp8"][-1] == pytest.approx(losses["fp32"][-1], abs=0.02 * fall)
 
 
-@pytest.mark.whole  # 300 calls; its steps: test_optax_optimisers.py
+@pytest.mark.slow  # 300 calls; its steps: test_optax_optimisers.py
 def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
     # The plain route of the module's docstring: every value of the state in FP16,
     # scales by the rules.
@@ -124,9 +124,9 @@ def test_what_is_not_accepted_leaves_the_state(settings):
             np.asarray(x, np.float32), np.asarray(y, np.float32)
         )
     expected, plain = update(grads, state, params)
-    found, accepted = update(grads, state, params, accept=jnp.asarray(True))
+    actual, accepted = update(grads, state, params, accept=jnp.asarray(True))
     for x, y in zip(
-        jax.tree.leaves((found, accepted)),
+        jax.tree.leaves((actual, accepted)),
         jax.tree.leaves((expected, plain)),
         strict=True,
     ):

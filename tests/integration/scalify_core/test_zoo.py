@@ -67,8 +67,8 @@ def _as_users_have_it():
 
 
 def assert_fits(name, format, scales="static"):
-    found = measure(subject(name), format, scales)
-    assert found.fits, "\n".join(found.lines())
+    actual = measure(subject(name), format, scales)
+    assert actual.fits, "\n".join(actual.lines())
 
 
 @pytest.mark.parametrize("name", quick(DEPTHS, *TWO))
@@ -86,25 +86,25 @@ def test_fp32_gradients_are_those_of_plain_code(name):
     assert_fits(name, "fp32")
 
 
-@pytest.mark.whole  # of two models: above
+@pytest.mark.slow  # of two models: above
 @pytest.mark.parametrize("name", ["post_norm", "stochastic_chain"])
 def test_bf16_gradients_are_right_in_every_leaf(name):
     assert_fits(name, "bf16")
 
 
-@pytest.mark.whole  # of two models: above
+@pytest.mark.slow  # of two models: above
 @pytest.mark.parametrize("name", ["llama_scan", "vit"])
 def test_fp8_products_cost_no_more_than_their_rounding(name):
     assert_fits(name, "fp8")
 
 
-@pytest.mark.whole  # of two models: above
+@pytest.mark.slow  # of two models: above
 @pytest.mark.parametrize("name", ["contrastive", "post_norm"])
 def test_fp32_gradients_follow_a_loss_of_any_size(name):
     assert max(loss_scaled(subject(name)).values()) <= 1
 
 
-@pytest.mark.whole  # of two models: above
+@pytest.mark.slow  # of two models: above
 @pytest.mark.parametrize(
     "name", ["contrastive", "cross_entropy_1m", "stochastic_chain"]
 )
@@ -126,8 +126,8 @@ def test_errors_that_are_not_numbers_are_infinite():
 
 def test_a_zero_counts_unless_its_row_and_column_are_larger():
     reference = np.array([[1.0, 1.0], [1e-4, 1e-4]])
-    found = np.array([[1.0, 1.0], [0.0, 1e-4]])
+    actual = np.array([[1.0, 1.0], [0.0, 1e-4]])
     # a row of its own size, as of a rare token
-    assert share_of_zeros(found, reference, 0.01) == 0.25
+    assert share_of_zeros(actual, reference, 0.01) == 0.25
     assert share_of_zeros(np.array([1.0, 0.0]), np.array([1.0, 1e-4]), 0.01) == 0
     assert share_of_zeros(np.zeros(2), np.zeros(2), 0.01) == 0

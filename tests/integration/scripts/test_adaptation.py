@@ -198,7 +198,7 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(
     old, new, out = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "study"
     old.write_text("the cat sat on the mat and slept. " * 400)
     new.write_text("Der Hund saß auf der Matte und schlief. " * 400, encoding="utf-8")
-    asked = []
+    requests = []
 
     def make_tokenizer(args, name, *source):
         if not (out / "tokenizers" / name).exists():
@@ -215,7 +215,7 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(
     def in_turn(commands, folders, count):
         for job, command in commands.items():
             assert command[1:3] == ["-m", "trainer"]
-            asked.append((job.item, job.seed))
+            requests.append((job.item, job.seed))
             c = compose_config(
                 [word for word in command[3:] if word != "model=from_init"]
             )
@@ -247,21 +247,21 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(
         out=str(out),
     )
     adaptation.main(args)
-    assert asked == [("base", 0), ("focus", 1), ("random", 1), ("old", 1)]
-    found = json.loads((out / "adaptation.json").read_text())
-    assert [row["arm"] for row in found["table"]] == ["focus", "random", "old"]
-    assert found["text"]["old_tokens"] > found["text"]["new_tokens"]
-    assert [row["steps"] for row in found["table"]][2] > 4
-    assert found["table"][0]["difference"] == [-1.0, None]
+    assert requests == [("base", 0), ("focus", 1), ("random", 1), ("old", 1)]
+    actual = json.loads((out / "adaptation.json").read_text())
+    assert [row["arm"] for row in actual["table"]] == ["focus", "random", "old"]
+    assert actual["text"]["old_tokens"] > actual["text"]["new_tokens"]
+    assert [row["steps"] for row in actual["table"]][2] > 4
+    assert actual["table"][0]["difference"] == [-1.0, None]
     assert (out / "adaptation.png").stat().st_size > 1000
     assert [path.parent.name for path in out.glob("**/checkpoints")] == ["base"]
     adaptation.main(dataclasses.replace(args, seeds=2))
-    assert asked[4:] == [("focus", 2), ("random", 2), ("old", 2)]
+    assert requests[4:] == [("focus", 2), ("random", 2), ("old", 2)]
     assert "3 of 6 adaptations are finished; 3 to go" in capsys.readouterr().out
-    asked.clear()
+    requests.clear()
     adaptation.main(dataclasses.replace(args, lr="0.01,0.02"))
     # at the rate that was added
-    assert asked == [("focus", 1), ("random", 1), ("old", 1)]
+    assert requests == [("focus", 1), ("random", 1), ("old", 1)]
     assert [
         row["lr"] for row in json.loads((out / "adaptation.json").read_text())["table"]
     ] == [0.01] * 3 + [0.02] * 3

@@ -20,8 +20,8 @@ from trainer.errors import UserError
 
 
 def test_figures_are_the_median_and_the_extremes_of_the_rounds():
-    found = interleave.figures([0.5, 0.1, 0.2], tokens=100)
-    assert found == {
+    actual = interleave.figures([0.5, 0.1, 0.2], tokens=100)
+    assert actual == {
         "tokens_per_s": 500,
         "tokens_per_s_min": 200,
         "tokens_per_s_max": 1000,
@@ -95,17 +95,17 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
 
     ways = {"plain": Way(2.0), "float16": Way(4.0)}
     monkeypatch.setattr(bench_scalify, "timed_steps", lambda *args: ways)
-    found = bench_scalify.compare(None, 1, ("float16",), rounds=3, compiles=1, steps=5)
-    assert found["plain"] == {"trace_s": 2.0, "compile_s": 2.0, "step_s": 2.0}
+    actual = bench_scalify.compare(None, 1, ("float16",), rounds=3, compiles=1, steps=5)
+    assert actual["plain"] == {"trace_s": 2.0, "compile_s": 2.0, "step_s": 2.0}
     assert (
-        found["float16"]["trace"]["median"]
-        == found["float16"]["compile"]["median"]
+        actual["float16"]["trace"]["median"]
+        == actual["float16"]["compile"]["median"]
         == 2.0
     )
-    assert found["float16"]["speed"]["median"] == 0.5
+    assert actual["float16"]["speed"]["median"] == 0.5
 
 
-@pytest.mark.whole  # four programs; its figures from given times: above
+@pytest.mark.slow  # four programs; its figures from given times: above
 def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
     out = tmp_path / "bench.json"
     sizes = {
@@ -181,19 +181,19 @@ def run(texts, out, *, settings=None, minutes=9.0, python=None, **more):
 
 
 def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
-    found = run(
+    actual = run(
         "gpt2_nano:fp32:batch=1",
         tmp_path / "a.json",
         settings=Settings(1, 1, 16, "gpu"),
     )
-    assert found.rows == {}
+    assert actual.rows == {}
     assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
 
 
-@pytest.mark.whole  # stage precompile in test_gpu_study.py
+@pytest.mark.slow  # stage precompile in test_gpu_study.py
 def test_compiling_only_takes_no_step_and_fills_the_cache(tmp_path, capsys):
-    found = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", compile_only=True)
-    assert found.rows == found.failed == {}
+    actual = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", compile_only=True)
+    assert actual.rows == actual.failed == {}
     assert not (tmp_path / "a.json").exists()
     assert "GiB" in capsys.readouterr().out
 
@@ -280,12 +280,12 @@ def test_one_that_finds_no_room_is_timed_by_itself_and_the_next_ones_go_on(
 
 def test_the_next_takes_the_place_of_a_first_that_fails(monkeypatch, tmp_path):
     Pretended(monkeypatch, COSTS, fails=("bf16",))
-    found = run(FOUR, tmp_path / "a.json")
-    assert found.failed == {"gpt2_nano bf16 B=8": "broken"}
+    actual = run(FOUR, tmp_path / "a.json")
+    assert actual.failed == {"gpt2_nano bf16 B=8": "broken"}
     assert list(json.loads((tmp_path / "a.json").read_text())["failed"]) == list(
-        found.failed
+        actual.failed
     )
-    assert list(found.rows["gpt2_nano fp32 B=8"]["over"]) == [
+    assert list(actual.rows["gpt2_nano fp32 B=8"]["over"]) == [
         "gpt2_nano scalify_fp8 B=8",
         "gpt2_nano fp8_current B=8",
     ]
@@ -313,7 +313,7 @@ def test_an_error_is_an_answer_and_the_worker_lives():
         assert worker.ask({"x": 3}) == {"twice": 6}
 
 
-@pytest.mark.whole  # a case that runs: ours alone, above
+@pytest.mark.slow  # a case that runs: ours alone, above
 def test_a_case_needs_neither_hydra_nor_data(monkeypatch):
     for name in (
         "wandb",

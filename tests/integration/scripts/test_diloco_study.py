@@ -10,7 +10,7 @@ from trainer.errors import UserError
 TINY = "model.n_layer=1 model.d_model=32 model.n_head=2 model.context=32"
 
 
-@pytest.mark.whole  # two runs of eight replicas; their training: test_replicas.py
+@pytest.mark.slow  # two runs of eight replicas; their training: test_replicas.py
 def test_clients_that_send_fp8_lose_next_to_nothing_against_fp32_at_a_quarter_of_the_bytes(
     tmp_path, monkeypatch, capsys
 ):

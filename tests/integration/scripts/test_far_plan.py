@@ -57,7 +57,7 @@ def test_numbers_and_names_that_nobody_has_are_refused_in_a_line(given, message)
 
 
 def test_the_examples_of_the_documents_could_go_on_with_fewer():
-    found = []
+    entries = []
     for document in (ROOT / "README.md", ROOT / "docs" / "parallel.md"):
         for line in document.read_text().replace("\\\n", " ").splitlines():
             if "python -m scripts.far" in line:
@@ -65,6 +65,6 @@ def test_the_examples_of_the_documents_could_go_on_with_fewer():
                     line.partition("scripts.far")[2].replace("$m", "a"), comments=True
                 )
                 words = list(itertools.takewhile(lambda word: "=" in word, words))
-                found.append(planned(read(Arguments, words)))
-    assert len(found) >= 2
-    assert all(plan.fewest < 4 for plan in found)
+                entries.append(planned(read(Arguments, words)))
+    assert len(entries) >= 2
+    assert all(plan.fewest < 4 for plan in entries)

@@ -41,11 +41,11 @@ def ends(out, stage):
     "stage",
     [
         "precompile",
-        pytest.param("bench124", marks=pytest.mark.whole),  # the same cases, run
-        pytest.param("profile", marks=pytest.mark.whole),  # test_kernel_times.py
-        pytest.param("parity", marks=pytest.mark.whole),  # test_parity.py
+        pytest.param("bench124", marks=pytest.mark.slow),  # the same cases, run
+        pytest.param("profile", marks=pytest.mark.slow),  # test_kernel_times.py
+        pytest.param("parity", marks=pytest.mark.slow),  # test_parity.py
         # tests and runs that others here are
-        pytest.param("smoke", marks=pytest.mark.whole),
+        pytest.param("smoke", marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
@@ -73,7 +73,7 @@ def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     assert "done before" in capsys.readouterr().out
 
 
-@pytest.mark.whole  # plans and runs that others here are, one after another
+@pytest.mark.slow  # plans and runs that others here are, one after another
 def test_memory_is_held_beside_the_plan(out):
     with pytest.raises(UserError, match=r"plan_fp32.txt is missing: first stage=plan"):
         gpu.main(arguments(out, "memory"))

@@ -100,8 +100,8 @@ ENTRY %main (x: f8e4m3fn[1024,1024], y: f32[1024,1024]) -> f32[1024,1024] {
 
 
 def test_classes_are_those_of_the_program_and_what_is_in_no_gradient_is_the_update():
-    found = classes_of(Program(TEXT))
-    assert found == {
+    actual = classes_of(Program(TEXT))
+    assert actual == {
         "dot.1": FP8,
         "fusion.2": TRANSPOSES,
         "fusion.3": REDUCTIONS,
@@ -178,7 +178,7 @@ def test_a_profile_of_a_cpu_is_read_to_its_end():
 
 
 # a worker that compiles and runs; what is made of its profile: above
-@pytest.mark.whole
+@pytest.mark.slow
 def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
     out = tmp_path / "profile.json"
     settings = {
@@ -225,12 +225,12 @@ def test_of_a_gpus_profile_what_ran_on_its_streams_counts_once(tmp_path):
     serialised = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU_TRACE)
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "host.xplane.pb").write_bytes(serialised)
-    found = spans_of(tmp_path)
-    assert [(span.name, span.op) for span in found] == [
+    actual = spans_of(tmp_path)
+    assert [(span.name, span.op) for span in actual] == [
         ("nvjet_sm90_qqhsh_mma", "dot.1"),
         ("fusion_2", ""),
     ]
-    table = table_of(found, Program(TEXT), 1, None)
+    table = table_of(actual, Program(TEXT), 1, None)
     assert {kind: row["ms"] for kind, row in table["classes"].items()} == {
         FP8: 0.004,
         TRANSPOSES: 0.002,

@@ -36,16 +36,16 @@ def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format(
 )
 def test_a_state_weighs_what_its_formats_say(item, each, narrow):
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"
-    found = memory.measure(
+    actual = memory.measure(
         memory.Arguments(vocab=64, model="gpt2_nano", batch=4), f"{item}+{tiny}"
     )
     # scales and counters of a tiny model
-    assert found["state_bytes_per_parameter"] == pytest.approx(each, rel=0.05)
-    assert found["disk_bytes_per_parameter"] >= each
-    assert ("float8_e4m3fn" in found["saved_bytes"]) == narrow
+    assert actual["state_bytes_per_parameter"] == pytest.approx(each, rel=0.05)
+    assert actual["disk_bytes_per_parameter"] >= each
+    assert ("float8_e4m3fn" in actual["saved_bytes"]) == narrow
 
 
-@pytest.mark.whole  # two programs; one state: above
+@pytest.mark.slow  # two programs; one state: above
 def test_16_bit_weights_are_kept_in_fp8_for_the_backward_pass_where_the_configuration_says_so():
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"
     arguments = memory.Arguments(vocab=64, model="gpt2_nano", batch=4)

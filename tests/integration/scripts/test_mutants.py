@@ -61,7 +61,7 @@ def test_the_kept_sample_is_of_these_files():
     assert len(there) >= 60, "draw it anew: python -m scripts.mutants draw=100"
 
 
-@pytest.mark.whole  # a pytest of its own; what is planted, the tests above show
+@pytest.mark.slow  # a pytest of its own; what is planted, the tests above show
 def test_a_fault_is_caught_by_the_tests_of_its_line(tmp_path):
     file = "trainer/step/schedule.py"
     text = (ROOT / file).read_text()

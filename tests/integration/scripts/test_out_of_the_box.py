@@ -59,11 +59,12 @@ def test_a_model_without_its_depth_is_refused(models, tmp_path):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_batches_depend_on_the_seed_only(name):
-    first, again, other = (
+    first, second, other = (
         list(itertools.islice(TASKS[name](seed, 2), 2)) for seed in (0, 0, 1)
     )
     for a, b, c in zip(
-        *(map(np.concatenate, map(flat, x)) for x in (first, again, other)), strict=True
+        *(map(np.concatenate, map(flat, x)) for x in (first, second, other)),
+        strict=True,
     ):
         assert np.array_equal(a, b)
         assert not np.array_equal(a, c)
@@ -75,14 +76,14 @@ def flat(batch):
     ]
 
 
-@pytest.mark.whole  # three runs; the study of such: above
+@pytest.mark.slow  # three runs; the study of such: above
 def test_all_ways_are_steps_of_the_same_model():
     args = Arguments(models="llama:1", width=32, batch=1, steps=3)
     with jax.numpy_rank_promotion("allow"):
-        expected, *found = (
+        expected, *actual = (
             train(ZooTrial("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax")
         )
-    for losses_ in found:
+    for losses_ in actual:
         # FP8 rounds at 2^-4, and the loss is a mean of 64
         assert losses_ == pytest.approx(expected, rel=2.0**-7)
         assert losses_ != expected

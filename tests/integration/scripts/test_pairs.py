@@ -170,9 +170,9 @@ def test_a_difference_that_is_seen_four_times_in_five_is():
     """By trial: 20,000 studies of eight pairs; the share has a standard deviation of
     0.3%."""
     difference, random = seen_with(0.2, 8), np.random.default_rng(0)
-    found = random.normal(difference, 0.2, (20_000, 8))
-    reach = np.std(found, axis=1, ddof=1) * interval_of(1.0, 8)
-    assert np.mean(found.mean(axis=1) > reach) == pytest.approx(0.79, abs=0.02)
+    actual = random.normal(difference, 0.2, (20_000, 8))
+    reach = np.std(actual, axis=1, ddof=1) * interval_of(1.0, 8)
+    assert np.mean(actual.mean(axis=1) > reach) == pytest.approx(0.79, abs=0.02)
     assert seen_with(0.2, 1) == math.inf
 
 
@@ -194,11 +194,11 @@ LOOKS = 40
 def ever_left(half, trials=4000):
     """The share of studies of up to 40 pairs whose interval the true mean ever leaves,
     looked at after each pair."""
-    found = np.random.default_rng(1).normal(0.1, 0.2, (trials, LOOKS))
+    actual = np.random.default_rng(1).normal(0.1, 0.2, (trials, LOOKS))
     left = np.zeros(trials, bool)
     for n in range(2, LOOKS + 1):
-        scatter = np.std(found[:, :n], axis=1, ddof=1)
-        left |= abs(found[:, :n].mean(axis=1) - 0.1) > scatter * half(1.0, n)
+        scatter = np.std(actual[:, :n], axis=1, ddof=1)
+        left |= abs(actual[:, :n].mean(axis=1) - 0.1) > scatter * half(1.0, n)
     return left.mean()
 
 

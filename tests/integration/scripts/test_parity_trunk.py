@@ -126,7 +126,7 @@ def test_a_table_names_the_code_of_its_runs_and_not_that_which_writes_it(tmp_pat
 
 
 # what starts from it is test_runs_without_a_trunk's, a fork test_resume.py's
-@pytest.mark.whole
+@pytest.mark.slow
 def test_runs_of_a_seed_share_the_trunk_and_go_on_from_it_in_their_own_precision(
     tmp_path, capsys
 ):

@@ -62,7 +62,7 @@ def test_all_that_enters_the_products_of_a_fresh_llama_is_near_1():
     assert AIM[0] <= min(every) <= max(every) <= AIM[1]
 
 
-@pytest.mark.whole  # a second program; what is near 1: above
+@pytest.mark.slow  # a second program; what is near 1: above
 def test_a_weight_whose_scale_is_off_is_seen():
     def grow(params):
         linear = params["h"][1]["attn"]["o_proj"]

@@ -58,10 +58,10 @@ def test_a_line_for_each_seed_that_has_ended_in_both_and_their_paired_difference
         tmp_path, {"fp32": [2.0, 2.0, 2.0], "scalify_fp8_fp16": [2.01, 2.03, None]}
     )
     main(args)
-    found = lines_of(args.out)
+    actual = lines_of(args.out)
     # two seeds in two plots
-    assert [len(found[kind]) for kind in ("base", "ours")] == [4, 4]
-    assert found["ours"][:2] == [
+    assert [len(actual[kind]) for kind in ("base", "ours")] == [4, 4]
+    assert actual["ours"][:2] == [
         f"scalify_fp8_fp16, run {i}: {loss} at the end"
         for i, loss in ((1, "2.0100"), (2, "2.0300"))
     ]
@@ -88,8 +88,8 @@ def test_a_study_of_one_validation_has_no_curve(tmp_path):
 
 
 def test_the_picture_in_the_readme_has_the_bytes_of_the_results_and_is_small(tmp_path):
-    found = state_bytes(RESULTS.read_text())
-    assert (found["bf16"], found["scalify_fp8_fp16"], found["scalify_fp8_fp8"]) == (
+    actual = state_bytes(RESULTS.read_text())
+    assert (actual["bf16"], actual["scalify_fp8_fp16"], actual["scalify_fp8_fp8"]) == (
         12.0,
         6.0,
         4.0,
@@ -98,7 +98,7 @@ def test_the_picture_in_the_readme_has_the_bytes_of_the_results_and_is_small(tmp
     # else: scripts.studies.readme_picture draws it anew
     spoken = re.search(r'aria-label="([^"]*)"', text)[1]
     assert spoken.endswith(
-        "parameter: " + ", ".join(f"{name} {found[name]:g}" for name in BARS)
+        "parameter: " + ", ".join(f"{name} {actual[name]:g}" for name in BARS)
     )
     assert "prefers-color-scheme: dark" in text
     assert len(text) < 100_000

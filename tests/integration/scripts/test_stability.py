@@ -94,9 +94,9 @@ def test_a_sharpness_leads_by_the_steps_since_it_rose_for_good():
     assert stable.lead_of(run, "edge") == 15
     assert stable.lead_of(run, "logits") == 5
     calm = ended(edge={10: 0.2, 20: 0.3}, logits={10: 0.1})
-    found = stable.leads([run, calm, ended(edge={10: math.inf})])
-    assert found["edge"] == (15, 1, 1, 0.5)
-    assert found["logits"] == (5, 1, 1, 0.0)
+    actual = stable.leads([run, calm, ended(edge={10: math.inf})])
+    assert actual["edge"] == (15, 1, 1, 0.5)
+    assert actual["logits"] == (5, 1, 1, 0.0)
     assert stable.leads([ended()]) == {}
 
 
@@ -117,7 +117,7 @@ def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitiv
             runs[Key(lr, "sim", seed)] = ended(
                 final=other, diverged=math.isinf(other), onset=7, spikes=seed
             )
-    runs[Key(1.0, "sim", 2)] = ended()  # a seed that is not whole
+    runs[Key(1.0, "sim", 2)] = ended()  # a seed that is not slow
     base, other = stable.figures(runs, "fp32", [1.0, 3.0, 10.0])
     assert (base.largest, other.largest) == (10.0, 3.0)
     assert (base.runs, base.diverged, other.runs, other.diverged) == (6, 0, 7, 2)
@@ -139,7 +139,7 @@ def test_looks_that_do_not_divide_the_steps_are_refused_before_anything_runs(tmp
         stability.main(Arguments("bf16", looks=7, out=str(tmp_path)))
 
 
-@pytest.mark.whole  # ten runs; studies that go on: test_parity.py
+@pytest.mark.slow  # ten runs; studies that go on: test_parity.py
 def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(
     tmp_path, capsys
 ):
@@ -187,8 +187,13 @@ def test_a_run_without_looks_has_no_sharpness():
     rows = [{"step": s, "train/loss": 5.0 - 0.1 * s} for s in range(1, 11)] + [
         {"step": 10, "val/loss": 4.0}
     ]
-    found = stable.run_of(rows, steps=10, last=1, stopped=False)
-    assert (found.first, found.final, found.logits, found.edge) == (4.9, 4.0, {}, {})
+    actual = stable.run_of(rows, steps=10, last=1, stopped=False)
+    assert (actual.first, actual.final, actual.logits, actual.edge) == (
+        4.9,
+        4.0,
+        {},
+        {},
+    )
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=False) is None
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=True).diverged
-    assert stable.figures({Trial(1.0, "fp32", 0): found}, "fp32", [1.0])[0].leads == {}
+    assert stable.figures({Trial(1.0, "fp32", 0): actual}, "fp32", [1.0])[0].leads == {}

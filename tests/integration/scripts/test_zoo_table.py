@@ -20,11 +20,11 @@ GOOD = {
 @pytest.fixture
 def measured(monkeypatch):
     """What is measured is noted, and always the same."""
-    asked = []
+    requests = []
     monkeypatch.setattr(zoo, "Subject", lambda name, depth, width: name)
-    monkeypatch.setattr(zoo, "figures", lambda found: dict(GOOD))
-    monkeypatch.setattr(zoo, "measure", lambda *args: asked.append(args))
-    return asked
+    monkeypatch.setattr(zoo, "figures", lambda actual: dict(GOOD))
+    monkeypatch.setattr(zoo, "measure", lambda *args: requests.append(args))
+    return requests
 
 
 def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
@@ -91,8 +91,8 @@ def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path
 
 
 def test_a_cell_says_what_fails():
-    found = GOOD | {"failures": 2, "most_zeros": 0.25, "error": "inf", "resized": 7.0}
-    assert cell(found) == "**inf / 0.002**, 2 of 3, zeros 25.0%, resized **7**"
+    actual = GOOD | {"failures": 2, "most_zeros": 0.25, "error": "inf", "resized": 7.0}
+    assert cell(actual) == "**inf / 0.002**, 2 of 3, zeros 25.0%, resized **7**"
     assert cell(None) == "-"
 
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from precisions import SPEC, abstract, batch, copied, hyper, workload
 
 from scalify_core import asarray
@@ -20,11 +20,11 @@ EPS = {"fp32": 2.0**-23, "fp16": 2.0**-11}
 
 
 def tokens(seed=0):
-    found = np.random.default_rng(seed).integers(
+    actual = np.random.default_rng(seed).integers(
         0, 64, (16, SPEC.context + 1), dtype=np.int32
     )
-    found[:, 5] = found[3:, 11] = END
-    return found
+    actual[:, 5] = actual[3:, 11] = END
+    return actual
 
 
 def bordered(preset, spec=SPEC):
@@ -34,12 +34,12 @@ def bordered(preset, spec=SPEC):
 
 @pytest.mark.parametrize(
     ("preset", "spec"),
-    [("fp32", SPEC), ("fp32", LLAMA), whole("scalify_fp8_fp16", SPEC)],
+    [("fp32", SPEC), ("fp32", LLAMA), slow("scalify_fp8_fp16", SPEC)],
 )
 def test_the_loss_is_the_mean_over_the_other_targets(preset, spec):
     task = bordered(preset, spec)
     state = first_state(task, 0)
-    found = float(jax.jit(task.model.eval_loss)(state, tokens(), None))
+    actual = float(jax.jit(task.model.eval_loss)(state, tokens(), None))
     inside = tokens()[:, :-1] != END
     assert 16 < (~inside).sum() < 60
     params = asarray(state.params)
@@ -49,7 +49,7 @@ def test_the_loss_is_the_mean_over_the_other_targets(preset, spec):
     )[..., 0]
     # FP8 products are rounded alike in both, from weights whose own rounding is the
     # same.
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         nats[inside].mean(), rel=1e-5 if preset == "fp32" else 8 * EPS["fp16"]
     )
     assert abs(nats.mean() - nats[inside].mean()) > 1e-4
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_sum_over_the_other_targets():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("preset", ["fp32", whole("scalify_fp8_fp16")])
+@pytest.mark.parametrize("preset", ["fp32", slow("scalify_fp8_fp16")])
 def test_a_step_is_the_same_whatever_stands_behind_a_border(preset):
     """Where documents do not see each other; here all of the rest is one token."""
     task = bordered(preset)

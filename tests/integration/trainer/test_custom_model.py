@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import CACHE, TINY
-from families import whole
+from families import slow
 from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
@@ -66,25 +66,25 @@ def configuration(*overrides):
 
 
 # Of our models, in test_precision.py.
-OTHERS = [whole(name) for name in ("scalify_fp8_fp16", "fp8_current")]
+OTHERS = [slow(name) for name in ("scalify_fp8_fp16", "fp8_current")]
 
 
 @pytest.mark.parametrize("precision", ["fp32", *OTHERS])
 def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern(
     precision,
 ):
-    found = train(
+    actual = train(
         configuration(
             f"precision={precision}", "train.steps=40", "metrics.numerics_every=40"
         ),
         model=Next,
         data=Walk(),
     )
-    assert found.rows[-1]["val/loss"] < 0.5 * np.log(V)
-    assert set(found.state.params) == {"table", "shift", "norm", "up", "down"}
+    assert actual.rows[-1]["val/loss"] < 0.5 * np.log(V)
+    assert set(actual.state.params) == {"table", "shift", "norm", "up", "down"}
     names = {
         name.split("/")[2]
-        for name in found.rows[-1]
+        for name in actual.rows[-1]
         if name.startswith("numerics/weights/")
     }
     assert {"up.kernel", "down.kernel", "table.embedding", "shift"} <= names

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from safetensors.numpy import load_file
 
 from scripts.studies.family_journeys import NEW_TOKENS, PROMPTS, WEIGHTS, journey
@@ -39,7 +39,7 @@ def greedy_texts(exported, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "family", [name if name == "qwen3" else whole(name) for name in WEIGHTS]
+    "family", [name if name == "qwen3" else slow(name) for name in WEIGHTS]
 )
 def test_a_family_goes_in_and_out_with_the_texts_of_transformers(
     tmp_path, monkeypatch, family

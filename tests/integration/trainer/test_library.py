@@ -92,22 +92,22 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
         Callback("largest", 4, largest),
         Callback("late", 6, lambda m: seen.append(-m.step), CallbackKind.SAVE),
     ]
-    found = train(
+    actual = train(
         configuration("train.steps=10", "train.eval_every=0"),
         data=Walk(),
         tracker=recorder,
         callbacks=callbacks,
     )
-    assert (found.step, found.stopped_by, found.run_dir.name) == (10, None, "A")
-    assert [row["step"] for row in found.rows] == recorder.steps == list(range(1, 11))
-    assert [row["step"] for row in found.rows if "own/largest" in row] == [4, 8, 10]
+    assert (actual.step, actual.stopped_by, actual.run_dir.name) == (10, None, "A")
+    assert [row["step"] for row in actual.rows] == recorder.steps == list(range(1, 11))
+    assert [row["step"] for row in actual.rows if "own/largest" in row] == [4, 8, 10]
     assert seen == [4, -6, 8, 10, -10]
     assert [s for s in recorder.samples if s[1] == "notes"] == [
         (n, "notes", f"at {n}") for n in (4, 8, 10)
     ]
     assert (recorder.begun, recorder.exit_code) == (0, 0)
-    assert found.rows[-1]["val/loss"] < np.log(V)
-    assert sum(x.size for x in jax.tree.leaves(found.state.params)) > 1000
+    assert actual.rows[-1]["val/loss"] < np.log(V)
+    assert sum(x.size for x in jax.tree.leaves(actual.state.params)) > 1000
     (sample,) = [text for _, name, text in recorder.samples if name == "samples"]
     assert all(
         int(word) < V for word in sample.removeprefix("In the beginning").split()
@@ -148,8 +148,8 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
 def test_texts_are_prepared_once_and_trained_on():
     texts = [f"{i} and {i} are {2 * i}. " * 9 for i in range(300)]
     config = configuration("train.steps=2", "data.val_fraction=0.1")
-    found = train(config, data=texts)
-    assert found.step == 2
+    actual = train(config, data=texts)
+    assert actual.step == 2
     cache = config.data.cache_dir
     prepared = sorted(os.listdir(cache))
     assert (
@@ -161,13 +161,15 @@ def test_texts_are_prepared_once_and_trained_on():
 
 
 def test_a_run_in_another_thread_catches_no_signal_and_ends():
-    found = []
+    entries = []
     thread = threading.Thread(
-        target=lambda: found.append(train(configuration("train.steps=2"), data=Walk()))
+        target=lambda: entries.append(
+            train(configuration("train.steps=2"), data=Walk())
+        )
     )
     thread.start()
     thread.join()
-    assert found[0].step == 2
+    assert entries[0].step == 2
 
 
 def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from command import CACHE, values
-from families import whole
+from families import slow
 
 from trainer.cli.train import main
 
@@ -71,7 +71,7 @@ RELATIVES = {
 
 
 @pytest.mark.parametrize(
-    "family", [name if name == "qwen3" else whole(name) for name in RELATIVES]
+    "family", [name if name == "qwen3" else slow(name) for name in RELATIVES]
 )
 def test_its_relatives_learn(tmp_path, monkeypatch, family):
     monkeypatch.chdir(tmp_path)
@@ -85,9 +85,7 @@ def test_its_relatives_learn(tmp_path, monkeypatch, family):
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else whole(name) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [name if name in FEW else slow(name) for name in RUNS])
 def test_it_learns(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -38,8 +38,8 @@ def test_a_run_stopped_before_a_border_is_the_same_run(tmp_path):
     assert parameters(tmp_path / "A", 12) == parameters(tmp_path / "B", 12)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)  # where its data are
-        _, w, found = restore_training(tmp_path / "A")
-    assert (found.step, w.model.policy.weights) == (12, "bf16")
+        _, w, actual = restore_training(tmp_path / "A")
+    assert (actual.step, w.model.policy.weights) == (12, "bf16")
     four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
     still = {name for name in four if four[name] == border[name]}
     assert {name for name in four if name not in still} == {

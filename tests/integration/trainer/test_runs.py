@@ -151,11 +151,11 @@ def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_is_lost(
             *args,
         ]
     )
-    said = capfd.readouterr().err.strip().splitlines()
+    output = capfd.readouterr().err.strip().splitlines()
     # which a slow machine reports on
-    errors = [line for line in said if not line.startswith("preparing data")]
+    errors = [line for line in output if not line.startswith("preparing data")]
     assert code == 2
-    assert len(errors) == 1, said
+    assert len(errors) == 1, output
     assert errors[0].startswith("error: ")
     for name in names:
         assert name in errors[0]
@@ -212,14 +212,14 @@ def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(
     assert [row["step"] for row in values(tmp_path / "M")] == list(range(1, 23))
     assert values(tmp_path / "M")[:20] == rows
     assert main(["resume=A", "resume.step=10", "run_dir=N"]) == 0
-    again = [
+    repeated = [
         {k: v for k, v in row.items() if k != "event"} for row in values(tmp_path / "N")
     ]
-    assert again == rows[10:]  # nothing was changed: the same steps, bit for bit
+    assert repeated == rows[10:]  # nothing was changed: the same steps, bit for bit
     assert parameters(tmp_path / "N", 20) == parameters(tmp_path / "A", 20)
 
 
-@pytest.mark.whole  # test_config.py has a sweep, trainer/report its table
+@pytest.mark.slow  # test_config.py has a sweep, trainer/report its table
 def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
     tmp_path, monkeypatch, capfd
 ):
@@ -305,7 +305,7 @@ def traced(run_dir):
     return list((run_dir / "profile").rglob("*.xplane.pb"))
 
 
-@pytest.mark.whole  # three runs; what a profile says: scripts/test_kernel_times.py
+@pytest.mark.slow  # three runs; what a profile says: scripts/test_kernel_times.py
 def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(
     tmp_path,
 ):

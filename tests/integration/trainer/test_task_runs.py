@@ -4,7 +4,7 @@ import json
 
 import pytest
 from command import here, values
-from families import whole
+from families import slow
 
 from trainer.cli.evaluate import Arguments, main
 
@@ -17,7 +17,7 @@ TASKS = [
 ]
 
 
-FLAGSHIP = whole("precision=scalify_fp8_fp16")  # test_scoring.py scores in it
+FLAGSHIP = slow("precision=scalify_fp8_fp16")  # test_scoring.py scores in it
 
 
 @pytest.mark.parametrize("precision", ["precision=fp32", FLAGSHIP])
@@ -33,13 +33,13 @@ def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path, precision):
         patch.chdir(tmp_path)  # where its data are
         main(Arguments(str(tmp_path / "run"), tasks="last_word", limit=12, batch=6))
     [result] = json.loads((tmp_path / "run" / "tasks.json").read_text())["results"]
-    found, logged = (
+    actual, logged = (
         result["tasks"]["last_word"]["perplexity"]["value"],
         scored[20]["tasks/last_word/perplexity"],
     )
     # e^(nats of a word): of some 6 tokens' FP32 sums of FP16 products, in other
     # batches.
-    assert found == pytest.approx(logged, rel=6 * 5 * 2.0**-11)
+    assert actual == pytest.approx(logged, rel=6 * 5 * 2.0**-11)
 
 
 def test_a_task_that_there_is_not_ends_a_run_before_it_begins(tmp_path):

@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from precisions import SPEC, abstract, batch, bits, copied, hyper, workload
 
 from scalify_core import tree, weights
@@ -47,10 +47,10 @@ def trained(w, steps, accum=1):
 
 
 def leaves(tree_):
-    found = jax.tree_util.tree_leaves_with_path(weights.wide(tree_))
+    actual = jax.tree_util.tree_leaves_with_path(weights.wide(tree_))
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x)
-        for path, x in found
+        for path, x in actual
     }
 
 
@@ -102,8 +102,8 @@ def test_a_part_goes_back_to_its_place():
 
 @pytest.mark.parametrize(
     ("preset", "devices", "accum"),
-    [("fp32", 1, 1), ("scalify_fp8_fp16", 1, 2), whole("scalify_fp8_fp8", 1, 1), ("fp8_delayed", 1, 1),
-     whole("scalify_fp8_fp16", 8, 1)],
+    [("fp32", 1, 1), ("scalify_fp8_fp16", 1, 2), slow("scalify_fp8_fp8", 1, 1), ("fp8_delayed", 1, 1),
+     slow("scalify_fp8_fp16", 8, 1)],
 )  # fmt: skip
 def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, devices, accum):
     w = only("embeddings", "h.0.mlp.c_fc.*", preset=preset, devices=devices)
@@ -124,7 +124,7 @@ def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, devices,
     )
 
 
-@pytest.mark.parametrize("spec", [SCANNED, whole(SPEC)], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("spec", [SCANNED, slow(SPEC)], ids=["scanned", "unrolled"])
 def test_what_is_trained_moves_as_if_all_were(spec):
     """The first step's update of Adam, without a norm clip, knows nothing of other
     parameters."""
@@ -151,7 +151,7 @@ def without_clip():
 
 
 @pytest.mark.parametrize(
-    ("spec", "accum"), [(SPEC, 2), (SCANNED, 1), whole(SPEC, 1), whole(SCANNED, 2)]
+    ("spec", "accum"), [(SPEC, 2), (SCANNED, 1), slow(SPEC, 1), slow(SCANNED, 2)]
 )
 def test_the_compiled_step_has_no_gradient_of_the_rest(spec, accum):
     whole, part = (

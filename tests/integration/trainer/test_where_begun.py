@@ -42,13 +42,13 @@ def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its
     data.tokenizer.save(run_dir)
     monkeypatch.chdir(elsewhere)
     # nobody knows where a directory of another name was begun
-    with at_start_directory(c, elsewhere) as found:
-        assert found == c
+    with at_start_directory(c, elsewhere) as actual:
+        assert actual == c
     for _ in range(2):  # the second time without the files that the configuration names
-        with at_start_directory(c, run_dir) as found:
-            again = build_data(found)
-        assert again.manifest.fingerprint == data.manifest.fingerprint
-        np.testing.assert_array_equal(again.train.batch(0).tokens, tokens)
+        with at_start_directory(c, run_dir) as actual:
+            rebuilt = build_data(actual)
+        assert rebuilt.manifest.fingerprint == data.manifest.fingerprint
+        np.testing.assert_array_equal(rebuilt.train.batch(0).tokens, tokens)
         shutil.rmtree(begun / "tokenizers", ignore_errors=True)
     assert list(elsewhere.iterdir()) == []
 
@@ -63,11 +63,11 @@ def test_a_run_behind_a_link_was_begun_where_the_link_is(tmp_path, monkeypatch):
         ["data=text", "data.paths=[books/]", "run_dir=runs/a", "data.cache_dir=cache"]
     )
     for run_dir in ("runs/a", tmp_path / "disk/runs/a"):
-        with at_start_directory(c, Path(run_dir)) as found:
-            assert (found, Path.cwd()) == (c, tmp_path / "here")
+        with at_start_directory(c, Path(run_dir)) as actual:
+            assert (actual, Path.cwd()) == (c, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "there")
-    with at_start_directory(c, Path("../here/runs/a")) as found:
-        assert (found.data.cache_dir, Path.cwd()) == (
+    with at_start_directory(c, Path("../here/runs/a")) as actual:
+        assert (actual.data.cache_dir, Path.cwd()) == (
             str(tmp_path / "here/cache"),
             tmp_path / "here",
         )

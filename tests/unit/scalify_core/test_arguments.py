@@ -36,9 +36,9 @@ def called(model, x):
 def test_leaves_that_are_no_arrays_pass_through():
     scaled = as_scaled_array(model(X), dtype=HALF)
     assert (scaled["layers"][1], scaled["name"]) == (jnp.tanh, "tower")
-    found = scalify(called)(scaled, X.astype(HALF))
+    actual = scalify(called)(scaled, X.astype(HALF))
     np.testing.assert_allclose(
-        asarray(found), called(model(X), X), rtol=2e-2, atol=1e-2
+        asarray(actual), called(model(X), X), rtol=2e-2, atol=1e-2
     )
     changed = scalify(lambda m: {**m, "layers": [m["layers"][0] * 2, m["layers"][1]]})(
         scaled
@@ -80,7 +80,9 @@ def test_a_gradient_with_respect_to_the_arrays_of_a_model():
 
 def test_updates_are_rounded_to_nearest_unless_told_otherwise():
     params, updates = as_scaled_array(X, dtype=HALF), 0.1 * X
-    found = weights.apply_updates(params, updates)
-    np.testing.assert_allclose(asarray(found), asarray(params) + updates, rtol=2.0**-11)
+    actual = weights.apply_updates(params, updates)
+    np.testing.assert_allclose(
+        asarray(actual), asarray(params) + updates, rtol=2.0**-11
+    )
     with pytest.raises(ValueError, match=r"stochastic.* needs seed= and step="):
         weights.apply_updates(params, updates, rounding="stochastic")

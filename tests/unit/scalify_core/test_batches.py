@@ -28,9 +28,11 @@ def normal(seed, *shape):
 A, B, WEIGHTS = normal(0, 8, 16, 32), normal(1, 8, 32, 16), normal(2, 8, 16, 16)
 
 
-def error(found, expected):
+def error(actual, expected):
     """Of the worst entry of the worst result, relative to its norm."""
-    pairs = zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True)
+    pairs = zip(
+        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
+    )
     pairs = [
         [np.asarray(x, np.float64).reshape(len(x), -1) for x in pair] for pair in pairs
     ]
@@ -87,8 +89,8 @@ def test_entries_far_apart_are_as_right_as_each_by_itself_forward_and_backward(
     args = as_scaled_array((A, B), dtype=HALF)
     coarsest, of_gradient = (FP16, FP16) if dot is lax.dot_general else (E4M3, E5M2)
     for fun, fmt in ((product, coarsest), (gradient, of_gradient)):
-        found = jax.jit(scalify(functools.partial(fun, dot)))(*args)
-        assert error(found, fun(lax.dot_general, *asarray(args))) <= 2 * fmt.epsilon
+        actual = jax.jit(scalify(functools.partial(fun, dot)))(*args)
+        assert error(actual, fun(lax.dot_general, *asarray(args))) <= 2 * fmt.epsilon
 
 
 def through_constants(a, b):
@@ -171,10 +173,10 @@ def test_they_are_in_gradients(way):
         return jnp.sum(jnp.sin(jnp.matmul(a * FACTORS, b / FACTORS)))
 
     a, b = as_scaled_array((A, B), dtype=HALF)
-    found = way(scalify(jax.grad(loss)))(a, b)
-    assert found.scale.shape == ()
+    actual = way(scalify(jax.grad(loss)))(a, b)
+    assert actual.scale.shape == ()
     # of the sine of 30
-    assert error(found, jax.grad(loss)(*asarray((a, b)))) <= 16 * FP16.epsilon
+    assert error(actual, jax.grad(loss)(*asarray((a, b)))) <= 16 * FP16.epsilon
 
 
 def test_an_argument_with_a_scale_for_each_entry_is_read_as_it_is():

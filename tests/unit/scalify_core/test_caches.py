@@ -57,6 +57,6 @@ def test_what_a_program_closes_over_is_freed_with_it(name, scales):
         )
         return weakref.ref(large)
 
-    kept = [call(i) for i in range(3)]
+    results = [call(i) for i in range(3)]
     gc.collect()
-    assert [x() for x in kept] == [None] * 3
+    assert [x() for x in results] == [None] * 3

@@ -39,13 +39,13 @@ LINE = inspect.getsourcelines(vanishing)[1] + 1
 def reports():
     """The texts of what is warned of inside, after all callbacks have run."""
     texts: list[str] = []
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         yield texts
         jax.effects_barrier()
-    assert {w.category for w in found} <= {sc.PrecisionWarning}
-    texts += [str(w.message) for w in found]
-    assert all(w.filename == __file__ for w in found)
+    assert {w.category for w in actual} <= {sc.PrecisionWarning}
+    texts += [str(w.message) for w in actual]
+    assert all(w.filename == __file__ for w in actual)
 
 
 def run(fun, *args):
@@ -162,8 +162,8 @@ def test_a_library_function_that_is_traced_once_is_named_at_each_line_that_calls
     def second(x):
         return jnp.convolve(jnp.exp(x - 31), W[0])
 
-    found = run(jax.jit(checked(lambda x: (first(x), second(x)))), scaled(X[0]))
-    names = {text.split(",")[0].split()[1] for text in found}
+    actual = run(jax.jit(checked(lambda x: (first(x), second(x)))), scaled(X[0]))
+    names = {text.split(",")[0].split()[1] for text in actual}
     assert names == {"first", "second"}
 
 
@@ -219,11 +219,11 @@ def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
         return str(jax.make_jaxpr(fun)(scaled(X), scaled(W))), fun(scaled(X), scaled(W))
 
     with reports():
-        plain, found = texts(False)
+        plain, actual = texts(False)
         watched, expected = texts(True)
     assert "debug_callback" in watched
     assert "debug_callback" not in plain
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 FAR = 10.0 ** jnp.arange(-8.0, 8.0)[:, None]  # 50 octaves
@@ -264,8 +264,8 @@ def test_explain_names_what_one_scale_loses_in_a_product(kind):
     args = sc.as_scaled_array(
         (normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16
     )
-    exact, found = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
-    is_lost = np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact)
+    exact, actual = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
+    is_lost = np.linalg.norm(actual - exact) > 0.01 * np.linalg.norm(exact)
     assert is_lost == (kind in LOST)
     assert (sc.explain(fun, *args).first_loss is not None) == is_lost
 

@@ -41,8 +41,8 @@ def test_sum_over_devices_of_what_each_rescaled_for_itself(check_vma):
         return lax.psum(sc.static.dynamic_rescale_rms(x).sum(0), "d")
 
     x = rows() * SCALES[:, None]
-    found = jax.jit(scalify(summed))(as_scaled_array(x, 1.0))
-    np.testing.assert_allclose(found, x.sum(0), rtol=0, atol=RTOL * np.abs(x).max())
+    actual = jax.jit(scalify(summed))(as_scaled_array(x, 1.0))
+    np.testing.assert_allclose(actual, x.sum(0), rtol=0, atol=RTOL * np.abs(x).max())
 
 
 @pytest.mark.parametrize("collective", [lax.psum, lax.pmax, lax.all_gather])
@@ -55,9 +55,9 @@ def test_collective_over_a_batch_axis_whose_elements_have_scales_of_their_own(
     x = rows() * SCALES[:, None]
     if collective is lax.all_gather:
         fun = functools.partial(lax.all_gather, axis_name="i")
-    found = jax.vmap(scalify(fun), axis_name="i")(ScaledArray(rows(), SCALES))
+    actual = jax.vmap(scalify(fun), axis_name="i")(ScaledArray(rows(), SCALES))
     expected = jax.vmap(fun, axis_name="i")(x)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=RTOL * np.abs(x).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=RTOL * np.abs(x).max())
 
 
 def differences_of_sums(t):
@@ -109,10 +109,10 @@ def test_collectives_over_the_axis_of_a_vmap(fun, inside, kind):
         scale = 2.0 if kind == "static" else None if inside else jnp.full(8, 2.0)
         scaled = as_scaled_array(x, scale)
     batched = functools.partial(jax.vmap, axis_name="i")
-    found = jax.jit(scalify(batched(fun)) if inside else batched(scalify(fun)))(scaled)
+    actual = jax.jit(scalify(batched(fun)) if inside else batched(scalify(fun)))(scaled)
     expected = batched(fun)(sc.asarray(scaled))
     for a, b in zip(
-        jax.tree.leaves(sc.asarray(found)), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(sc.asarray(actual)), jax.tree.leaves(expected), strict=True
     ):
         # The scaled gradient passes a few sums of 64 terms.
         np.testing.assert_allclose(
@@ -141,10 +141,12 @@ def test_sum_over_axes_of_a_mesh_and_of_a_vmap_at_once(kind):
         )(x)
 
     x = draw_normal(1, (16, 4))
-    found = jax.jit(scalify(fun))(as_scaled_array(x, 1.0 if kind == "static" else None))
+    actual = jax.jit(scalify(fun))(
+        as_scaled_array(x, 1.0 if kind == "static" else None)
+    )
     expected = fun(x)
     np.testing.assert_allclose(
-        found, expected, rtol=0, atol=16 * RTOL * float(np.abs(expected).max())
+        actual, expected, rtol=0, atol=16 * RTOL * float(np.abs(expected).max())
     )
 
 

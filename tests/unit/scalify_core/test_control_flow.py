@@ -191,11 +191,11 @@ def test_program_gives_the_plain_values(name, dtype, scale):
     out = jax.jit(scalify(fun))(*as_scaled_array(args, scale, dtype=dtype))
     # Twelve layers, or fifty sums, each of which rounds a few times.
     tolerance = 64 * float(jnp.finfo(dtype).eps)
-    for found, plain in zip(
+    for actual, plain in zip(
         jax.tree.leaves(asarray(out)), jax.tree.leaves(expected), strict=True
     ):
         np.testing.assert_allclose(
-            found,
+            actual,
             plain,
             rtol=0,
             atol=tolerance * float(jnp.abs(plain).max(initial=0)) + 1e-30,
@@ -225,11 +225,11 @@ def test_carry_that_is_multiplied_in_each_turn_is_followed_over_its_whole_way(
         )[1]
 
     x = as_scaled_array(X, 1.0, dtype=jnp.float16)
-    found = asarray(jax.jit(scalify(fun))(x))
+    actual = asarray(jax.jit(scalify(fun))(x))
     # A rounding of FP16 in each turn; numbers of 1/8 are normal there, whatever the
     # power of two.
     np.testing.assert_allclose(
-        found,
+        actual,
         asarray(x) * factor**40,
         rtol=40 * 2.0**-11,
         atol=2.0**-24 * 8 * factor**40,

@@ -16,9 +16,11 @@ def error(fun, *arrays, dtype=jnp.float16, jit=True):
     """The error of a scalified function, relative to plain FP32."""
     args = as_scaled_array(arrays, dtype=dtype)
     scaled = scalify(fun)
-    found = np.asarray(asarray((jax.jit(scaled) if jit else scaled)(*args)), np.float64)
+    actual = np.asarray(
+        asarray((jax.jit(scaled) if jit else scaled)(*args)), np.float64
+    )
     exact = np.asarray(fun(*asarray(args)), np.float64)
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    return np.linalg.norm(actual - exact) / np.linalg.norm(exact)
 
 
 def distances(x, precision=None):

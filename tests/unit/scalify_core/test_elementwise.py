@@ -30,12 +30,12 @@ GUARDS = {
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards_below_the_format_act_as_in_fp32(name, dtype):
     x = jnp.asarray([0.0, 1.0, -2.0])
-    found = scalify(GUARDS[name])(as_scaled_array(x, 1.0, dtype=dtype))
-    limit = float(jnp.finfo(dtype).max) * float(found.scale)
+    actual = scalify(GUARDS[name])(as_scaled_array(x, 1.0, dtype=dtype))
+    limit = float(jnp.finfo(dtype).max) * float(actual.scale)
     expected = np.clip(GUARDS[name](x), -limit, limit)
     # The clip's complement, 1 - (1 - 1e-7), has few bits in FP32 already: an ulp of its
     # logarithm's argument.
-    np.testing.assert_allclose(asarray(found), expected, rtol=RTOL[dtype], atol=1e-6)
+    np.testing.assert_allclose(asarray(actual), expected, rtol=RTOL[dtype], atol=1e-6)
 
 
 def test_a_guard_that_a_matrix_product_also_reads_is_not_rounded_to_zero():
@@ -69,8 +69,8 @@ def test_a_mask_hides_small_logits_too(mask, dynamic):
         jax.random.normal(jax.random.key(0), (4, 4), HALF),
         jnp.float32(scale) if dynamic else scale,
     )
-    found = asarray(scalify(probabilities)(x))
-    np.testing.assert_allclose(found, probabilities(asarray(x)), rtol=2 * RTOL[HALF])
+    actual = asarray(scalify(probabilities)(x))
+    np.testing.assert_allclose(actual, probabilities(asarray(x)), rtol=2 * RTOL[HALF])
 
 
 # Scales that the operation, not the operand, decides.
@@ -92,9 +92,9 @@ def test_functions_that_are_their_argument_near_zero_keep_small_ones(fun, dynami
         asarray(scalify(fun)(x)), fun(asarray(x)), rtol=RTOL[HALF]
     )
     large = small(dynamic=dynamic, exponent=3)
-    found = scalify(fun)(large)
+    actual = scalify(fun)(large)
     np.testing.assert_allclose(
-        asarray(found), fun(asarray(large)), rtol=RTOL[HALF], atol=0
+        asarray(actual), fun(asarray(large)), rtol=RTOL[HALF], atol=0
     )
 
 
@@ -127,9 +127,9 @@ def test_integer_powers_stay_in_range_whatever_the_scale(n, exponent, dynamic):
 
 def test_a_logarithm_of_what_the_user_cast_to_fp16_is_of_the_logical_value():
     x = as_scaled_array(jnp.asarray([2.0**-30, 2.0**-22]), 2.0**-26)
-    found = scalify(lambda x: jnp.log(x.astype(HALF)))(x)
-    assert found.dtype == HALF
-    np.testing.assert_allclose(asarray(found), jnp.log(asarray(x)), rtol=RTOL[HALF])
+    actual = scalify(lambda x: jnp.log(x.astype(HALF)))(x)
+    assert actual.dtype == HALF
+    np.testing.assert_allclose(asarray(actual), jnp.log(asarray(x)), rtol=RTOL[HALF])
 
 
 # Constants.
@@ -154,17 +154,17 @@ def test_a_quotient_by_zero_or_infinity_does_not_drag_the_scale(dtype):
 def test_a_product_with_a_constant_is_rounded_once_and_to_an_arithmetic_format(dtype):
     x = as_scaled_array(draw_normal(0, (4096,)), 1.0, dtype=dtype)
     for fun in (lambda x: x * 0.1, lambda x: x * 0.3, lambda x: -x / 3):
-        found = scalify(fun)(x)
-        assert found.dtype == (HALF if dtype == jnp.float8_e4m3fn else BRAIN)
+        actual = scalify(fun)(x)
+        assert actual.dtype == (HALF if dtype == jnp.float8_e4m3fn else BRAIN)
         expected = fun(asarray(x))
         np.testing.assert_allclose(
-            asarray(found),
+            asarray(actual),
             expected,
-            rtol=float(jnp.finfo(found.dtype).eps),
+            rtol=float(jnp.finfo(actual.dtype).eps),
             atol=2.0**-24,
         )
         if dtype == BRAIN:  # FP8's few significands do not average
-            error = (asarray(found) - expected) / jnp.where(expected == 0, 1, expected)
+            error = (asarray(actual) - expected) / jnp.where(expected == 0, 1, expected)
             # Of 4096 errors that are uniform within half an ulp, five times the mean's
             # own deviation.
             assert abs(float(jnp.mean(error))) < 5 * float(
@@ -191,8 +191,8 @@ def test_run_time_scales_keep_what_leaves_their_range_as_static_ones_do(name):
     x = jnp.asarray(
         [1.0, 2.0, 0.0 if "inverse" not in name and name != "quotient" else 1.0]
     )
-    found = scalify(fun)(ScaledArray(x, jnp.float32(2.0**exponent)))
+    actual = scalify(fun)(ScaledArray(x, jnp.float32(2.0**exponent)))
     expected = scalify(fun)(ScaledArray(x, 2.0**exponent))
-    np.testing.assert_array_equal(asarray(found), asarray(expected))
+    np.testing.assert_array_equal(asarray(actual), asarray(expected))
     assert np.all(np.isfinite(asarray(expected)))
     assert asarray(expected)[0] != 0

@@ -50,14 +50,14 @@ def total(ws, x, size=1.0):
 
 
 def test_a_program_that_loses_nothing_is_said_to_and_each_row_has_its_figures():
-    found = explain(
+    explanation = explain(
         lambda x, w: jnp.tanh(x @ w),
         scaled(normal(8, 16)),
         scaled(normal(16, 4, seed=1)),
     )
-    assert found.first_loss is None
-    assert "nothing is lost" in str(found)
-    (dot,) = rows(found, "dot_general")
+    assert explanation.first_loss is None
+    assert "nothing is lost" in str(explanation)
+    (dot,) = rows(explanation, "dot_general")
     assert (dot.shape, dot.dtype, dot.turns) == ((8, 4), "float16", 1)
     f = dot.figures
     exact = normal(8, 16) @ normal(16, 4, seed=1)
@@ -73,7 +73,7 @@ def test_a_program_that_loses_nothing_is_said_to_and_each_row_has_its_figures():
 def test_the_errors_of_results_are_those_that_the_scaled_function_has():
     ws, x = [normal(16, 16, seed=i) / 4 for i in range(6)], normal(8, 16, seed=9)
     grad = jax.grad(lambda ws: total(ws, x, 1e-4))
-    found = explain(grad, scaled(ws))
+    explanation = explain(grad, scaled(ws))
     exact, scaled_grads = (
         grad(ws),
         sc.asarray(sc.scalify(grad, scales="static")(scaled(ws))),
@@ -87,11 +87,11 @@ def test_the_errors_of_results_are_those_that_the_scaled_function_has():
         )
     ]
     # sums in another order round otherwise
-    np.testing.assert_allclose(found.errors, expected, rtol=0.01)
+    np.testing.assert_allclose(explanation.errors, expected, rtol=0.01)
 
 
 def test_a_scale_that_is_astray_is_traced_to_the_line_that_made_it_so():
-    found = explain(
+    explanation = explain(
         jax.grad(total),
         scaled([normal(16, 16, seed=i) / 4 for i in range(3)]),
         normal(8, 16),
@@ -99,16 +99,16 @@ def test_a_scale_that_is_astray_is_traced_to_the_line_that_made_it_so():
     )
     assert re.search(
         r"test_explain.py:\d+ total, .* of the backward pass: .* are zero in float16",
-        found.first_loss,
+        explanation.first_loss,
     )
     assert re.search(
         r"too large; put dynamic_rescale_rms_grad at test_explain.py:\d+ total, .* of the"
         r" backward pass, where it begins to be",
-        found.first_loss,
+        explanation.first_loss,
     )
-    assert "dynamic_rescale_rms_grad" in found.first_loss
-    assert found.first_loss in str(found)
-    assert max(found.errors) > 0.5
+    assert "dynamic_rescale_rms_grad" in explanation.first_loss
+    assert explanation.first_loss in str(explanation)
+    assert max(explanation.errors) > 0.5
 
 
 def test_what_it_tells_one_to_do_helps():
@@ -129,19 +129,19 @@ def test_saturation_is_named():
     def grown(x):
         return jnp.exp(x) * 2
 
-    found = explain(grown, scaled(jnp.asarray([10.5, 11.5, 12.5])))
-    assert "66.7% of its elements saturate in float16" in found.first_loss
-    assert found.first_row.place.line == line_of(grown, "jnp.exp")
+    explanation = explain(grown, scaled(jnp.asarray([10.5, 11.5, 12.5])))
+    assert "66.7% of its elements saturate in float16" in explanation.first_loss
+    assert explanation.first_row.place.line == line_of(grown, "jnp.exp")
 
 
 def test_small_numbers_beside_large_ones_are_missed_though_they_are_little_of_the_norm():
     def joined(a, b):
         return jnp.concatenate([a, b])
 
-    found = explain(joined, scaled(normal(8) * 1e-6), scaled(normal(8) * 1e5))
-    assert "50.0% of its elements" in found.first_loss
-    assert "one scale does not hold numbers so far apart" in found.first_loss
-    assert found.errors[0] < 1e-6
+    explanation = explain(joined, scaled(normal(8) * 1e-6), scaled(normal(8) * 1e5))
+    assert "50.0% of its elements" in explanation.first_loss
+    assert "one scale does not hold numbers so far apart" in explanation.first_loss
+    assert explanation.errors[0] < 1e-6
     # What plain FP16 would lose too is no loss of the scale's.
     assert (
         explain(joined, scaled(normal(8) * 1e-9), scaled(normal(8) * 1e5)).first_loss
@@ -159,13 +159,13 @@ def scan_loss(ws, x):
 
 def test_the_turns_of_a_scan_are_rows_together_forward_and_backward():
     ws, x = normal(4, 8, 8) / 3, normal(4, 8, seed=3)
-    found = explain(jax.grad(scan_loss), scaled(ws), scaled(x))
-    assert found.first_loss is None
+    explanation = explain(jax.grad(scan_loss), scaled(ws), scaled(x))
+    assert explanation.first_loss is None
     # so the turns of both programs are in the same order
-    assert max(found.errors) < 0.01
-    assert [r.turns for r in rows(found, "dot_general")] == [4]
-    assert {r.turns for r in rows(found, "dot_general", backward=True)} == {4}
-    assert any(line.endswith(" layer") for line in str(found).splitlines())
+    assert max(explanation.errors) < 0.01
+    assert [r.turns for r in rows(explanation, "dot_general")] == [4]
+    assert {r.turns for r in rows(explanation, "dot_general", backward=True)} == {4}
+    assert any(line.endswith(" layer") for line in str(explanation).splitlines())
 
 
 def test_while_and_cond_are_followed_as_they_run():
@@ -174,11 +174,11 @@ def test_while_and_cond_are_followed_as_they_run():
         return lax.cond(x[0] > 0, lambda x: jnp.sin(x), lambda x: jnp.cos(x), x)
 
     for sign, taken, other in ((1, "sin", "cos"), (-1, "cos", "sin")):
-        found = explain(halved, scaled(sign * jnp.asarray([100.0, 3.0, 5.0])))
-        assert [r.turns for r in rows(found, "mul")] == [7]
-        assert len(rows(found, taken)) == 1
-        assert not rows(found, other)
-        assert max(found.errors) < 1e-3
+        explanation = explain(halved, scaled(sign * jnp.asarray([100.0, 3.0, 5.0])))
+        assert [r.turns for r in rows(explanation, "mul")] == [7]
+        assert len(rows(explanation, taken)) == 1
+        assert not rows(explanation, other)
+        assert max(explanation.errors) < 1e-3
 
 
 def test_a_shard_map_and_an_empty_loop_are_one_equation_each():
@@ -205,12 +205,12 @@ def test_calls_are_inlined_and_library_functions_stand_at_the_line_that_calls_th
         x = jax.checkpoint(inner)(x)
         return jax.nn.silu(x @ w)  # another call of it
 
-    found = explain(
+    explanation = explain(
         jax.grad(lambda x, w: jnp.sum(outer(x, w))),
         scaled(normal(4, 4)),
         scaled(normal(4, 4, seed=1)),
     )
-    lines = {r.place.line for r in found.rows if r.primitive == "logistic"}
+    lines = {r.place.line for r in explanation.rows if r.primitive == "logistic"}
     assert lines == {line_of(inner, "silu"), line_of(outer, "another")}
 
 
@@ -224,8 +224,8 @@ def test_lines_that_were_typed_at_a_prompt_are_the_users_too():
         ),
         names,
     )
-    found = sc.explain(names["typed"], scaled(normal(3)))
-    assert [str(r.place) for r in found.rows] == ["<stdin>:3 typed"]
+    explanation = sc.explain(names["typed"], scaled(normal(3)))
+    assert [str(r.place) for r in explanation.rows] == ["<stdin>:3 typed"]
 
 
 def test_products_in_fp8_are_compared_with_exact_ones():
@@ -234,22 +234,22 @@ def test_products_in_fp8_are_compared_with_exact_ones():
     def loss(w, x):
         return jnp.sum(sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))) * 1e-6
 
-    found = explain(
+    explanation = explain(
         jax.grad(loss), scaled(normal(16, 16)), scaled(normal(16, 16, seed=1) * 1e-9)
     )
-    assert 1e-3 < max(found.errors) < 0.06
-    assert found.first_loss is None
-    operand = next(r for r in found.rows if r.dtype == "float8_e4m3fn")
+    assert 1e-3 < max(explanation.errors) < 0.06
+    assert explanation.first_loss is None
+    operand = next(r for r in explanation.rows if r.dtype == "float8_e4m3fn")
     assert 0.01 < operand.figures.error < 0.04
 
     vmapped = jax.vmap(
         lambda x, w: sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))),
         in_axes=(0, None),
     )
-    found = explain(
+    explanation = explain(
         vmapped, scaled(normal(2, 16, 16)), scaled(normal(16, 16) * 2.0**-30)
     )
-    assert 0.01 < found.errors[0] < 0.06
+    assert 0.01 < explanation.errors[0] < 0.06
 
 
 def test_casts_of_the_users_own_are_not_rounded_in_the_shadow():
@@ -258,9 +258,9 @@ def test_casts_of_the_users_own_are_not_rounded_in_the_shadow():
 
     x, w = normal(8, 8) * 2.0**-20, normal(8, 8, seed=1) * 2.0**-20
     # of which plain FP16 would make zeros
-    found = explain(halves, scaled(x), scaled(w))
-    assert found.rows
-    assert found.errors[0] < 0.01
+    explanation = explain(halves, scaled(x), scaled(w))
+    assert explanation.rows
+    assert explanation.errors[0] < 0.01
 
 
 @pytest.mark.parametrize("least", [-1e9, float(jnp.finfo(jnp.float32).min)])
@@ -277,10 +277,10 @@ def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_
         *(scaled(normal(8, 8, seed=i)) for i in range(3)),
         scaled(normal(1, 8, seed=4)),
     )
-    found = explain(jax.grad(attention, argnums=(0, 1, 2, 3)), *args)
-    assert found.first_loss is None
-    assert max(found.errors[:3]) < 0.01
-    (masked,) = rows(found, "select_n")
+    explanation = explain(jax.grad(attention, argnums=(0, 1, 2, 3)), *args)
+    assert explanation.first_loss is None
+    assert max(explanation.errors[:3]) < 0.01
+    (masked,) = rows(explanation, "select_n")
     assert masked.figures.measured < 16
     assert masked.figures.error < 0.01
 
@@ -314,15 +314,15 @@ def test_zeros_beside_much_larger_numbers_are_said_where_nothing_of_the_norm_is_
         lambda layers, x: jnp.sum(scanned(layers, x).astype(jnp.float32))
     )
     args = sc.as_scaled_array((jnp.asarray(layers), normal(4, 16)), dtype=jnp.float16)
-    found, zeros = (
+    actual, zeros = (
         sc.explain(gradient, *args),
         np.mean(sc.asarray(sc.scalify(gradient)(*args)) == 0),
     )
     assert zeros > 0.1
-    assert found.first_loss is None
+    assert actual.first_loss is None
     assert (
         f"; but zero in float16 beside much larger ones are {zeros:.1%} of the"
-        " elements of" in str(found)
+        " elements of" in str(actual)
     )
 
 
@@ -336,7 +336,7 @@ def test_what_a_program_prints_is_printed_once(capfd):
     assert capfd.readouterr().out.count("largest 3.0") == 1
 
 
-@pytest.mark.whole  # each part above
+@pytest.mark.slow  # each part above
 def test_a_training_step_of_a_flax_model():
     model, tx = (
         nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.relu, nn.Dense(1)]),
@@ -353,14 +353,16 @@ def test_a_training_step_of_a_flax_model():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    found = explain(functools.partial(step, scale=2.0), *scaled((params, state, x)))
-    assert found.first_loss is None
-    assert len(found.errors) == len(jax.tree.leaves(params)) * 3 + 1
+    explanation = explain(
+        functools.partial(step, scale=2.0), *scaled((params, state, x))
+    )
+    assert explanation.first_loss is None
+    assert len(explanation.errors) == len(jax.tree.leaves(params)) * 3 + 1
     # a layer's function stands beside the line that calls the model
-    assert any(r.place.library for r in found.rows)
-    table = str(found)
+    assert any(r.place.library for r in explanation.rows)
+    table = str(explanation)
     assert max(map(len, table.split("\n\n", 1)[1].splitlines())) <= 125
-    assert len(table.splitlines()) < 40 < len(found.table().splitlines())
+    assert len(table.splitlines()) < 40 < len(explanation.table().splitlines())
 
 
 def test_measured_scales_lose_nothing_where_propagated_ones_do():
@@ -369,9 +371,9 @@ def test_measured_scales_lose_nothing_where_propagated_ones_do():
         [normal(16, 16, seed=i) / 4 for i in range(3)],
         normal(8, 16),
     )
-    found = sc.explain(grad, scaled(ws), x, 1e-7)
-    assert found.first_loss is None
-    assert max(found.errors) < 2.0**-9
+    explanation = sc.explain(grad, scaled(ws), x, 1e-7)
+    assert explanation.first_loss is None
+    assert max(explanation.errors) < 2.0**-9
     exact, scaled_grads = (
         grad(sc.asarray(scaled(ws)), x, 1e-7),
         sc.asarray(sc.scalify(grad)(scaled(ws), x, 1e-7)),
@@ -381,16 +383,16 @@ def test_measured_scales_lose_nothing_where_propagated_ones_do():
         for a, b in zip(scaled_grads, exact, strict=True)
     ]
     # sums in another order round otherwise
-    np.testing.assert_allclose(found.errors, expected, rtol=0.02)
-    assert {r.dtype for r in found.rows} == {"float16", "float32"}
+    np.testing.assert_allclose(explanation.errors, expected, rtol=0.02)
+    assert {r.dtype for r in explanation.rows} == {"float16", "float32"}
 
 
 def test_measured_scales_are_followed_through_loops_branches_and_calls():
     ws, x = normal(4, 8, 8) / 3, normal(4, 8, seed=3)
-    found = sc.explain(jax.grad(scan_loss), scaled(ws), scaled(x))
-    assert max(found.errors) < 2.0**-9
-    assert [r.turns for r in rows(found, "dot_general")] == [4]
-    assert {r.turns for r in rows(found, "dot_general", backward=True)} == {4}
+    explanation = sc.explain(jax.grad(scan_loss), scaled(ws), scaled(x))
+    assert max(explanation.errors) < 2.0**-9
+    assert [r.turns for r in rows(explanation, "dot_general")] == [4]
+    assert {r.turns for r in rows(explanation, "dot_general", backward=True)} == {4}
 
     def halved(x, w):
         x = lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 1, lambda x: x @ w, x)
@@ -398,25 +400,25 @@ def test_measured_scales_are_followed_through_loops_branches_and_calls():
         return jax.checkpoint(jax.jit(lambda x: jnp.sum((x @ w) ** 2)))(x)
 
     for sign, taken, other in ((1, "sin", "cos"), (-1, "cos", "sin")):
-        found = sc.explain(
+        explanation = sc.explain(
             halved,
             scaled(sign * jnp.asarray([100.0, 3.0, 5.0])),
             scaled(jnp.eye(3) / 2),
         )
-        assert sorted(r.turns for r in rows(found, "dot_general")) == [1, 1, 7]
-        assert len(rows(found, taken)) == 1
-        assert not rows(found, other)
-        assert max(found.errors) < 2.0**-9
+        assert sorted(r.turns for r in rows(explanation, "dot_general")) == [1, 1, 7]
+        assert len(rows(explanation, taken)) == 1
+        assert not rows(explanation, other)
+        assert max(explanation.errors) < 2.0**-9
 
 
 def test_measured_scales_do_not_hold_numbers_that_are_too_far_apart_either():
-    found = sc.explain(
+    explanation = sc.explain(
         lambda a, b: jnp.concatenate([a, b]),
         scaled(normal(8) * 1e-9),
         scaled(normal(8) * 1e5),
     )
-    assert "50.0% of its elements" in found.first_loss
-    assert "are zero in float16" in found.first_loss
+    assert "50.0% of its elements" in explanation.first_loss
+    assert "are zero in float16" in explanation.first_loss
 
 
 def counted(x):
@@ -435,14 +437,14 @@ def counted(x):
 @pytest.mark.parametrize("scales", ["auto", "static"])
 def test_references_that_a_program_writes_to_are_followed(scales):
     x = scaled(normal(8, 8))
-    found = sc.explain(counted, x, scales=scales)
-    assert found.first_loss is None
-    assert [row.turns for row in rows(found, "dot_general")] == [3]
+    explanation = sc.explain(counted, x, scales=scales)
+    assert explanation.first_loss is None
+    assert [row.turns for row in rows(explanation, "dot_general")] == [3]
     exact = counted(sc.asarray(x))
     off = np.linalg.norm(
         sc.asarray(sc.scalify(counted, scales=scales)(x)) - exact
     ) / np.linalg.norm(exact)
-    np.testing.assert_allclose(found.errors, [off], atol=1e-6)
+    np.testing.assert_allclose(explanation.errors, [off], atol=1e-6)
 
 
 def test_a_reference_from_outside_is_written_to_once():
@@ -477,5 +479,5 @@ def test_what_cannot_be_explained_is_refused():
 )
 def test_sums_of_booleans_and_integers_have_no_row(count, scales):
     x = sc.as_scaled_array(draw_normal(0, (8, 8)), dtype=jnp.float16)
-    found = sc.explain(lambda x: (x * 2, count(x)), x, scales=scales)
-    assert [row.primitive for row in found.rows] == ["mul"]
+    explanation = sc.explain(lambda x: (x * 2, count(x)), x, scales=scales)
+    assert [row.primitive for row in explanation.rows] == ["mul"]

@@ -24,14 +24,14 @@ def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_
         s = jnp.tanh(x)
         return jnp.mean(jnp.where(copied(s) == s, 1.0, 2.0))
 
-    found = sc.explain(same, scaled_normal())
-    assert found.first_loss is None
-    assert found.errors[0] > 0.1
-    assert "nothing is lost" not in str(found)
+    explanation = sc.explain(same, scaled_normal())
+    assert explanation.first_loss is None
+    assert explanation.errors[0] > 0.1
+    assert "nothing is lost" not in str(explanation)
     line = inspect.getsourcelines(same)[1] + 2
     assert re.search(
         rf":{line} same, eq: [0-9.]+% of its elements are not those of plain",
-        str(found),
+        str(explanation),
     )
 
 
@@ -40,10 +40,10 @@ def test_roundings_that_are_left_of_a_difference_are_not_called_nothing():
         s = jnp.tanh(x)
         return jnp.sum(jnp.abs(copied(s) - s + 1e-5))
 
-    found = sc.explain(rest, scaled_normal())
-    assert found.first_loss is None
-    assert "nothing is lost" not in str(found)
-    assert "roundings are left where larger numbers cancel" in str(found)
+    explanation = sc.explain(rest, scaled_normal())
+    assert explanation.first_loss is None
+    assert "nothing is lost" not in str(explanation)
+    assert "roundings are left where larger numbers cancel" in str(explanation)
     assert "nothing is lost" in str(sc.explain(copied, scaled_normal()))
 
 
@@ -55,9 +55,9 @@ def test_a_result_that_is_off_by_a_hundredth_is_named():
         s = jnp.tanh(x)
         return copied(s) - s * (1 - 1 / 64)
 
-    found = sc.explain(rest, scaled_normal())
-    assert 0.01 < found.errors[0] < 2**-6
-    assert "nothing is lost" not in str(found)
+    explanation = sc.explain(rest, scaled_normal())
+    assert 0.01 < explanation.errors[0] < 2**-6
+    assert "nothing is lost" not in str(explanation)
 
 
 def test_what_a_comparison_made_zero_is_not_said_to_want_a_wider_format():
@@ -65,10 +65,10 @@ def test_what_a_comparison_made_zero_is_not_said_to_want_a_wider_format():
         s = jnp.tanh(x)
         return jnp.where(s.astype(jnp.float16).astype(s.dtype) >= s, s, 0.0) * 1.5
 
-    found = str(sc.explain(kept, scaled_normal()))
+    actual = str(sc.explain(kept, scaled_normal()))
     assert re.search(
         r"first loss: .* are zero, which are not in plain FP32, .*a comparison.* the"
         r" other way",
-        found,
+        actual,
     )
-    assert "wider format" not in found
+    assert "wider format" not in actual

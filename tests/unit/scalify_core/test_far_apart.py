@@ -32,11 +32,11 @@ def like(x, table):
     return table.astype(x.dtype)
 
 
-def error(found, expected, axis=0):
+def error(actual, expected, axis=0):
     """Of the worst index along an axis, relative to its norm; of the worst result."""
     errors = []
     for x, y in zip(
-        jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
     ):
         x, y = (
             np.moveaxis(np.asarray(a, np.float64), axis, 0).reshape(a.shape[axis], -1)
@@ -91,13 +91,13 @@ SHARED = {
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("dtype", quick([HALF, jnp.float8_e5m2], HALF))
 def test_entries_of_one_operand_are_as_right_as_each_by_itself(kind, dtype):
-    found, expected = both(
+    actual, expected = both(
         lambda x, w: SHARED[kind](x, w, like(x, ENTRIES)),
         normal(0, 6, 6, 8),
         normal(1, 6, 8, 8),
         dtype=dtype,
     )
-    assert error(found, expected) <= 8 * FP16.epsilon
+    assert error(actual, expected) <= 8 * FP16.epsilon
 
 
 LAST, GROUPS = far(8)[None, None], jnp.repeat(far(4), 2)[None, None]
@@ -130,25 +130,25 @@ CONVOLUTIONS = {
 }
 
 
-def of_each(kind, found):
+def of_each(kind, actual):
     """Along which axis of a result the factors are."""
     return {
         "batch": 0,
         "vmap of both": 0,
         "vmap of inputs": 0,
         "vmap of kernels": 0,
-    }.get(kind, found.ndim - 1)
+    }.get(kind, actual.ndim - 1)
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("conv", quick([conv, conv_elsewhere], conv_elsewhere))
 def test_groups_and_batches_of_convolutions_are_as_right_as_each_by_itself(kind, conv):
-    found, expected = both(
+    actual, expected = both(
         functools.partial(CONVOLUTIONS[kind], conv),
         normal(0, 8, 7, 8),
         normal(1, 3, 8, 8),
     )
-    assert error(found, expected, of_each(kind, expected)) <= 4 * FP16.epsilon
+    assert error(actual, expected, of_each(kind, expected)) <= 4 * FP16.epsilon
 
 
 GROUPED = ("vmap of both", "groups of both", "depthwise")
@@ -164,8 +164,8 @@ def test_gradients_of_grouped_convolutions_are_too(kind):
             (0, 1),
         )(x, k)
 
-    found, expected = both(gradient, normal(0, 8, 7, 8), normal(1, 3, 8, 8))
-    assert error(found[0], expected[0], of_each(kind, expected[0])) <= 4 * FP16.epsilon
+    actual, expected = both(gradient, normal(0, 8, 7, 8), normal(1, 3, 8, 8))
+    assert error(actual[0], expected[0], of_each(kind, expected[0])) <= 4 * FP16.epsilon
 
 
 def test_experts_and_rows_of_a_ragged_product_are_as_right_as_each_by_itself():
@@ -184,8 +184,8 @@ def test_experts_and_rows_of_a_ragged_product_are_as_right_as_each_by_itself():
             / like(x, far(10))[:, None],
         )
 
-    found, expected = both(fun, normal(0, 10, 8), normal(1, 4, 8, 8))
-    assert error(found, expected) <= 4 * FP16.epsilon
+    actual, expected = both(fun, normal(0, 10, 8), normal(1, 4, 8, 8))
+    assert error(actual, expected) <= 4 * FP16.epsilon
 
 
 # Plain FP32 beside narrow data.
@@ -208,7 +208,7 @@ def test_a_plain_operand_keeps_all_its_digits_in_a_product(kind, dtype):
     w = as_scaled_array(
         jnp.array([[1.0, -1.0], [-19000.0, 19000.0]]) / 8, dtype=HALF
     ).astype(dtype)
-    found, expected = (
+    actual, expected = (
         f(w, TIMES)
         for f in (
             jax.jit(scalify(PLAIN[kind])),
@@ -216,10 +216,10 @@ def test_a_plain_operand_keeps_all_its_digits_in_a_product(kind, dtype):
         )
     )
     # As JAX promotes it: an FP32 operand makes FP32, integers do not.
-    assert found.dtype == PLAIN[kind](asarray(w).astype(dtype), TIMES).dtype
-    epsilon = 2.0**-22 if found.dtype == jnp.float32 else jnp.finfo(dtype).eps
+    assert actual.dtype == PLAIN[kind](asarray(w).astype(dtype), TIMES).dtype
+    epsilon = 2.0**-22 if actual.dtype == jnp.float32 else jnp.finfo(dtype).eps
     np.testing.assert_allclose(
-        asarray(found), expected, atol=epsilon * float(jnp.abs(expected).max())
+        asarray(actual), expected, atol=epsilon * float(jnp.abs(expected).max())
     )
 
 
@@ -239,8 +239,8 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
     args = as_scaled_array(normal(0, 8, 8), dtype=HALF), jnp.arange(8)
     text = str(jax.make_jaxpr(scalify(NARROW[kind]))(*args))
     assert "f16[8,8] = " in text
-    (found,) = [line for line in text.splitlines() if "dot_general" in line]
-    assert "preferred_element_type=float32" in text[text.index(found) :][:400]
+    (actual,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert "preferred_element_type=float32" in text[text.index(actual) :][:400]
     expected = NARROW[kind](asarray(args[0]), args[1])
     assert (
         error(jax.jit(scalify(NARROW[kind]))(*args)[1:], expected[1:])
@@ -257,7 +257,7 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
 )
 def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     x = normal(0, 4, 6, 8) * far(4)[:, None, None] * far(6)[None, :, None]
-    found = np.broadcast_to(amax.unit_of(x, 14, parts), x.shape)
+    actual = np.broadcast_to(amax.unit_of(x, 14, parts), x.shape)
     cut = [
         n
         for part, size in zip(parts, x.shape, strict=True)
@@ -266,7 +266,7 @@ def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     blocks = np.abs(np.asarray(x)).reshape(cut).max((1, 3, 5), keepdims=True)
     expected = 2.0 ** (np.floor(np.log2(blocks)) - 14)
     np.testing.assert_array_equal(
-        found, np.broadcast_to(expected, cut).reshape(x.shape)
+        actual, np.broadcast_to(expected, cut).reshape(x.shape)
     )
 
 

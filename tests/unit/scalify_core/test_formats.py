@@ -80,14 +80,14 @@ def near_ties(fmt: FloatFormat) -> np.ndarray:
     return np.concatenate([near, -near])
 
 
-def assert_same(found, expected) -> None:
+def assert_same(actual, expected) -> None:
     """Equal numbers, zeros of equal sign, NaN where NaN. Bitwise comparison, for CPUs
     flush subnormals in ==."""
-    found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
-    assert np.array_equal(np.isnan(found), np.isnan(expected))
+    actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    assert np.array_equal(np.isnan(actual), np.isnan(expected))
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(
-        found[number].view(np.uint32), expected[number].view(np.uint32)
+        actual[number].view(np.uint32), expected[number].view(np.uint32)
     )
 
 
@@ -95,11 +95,11 @@ def assert_same(found, expected) -> None:
 @pytest.mark.parametrize("fmt", NATIVE, ids=str)
 def test_cast_is_exact_for_every_16_bit_pattern(fmt, source):
     x = EVERY_16_BITS[source]
-    found = jax.jit(fmt.cast)(jnp.asarray(x))
-    assert found.dtype == fmt.dtype
-    assert_same(found, oracle(fmt, x))
+    actual = jax.jit(fmt.cast)(jnp.asarray(x))
+    assert actual.dtype == fmt.dtype
+    assert_same(actual, oracle(fmt, x))
     inside = np.abs(x) <= fmt.max
-    assert_same(np.asarray(found)[inside], x[inside].astype(fmt.dtype))
+    assert_same(np.asarray(actual)[inside], x[inside].astype(fmt.dtype))
 
 
 @pytest.mark.parametrize("source", quick(EVERY_16_BITS, "bf16"))
@@ -155,29 +155,29 @@ def test_a_stochastic_format_gives_either_neighbour_the_nearer_the_likelier(name
     x = np.concatenate(
         [np.random.default_rng(0).normal(size=2**16), [0.0, -0.0, np.inf, np.nan]]
     ).astype(np.float32)
-    found, below = np.asarray(quantise(x)), truncated(fmt, x)
+    actual, below = np.asarray(quantise(x)), truncated(fmt, x)
     ends = x[-4:] if fmt.infinities else np.array([0.0, -0.0, np.nan, np.nan])
-    assert_same(found[-4:], ends.astype(np.float32))
-    x, found, below = x[:-4], found[:-4], below[:-4]
+    assert_same(actual[-4:], ends.astype(np.float32))
+    x, actual, below = x[:-4], actual[:-4], below[:-4]
     table = values(fmt)
     above = np.copysign(
         table[np.minimum(np.searchsorted(table, np.abs(below)) + 1, len(table) - 1)], x
     )
-    assert np.all((found == below) | (found == above))
-    assert np.mean(found == below) > 0.3
-    assert np.mean(found == above) > 0.3
+    assert np.all((actual == below) | (actual == above))
+    assert np.mean(actual == below) > 0.3
+    assert np.mean(actual == above) > 0.3
     assert_same(
-        found,
+        actual,
         np.asarray(
             quantise(np.append(x, [0.0, -0.0, np.inf, np.nan]).astype(np.float32))
         )[:-4],
     )
     # A rounding is off by at most the space between its neighbours, so that many are
     # off by its root together.
-    error, space = (found - x).astype(np.float64), np.abs(above - below)
+    error, space = (actual - x).astype(np.float64), np.abs(above - below)
     assert abs(error.sum()) < 4 * np.sqrt(np.square(space).sum() / 4)
     assert np.any(
-        found != np.asarray(quantise(np.append(x, 1.0).astype(np.float32)))[:-1]
+        actual != np.asarray(quantise(np.append(x, 1.0).astype(np.float32)))[:-1]
     )
 
 
@@ -379,11 +379,11 @@ def test_powers_of_two_agree_between_numbers_and_arrays_over_all_exponents():
     rng = np.random.default_rng(0)
     x = (2.0 ** rng.uniform(-149, 127.9, 5000)).astype(np.float32)
     for function in (pow2_floor, pow2_round):
-        found = np.asarray(jax.jit(function)(x))
-        np.testing.assert_array_equal(found, [function(v) for v in x])
-        assert np.all(np.frexp(found)[0] == 0.5)
-        assert found.min() == 2.0**-126
-        assert found.max() == 2.0**126
+        actual = np.asarray(jax.jit(function)(x))
+        np.testing.assert_array_equal(actual, [function(v) for v in x])
+        assert np.all(np.frexp(actual)[0] == 0.5)
+        assert actual.min() == 2.0**-126
+        assert actual.max() == 2.0**126
 
 
 @pytest.mark.parametrize("function", [pow2_floor, pow2_round])
@@ -421,11 +421,11 @@ def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
     )
     expected = np.asarray(fmt.cast(x.astype(jnp.float32)), np.float32)
     expected[~np.isfinite(np.asarray(x, np.float32))] = np.nan
-    found = np.asarray(jax.jit(fmt.cast_or_nan)(x), np.float32)
-    np.testing.assert_array_equal(found, expected)
+    actual = np.asarray(jax.jit(fmt.cast_or_nan)(x), np.float32)
+    np.testing.assert_array_equal(actual, expected)
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(
-        np.signbit(found[finite]), np.signbit(expected[finite])
+        np.signbit(actual[finite]), np.signbit(expected[finite])
     )
 
 

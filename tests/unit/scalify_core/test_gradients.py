@@ -21,9 +21,9 @@ def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-def relative(found, expected):
-    found = np.asarray(asarray(found), np.float32)
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+def relative(actual, expected):
+    actual = np.asarray(asarray(actual), np.float32)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
 WAYS = {"eager": lambda f: f, "jit": jax.jit}
@@ -113,37 +113,37 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_a_plain_argument_keeps_its_gradient(use, dtype, way):
     w = as_scaled_array(W, dtype=dtype)
-    found = WAYS[way](jax.grad(USES[use](lambda x: scalify(loss)(w, x))))(X)
+    actual = WAYS[way](jax.grad(USES[use](lambda x: scalify(loss)(w, x))))(X)
     expected = jax.grad(USES[use](lambda x: loss(asarray(w), x)))(X)
-    assert found.dtype == F32
-    assert relative(found, expected) < ROUNDINGS[dtype]
+    assert actual.dtype == F32
+    assert relative(actual, expected) < ROUNDINGS[dtype]
 
 
 def test_it_is_that_which_is_taken_inside():
     w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
     in_float32 = lambda w, x: loss(w, x).astype(F32)
-    found = jax.jit(jax.grad(scalify(in_float32), argnums=1))(w, x)
+    actual = jax.jit(jax.grad(scalify(in_float32), argnums=1))(w, x)
     inside = jax.jit(scalify(jax.grad(in_float32, argnums=1)))(w, x)
-    assert found.dtype == HALF
-    np.testing.assert_allclose(found, asarray(inside), rtol=2.0**-10)
+    assert actual.dtype == HALF
+    np.testing.assert_allclose(actual, asarray(inside), rtol=2.0**-10)
 
 
 def test_a_value_that_is_closed_over_keeps_its_gradient():
     w = as_scaled_array(W, dtype=HALF)
-    found = jax.grad(lambda x: scalify(lambda w: loss(w, jnp.sin(x)))(w))(X)
+    actual = jax.grad(lambda x: scalify(lambda w: loss(w, jnp.sin(x)))(w))(X)
     expected = jax.grad(lambda x: loss(asarray(w), jnp.sin(x)))(X)
-    assert relative(found, expected) < 2.0**-9
+    assert relative(actual, expected) < 2.0**-9
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])
 def test_the_gradient_of_a_result_that_has_the_range_of_float32(scales):
     w = as_scaled_array(W, jnp.float32(4))
     fun = scalify(lambda w, x: jnp.sin(x @ w), scales=scales)
-    found = jax.grad(
+    actual = jax.grad(
         lambda x: jnp.sum(asarray(fun(w, x)) ** 2 + asarray(fun(w, 2 * x)))
     )(X)
     of_plain = lambda x: jnp.sum(jnp.sin(x @ W) ** 2 + jnp.sin(2 * x @ W))
-    assert relative(found, jax.grad(of_plain)(X)) < 1e-6
+    assert relative(actual, jax.grad(of_plain)(X)) < 1e-6
 
 
 def test_the_gradient_of_a_narrow_result_is_refused():
@@ -157,18 +157,19 @@ def test_the_gradient_of_a_narrow_result_is_refused():
             match=r"the gradient through a result in float16.*return it in FP32",
         ):
             jax.grad(lambda x, read=read: jnp.sum(read(narrow(w, x))))(X)
-    found = jax.grad(lambda x: jnp.sum(asarray(wide(w, x)) ** 2))(X)
+    actual = jax.grad(lambda x: jnp.sum(asarray(wide(w, x)) ** 2))(X)
     assert (
-        relative(found, jax.grad(lambda x: jnp.sum((x @ asarray(w)) ** 2))(X)) < 2.0**-9
+        relative(actual, jax.grad(lambda x: jnp.sum((x @ asarray(w)) ** 2))(X))
+        < 2.0**-9
     )
 
 
 def test_check_mode_has_it_too():
     w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
-    found = jax.grad(
+    actual = jax.grad(
         scalify(lambda w, x: loss(w, x).astype(F32), check=True), argnums=1
     )(w, x)
-    assert relative(found, jax.grad(loss, 1)(asarray(w), x.astype(F32))) < 2.0**-9
+    assert relative(actual, jax.grad(loss, 1)(asarray(w), x.astype(F32))) < 2.0**-9
 
 
 def root(a):
@@ -186,9 +187,9 @@ def test_results_that_are_not_differentiated_need_no_gradient(way):
         return jnp.sum((a @ w) ** 3), {"root": root(a), "at": jnp.argmax(a), "n": n + 1}
 
     w = as_scaled_array(W, dtype=HALF)
-    found, others = WAYS[way](jax.grad(scalify(fun), argnums=1, has_aux=True))(w, A, 3)
+    actual, others = WAYS[way](jax.grad(scalify(fun), argnums=1, has_aux=True))(w, A, 3)
     expected, plain = jax.grad(fun, argnums=1, has_aux=True)(asarray(w), A, 3)
-    assert relative(found, expected) < 2.0**-9
+    assert relative(actual, expected) < 2.0**-9
     np.testing.assert_allclose(others["root"], plain["root"], rtol=1e-6)
     assert (others["at"], others["n"]) == (plain["at"], 4)
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
@@ -200,17 +201,17 @@ def test_of_arguments_that_are_not_differentiated_no_gradient_is_computed():
         return jnp.sum((x @ w) ** 2) + jnp.sum(root(a))
 
     w = as_scaled_array(W, dtype=HALF)
-    found = jax.grad(scalify(fun), argnums=1)(w, X, A)
-    assert relative(found, jax.grad(fun, argnums=1)(asarray(w), X, A)) < 2.0**-9
+    actual = jax.grad(scalify(fun), argnums=1)(w, X, A)
+    assert relative(actual, jax.grad(fun, argnums=1)(asarray(w), X, A)) < 2.0**-9
 
 
 def test_a_scalar_result_in_float32_is_a_plain_array():
     w = as_scaled_array(W, dtype=HALF)
     to_float32 = lambda w, x: loss(w, x).astype(F32)
     for way in WAYS.values():
-        found = way(scalify(to_float32))(w, X)
-        assert isinstance(found, jax.Array)
-        assert jnp.isfinite(found)
-        assert found < 1
-        assert float(np.mean([found, found])) == float(found)
-        assert lax.cond(found < 1, lambda x: x, lambda x: -x, found) == found
+        actual = way(scalify(to_float32))(w, X)
+        assert isinstance(actual, jax.Array)
+        assert jnp.isfinite(actual)
+        assert actual < 1
+        assert float(np.mean([actual, actual])) == float(actual)
+        assert lax.cond(actual < 1, lambda x: x, lambda x: -x, actual) == actual

@@ -14,16 +14,16 @@ HALF = jnp.float16
 @pytest.mark.parametrize("scale", [8.0, None])
 def test_a_number_to_fill_with_is_a_logical_one(scale):
     x = as_scaled_array(jnp.asarray([8.0, -16.0, 4.0, 24.0]), scale, dtype=HALF)
-    found = scalify(
+    actual = scalify(
         lambda x: x.at[jnp.asarray([0, 9])].get(mode="fill", fill_value=5.0)
     )(x)
-    np.testing.assert_array_equal(asarray(found), [8.0, 5.0])
+    np.testing.assert_array_equal(asarray(actual), [8.0, 5.0])
 
 
 def test_sums_of_very_many_rows_stay_within_fp16():
     count = 200_000
     ones = as_scaled_array(jnp.ones(count), 1.0, dtype=HALF)
-    found = scalify(
+    actual = scalify(
         lambda x: jax.ops.segment_sum(x, jnp.zeros(count, jnp.int32), num_segments=4)
     )(ones)
-    np.testing.assert_allclose(asarray(found), [count, 0, 0, 0], rtol=2.0**-11)
+    np.testing.assert_allclose(asarray(actual), [count, 0, 0, 0], rtol=2.0**-11)

@@ -70,8 +70,8 @@ def test_keyword_arguments_and_those_that_are_no_arrays():
 
     s = as_scaled_array(X, 1.0)
     squared = scalify(functools.partial(fun, power=2))
-    for found in (squared(s, "sum", y=s), squared(s, mode="sum", y=s)):
-        np.testing.assert_allclose(asarray(found), (X + X) ** 2, rtol=1e-6)
+    for actual in (squared(s, "sum", y=s), squared(s, mode="sum", y=s)):
+        np.testing.assert_allclose(asarray(actual), (X + X) ** 2, rtol=1e-6)
 
 
 def test_scaled_arrays_that_the_function_makes_are_plain_to_what_it_returns():
@@ -235,11 +235,11 @@ def test_static_scales_leave_only_powers_of_two_in_the_program():
         as_scaled_array(X, 1.0),
         as_scaled_array(Y, 1.0),
     )
-    found = float_operations(jax.jit(scalify(step)).trace(*scaled).jaxpr)
+    actual = float_operations(jax.jit(scalify(step)).trace(*scaled).jaxpr)
     plain = float_operations(jax.jit(step).trace(PARAMS, X, Y).jaxpr)
-    assert found.total() <= plain.total(), (found - plain, plain - found)
+    assert actual.total() <= plain.total(), (actual - plain, plain - actual)
     assert all(
-        found[name] <= plain[name]
+        actual[name] <= plain[name]
         for name in ("dot_general", "add", "sub", "div", "max", "exp", "sqrt")
     )
 
@@ -394,16 +394,16 @@ def test_a_function_may_close_over_what_an_outer_jit_traces(transform):
 @pytest.mark.parametrize("under", [lambda fun: fun, jax.jit], ids=["called", "jit"])
 def test_numbers_that_the_function_returns_are_arrays(scales, check, under):
     fun = lambda x: (x * 2, 3, 2.5, True, np.float32(2), np.arange(3), None)
-    _, *found, none = under(transform.scalify(fun, scales=scales, check=check))(
+    _, *actual, none = under(transform.scalify(fun, scales=scales, check=check))(
         as_scaled_array(X, dtype=jnp.float16)
     )
     assert none is None
-    assert all(isinstance(x, jax.Array) for x in found)
-    assert [x.dtype for x in found] == [
+    assert all(isinstance(x, jax.Array) for x in actual)
+    assert [x.dtype for x in actual] == [
         jnp.int32,
         jnp.float32,
         bool,
         jnp.float32,
         jnp.int32,
     ]
-    assert [x.tolist() for x in found] == [3, 2.5, True, 2, [0, 1, 2]]
+    assert [x.tolist() for x in actual] == [3, 2.5, True, 2, [0, 1, 2]]

@@ -71,9 +71,9 @@ def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that
     shapes = (256, 1024), (1024,), (1024, 256), (4096, 256), (4096, 256)
     text = compiled_text(h200, on_data, *shapes, **AS_TRAINED)
     assert_all_fp8(text, forward=1, backward=3)
-    found = [out for out in written(text) if "f8e5m2[4096,1024]" in out]
-    assert len(found) == 1, written(text)
-    assert re.search(r"f32\[\d+,1024\]", found[0]), found
+    actual = [out for out in written(text) if "f8e5m2[4096,1024]" in out]
+    assert len(actual) == 1, written(text)
+    assert re.search(r"f32\[\d+,1024\]", actual[0]), actual
     assert not [out for out in written(text) if "f16[4096,1024]" in out]
 
 
@@ -122,12 +122,12 @@ def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200
         **AS_TRAINED,
     )
     assert_all_fp8(text, forward=1, backward=1)
-    found = [
+    actual = [
         out
         for out in written(text)
         if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out
     ]
-    assert len(found) == 1, written(text)
+    assert len(actual) == 1, written(text)
 
 
 def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
@@ -170,8 +170,8 @@ def test_a_weight_that_is_kept_is_cast_once_in_both_orders(h200, kept):
     )
     assert_all_fp8(text, forward=1, backward=2)
     orders = ("f8e4m3fn[2304,768]", "f8e4m3fn[768,2304]")
-    found = [[order for order in orders if order in out] for out in written(text)]
-    assert sorted(filter(None, found)) == (
+    actual = [[order for order in orders if order in out] for out in written(text)]
+    assert sorted(filter(None, actual)) == (
         [[*orders]] if kept else [[order] for order in orders]
     )
 

@@ -29,17 +29,17 @@ ROW = ScaledArray(draw_normal(1, (6, 8)).astype(jnp.float16), 2.0**-5)
     ],
 )
 def test_layers_of_a_loop_keep_their_scale(fun):
-    found = jax.jit(scalify(fun))(STACK)
-    np.testing.assert_allclose(asarray(found), fun(asarray(STACK)), rtol=2.0**-10)
+    actual = jax.jit(scalify(fun))(STACK)
+    np.testing.assert_allclose(asarray(actual), fun(asarray(STACK)), rtol=2.0**-10)
 
 
 def test_a_layer_that_is_taken_or_moved_has_the_largest_scale():
     """As a loop is how layers are taken, nothing follows a scale through a slice."""
     stack = ScaledArray(STACK.data, jnp.asarray([2.0, 1.0, 4.0, 0.5]))
     for fun in (lambda w: w[0], lambda w: w.swapaxes(1, 2)[0], lambda w: w[1:3]):
-        found, expected = jax.jit(scalify(fun))(stack), fun(asarray(stack))
-        assert found.scale == 4
-        np.testing.assert_allclose(asarray(found), expected, atol=2.0**-22)
+        actual, expected = jax.jit(scalify(fun))(stack), fun(asarray(stack))
+        assert actual.scale == 4
+        np.testing.assert_allclose(asarray(actual), expected, atol=2.0**-22)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_a_layer_that_is_taken_or_moved_has_the_largest_scale():
 def test_what_is_written_into_a_stack_arrives_at_its_place(fun, scale):
     stack = ScaledArray(STACK.data, jnp.asarray([2.0, 1.0, 4.0, 0.5]))
     row = ScaledArray(ROW.data, scale)
-    found, expected = (
+    actual, expected = (
         jax.jit(scalify(fun))(stack, row),
         fun(asarray(stack), asarray(row)),
     )
     # One rounding at the largest scale, 4, and that of a sum: numbers below 64 there.
     np.testing.assert_allclose(
-        asarray(found), expected, rtol=2.0**-10, atol=4 * 2.0**-14 * 2.0**-10
+        asarray(actual), expected, rtol=2.0**-10, atol=4 * 2.0**-14 * 2.0**-10
     )
 
 

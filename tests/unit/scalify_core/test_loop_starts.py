@@ -162,9 +162,9 @@ def plain(program, start):
     return jax.jit(program(start))
 
 
-def close(found, expected, dtype):
+def close(actual, expected, dtype):
     for x, y in zip(
-        jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
     ):
         # Sixteen turns, each with a few roundings.
         atol = 64 * float(jnp.finfo(dtype).eps) * float(jnp.abs(y).max())
@@ -232,12 +232,12 @@ def test_a_start_that_nothing_was_compared_with_stays_far_away(
     for size in sizes_of(scalify, kind, 2.0**-10, 1.0, 2.0**10):
         x = draw_normal(0, (16, 8)) * size
         scaled = as_scaled_array(x, size if kind == "static" else None, dtype=dtype)
-        found = asarray(jitted(scaled))
+        actual = asarray(jitted(scaled))
         expected = fun(asarray(scaled))
-        close(found[1:3], expected[1:3], dtype)
-        close(found[3][:4], expected[3][:4], dtype)
-        np.testing.assert_array_equal(found[0][4:], 0)
-        assert (found[3][4:] <= -1000 * size).all()
+        close(actual[1:3], expected[1:3], dtype)
+        close(actual[3][:4], expected[3][:4], dtype)
+        np.testing.assert_array_equal(actual[0][4:], 0)
+        assert (actual[3][4:] <= -1000 * size).all()
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -258,11 +258,11 @@ def test_scales_that_differ_from_turn_to_turn_carry_a_start_along(kind, scalify)
             x,
         )
 
-    (found, each), (expected, each_expected) = (
+    (actual, each), (expected, each_expected) = (
         asarray(jax.jit(scalify(fun))(scaled)),
         fun(asarray(scaled)),
     )
-    np.testing.assert_allclose(found[:4], expected[:4], rtol=1e-6)
+    np.testing.assert_allclose(actual[:4], expected[:4], rtol=1e-6)
     np.testing.assert_allclose(each[1:, :4], each_expected[1:, :4], rtol=1e-6)
     assert (each[:, 4:] < -1e6).all()
 
@@ -298,7 +298,7 @@ def test_a_body_with_effects_is_run_as_often_as_it_turns(scalify):
         return lax.scan(body, jnp.full(8, -1e30), x)[0]
 
     x = draw_normal(0, (16, 8))
-    found = asarray(jax.jit(scalify(fun))(as_scaled_array(x)))
+    actual = asarray(jax.jit(scalify(fun))(as_scaled_array(x)))
     jax.effects_barrier()
-    np.testing.assert_allclose(found, x.max(0), rtol=1e-6)
+    np.testing.assert_allclose(actual, x.max(0), rtol=1e-6)
     assert len(seen) == 16

@@ -77,8 +77,8 @@ def test_a_case_is_in_the_program_of_its_platform_and_can_be_turned_off(name):
 def test_no_case_changes_a_number(fun):
     expected = jax.jit(lambda x: fun(x))(X)
     with compiler_hints.without(*compiler_hints.CASES):
-        found = jax.jit(lambda x: fun(x))(X)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+        actual = jax.jit(lambda x: fun(x))(X)
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def test_cases_are_turned_off_by_the_environment():
@@ -87,14 +87,14 @@ def test_cases_are_turned_off_by_the_environment():
         " print(*sorted(hints.turned_off()))"
     )
     env = os.environ | {"SCALIFY_LOWERING_OFF": "separate_buffers,in_one_kernel"}
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code],
         env=env,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert said.split() == ["in_one_kernel", "separate_buffers"]
+    assert output.split() == ["in_one_kernel", "separate_buffers"]
 
 
 def test_an_unknown_case_is_named():

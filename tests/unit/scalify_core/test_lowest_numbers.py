@@ -51,10 +51,12 @@ def test_what_is_not_masked_keeps_its_digits(use, number, size):
 
 def test_numbers_as_large_as_any_are_none():
     x = as_scaled_array(normal(0, 8, 8) * 2.0**120, dtype=HALF)
-    found = scalify(
+    actual = scalify(
         lambda x: jnp.where(COLUMNS, -1e38, x) @ (jnp.eye(8, dtype=x.dtype) * 2.0**-120)
     )(x)
-    assert error(asarray(found)[:, :6], asarray(x)[:, :6] * 2.0**-120) < ROUNDINGS[HALF]
+    assert (
+        error(asarray(actual)[:, :6], asarray(x)[:, :6] * 2.0**-120) < ROUNDINGS[HALF]
+    )
 
 
 def test_other_large_numbers_count_in_a_sum():
@@ -63,8 +65,8 @@ def test_other_large_numbers_count_in_a_sum():
     def product(number, x):
         return jnp.where(COLUMNS, number, jnp.tanh(x)) @ x
 
-    found, expected = scalify(product)(-1e9, x), product(-1e9, asarray(x))
-    assert error(found, expected) < ROUNDINGS[HALF]
+    actual, expected = scalify(product)(-1e9, x), product(-1e9, asarray(x))
+    assert error(actual, expected) < ROUNDINGS[HALF]
     written = scalify(lambda x: product(-1e9, x))(x)
     assert error(written, expected) < ROUNDINGS[HALF]
     jaxpr = jax.make_jaxpr(scalify(lambda x: product(-1e4, x)))(x)

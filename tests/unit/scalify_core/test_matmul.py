@@ -68,8 +68,8 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
     tolerance = {"rtol": 0, "atol": 768 * EPS32 * 16}
     dot = Fp8DotGeneral(gradient=fmt)
     all_found = jax.jit(with_gradients, static_argnums=0)(dot, lhs, rhs, gradient)
-    for found, right in zip(all_found, expected, strict=True):
-        np.testing.assert_allclose(found, right, **tolerance)
+    for actual, right in zip(all_found, expected, strict=True):
+        np.testing.assert_allclose(actual, right, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -148,8 +148,8 @@ def test_scales_from_the_tensors_make_the_product_homogeneous(statistic):
 
     base = both(lhs, rhs, gradient)
     scaled = both(lhs * 2.0**-40, rhs * 2.0**50, gradient * 2.0**-30)
-    for found, expected, power in zip(scaled, base, (10, 20, -70), strict=True):
-        np.testing.assert_array_equal(found, expected * 2.0**power)
+    for actual, expected, power in zip(scaled, base, (10, 20, -70), strict=True):
+        np.testing.assert_array_equal(actual, expected * 2.0**power)
     # The rounding of both operands to nearest: 2^-4 each, of the typical size of a
     # product.
     error = np.abs(base[0] - lax.dot(lhs, rhs, precision="highest"))
@@ -261,8 +261,8 @@ def test_remat_scan_and_jit_change_no_bit():
 
     expected = jax.jit(jax.value_and_grad(unrolled))(weights)
     for body in (layer, jax.checkpoint(layer)):
-        found = jax.jit(jax.value_and_grad(loss), static_argnums=1)(weights, body)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        actual = jax.jit(jax.value_and_grad(loss), static_argnums=1)(weights, body)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_vmap_gives_each_example_its_own_scales():

@@ -79,7 +79,7 @@ def test_a_power_of_two_after_the_product_becomes_its_alpha(h200):
     assert '"alpha_real":0.03125' in text
 
 
-@pytest.mark.whole  # test_scanned_and_vmapped_products_take_their_constants
+@pytest.mark.slow  # test_scanned_and_vmapped_products_take_their_constants
 def test_scanned_layers_with_and_without_remat_are_fp8_gemms(h200):
     def layer(x, w):
         return jnp.tanh(fp8_dot_general(x, w, MATRIX)), None
@@ -111,7 +111,7 @@ def test_a_vmapped_product_is_one_fp8_gemm(h200):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "rows", [pytest.param((2048,), marks=pytest.mark.whole), (8, 256)]
+    "rows", [pytest.param((2048,), marks=pytest.mark.slow), (8, 256)]
 )
 def test_sharded_products_are_fp8_gemms(h200s, rows, weight, contracted):
     """Data parallel, and the weight sharded too, on either side of the product."""
@@ -259,10 +259,10 @@ def test_equal_products_take_equal_constants_as_the_scales_of_their_operands(
     text = compiled_as_trained(
         h200, products, (rows, 64), (64, 64), (64, 64), dtype=dtype
     )
-    found = list(zip(*kernels_and_precisions(text), strict=True))
-    assert found.count((FP8_GEMM, "DEFAULT")) == 3
-    assert found.count((FP8_GEMM, "HIGHEST")) == 6
-    assert len(found) == len(gemms(text)) == 9
+    actual = list(zip(*kernels_and_precisions(text), strict=True))
+    assert actual.count((FP8_GEMM, "DEFAULT")) == 3
+    assert actual.count((FP8_GEMM, "HIGHEST")) == 6
+    assert len(actual) == len(gemms(text)) == 9
     assert set(scales_of_lhs(text)) == {2.0**-3, 2.0**-4}  # of 64 terms, and of rows
     assert set(re.findall(r'"alpha_real":([^,}]*)', text)) == {"1"}
 

@@ -39,7 +39,7 @@ def test_product_and_gradients_are_those_of_the_cast_data(ex, ew, eg, dynamic):
     args = [
         ScaledArray(data, scale) for data, scale in zip((X, W, G), scales, strict=True)
     ]
-    found = jax.jit(scalify(product_and_gradients))(*args)
+    actual = jax.jit(scalify(product_and_gradients))(*args)
     x8, w8, g8 = (
         f.cast(a).astype(jnp.float32)
         for f, a in zip((E4M3, E4M3, E5M2), (X, W, G), strict=True)
@@ -50,7 +50,7 @@ def test_product_and_gradients_are_those_of_the_cast_data(ex, ew, eg, dynamic):
         dot(g8, w8.T) * 2.0 ** (eg + ew),
         dot(x8.T, g8) * 2.0 ** (ex + eg),
     )
-    for y, right in zip(found, expected, strict=True):
+    for y, right in zip(actual, expected, strict=True):
         assert y.dtype == jnp.float16
         # below what FP32 holds, at some of these scales
         value = np.asarray(y.data, np.float64) * float(y.scale)
@@ -76,24 +76,24 @@ def test_a_weight_that_is_kept_is_the_weight_that_is_cast_again(lhs, rhs, g, dim
     """The same bits; kept for the backward pass is an E4M3 array in place of the FP16
     one. Under vmap, too."""
     args = [ScaledArray(data, 2.0**e) for data, e in ((lhs, -3), (rhs, 2), (g, -9))]
-    found = []
+    entries = []
     for kept in (False, True):
         dot = Fp8DotGeneral(keep_rhs=kept)
         pull = lambda x, w, dot=dot: jax.vjp(lambda x, w: dot(x, w, dims), x, w)
         run = lambda x, w, g, pull=pull: (pull(x, w)[0], pull(x, w)[1](g))
-        found.append(jax.jit(scalify(run))(*args))
+        entries.append(jax.jit(scalify(run))(*args))
         residuals = jax.tree.leaves(scalify(pull)(*args[:2])[1])
         assert [r.dtype for r in residuals if r.shape == rhs.shape] == [
             jnp.float8_e4m3fn if kept else jnp.float16
         ]
         rows = [ScaledArray(jnp.stack([a.data, -a.data]), a.scale) for a in args]
-        found.append(
+        entries.append(
             jax.tree.map(lambda y: y[0], jax.jit(scalify(jax.vmap(run)))(*rows))
         )
-    for other in found[1:]:
+    for other in entries[1:]:
         jax.tree.map(
             lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
-            found[0],
+            entries[0],
             other,
         )
 
@@ -161,13 +161,13 @@ def test_the_scaling_of_plain_programs_is_not_used():
 
 
 def test_one_operand_may_be_plain():
-    found = scalify(lambda w: fp8_dot_general(jnp.asarray(X, jnp.float32), w, MATRIX))(
+    actual = scalify(lambda w: fp8_dot_general(jnp.asarray(X, jnp.float32), w, MATRIX))(
         ScaledArray(W, 2.0**30)
     )
     both = scalify(lambda x, w: fp8_dot_general(x, w, MATRIX))(
         ScaledArray(X, 1.0), ScaledArray(W, 2.0**30)
     )
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(both))
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(both))
 
 
 def test_vmapped_scanned_and_rematerialised_products_keep_their_values():
@@ -185,10 +185,10 @@ def test_vmapped_scanned_and_rematerialised_products_keep_their_values():
     args = ScaledArray(x, 2.0**-30), ScaledArray(stack, 0.25)
     expected = np.asarray(scalify(unrolled)(*args))
     for body in (layer, jax.checkpoint(layer)):
-        found = scalify(lambda x, stack, body=body: lax.scan(body, x, stack)[0])(*args)
+        actual = scalify(lambda x, stack, body=body: lax.scan(body, x, stack)[0])(*args)
         # The same products with the same constants: an FP16 rounding or two are left.
         np.testing.assert_allclose(
-            np.asarray(found), expected, rtol=0, atol=2.0**-8 * np.abs(expected).max()
+            np.asarray(actual), expected, rtol=0, atol=2.0**-8 * np.abs(expected).max()
         )
     mapped = scalify(jax.vmap(lambda w, x: layer(x, w)[0], in_axes=(0, None)))(
         args[1], args[0]
@@ -239,10 +239,10 @@ def test_a_product_of_bf16_that_is_wanted_in_fp32_is_fp32():
             a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
 
-    found = scalify(product)(ScaledArray(a, 1.0), ScaledArray(b, 1.0))
-    assert found.dtype == jnp.float32
+    actual = scalify(product)(ScaledArray(a, 1.0), ScaledArray(b, 1.0))
+    assert actual.dtype == jnp.float32
     # Sums of 64 products, exact but for the order of their additions.
-    np.testing.assert_allclose(asarray(found), product(a, b), atol=64 * 2.0**-24 * 8)
+    np.testing.assert_allclose(asarray(actual), product(a, b), atol=64 * 2.0**-24 * 8)
 
 
 @pytest.mark.parametrize("infinite", ["x", "w", "gradient"])

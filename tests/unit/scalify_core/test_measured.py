@@ -46,35 +46,35 @@ UNSCALED = {
 @pytest.mark.parametrize("static", quick([False, True], False))
 def test_results_of_any_size_are_neither_clipped_nor_lost(name, static):
     # A table in FP32 would make FP32 of it.
-    found, expected = both(
+    actual, expected = both(
         lambda x: UNSCALED[name](x).astype(x.dtype), normal(0, 16, 8), static=static
     )
-    assert error(found, expected) <= ROUNDINGS[HALF]
-    assert found.dtype == HALF
+    assert error(actual, expected) <= ROUNDINGS[HALF]
+    assert actual.dtype == HALF
 
 
 def test_an_operand_that_closes_over_the_range_of_the_format_is_exact():
     for factor in (1e8, 1e-8):
-        found = jax.jit(scalify(lambda a, c: a * c))(
+        actual = jax.jit(scalify(lambda a, c: a * c))(
             as_scaled_array(normal(0, 64), dtype=HALF), jnp.float32(factor)
         )
-        assert error(found, normal(0, 64) * factor) <= ROUNDINGS[HALF]
+        assert error(actual, normal(0, 64) * factor) <= ROUNDINGS[HALF]
 
 
 def test_infinities_and_nan_pass_products_and_have_no_part_in_scales():
     x = normal(0, 16, 16).at[3, 5].set(jnp.inf).at[7, 2].set(jnp.nan)
     w = jnp.abs(normal(1, 16, 16))
-    found = asarray(
+    actual = asarray(
         jax.jit(scalify(jnp.matmul))(
             ScaledArray(x.astype(HALF), jnp.float32(1)), as_scaled_array(w, dtype=HALF)
         )
     )
     expected = x @ w
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
-    np.testing.assert_array_equal(np.isinf(found), np.isinf(expected))
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
     finite = np.isfinite(expected)
     assert (
-        np.abs(found - expected)[finite].max()
+        np.abs(actual - expected)[finite].max()
         <= 8 * FP16.epsilon * np.abs(expected[finite]).max()
     )
 
@@ -90,8 +90,8 @@ def test_chains_of_stochastic_products(length, size):
             v = jax.nn.softmax(p) @ v
         return v
 
-    found, expected = both(chain, normal(0, 64, 64), jnp.full(64, size))
-    assert error(found, expected) <= 2 * length * FP16.epsilon
+    actual, expected = both(chain, normal(0, 64, 64), jnp.full(64, size))
+    assert error(actual, expected) <= 2 * length * FP16.epsilon
 
 
 def residual(x, ws, layer):
@@ -121,7 +121,7 @@ def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(
 ):
     ws = tuple(normal(i, 32, 32) / 6 for i in range(depth))
     gradient = jax.grad(lambda ws, x: loss_scale * residual(x, ws, NETS[kind]))
-    found, expected = both(gradient, ws, normal(99, 16, 32))
+    actual, expected = both(gradient, ws, normal(99, 16, 32))
     # Plain FP16 rounds every intermediate value; here only what is stored for products
     # is rounded: fewer times.
     narrow = jax.jit(jax.grad(lambda ws, x: residual(x, ws, NETS[kind])))(
@@ -130,7 +130,7 @@ def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(
     allowed = error(
         jax.tree.map(lambda g: g.astype(jnp.float32) * loss_scale, narrow), expected
     )
-    assert error(found, expected) <= allowed
+    assert error(actual, expected) <= allowed
 
 
 @pytest.mark.parametrize("tokens", quick([2**12, 2**16, 2**20, 2**24], 2**24))
@@ -142,8 +142,8 @@ def test_gradients_of_a_mean_over_many_tokens(tokens):
         losses = optax.softmax_cross_entropy_with_integer_labels(h @ w, labels)
         return losses.sum() / tokens
 
-    found, expected = both(jax.grad(loss, (0, 1)), normal(0, 16, 64), normal(1, t, 16))
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(jax.grad(loss, (0, 1)), normal(0, 16, 64), normal(1, t, 16))
+    assert error(actual, expected) <= ROUNDINGS[HALF]
 
 
 # Loops.
@@ -184,8 +184,10 @@ def test_a_batch_of_while_loops_ends_each_by_its_own_condition(product):
         )
 
     x = jnp.arange(1.0, 5.0)[:, None]
-    found = jax.jit(scalify(jax.vmap(grown)))(as_scaled_array(x, dtype=HALF))
-    np.testing.assert_allclose(asarray(found), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF])
+    actual = jax.jit(scalify(jax.vmap(grown)))(as_scaled_array(x, dtype=HALF))
+    np.testing.assert_allclose(
+        asarray(actual), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF]
+    )
     outside = jax.jit(jax.vmap(scalify(grown)))(ScaledArray(x.astype(HALF), 1.0))
     np.testing.assert_allclose(
         asarray(outside), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF]
@@ -203,12 +205,12 @@ def test_collectives_over_the_axis_of_a_vmap():
         <= (ROUNDINGS[HALF])
     )
     inner = scalify(lambda t: t @ t - lax.pmean(t @ t, "i"))
-    found = jax.vmap(
+    actual = jax.vmap(
         lambda t: asarray(inner(as_scaled_array(t, dtype=HALF))), axis_name="i"
     )(x)
     squares = jnp.sum(x * x, -1)
     np.testing.assert_allclose(
-        found, squares - squares.mean(), atol=8 * FP16.epsilon * float(squares.max())
+        actual, squares - squares.mean(), atol=8 * FP16.epsilon * float(squares.max())
     )
 
 
@@ -225,8 +227,8 @@ def test_a_ring_of_devices_with_products_in_its_loop():
         return lax.fori_loop(0, 4, turn, (jnp.zeros((2, 2)) + 0 * q[:2, :2], k))[0]
 
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
-    found, expected = both(mapped, 1e-6 * normal(0, 8, 16), 1e5 * normal(1, 8, 16))
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(mapped, 1e-6 * normal(0, 8, 16), 1e5 * normal(1, 8, 16))
+    assert error(actual, expected) <= ROUNDINGS[HALF]
 
 
 def test_nested_branches_are_looked_at_once():
@@ -244,8 +246,8 @@ def test_nested_branches_are_looked_at_once():
             x[0, 0] > depth, lambda x: nested(x, depth - 1), lambda x: x + depth, x
         )
 
-    found, expected = both(lambda x: nested(x, 12), normal(0, 4, 4) + 20)
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(lambda x: nested(x, 12), normal(0, 4, 4) + 20)
+    assert error(actual, expected) <= ROUNDINGS[HALF]
     # traced under scalify and plain, by `cond` once for its shapes
     assert len(evaluations) <= 4
     assert reads_in.cache_info().misses <= 3 * 12 + 3
@@ -267,8 +269,8 @@ def test_no_warning_names_what_is_right():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, expected = both(fun, normal(0, 16), dtype=jnp.float32)
-    assert error(found, expected) <= 1e-5
+        actual, expected = both(fun, normal(0, 16), dtype=jnp.float32)
+    assert error(actual, expected) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -283,8 +285,8 @@ def test_gradients_through_scan_remat_and_jit(wrap):
         )
         return jnp.mean(out**2) + 1e-3 * jnp.sum(kept)
 
-    found, expected = both(jax.grad(loss, (0, 1)), ws, normal(1, 8, 16))
-    assert error(found, expected) <= 8 * FP16.epsilon
+    actual, expected = both(jax.grad(loss, (0, 1)), ws, normal(1, 8, 16))
+    assert error(actual, expected) <= 8 * FP16.epsilon
 
 
 def test_layers_of_a_stack_with_scales_of_their_own_are_scanned():
@@ -294,19 +296,19 @@ def test_layers_of_a_stack_with_scales_of_their_own_are_scanned():
     scaled = ScaledArray(scaled.data, 2.0 ** jnp.round(jnp.log2(sizes[:, 0, 0])))
     fun = lambda ws, x: lax.scan(lambda h, w: (h, jnp.tanh(h) @ w), x, ws)[1]
     x = as_scaled_array(normal(1, 4, 16), dtype=HALF)
-    found, expected = (
+    actual, expected = (
         asarray(jax.jit(scalify(fun))(scaled, x)),
         fun(asarray(scaled), asarray(x)),
     )
     for layer in (1, 2):
-        assert error(found[layer], expected[layer]) <= ROUNDINGS[HALF]
+        assert error(actual[layer], expected[layer]) <= ROUNDINGS[HALF]
 
 
 def test_equations_that_nobody_needs_are_left_out():
-    found = jax.make_jaxpr(scalify(jax.grad(lambda x: jnp.sum(jnp.sin(x)))))(
+    actual = jax.make_jaxpr(scalify(jax.grad(lambda x: jnp.sum(jnp.sin(x)))))(
         as_scaled_array(normal(0, 4), dtype=HALF)
     )
-    assert "sin " not in str(found).replace("cos", "")
+    assert "sin " not in str(actual).replace("cos", "")
 
 
 def test_other_scales_are_refused_in_one_line():

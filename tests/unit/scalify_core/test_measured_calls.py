@@ -30,30 +30,30 @@ def traced(fun, *args):
 def calls(jaxpr, name):
     """The calls of functions, or the primitives, of a name: each equation at any depth,
     once for its jaxpr."""
-    found = [
+    actual = [
         eqn
         for eqn in jaxpr.eqns
         if name in (eqn.params.get("name"), eqn.primitive.name)
     ]
-    return found + [eqn for inner in inner_jaxprs(jaxpr) for eqn in calls(inner, name)]
+    return actual + [eqn for inner in inner_jaxprs(jaxpr) for eqn in calls(inner, name)]
 
 
 def inner_jaxprs(jaxpr):
-    found = {
+    actual = {
         id(inner): inner for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)
     }
-    return list(found.values())
+    return list(actual.values())
 
 
 def size(jaxpr):
     """How many equations are written down: what is called twice stands there once."""
-    found, todo = {}, [jaxpr]
+    actual, todo = {}, [jaxpr]
     while todo:
         inner = todo.pop()
-        if id(inner) not in found:
-            found[id(inner)] = inner
+        if id(inner) not in actual:
+            actual[id(inner)] = inner
             todo += inner_jaxprs(inner)
-    return sum(len(inner.eqns) for inner in found.values())
+    return sum(len(inner.eqns) for inner in actual.values())
 
 
 def test_layers_of_one_jitted_function_are_one_program():
@@ -67,10 +67,10 @@ def test_layers_of_one_jitted_function_are_one_program():
         return x
 
     x, weights = scaled(normal(0, 4, 8), [normal(i, 8, 8) for i in range(6)])
-    found = calls(traced(deep, x, weights), "layer")
-    assert len(found) == 6
+    actual = calls(traced(deep, x, weights), "layer")
+    assert len(actual) == 6
     # The first reads an argument, which is FP16, all others what the one before gives.
-    assert len({id(eqn.params["jaxpr"]) for eqn in found}) <= 2
+    assert len({id(eqn.params["jaxpr"]) for eqn in actual}) <= 2
 
 
 def test_a_call_that_calls_twice_is_not_evaluated_twice():
@@ -93,9 +93,9 @@ def test_recomputed_layers_of_one_function_are_one_program():
         return x
 
     x, weights = scaled(normal(0, 4, 8), [normal(i, 8, 8) for i in range(6)])
-    found = calls(traced(deep, x, weights), "remat2")
-    assert len(found) == 6
-    assert len({id(eqn.params["jaxpr"]) for eqn in found}) <= 2
+    actual = calls(traced(deep, x, weights), "remat2")
+    assert len(actual) == 6
+    assert len({id(eqn.params["jaxpr"]) for eqn in actual}) <= 2
 
 
 def test_name_donation_and_shardings_of_a_call_are_kept():
@@ -127,9 +127,9 @@ def test_name_donation_and_shardings_of_a_call_are_kept():
     expected = (
         x.data.astype(jnp.float32) * x.scale @ (w.data.astype(jnp.float32) * w.scale)
     )
-    found = jax.jit(scalify(inner))(x, w)
+    actual = jax.jit(scalify(inner))(x, w)
     np.testing.assert_allclose(
-        found.data.astype(np.float32) * found.scale, expected, rtol=2e-3, atol=2e-3
+        actual.data.astype(np.float32) * actual.scale, expected, rtol=2e-3, atol=2e-3
     )
 
 
@@ -170,6 +170,8 @@ def test_attention_reads_the_format_at_any_scale(exponents, masked):
         (gradients, args),
         (jax.vmap(gradients), batch),
     ):
-        found, expected = asarray(scalify(fun)(*given)), fun(*asarray(given))
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual, expected = asarray(scalify(fun)(*given)), fun(*asarray(given))
+        for x, y in zip(
+            jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+        ):
             assert jnp.linalg.norm(x - y) < 2.0**-10 * jnp.linalg.norm(y)

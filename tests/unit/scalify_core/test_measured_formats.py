@@ -18,13 +18,13 @@ from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     x = normal(0, 256) * size
-    found = quantize.stored(x, np.dtype(dtype))
+    actual = quantize.stored(x, np.dtype(dtype))
     fmt = sc.numerics.formats.FloatFormat.of(dtype)
     np.testing.assert_allclose(
-        quantize.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
+        quantize.wide(actual), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
     )
     if dtype != jnp.bfloat16:
-        peak = float(jnp.abs(found.data.astype(jnp.float32)).max())
+        peak = float(jnp.abs(actual.data.astype(jnp.float32)).max())
         assert (
             2.0 ** amax.top_of(dtype)
             <= peak
@@ -80,12 +80,12 @@ def test_a_result_that_goes_round_a_loop_of_calls_compiles_once_and_keeps_its_fo
 
 def test_an_argument_that_is_returned_is_returned_as_it_is():
     w = ScaledArray(normal(0, 4).astype(HALF), 2.0**-30)
-    found = scalify(lambda w, x: (w, w + x))(
+    actual = scalify(lambda w, x: (w, w + x))(
         w, as_scaled_array(normal(1, 4), dtype=HALF)
     )[0]
-    assert found.is_static
-    assert found.scale == w.scale
-    np.testing.assert_array_equal(found.data, w.data)
+    assert actual.is_static
+    assert actual.scale == w.scale
+    np.testing.assert_array_equal(actual.data, w.data)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_fp8_products_cast_at_measured_scales_forward_and_backward(sizes):
         y = sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
         return jnp.sum(y * normal(2, 32, 32)) * 1e-12
 
-    found, _ = both(jax.grad(loss, (0, 1)), x, w)
+    actual, _ = both(jax.grad(loss, (0, 1)), x, w)
     # A product of casts to three and two bits: errors are independent, and average out
     # to a format's epsilon.
     assert (
         error(
-            found,
+            actual,
             jax.grad(lambda x, w: jnp.sum(x @ w * normal(2, 32, 32)) * 1e-12, (0, 1))(
                 x, w
             ),
@@ -128,9 +128,9 @@ def test_a_cast_of_the_users_rounds_and_its_products_are_of_that_format():
         return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
 
     args = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)))
-    found = jax.jit(scalify(fun))(*args)
-    assert found.dtype == jnp.float32
-    assert error(found, jax.jit(fun)(*asarray(args))) <= 2 * BF16.epsilon
+    actual = jax.jit(scalify(fun))(*args)
+    assert actual.dtype == jnp.float32
+    assert error(actual, jax.jit(fun)(*asarray(args))) <= 2 * BF16.epsilon
 
 
 # What acts on scales.
@@ -157,6 +157,8 @@ def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
 def test_simulated_formats_are_applied_to_data(size):
     fmt = sc.numerics.formats.FloatFormat.parse("e4m3")
     x = as_scaled_array(normal(0, 64) * size)
-    found = asarray(jax.jit(scalify(lambda x: sc.static.cast_on_forward(x, fmt)))(x))
-    np.testing.assert_allclose(found, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size)
-    assert not np.array_equal(found, asarray(x))
+    actual = asarray(jax.jit(scalify(lambda x: sc.static.cast_on_forward(x, fmt)))(x))
+    np.testing.assert_allclose(
+        actual, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size
+    )
+    assert not np.array_equal(actual, asarray(x))

@@ -20,18 +20,18 @@ def test_products_of_what_is_computed_reach_to_the_ends_of_fp32(sizes):
     def fun(x, w):
         return (jnp.tanh(x) * 2.0 ** sizes[0]) @ (jnp.tanh(w) * 2.0 ** sizes[1])
 
-    found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16))
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16))
+    assert error(actual, expected) <= ROUNDINGS[HALF]
 
 
 @pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
 def test_rows_of_zeros_stay_zeros_beside_products_beyond_fp32(dtype):
     x = (normal(0, 8, 16) * 2.0**70).at[:4].set(0)
-    found, expected = both(
+    actual, expected = both(
         lambda x, w: (x @ w)[:4], x, normal(1, 16, 16) * 2.0**80, dtype=dtype
     )
     np.testing.assert_array_equal(expected, 0)
-    np.testing.assert_array_equal(asarray(found), 0)
+    np.testing.assert_array_equal(asarray(actual), 0)
 
 
 def halved(b):
@@ -63,8 +63,8 @@ def test_numbers_of_a_narrow_dtype_that_no_scale_has_pass_control_flow(kind, dty
         out = NARROW[kind](x, w, jnp.zeros(3, dtype))
         return jax.tree.map(lambda y: halved(y) if y.shape == (3,) else y, out)
 
-    found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16) / 4)
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16) / 4)
+    assert error(actual, expected) <= ROUNDINGS[HALF]
     explained = sc.explain(
         fun, *as_scaled_array((normal(0, 8, 16), normal(1, 16, 16) / 4), dtype=HALF)
     )
@@ -81,11 +81,11 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_large_constants_among_results_are_kept_where_the_format_holds_both(name):
-    found, expected = both(CONSTANTS[name], normal(0, 16, 16))
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(CONSTANTS[name], normal(0, 16, 16))
+    assert error(actual, expected) <= ROUNDINGS[HALF]
     near = np.abs(np.asarray(expected)) < 100
     assert (
-        error(jnp.where(near, asarray(found), 0), jnp.where(near, expected, 0))
+        error(jnp.where(near, asarray(actual), 0), jnp.where(near, expected, 0))
         <= ROUNDINGS[HALF]
     )
 
@@ -111,25 +111,25 @@ def test_a_result_that_can_hold_no_large_constant_is_stored_as_all_others_are():
 def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as_masks(
     mask, size
 ):
-    found, expected = both(
+    actual, expected = both(
         lambda x: jnp.where(x > 0, size * x, mask), normal(0, 16, 16)
     )
     masked = np.asarray(expected) < 0
-    assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS[HALF]
+    assert error(asarray(actual)[~masked], expected[~masked]) <= ROUNDINGS[HALF]
     # Logits of up to 4 sizes move by half a rounding of them, or less. Beside the
     # smallest, FP16 has no mask but -inf.
     np.testing.assert_allclose(
-        jax.nn.softmax(asarray(found)),
+        jax.nn.softmax(asarray(actual)),
         jax.nn.softmax(expected),
         atol=4e-3 * min(size, 10),
     )
-    assert np.isinf(np.asarray(asarray(found))[masked]).all() == (size < 1e-6)
+    assert np.isinf(np.asarray(asarray(actual))[masked]).all() == (size < 1e-6)
     explained = sc.explain(
         lambda x: jnp.where(x > 0, size * x, mask),
         as_scaled_array(normal(0, 16, 16), dtype=HALF),
     )
-    kept = np.asarray(asarray(found))[masked]
-    saturates = bool((np.isinf(kept) | (kept > mask * 0.99)).any())
+    masks = np.asarray(asarray(actual))[masked]
+    saturates = bool((np.isinf(masks) | (masks > mask * 0.99)).any())
     assert saturates == ("saturate in float16" in str(explained.first_loss))
     assert saturates or explained.first_loss is None
 
@@ -155,9 +155,9 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_large_constant_that_is_no_mask_is_a_number_as_all_others_are(name):
     fun, numbers = NUMBERS[name]
-    found, expected = both(fun, jnp.asarray(numbers))
+    actual, expected = both(fun, jnp.asarray(numbers))
     largest = np.argmax(np.abs(expected))
-    np.testing.assert_allclose(asarray(found)[largest], expected[largest], rtol=2**-9)
+    np.testing.assert_allclose(asarray(actual)[largest], expected[largest], rtol=2**-9)
 
 
 AFTER = {
@@ -175,10 +175,10 @@ def test_a_mask_is_one_after_arithmetic_with_numbers_of_the_program(name, mask):
     def logits(x):
         return AFTER[name](jnp.where(x > 0, x, mask))
 
-    found, expected = both(logits, normal(0, 16, 16))
+    actual, expected = both(logits, normal(0, 16, 16))
     masked = np.asarray(expected) < -1e6
-    assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS[HALF]
-    assert (np.asarray(asarray(found))[masked] < -1000).all()
+    assert error(asarray(actual)[~masked], expected[~masked]) <= ROUNDINGS[HALF]
+    assert (np.asarray(asarray(actual))[masked] < -1000).all()
 
 
 def test_masks_in_results_are_explained_as_scalify_returns_them():
@@ -203,13 +203,13 @@ def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front(axis, op
         return jnp.sum(jax.vmap(product, in_axes=tuple(axes))(*args) ** 2)
 
     args = (stack, other) if operand == 0 else (other, stack)
-    found, _ = both(
+    actual, _ = both(
         jax.grad(lambda *xs: loss(*xs, dot_general=sc.fp8_dot_general), (0, 1)), *args
     )
     expected = jax.grad(lambda *xs: loss(*xs, dot_general=lax.dot_general), (0, 1))(
         *args
     )
-    assert error(found, expected) <= sc.numerics.formats.E5M2.epsilon / 2
+    assert error(actual, expected) <= sc.numerics.formats.E5M2.epsilon / 2
 
 
 def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():
@@ -218,11 +218,11 @@ def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():
         return lax.scan(turn, (x, jnp.zeros((), jnp.float64)), None, 3)[0][1]
 
     with jax.enable_x64(True):
-        found = scalify(fun)(
+        actual = scalify(fun)(
             *as_scaled_array((normal(0, 4, 4), normal(1, 4, 4)), dtype=HALF)
         )
-    assert isinstance(found, ScaledArray)
-    assert found.dtype == jnp.float64
+    assert isinstance(actual, ScaledArray)
+    assert actual.dtype == jnp.float64
 
 
 def test_a_batch_of_while_loops_is_explained_as_a_whole():
@@ -230,10 +230,11 @@ def test_a_batch_of_while_loops_is_explained_as_a_whole():
     grown = jax.vmap(
         lambda x: lax.while_loop(lambda c: jnp.sum(c * c) < 50.0, lambda c: c @ w, x)
     )
-    found = sc.explain(grown, as_scaled_array(normal(0, 3, 4), dtype=HALF))
-    assert found.first_loss is None
+    explanation = sc.explain(grown, as_scaled_array(normal(0, 3, 4), dtype=HALF))
+    assert explanation.first_loss is None
     assert (
-        max(row.figures.error for row in found.rows if row.figures is not None) < 0.01
+        max(row.figures.error for row in explanation.rows if row.figures is not None)
+        < 0.01
     )
 
 
@@ -252,9 +253,9 @@ def test_layers_that_a_scan_stacks_may_grow_or_shrink_from_one_to_the_next(
         )(ws, x)
 
     args = gain * normal(0, 12, 16, 16) / 4, normal(1, 8, 16)
-    found, expected = both(gradient, *args)
+    actual, expected = both(gradient, *args)
     for layer in range(12):
-        assert error(asarray(found)[layer], expected[layer]) <= 2 * ROUNDINGS[HALF]
+        assert error(asarray(actual)[layer], expected[layer]) <= 2 * ROUNDINGS[HALF]
 
 
 def test_a_stack_of_a_scan_is_read_whole_by_a_product_too():
@@ -263,8 +264,8 @@ def test_a_stack_of_a_scan_is_read_whole_by_a_product_too():
         total = lax.scan(lambda t, h: (t + h @ ws[0], None), 0 * x, stack)[0]
         return jnp.einsum("lij,kj->lik", stack, x), total, stack
 
-    found, expected = both(fun, 4 * normal(0, 4, 8, 8), normal(1, 8, 8))
-    assert error(found, expected) <= ROUNDINGS[HALF]
+    actual, expected = both(fun, 4 * normal(0, 4, 8, 8), normal(1, 8, 8))
+    assert error(actual, expected) <= ROUNDINGS[HALF]
 
 
 def local_sum(w, x):

@@ -77,11 +77,11 @@ def passed_on(how, reader):
 def check(loss):
     inside = jax.value_and_grad(loss, (0, 1))
     expected = inside(*asarray((X, V)))
-    found = jax.jit(scalify(inside))(X, V)
-    assert error(found, expected) < ROUNDINGS[HALF]
+    actual = jax.jit(scalify(inside))(X, V)
+    assert error(actual, expected) < ROUNDINGS[HALF]
     checked = scalify(inside, check=True)(X, V)
     for a, b in zip(
-        jax.tree.leaves(asarray(found)), jax.tree.leaves(asarray(checked)), strict=True
+        jax.tree.leaves(asarray(actual)), jax.tree.leaves(asarray(checked)), strict=True
     ):
         # both FP16, of sums in another order
         np.testing.assert_allclose(a, b, rtol=2**-9, atol=2**-18)

@@ -89,9 +89,9 @@ def test_nested_control_flow_gives_the_plain_values(kinds, scale, scalify):
         scaled = as_scaled_array(x, scale, dtype=dtype)
         fun = nest(4, *kinds)
         expected = fun(asarray(scaled))
-        found = asarray(jax.jit(scalify(fun))(scaled))
+        actual = asarray(jax.jit(scalify(fun))(scaled))
         np.testing.assert_allclose(
-            found, expected, rtol=0, atol=tolerance * float(jnp.abs(expected).max())
+            actual, expected, rtol=0, atol=tolerance * float(jnp.abs(expected).max())
         )
 
 

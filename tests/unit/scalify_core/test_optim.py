@@ -104,8 +104,8 @@ def test_state_is_a_function_of_seed_and_step_alone():
     after, start = runner(1)
     state = after(6, start)
     assert_same_bits(state, after(3, after(3, start)))  # as after a resume
-    again, start = runner(1)
-    assert_same_bits(state, again(6, start))
+    repeated, start = runner(1)
+    assert_same_bits(state, repeated(6, start))
     other, start = runner(2)
     same = np.asarray(state.inner_state.mu["w"].data) == np.asarray(
         other(6, start).inner_state.mu["w"].data
@@ -376,11 +376,11 @@ def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
     update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
     for i in range(3):
         expected, a = plain_update(gradients(i), a, params)
-        found, b = update(gradients(i), b, params)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+        actual, b = update(gradients(i), b, params)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
     narrow = [x for x in tree.leaves(b) if isinstance(x, ScaledArray)]
     assert narrow
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == jnp.float32
         cosine = np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y))
         assert cosine > (
@@ -485,12 +485,12 @@ def test_what_is_said_to_be_given_instead_is_valid(tx, field):
     fields = eval(str(error.value).partition("give fields=")[2].splitlines()[0], names)
     scaled = scaled_state(tx, fields=fields, seed=0)
     state = scaled.init(params)
-    found = [
+    actual = [
         x
         for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state)
         if field in str(path)
     ]
-    assert found[0].dtype == jnp.float16
+    assert actual[0].dtype == jnp.float16
     updates, _ = scaled.update({"w": jnp.full(8, 1e-3)}, state, params)
     assert jnp.all(jnp.isfinite(updates["w"]))
 

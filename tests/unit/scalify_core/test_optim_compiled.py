@@ -109,7 +109,7 @@ def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(formats, t
     )
 
 
-@pytest.mark.whole  # test_stacks.py has fewer vectors, compiled for the same GPU
+@pytest.mark.slow  # test_stacks.py has fewer vectors, compiled for the same GPU
 def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     """Beside those that any step has, such as the words and the scales of its large
     arrays put apart."""
@@ -126,7 +126,7 @@ def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     assert kernels(48) - kernels(6) < (48 - 6) / 4
 
 
-@pytest.mark.whole  # above for 48 vectors
+@pytest.mark.slow  # above for 48 vectors
 def test_on_a_gpu_the_kernels_for_the_vectors_of_a_deep_model_are_few():
     """Each was one, where the random words of all parameters were one array of more
     than 1 KiB."""

@@ -192,7 +192,7 @@ def test_a_scaled_primitive_equals_plain(primitive):
             program.check_far_apart(jnp.float16, "auto", ("dynamic",))
 
 
-@pytest.mark.whole  # the test above has the largest shape of each function
+@pytest.mark.slow  # the test above has the largest shape of each function
 @pytest.mark.parametrize("primitive", COVERED)
 def test_a_scaled_primitive_equals_plain_in_all_shapes_and_ways(primitive):
     for program in programs(primitive, CASES):

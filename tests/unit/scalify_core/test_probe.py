@@ -32,10 +32,10 @@ def seen(**formats):
 
 def test_the_slots_gradient_is_the_figures_of_the_array_and_of_its_gradient():
     x, weight = 2 * normal(0), normal(1)
-    gradient, found = jax.jit(seen())(x, weight, EMPTY)
+    gradient, actual = jax.jit(seen())(x, weight, EMPTY)
     np.testing.assert_array_equal(gradient, 3 * weight)
-    np.testing.assert_array_equal(found, [figures(x), figures(3 * weight)])
-    assert dict(zip(FIGURES, found[0].tolist(), strict=True))["rms"] == pytest.approx(
+    np.testing.assert_array_equal(actual, [figures(x), figures(3 * weight)])
+    assert dict(zip(FIGURES, actual[0].tolist(), strict=True))["rms"] == pytest.approx(
         2, rel=0.1
     )
 
@@ -43,11 +43,11 @@ def test_the_slots_gradient_is_the_figures_of_the_array_and_of_its_gradient():
 def test_under_scalify_the_figures_are_those_of_data_and_scale():
     x = ScaledArray((normal(0) * 4).astype(jnp.float16), 2.0**-3)
     weight = ScaledArray(normal(1).astype(jnp.float16), 2.0**-9)
-    gradient, found = jax.jit(scalify(seen()))(x, weight, EMPTY)
-    np.testing.assert_array_equal(found[0], figures(x))
-    np.testing.assert_array_equal(found[1], figures(gradient))
-    assert found[0, 0] == -3
-    assert found[1, 0] == np.log2(float(gradient.scale))
+    gradient, actual = jax.jit(scalify(seen()))(x, weight, EMPTY)
+    np.testing.assert_array_equal(actual[0], figures(x))
+    np.testing.assert_array_equal(actual[1], figures(gradient))
+    assert actual[0, 0] == -3
+    assert actual[1, 0] == np.log2(float(gradient.scale))
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 2.0**-4])
@@ -55,9 +55,9 @@ def test_the_formats_are_those_of_the_casts_to_come(scale):
     x, weight = 300 * normal(0), 1e-5 * normal(1)
     function = seen(forward=E4M3, backward=E5M2)
     if scale is None:
-        gradient, found = jax.jit(function)(x, weight, EMPTY)
+        gradient, actual = jax.jit(function)(x, weight, EMPTY)
     else:
-        gradient, found = jax.jit(scalify(function))(
+        gradient, actual = jax.jit(scalify(function))(
             ScaledArray(x, scale), ScaledArray(weight, scale), EMPTY
         )
         gradient = gradient.data
@@ -67,8 +67,8 @@ def test_the_formats_are_those_of_the_casts_to_come(scale):
     )
     assert saturated > 0.1
     assert lost > 0.1
-    assert found[0, FIGURES.index("saturated")] == pytest.approx(saturated, abs=1e-6)
-    assert found[1, FIGURES.index("underflow")] == pytest.approx(lost, abs=1e-6)
+    assert actual[0, FIGURES.index("saturated")] == pytest.approx(saturated, abs=1e-6)
+    assert actual[1, FIGURES.index("underflow")] == pytest.approx(lost, abs=1e-6)
 
 
 def layers(x, weights, slots, *, remat):
@@ -96,7 +96,7 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
             ScaledArray(x.astype(jnp.float16), 1.0),
             ScaledArray((weights * 4).astype(jnp.float16), 0.25),
         )
-    gradient, found = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT)))
+    gradient, actual = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT)))
     right = jax.jit(without)(x, weights, None)
     np.testing.assert_array_equal(asarray(gradient), asarray(right))
     h, rms = asarray(x), []
@@ -105,8 +105,8 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
         rms.append(float(jnp.sqrt(jnp.mean(jnp.square(h)))))
         h = gelu(h)
     size = (
-        found[:, 0, FIGURES.index("rms")]
-        * 2.0 ** found[:, 0, FIGURES.index("exponent")]
+        actual[:, 0, FIGURES.index("rms")]
+        * 2.0 ** actual[:, 0, FIGURES.index("exponent")]
     )
     # Data in FP16: one rounding of each element and layer, and those of the layers
     # before.
@@ -130,12 +130,12 @@ def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
 
     x = ScaledArray(normal(0).astype(jnp.float16), 1.0)
     weight = ScaledArray(normal(1, (32, 8)).astype(jnp.float16), 1.0)
-    for found, right in zip(
+    for actual, right in zip(
         scalify(function)(x, weight, EMPTY),
         scalify(function)(x, weight, None),
         strict=True,
     ):
-        np.testing.assert_array_equal(found.data, right.data)
+        np.testing.assert_array_equal(actual.data, right.data)
 
 
 def test_a_probe_without_a_derivative_is_the_identity():

@@ -94,10 +94,10 @@ def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
     plain = run(program, jnp.asarray(x) * 2.0**ex, jnp.asarray(y) * 2.0**ey)
     assume(within_range(plain))
     scales = [jnp.float32(2.0**e) if dynamic else 2.0**e for e in (ex, ey)]
-    found = scalify(lambda x, y: run(program, x, y))(
+    actual = scalify(lambda x, y: run(program, x, y))(
         ScaledArray(jnp.asarray(x), scales[0]), ScaledArray(jnp.asarray(y), scales[1])
     )
-    for step, (a, b) in enumerate(zip(found, plain, strict=True)):
+    for step, (a, b) in enumerate(zip(actual, plain, strict=True)):
         assert a.dtype == jnp.float32
         assert all(
             pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32))

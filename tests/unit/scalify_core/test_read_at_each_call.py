@@ -183,11 +183,11 @@ CHOICES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_is_chosen_may_be_of_any_kind(name, monkeypatch):
     first, second, fun = CHOICES[name]
-    scaled, found = scalify(fun), []
+    scaled, actual = scalify(fun), []
     for choice in (first, second, first):
         monkeypatch.setitem(globals(), "CHOICE", choice)
-        found.append(norm(scaled(weights())))
-    assert found[0] == found[2] != found[1]
+        actual.append(norm(scaled(weights())))
+    assert actual[0] == actual[2] != actual[1]
 
 
 class Model:

@@ -162,8 +162,8 @@ PLACES = {
 }
 
 
-def error(found, exact):
-    leaves = zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(exact), strict=True)
+def error(actual, exact):
+    leaves = zip(jax.tree.leaves(asarray(actual)), jax.tree.leaves(exact), strict=True)
     return np.array(
         [jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b) for a, b in leaves]
     )
@@ -190,10 +190,10 @@ def in_full(fun, *args):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CASES)
 def test_of_fp8_data_the_same_products_are_in_float32(name, place):
-    found, expected = (
+    actual, expected = (
         in_full(PLACES[place](name), *operands(name, dtype)) for dtype in (E4M3, HALF)
     )
-    assert found == expected > 0
+    assert actual == expected > 0
 
 
 TABLE = np.linspace(0.5, 1, 16, dtype=np.float32)[None]
@@ -241,10 +241,10 @@ def test_what_plain_code_has_in_its_format_is_narrow(name):
 
 def fp32_products(fun, *args):
     """How many products of a program have an FP32 operand."""
-    found = re.findall(
+    actual = re.findall(
         r"dot_general .*: \((.*?)\) ->", jax.jit(fun).lower(*args).as_text()
     )
-    return sum("xf32>" in operands for operands in found)
+    return sum("xf32>" in operands for operands in actual)
 
 
 @pytest.mark.parametrize("name", PROMOTED)
@@ -287,8 +287,8 @@ def test_a_program_that_has_no_narrow_trace_is_evaluated_as_it_is_and_explain_sa
         PrecisionWarning,
         match=r"it cannot be traced .* at test_reference_trace.py:\d+ .TypeError: chol",
     ):
-        found = scalify(fun)(x, w)
-    assert np.all(error(found, fun(*asarray((x, w)))) < 2**-9)
+        actual = scalify(fun)(x, w)
+    assert np.all(error(actual, fun(*asarray((x, w)))) < 2**-9)
     assert "cannot be traced" in str(explain(fun, x, w))
     without_products = lambda x: jnp.sum(
         x + jnp.linalg.cholesky(jnp.eye(16, dtype=x.dtype))
@@ -320,9 +320,9 @@ def test_a_scope_of_any_name_is_no_backward_pass():
 
 
 def test_explain_computes_with_what_is_asked_for():
-    found = explain(CASES["matmul"], *operands("matmul", HALF))
-    assert found.errors[0] < 2**-11
-    assert found.unknown is None
+    explanation = explain(CASES["matmul"], *operands("matmul", HALF))
+    assert explanation.errors[0] < 2**-11
+    assert explanation.unknown is None
 
 
 @pytest.mark.parametrize("place", ["forward", "inside"])

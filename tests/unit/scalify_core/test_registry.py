@@ -114,8 +114,8 @@ def test_a_composite_without_a_rule_runs_in_float32_behind_a_cast():
     square = composite(lambda x: x * x, name="square_without_a_rule")
     x = as_scaled_array(jnp.full(4, 100.0), dtype=jnp.float16)
     fun = lambda x: square(10 * x.astype(jnp.float16)) / 1e4
-    found = asarray(scalify_core.scalify(fun)(x))
-    np.testing.assert_allclose(found, 100.0, rtol=2**-10)
+    actual = asarray(scalify_core.scalify(fun)(x))
+    np.testing.assert_allclose(actual, 100.0, rtol=2**-10)
 
 
 @pytest.mark.parametrize("change", [-1.0, 0.75, 1.0])
@@ -126,5 +126,5 @@ def test_a_fill_value_outlives_a_constant_that_multiplies_it(change):
         d = jnp.maximum(x, 1e-12) * change
         return d @ d, 1 / d
 
-    _, found = scalify(both)(x)
-    assert np.all(np.isfinite(asarray(found)))
+    _, actual = scalify(both)(x)
+    assert np.all(np.isfinite(asarray(actual)))

@@ -110,16 +110,16 @@ def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():
         x, y = (sc.static.dynamic_rescale_rms(z * 2.0**-3) for z in (x, y))
         return x + y, x - 2 * y
 
-    for found, expected in zip(
+    for actual, expected in zip(
         scalify(total)(x, y), total(asarray(x), asarray(y)), strict=True
     ):
         np.testing.assert_allclose(
-            asarray(found),
+            asarray(actual),
             expected,
             rtol=0,
             atol=2.0**-11 * float(jnp.abs(expected).max()),
         )
-        assert 0.5 <= rms(found) <= 2
+        assert 0.5 <= rms(actual) <= 2
     # On a GPU the scalars of both rescales are computed by the kernel that computes
     # those of the sum.
     sum_alone = scalify(
@@ -140,9 +140,11 @@ def test_remat_changes_no_bit_of_the_loss_or_the_gradient():
         )
 
     args = as_scaled_array((w, x), 1.0, dtype=HALF)
-    kept = jax.jit(scalify(jax.value_and_grad(loss(lambda f: f))))(*args)
-    again = jax.jit(scalify(jax.value_and_grad(loss(jax.checkpoint))))(*args)
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+    stored = jax.jit(scalify(jax.value_and_grad(loss(lambda f: f))))(*args)
+    rematerialized = jax.jit(scalify(jax.value_and_grad(loss(jax.checkpoint))))(*args)
+    for a, b in zip(
+        jax.tree.leaves(stored), jax.tree.leaves(rematerialized), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 

@@ -124,7 +124,7 @@ def observed():
     What enters the dynamic rescale is not stored before it, and statistics of rows are
     FP32: both are left out, and biases, which are zero.
     """
-    found = []
+    entries = []
 
     def observe(rule, eqn, *operands, **kwargs):
         if eqn.primitive.name == "jit":
@@ -140,7 +140,7 @@ def observed():
                 for x in operands
                 if isinstance(x, Value) and len(x.shape) > 1 and x.dtype == jnp.float16
             ]
-            found.extend((name, float(rms(narrow(x).data))) for x in values)
+            entries.extend((name, float(rms(narrow(x).data))) for x in values)
         return rule.fun(eqn, *operands, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -155,10 +155,10 @@ def observed():
                 dataclasses.replace(rule, fun=functools.partial(observe, rule)),
             )
         gradients = gradient_by_equation(scaled_params(), tokens())
-    return found, gradients
+    return entries, gradients
 
 
-@pytest.mark.whole  # creep, layer by layer: test_traps.py
+@pytest.mark.slow  # creep, layer by layer: test_traps.py
 @pytest.mark.parametrize(
     "name",
     [
@@ -189,7 +189,7 @@ def test_data_that_enters_stays_near_one_over_48_layers(name, observed):
     assert sizes.max() <= 4, (name, sizes.max())
 
 
-@pytest.mark.whole  # a second program of 48 layers; one gradient: above
+@pytest.mark.slow  # a second program of 48 layers; one gradient: above
 def test_accumulated_gradients_of_48_layers_are_stored_near_one(observed):
     """Rescaled where they are stored: sums over tokens, which are not independent,
     exceed what the rules expect."""

@@ -46,10 +46,10 @@ def test_an_optimiser_step_leaves_state_in_float32_and_parameters_narrow(transfo
         plain, like = step(plain, like, exact)
         assert dtypes(params) == {HALF}
         assert dtypes(state) == {F32}
-    for found, expected in zip(
+    for actual, expected in zip(
         jax.tree.leaves(asarray(state)), jax.tree.leaves(like), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
     np.testing.assert_allclose(asarray(params), plain, rtol=3 * 2.0**-11, atol=1e-6)
 
 
@@ -152,10 +152,10 @@ def test_a_state_in_float32_stays_so(name):
         normal(1, 8, 16),
         OF_ITS_SHAPE[name],
     )
-    found = scalify(fun)(g, state)
-    assert {found.dtype.type, jax.jit(scalify(fun))(g, state).dtype.type} == {F32}
+    actual = scalify(fun)(g, state)
+    assert {actual.dtype.type, jax.jit(scalify(fun))(g, state).dtype.type} == {F32}
     np.testing.assert_allclose(
-        asarray(found),
+        asarray(actual),
         fun(asarray(g), state),
         rtol=1e-6,
         atol=2.0**-11 * ("gradient" in name),
@@ -177,18 +177,18 @@ ONLY_CAST = {
 @pytest.mark.parametrize("name", ONLY_CAST)
 def test_an_argument_that_is_only_cast_is_float32_with_every_bit(name, dtype):
     x = as_scaled_array(normal(0, 8, 16) * 2.0**-40, dtype=dtype)
-    found = scalify(ONLY_CAST[name])(x)
-    assert found.dtype == F32
-    np.testing.assert_array_equal(asarray(found), asarray(x))
+    actual = scalify(ONLY_CAST[name])(x)
+    assert actual.dtype == F32
+    np.testing.assert_array_equal(asarray(actual), asarray(x))
     assert scalify(lambda x: (x, x.astype(F32)))(x)[0].dtype == dtype
 
 
 def test_a_result_that_is_asked_to_be_float32_by_a_product_is():
     x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
-    found = scalify(lambda x, w: jnp.matmul(x, w, preferred_element_type=F32))(x, w)
-    assert found.dtype == F32
+    actual = scalify(lambda x, w: jnp.matmul(x, w, preferred_element_type=F32))(x, w)
+    assert actual.dtype == F32
     np.testing.assert_allclose(
-        asarray(found), jnp.matmul(*asarray((x, w)), precision="highest"), atol=1e-5
+        asarray(actual), jnp.matmul(*asarray((x, w)), precision="highest"), atol=1e-5
     )
 
 
@@ -200,6 +200,6 @@ def test_what_is_asked_for_within_a_nested_scalify_is_float32():
     def fun(x, w):
         return jnp.sum(jnp.sin(x.astype(F32)) @ w.astype(F32))
 
-    found = scalify(lambda x, w: scalify(fun)(x, w))(x, w)
-    np.testing.assert_allclose(asarray(found), fun(*asarray((x, w))), rtol=2.0**-18)
+    actual = scalify(lambda x, w: scalify(fun)(x, w))(x, w)
+    np.testing.assert_allclose(asarray(actual), fun(*asarray((x, w))), rtol=2.0**-18)
     assert scalify(fun)(*asarray((x, w))) == jax.jit(fun)(*asarray((x, w)))

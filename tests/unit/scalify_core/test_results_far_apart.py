@@ -19,11 +19,11 @@ SOME = jax.random.bernoulli(jax.random.key(1), 0.5, (16, 16))
 ONE = jnp.arange(16)[:, None] == 3
 
 
-def error(found, expected, where):
-    found, expected = (
-        np.asarray(x, np.float64)[np.asarray(where)] for x in (found, expected)
+def error(actual, expected, where):
+    actual, expected = (
+        np.asarray(x, np.float64)[np.asarray(where)] for x in (actual, expected)
     )
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
 def many(x, factor):
@@ -60,12 +60,12 @@ KINDS = {kind: in_its_dtype(fun) for kind, fun in KINDS.items()}
 @pytest.mark.parametrize("size", [-1e5, 3e7, -1e9, 1e9])
 def test_what_is_near_1_keeps_its_digits_beside_numbers_of_up_to_1e9(kind, size):
     x = as_scaled_array(X, dtype=HALF)
-    found, expected = (
+    actual, expected = (
         jax.jit(scalify(KINDS[kind]))(x, jnp.float32(size)),
         KINDS[kind](asarray(x), jnp.float32(size)),
     )
-    assert error(asarray(found), expected, SOME) <= 4 * FP16.epsilon
-    assert error(asarray(found), expected, ~SOME) <= 4 * FP16.epsilon
+    assert error(asarray(actual), expected, SOME) <= 4 * FP16.epsilon
+    assert error(asarray(actual), expected, ~SOME) <= 4 * FP16.epsilon
 
 
 @pytest.mark.parametrize("name", ["add", "scaled", "closed over", "twice"])
@@ -80,12 +80,12 @@ def test_the_lowest_numbers_mask_wherever_they_come_from(name, lowest):
     }[name]
     fun = lambda x, m, t: masked(x, m, t).astype(x.dtype)
     x, t = as_scaled_array(X, dtype=HALF), jnp.float32(0.7)
-    found, expected = (
+    actual, expected = (
         asarray(jax.jit(scalify(fun))(x, mask, t)),
         fun(asarray(x), mask, t),
     )
-    assert error(found, expected, SOME) <= 4 * FP16.epsilon
-    assert (np.asarray(found)[~np.asarray(SOME)] < -1000).all()
+    assert error(actual, expected, SOME) <= 4 * FP16.epsilon
+    assert (np.asarray(actual)[~np.asarray(SOME)] < -1000).all()
 
 
 @pytest.mark.parametrize("dtype", [HALF, jnp.float8_e5m2])
@@ -98,9 +98,9 @@ def test_results_of_all_sizes_leave_room_above(dtype):
         lambda x: x * 2.0**-100,
         lambda x: jnp.exp(3 * x),
     ):
-        found = scalify(fun)(as_scaled_array(X, dtype=dtype))
+        actual = scalify(fun)(as_scaled_array(X, dtype=dtype))
         assert (
-            2.0**6 <= float(jnp.max(jnp.abs(found.data.astype(jnp.float32)))) < 2.0**7
+            2.0**6 <= float(jnp.max(jnp.abs(actual.data.astype(jnp.float32)))) < 2.0**7
         )
     assert (
         float(scalify(lambda x: 0 * x)(as_scaled_array(X, dtype=dtype)).scale)
@@ -158,8 +158,8 @@ def test_what_is_lost_beside_larger_numbers_is_named_and_nothing_else():
 def test_one_loud_token_leaves_the_others_their_digits():
     x = as_scaled_array(X, dtype=HALF)
     fun = lambda x, s: (x * jnp.where(ONE, s, 1.0)).astype(x.dtype)
-    found = jax.jit(scalify(fun))(x, jnp.float32(2e8))
+    actual = jax.jit(scalify(fun))(x, jnp.float32(2e8))
     assert (
-        error(asarray(found), asarray(x), jnp.broadcast_to(~ONE, X.shape))
+        error(asarray(actual), asarray(x), jnp.broadcast_to(~ONE, X.shape))
         <= 4 * FP16.epsilon
     )

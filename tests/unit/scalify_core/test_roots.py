@@ -47,9 +47,12 @@ def test_what_is_taken_of_it_again_is_finite(what, called):
         v = squares(x)
         return v, TAKEN[what](v)
 
-    (found, _), (v, _) = scalify(jax.jit(step) if called else step)(X), step(asarray(X))
-    assert (asarray(found) > 0).all()
-    np.testing.assert_allclose(asarray(found), v, rtol=2**-10, atol=2.0**-38 * v.max())
+    (actual, _), (v, _) = (
+        scalify(jax.jit(step) if called else step)(X),
+        step(asarray(X)),
+    )
+    assert (asarray(actual) > 0).all()
+    np.testing.assert_allclose(asarray(actual), v, rtol=2**-10, atol=2.0**-38 * v.max())
     assert not asarray(scalify(squares)(X)).all()  # of which nothing is taken
 
 
@@ -62,18 +65,18 @@ def test_what_a_scan_carries_and_takes_the_root_of_is_finite():
         grads = jnp.stack([squares(x)] * 3)
         return jax.lax.scan(update, squares(x), grads)[0]
 
-    found, exact = scalify(steps)(X), steps(asarray(X))
-    assert (asarray(found) > 0).all()
+    actual, exact = scalify(steps)(X), steps(asarray(X))
+    assert (asarray(actual) > 0).all()
     np.testing.assert_allclose(
-        asarray(found), exact, rtol=2**-9, atol=2.0**-38 * exact.max()
+        asarray(actual), exact, rtol=2**-9, atol=2.0**-38 * exact.max()
     )
 
 
 def test_the_sign_stays_and_zeros_stay():
     x = as_scaled_array(jnp.array([1.0, -1.0, 0.0, 1.0]), dtype=HALF)
     sizes = jnp.array([1e-14, 1e-14, 1.0, 1.0])
-    found, _ = scalify(lambda x: (lambda v: (v, 1 / v))(x * sizes.astype(x.dtype)))(x)
-    assert jnp.sign(asarray(found)).tolist() == [1, -1, 0, 1]
+    actual, _ = scalify(lambda x: (lambda v: (v, 1 / v))(x * sizes.astype(x.dtype)))(x)
+    assert jnp.sign(asarray(actual)).tolist() == [1, -1, 0, 1]
 
 
 OPTIMISERS = {
@@ -109,7 +112,7 @@ def test_no_update_of_an_optimiser_is_larger_than_in_the_plain_program(name):
     params = as_scaled_array(normal(1, 64, 8), dtype=HALF)
     state = tx.init(asarray(params))
     plain = largest_update(jax.jit(step), asarray(params), state)
-    found = largest_update(
+    actual = largest_update(
         jax.jit(scalify(step)), params, as_scaled_array(state, dtype=HALF)
     )
-    assert 0.9 * plain < found < 1.35 * plain
+    assert 0.9 * plain < actual < 1.35 * plain

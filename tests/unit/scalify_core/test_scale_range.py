@@ -87,10 +87,10 @@ def test_what_does_not_depend_on_size_is_the_same_at_all_scales(program, jit):
     expected = jax.tree.leaves(program(np, np.float64(A), np.float64(B)))
     for e in exponents:
         scale = jnp.float32(2.0**e)
-        found = jax.tree.leaves(
+        actual = jax.tree.leaves(
             asarray(fun(ScaledArray(A, scale), ScaledArray(B, scale)))
         )
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(actual, expected, strict=True):
             # Sums of 32 terms, which may cancel.
             np.testing.assert_allclose(
                 x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max(), err_msg=str(e)
@@ -102,12 +102,12 @@ def test_what_does_not_depend_on_size_is_the_same_at_all_scales(program, jit):
 def test_what_does_not_depend_on_size_is_the_same_at_static_scales(program, e):
     e = max(-PROGRAMS[program], min(e, PROGRAMS[program]))
     expected = jax.tree.leaves(program(np, np.float64(A), np.float64(B)))
-    found = asarray(
+    actual = asarray(
         scalify(lambda a, b: program(jnp, a, b))(
             ScaledArray(A, 2.0**e), ScaledArray(B, 2.0**e)
         )
     )
-    for x, y in zip(jax.tree.leaves(found), expected, strict=True):
+    for x, y in zip(jax.tree.leaves(actual), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
 
 
@@ -119,12 +119,12 @@ def test_of_a_sum_of_far_sizes_the_smaller_is_exact_where_the_other_is_nothing()
     large, small = jnp.float32(2.0**60), jnp.float32(2.0**-60)
     for data in ([1.0, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
         b = np.float32(data)
-        found = asarray(
+        actual = asarray(
             add(ScaledArray(np.float32([1, 2, 3, 4]), small), ScaledArray(b, large))
         )
         a = np.float32([1, 2, 3, 4]) * 2.0**-60
         for x, y in zip(
-            found,
+            actual,
             (a + b * 2.0**60, np.where(b == 0, a, b * 2.0**60), None),
             strict=True,
         ):

@@ -35,8 +35,8 @@ def accuracy(w, x):
 
 def of_the_diagonal(w, x):
     s = jnp.tanh(x @ w) @ jnp.tanh(x @ w).T
-    own = picked(jnp.eye(32, dtype=bool).astype(s.dtype), s)
-    return jnp.mean(jnp.max(jnp.where(s == own[:, None], -10.0, s), -1))
+    selected = picked(jnp.eye(32, dtype=bool).astype(s.dtype), s)
+    return jnp.mean(jnp.max(jnp.where(s == selected[:, None], -10.0, s), -1))
 
 
 def margin(w, x):
@@ -57,8 +57,8 @@ def test_it_compares_as_it_does_in_the_plain_program(loss, seed):
     w, x = as_scaled_array((normal(seed + 9, 16, 10), normal(seed, 32, 16)), dtype=HALF)
     both = jax.value_and_grad(loss)
     expected = both(*asarray((w, x)))
-    for found in (jax.jit(scalify(both))(w, x), scalify(both, check=True)(w, x)):
-        assert error(found, expected) < ROUNDINGS[HALF]
+    for actual in (jax.jit(scalify(both))(w, x), scalify(both, check=True)(w, x)):
+        assert error(actual, expected) < ROUNDINGS[HALF]
 
 
 ROWS, IDS = jnp.arange(8), jnp.array([3, 1, 1, 6])
@@ -166,8 +166,8 @@ def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dty
     differ = scalify(lambda x: jnp.abs(copied(made(x)) - taken(made(x))).max())
     assert asarray(differ(x)) == asarray(jax.jit(differ)(x)) == 0
     both = jax.value_and_grad(loss, (0, 1))
-    for found in (scalify(both)(x, w), scalify(both, check=True)(x, w)):
-        assert error(found, both(*asarray((x, w)))) < ROUNDINGS[dtype]
+    for actual in (scalify(both)(x, w), scalify(both, check=True)(x, w)):
+        assert error(actual, both(*asarray((x, w)))) < ROUNDINGS[dtype]
 
 
 def test_what_is_not_finite_stays_so_in_a_copy():
@@ -229,12 +229,12 @@ def test_what_copies_a_computed_value_is_in_float32():
     chosen = product(lambda s: picked(mask.astype(s.dtype), jnp.tanh(s)))
     assert "f32>, tensor" in chosen
     assert "HIGHEST" in chosen
-    asked = product(
+    in_fp32 = product(
         lambda s: jnp.einsum(
             "bc,bc->b", mask.astype(s.dtype), jnp.tanh(s), precision="high"
         )
     )
-    assert "HIGHEST" not in asked
+    assert "HIGHEST" not in in_fp32
 
 
 def test_a_product_of_the_highest_precision_is_in_float32_and_so_is_its_gradient():
@@ -244,11 +244,11 @@ def test_a_product_of_the_highest_precision_is_in_float32_and_so_is_its_gradient
         text = jax.jit(scalify(jax.grad(fun))).lower(s).as_text()
         return [line for line in text.splitlines() if "dot_general" in line]
 
-    asked = products(
+    in_fp32 = products(
         lambda s: jnp.sum(jnp.tanh(jnp.dot(jnp.tanh(s), s, precision="highest")))
     )
-    assert len(asked) == 3
-    assert not any("f16>" in line for line in asked)
+    assert len(in_fp32) == 3
+    assert not any("f16>" in line for line in in_fp32)
     assert all(
         "f16>" in line
         for line in products(lambda s: jnp.sum(jnp.tanh(jnp.tanh(s) @ s)))
@@ -262,8 +262,8 @@ def test_derivatives_of_linear_algebra_are_what_plain_float32_gives():
         jnp.linalg.lstsq(a.astype(jnp.float32), b.astype(jnp.float32))[0] ** 2
     )
     a, b = as_scaled_array((normal(0, 12, 6), normal(1, 12)), dtype=HALF)
-    found, expected = (
+    actual, expected = (
         asarray(scalify(jax.grad(fun))(a, b)),
         jax.grad(fun)(asarray(a), asarray(b)),
     )
-    assert jnp.linalg.norm(found - expected) < 2.0**-11 * jnp.linalg.norm(expected)
+    assert jnp.linalg.norm(actual - expected) < 2.0**-11 * jnp.linalg.norm(expected)

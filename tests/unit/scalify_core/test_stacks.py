@@ -31,10 +31,10 @@ FORMATS = {"fp16": (FP16, FP16), "fp8": (E4M3, E5M2), "first alone": (FP16, FP32
 
 def arrays(seed, dtype=jnp.float16):
     keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    found = zip(keys, SHAPES.items(), strict=True)
+    actual = zip(keys, SHAPES.items(), strict=True)
     return {
         name: jax.random.normal(key, shape).astype(dtype)
-        for key, (name, shape) in found
+        for key, (name, shape) in actual
     }
 
 
@@ -118,15 +118,18 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
     one_by_one, together = (
         jax.jit(lambda *args, s=s: step(s, *args)) for s in (NONE, stacks)
     )
-    found = expected = params, tx.init(params)
+    actual = expected = params, tx.init(params)
     for i in range(3):
         gradients = {
             name: ScaledArray(x, jnp.float32(2.0**-i))
             for name, x in arrays(10 + i).items()
         }
-        expected, found = one_by_one(*expected, gradients), together(*found, gradients)
-        equal(found, expected)
-    moved = any((found[0][name].data != params[name].data).any() for name in params)
+        expected, actual = (
+            one_by_one(*expected, gradients),
+            together(*actual, gradients),
+        )
+        equal(actual, expected)
+    moved = any((actual[0][name].data != params[name].data).any() for name in params)
     assert moved == (accept is None or bool(accept))
 
 
@@ -136,10 +139,10 @@ def test_numbers_of_the_leaves_are_in_their_order():
         [x.size for x in jax.tree.leaves(wide(xs))], jnp.float32
     )
     for of in (stacks, NONE):
-        found = of.each(
+        actual = of.each(
             of.stack(params), sizes, lambda x: jnp.full(len(x), x[0].size, jnp.float32)
         )
-        np.testing.assert_array_equal(found, [x.size for x in params.values()])
+        np.testing.assert_array_equal(actual, [x.size for x in params.values()])
 
 
 def gpu_step(vectors, matrices, width=768):

@@ -19,9 +19,11 @@ def scaled(*shapes, dtype=jnp.float16):
     return as_scaled_array(tuple(arrays), dtype=dtype)
 
 
-def error(found, reference):
-    found, reference = (np.asarray(asarray(x), np.float64) for x in (found, reference))
-    return np.linalg.norm(found - reference) / np.linalg.norm(reference)
+def error(actual, reference):
+    actual, reference = (
+        np.asarray(asarray(x), np.float64) for x in (actual, reference)
+    )
+    return np.linalg.norm(actual - reference) / np.linalg.norm(reference)
 
 
 def fp8(a, b):
@@ -66,8 +68,8 @@ def test_copies_do_not_cross_into_shard_map(name):
         "gradient": jax.grad(lambda x, w: jnp.sum(layer(x, w) ** 2), (0, 1)),
     }
     args = scaled((8, 16), (16, 16))
-    found = jax.jit(scalify(funs[name]))(*args)
-    for x, exact in zip(found, funs[name](*asarray(args)), strict=True):
+    actual = jax.jit(scalify(funs[name]))(*args)
+    for x, exact in zip(actual, funs[name](*asarray(args)), strict=True):
         assert error(x, exact) < 4 * FP16.epsilon
 
 
@@ -115,9 +117,9 @@ READ_AS_CAST = {
 def test_what_depends_on_a_dtype_reads_what_the_user_cast_to(name):
     fun = READ_AS_CAST[name]
     x = as_scaled_array(jnp.arange(1.0, 9.0), dtype=HALF)
-    found, exact = asarray(jax.jit(scalify(fun))(x)), fun(asarray(x))
-    assert found.shape == exact.shape
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(exact, found.dtype))
+    actual, exact = asarray(jax.jit(scalify(fun))(x)), fun(asarray(x))
+    assert actual.shape == exact.shape
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(exact, actual.dtype))
 
 
 @pytest.mark.parametrize("name", ["fori", "scan", "cond"])
@@ -132,6 +134,6 @@ def test_what_starts_in_eight_bits_has_sixteen_after_arithmetic(name):
         ),
     }
     args = scaled((16, 16), (16, 16), dtype=jnp.float8_e4m3fn)
-    found = jax.jit(scalify(funs[name]))(*args)
-    assert found.dtype == HALF
-    assert error(found, funs[name](*asarray(args))) < 8 * FP16.epsilon
+    actual = jax.jit(scalify(funs[name]))(*args)
+    assert actual.dtype == HALF
+    assert error(actual, funs[name](*asarray(args))) < 8 * FP16.epsilon

@@ -32,8 +32,8 @@ def test_it_wants_something_scaled():
         check_scalify(jnp.sin, jnp.ones(3))
 
 
-def close(found, expected, **kwargs):
-    assert_close(found, jnp.asarray(expected, jnp.float32), FP32, **kwargs)
+def close(actual, expected, **kwargs):
+    assert_close(actual, jnp.asarray(expected, jnp.float32), FP32, **kwargs)
 
 
 def test_a_wrong_value_is_found_and_named():
@@ -90,7 +90,7 @@ def test_another_format_is_found():
 
 
 def test_another_shape_tree_or_integer_is_found():
-    for found, expected, message in [
+    for actual, expected, message in [
         (jnp.zeros(2), jnp.zeros(3), "shape"),
         ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, "tree"),
         (jnp.int32(3), jnp.int32(4), "expected 4"),
@@ -98,7 +98,7 @@ def test_another_shape_tree_or_integer_is_found():
         (ScaledArray(jnp.float32(1), 1.0), jnp.int32(1), "expected int32"),
     ]:
         with pytest.raises(AssertionError, match=message):
-            assert_close(found, expected, FP32)
+            assert_close(actual, expected, FP32)
 
 
 def test_keys_are_compared():

@@ -101,10 +101,10 @@ def test_cast_on_forward_acts_in_the_differentiated_function(scaled):
     # The gradient of sum(cast(x)^2) is 2 cast(x): it shows whether the forward pass was
     # rounded.
     gradient = jax.grad(lambda x: jnp.sum(sc.static.cast_on_forward(x, E4M3) ** 2))
-    found = (
+    actual = (
         asarray(scalify(gradient)(as_scaled_array(x, 1.0))) if scaled else gradient(x)
     )
-    np.testing.assert_array_equal(found, 2 * E4M3.quantise(x))
+    np.testing.assert_array_equal(actual, 2 * E4M3.quantise(x))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -170,12 +170,12 @@ def test_adam_bias_correction_survives_200_steps():
     target = normal(2, 32, 4)
     tx = optax.adamw(1e-2, b2=0.95)
     plain, expected = adam_run(False, 200, jnp.float32, tx, target)
-    scaled, found = adam_run(True, 200, jnp.float32, tx, target)
+    scaled, actual = adam_run(True, 200, jnp.float32, tx, target)
     # 0.95**t leaves FP16 at t = 190, and 0 * inf is NaN where a power is propagated as
     # a scale.
     np.testing.assert_allclose(scaled, plain, rtol=1e-5)
     # A tenth of a step: Adam magnifies the rounding of gradients that are nearly zero.
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    np.testing.assert_allclose(actual, expected, atol=1e-3)
 
 
 def test_adam_epsilon_in_fp16_data_gives_no_nan_where_plain_fp16_does():
@@ -349,10 +349,10 @@ def test_queries_and_keys_far_below_their_scale_have_finite_gradients():
         return jnp.sum(sc.functional.attention(q, k, v) * normal(3, 2, 64, 2, 16))
 
     low = [as_scaled_array(x, 2.0**12, dtype=HALF) for x in (q, k)]
-    found = scalify(jax.grad(loss, (0, 1, 2)))(
+    actual = scalify(jax.grad(loss, (0, 1, 2)))(
         *low, as_scaled_array(v, 1.0, dtype=HALF)
     )
-    for gradient, right in zip(found, jax.grad(loss, (0, 1, 2))(q, k, v), strict=True):
+    for gradient, right in zip(actual, jax.grad(loss, (0, 1, 2))(q, k, v), strict=True):
         # Data at 2^-12 keeps 24-12 binary places: 2^-13 of its RMS, in the logits,
         # which sums over 16 and 64 average.
         assert jnp.linalg.norm(asarray(gradient) - right) < 2**-8 * jnp.linalg.norm(
@@ -370,8 +370,8 @@ def test_complex_numbers_that_a_program_holds_are_none_of_its_large_or_exact_one
         z = jnp.where(x > 0, jnp.fft.fft(x * x), 1j)
         return jnp.mean(jnp.abs(z) ** 2)
 
-    found = asarray(sc.scalify(jax.grad(f))(as_scaled_array(x, dtype=dtype)))
-    np.testing.assert_allclose(found, jax.grad(f)(x), rtol=2.0**-8, atol=1e-3)
+    actual = asarray(sc.scalify(jax.grad(f))(as_scaled_array(x, dtype=dtype)))
+    np.testing.assert_allclose(actual, jax.grad(f)(x), rtol=2.0**-8, atol=1e-3)
 
 
 def test_constants_that_are_added_up_again_and_again_do_not_make_tracing_endless():

@@ -76,10 +76,10 @@ def test_flax_stores_scaled_arrays(scale):
     register_flax()
     x = {"w": ScaledArray(jnp.arange(6, dtype=jnp.float16).reshape(2, 3), scale)}
     like = jax.tree.map(jnp.zeros_like, x)
-    found = flax.serialization.from_bytes(like, flax.serialization.to_bytes(x))["w"]
-    assert found.is_static == x["w"].is_static
-    assert found.dtype == jnp.float16
-    np.testing.assert_array_equal(asarray(found), asarray(x["w"]))
+    actual = flax.serialization.from_bytes(like, flax.serialization.to_bytes(x))["w"]
+    assert actual.is_static == x["w"].is_static
+    assert actual.dtype == jnp.float16
+    np.testing.assert_array_equal(asarray(actual), asarray(x["w"]))
 
 
 @pytest.mark.parametrize("scale", [4.0, jnp.float32(4)])

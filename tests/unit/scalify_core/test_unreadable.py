@@ -138,13 +138,13 @@ def test_who_forgets_the_scaled_state_is_told_or_has_weights_that_are_no_numbers
         match=r"the update: \['b'\] \(and 1 more\) reads as NaN.*optim.scaled_state",
     ):
         step(adam, params, adam.init(params))
-    found, _ = jax.jit(functools.partial(step, adam))(params, adam.init(params))
-    assert all(np.isnan(asarray(x)).all() for x in found.values())
+    actual, _ = jax.jit(functools.partial(step, adam))(params, adam.init(params))
+    assert all(np.isnan(asarray(x)).all() for x in actual.values())
     # As it is meant nothing is said, and there is no callback in the program.
     scaled = optim.scaled_state(adam, mu=HALF, nu=HALF, seed=0)
     for tx in (scaled, adam._replace(update=scalify(adam.update))):
-        found, _ = step(tx, params, tx.init(params))
-        assert all(np.isfinite(asarray(x)).all() for x in found.values())
+        actual, _ = step(tx, params, tx.init(params))
+        assert all(np.isfinite(asarray(x)).all() for x in actual.values())
         assert "callback" not in str(
             jax.make_jaxpr(functools.partial(step, tx))(params, tx.init(params))
         )

@@ -33,9 +33,9 @@ def scaled(x, dtype):
 )
 def test_a_constant_beside_zeros_keeps_its_value(fun, dtype):
     for content in (np.zeros(4), np.asarray([0.0, 1.0, 0.0, 4.0])):
-        found = jax.jit(scalify(fun))(scaled(content, dtype))
+        actual = jax.jit(scalify(fun))(scaled(content, dtype))
         np.testing.assert_array_equal(
-            asarray(found), fun(jnp.asarray(content, jnp.float32))
+            asarray(actual), fun(jnp.asarray(content, jnp.float32))
         )
 
 
@@ -53,11 +53,11 @@ def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
         size * draw_normal(0, (64,)),
         other * draw_normal(1, (64,)),
     )
-    found = asarray(jax.jit(scalify(ratio))(scaled(x, dtype), scaled(y, dtype)))
+    actual = asarray(jax.jit(scalify(ratio))(scaled(x, dtype), scaled(y, dtype)))
     # Roundings of the data and of the result, and what a sum of 64 squares is off by in
     # FP32.
     np.testing.assert_allclose(
-        found, ratio(x, y), rtol=4 * float(jnp.finfo(dtype).eps) + 64 * 2.0**-23
+        actual, ratio(x, y), rtol=4 * float(jnp.finfo(dtype).eps) + 64 * 2.0**-23
     )
 
 
@@ -76,8 +76,8 @@ def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
 )
 def test_what_is_not_selected_does_not_flush_what_is(fun, dtype):
     good = scaled(draw_normal(0, (64,)), dtype)
-    found = jax.jit(scalify(fun))(good, scaled(np.zeros(64), dtype))
-    np.testing.assert_array_equal(asarray(found), asarray(good))
+    actual = jax.jit(scalify(fun))(good, scaled(np.zeros(64), dtype))
+    np.testing.assert_array_equal(asarray(actual), asarray(good))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -85,9 +85,9 @@ def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
     big, small = (scaled(s * draw_normal(0, (8,)), dtype) for s in (2.0**60, 2.0**-60))
     select = jax.jit(scalify(lambda which, a, b: jnp.where(which, a, b)))
     for which, expected in ((True, big), (False, small)):
-        found = select(which, big, small)
-        assert float(found.scale) == float(expected.scale)
-        np.testing.assert_array_equal(found.data, expected.data)
+        actual = select(which, big, small)
+        assert float(actual.scale) == float(expected.scale)
+        np.testing.assert_array_equal(actual.data, expected.data)
 
 
 @pytest.mark.parametrize("factors", [(0.125, 0.125), (0.5, 0.5), (0.9, 0.1)])

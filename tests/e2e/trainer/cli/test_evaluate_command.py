@@ -62,19 +62,27 @@ def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
     items = "fp32, bf16,scalify_fp8_fp16,sim_e3m2"
     main(Arguments(str(run_dir), items, batches=3))
     document = json.loads((run_dir / "evaluation.json").read_text())
-    found = {result["precision"]: result for result in document["results"]}
-    assert list(found) == ["as trained", "fp32", "bf16", "scalify_fp8_fp16", "sim_e3m2"]
-    own = found["as trained"]["loss"]
+    actual = {result["precision"]: result for result in document["results"]}
+    assert list(actual) == [
+        "as trained",
+        "fp32",
+        "bf16",
+        "scalify_fp8_fp16",
+        "sim_e3m2",
+    ]
+    as_trained = actual["as trained"]["loss"]
     assert document["step"] == 4
     # it is the same
-    assert found["scalify_fp8_fp16"]["loss"] == pytest.approx(own, rel=1e-6)
+    assert actual["scalify_fp8_fp16"]["loss"] == pytest.approx(as_trained, rel=1e-6)
     apart = {
-        name: abs(result["loss"] - found["fp32"]["loss"])
-        for name, result in found.items()
+        name: abs(result["loss"] - actual["fp32"]["loss"])
+        for name, result in actual.items()
     }
     assert 0 < apart["bf16"] < apart["as trained"] < apart["sim_e3m2"]
-    for result in found.values():
-        assert result["difference"] == pytest.approx(result["loss"] - own, abs=1e-6)
+    for result in actual.values():
+        assert result["difference"] == pytest.approx(
+            result["loss"] - as_trained, abs=1e-6
+        )
     printed = capsys.readouterr().out
     assert "step 4; 3 batches, " in printed
     assert re.search(
@@ -104,13 +112,18 @@ def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):
 
 
 def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
-    found = iter([[2.0, 2.0], [float("inf"), float("nan")]])
-    monkeypatch.setattr(evaluation, "losses", lambda *_: next(found))
+    actual = iter([[2.0, 2.0], [float("inf"), float("nan")]])
+    monkeypatch.setattr(evaluation, "losses", lambda *_: next(actual))
     main(Arguments(str(run_dir), "bf16", batches=2))
-    own, other = json.loads(
+    as_trained, other = json.loads(
         (run_dir / "evaluation.json").read_text(), parse_constant=pytest.fail
     )["results"]
-    assert (own["loss"], other["loss"], other["difference"], other["half_width"]) == (
+    assert (
+        as_trained["loss"],
+        other["loss"],
+        other["difference"],
+        other["half_width"],
+    ) == (
         2.0,
         None,
         None,
@@ -143,7 +156,7 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(
     run_dir, tmp_path, capsys
 ):
     main(Arguments(str(run_dir), "fp32", batches=3))
-    own = (run_dir / "evaluation.json").read_text()
+    as_trained = (run_dir / "evaluation.json").read_text()
     whole = "In the beginning was the word. " * 1600
     # the validation part
     (tmp_path / "a.txt").write_text(whole[int(0.9 * len(whole)) :])
@@ -167,7 +180,7 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(
         if line.startswith("as trained")
     ]
     assert lines[0] == lines[1] != lines[2]
-    assert (run_dir / "evaluation.json").read_text() == own
+    assert (run_dir / "evaluation.json").read_text() == as_trained
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match=r"5 tokens, one batch needs 513"):
         main(Arguments(str(run_dir), "fp32", text=str(tmp_path / "a.txt")))

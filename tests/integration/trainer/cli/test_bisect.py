@@ -77,8 +77,8 @@ def findings(hurt=None, preset="fp32", spec=SPEC, **changes):
     return bisect(*model_and_batch(hurt, preset, spec, **changes))
 
 
-def layers(found, tensor=ALL):
-    return [f.layer for f in found if f.layer != ALL and f.tensor == tensor]
+def layers(actual, tensor=ALL):
+    return [f.layer for f in actual if f.layer != ALL and f.tensor == tensor]
 
 
 PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
@@ -86,48 +86,50 @@ PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
 
 @pytest.mark.parametrize("hurt", quick([0, 1], 1))
 def test_the_layer_that_was_hurt_is_ranked_first(hurt):
-    found = findings(hurt, **PLAIN)
-    trained = next(f for f in found if f.tensor == "none")
-    assert layers(found)[0] == f"h.{hurt}.attn.c_proj"
-    best = next(f for f in found if f.layer != ALL and f.tensor == ALL)
+    actual = findings(hurt, **PLAIN)
+    trained = next(f for f in actual if f.tensor == "none")
+    assert layers(actual)[0] == f"h.{hurt}.attn.c_proj"
+    best = next(f for f in actual if f.layer != ALL and f.tensor == ALL)
     assert best.error < trained.error
     assert best.cosine > trained.cosine
-    assert f"h.{hurt}.attn.c_proj" in report(found, 12)
+    assert f"h.{hurt}.attn.c_proj" in report(actual, 12)
 
 
-@pytest.mark.whole  # a second model to be bisected
+@pytest.mark.slow  # a second model to be bisected
 def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_place():
-    found = {(f.layer, f.tensor): f for f in findings(**PLAIN)}
-    assert set(found) == set(switches([f"h.{i}.{n}" for i in range(2) for n in LINEAR]))
-    assert found[ALL, ALL].error < 1e-5
-    assert found[ALL, ALL].cosine == pytest.approx(1, abs=1e-5)
-    assert abs(found[ALL, ALL].loss_difference) < 1e-5
+    actual = {(f.layer, f.tensor): f for f in findings(**PLAIN)}
+    assert set(actual) == set(
+        switches([f"h.{i}.{n}" for i in range(2) for n in LINEAR])
+    )
+    assert actual[ALL, ALL].error < 1e-5
+    assert actual[ALL, ALL].cosine == pytest.approx(1, abs=1e-5)
+    assert abs(actual[ALL, ALL].loss_difference) < 1e-5
     # The loss knows nothing of gradients.
     assert (
-        found[ALL, "gradients"].loss
-        == found[ALL, "none"].loss
-        != found[ALL, "weights"].loss
+        actual[ALL, "gradients"].loss
+        == actual[ALL, "none"].loss
+        != actual[ALL, "weights"].loss
     )
 
 
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
-@pytest.mark.whole  # two programs more than the ranking's
+@pytest.mark.slow  # two programs more than the ranking's
 def test_under_propagated_scales_the_same_damage_does_less():
     plain, scaled = (
         findings(0, spec=SHORT, **PLAIN),
         findings(0, "scalify_fp8_fp16", SHORT),
     )
     error = {
-        name: next(f.error for f in found if f.tensor == "none")
-        for name, found in (("plain", plain), ("scaled", scaled))
+        name: next(f.error for f in actual if f.tensor == "none")
+        for name, actual in (("plain", plain), ("scaled", scaled))
     }
     assert error["scaled"] < error["plain"] / 2
     assert {f.tensor for f in scaled} == {*CASTS, ALL, "none", "compute"}
 
 
-@pytest.mark.whole  # a program of its own; the same arithmetic: test_precision.py
+@pytest.mark.slow  # a program of its own; the same arithmetic: test_precision.py
 def test_the_simulated_program_is_the_one_that_was_trained():
     model, params, scaling, tokens, _ = model_and_batch(0, "scalify_fp8_fp16", SHORT)
     loss, _, _ = jax.jit(model.differentiate().value_and_grad)(

@@ -85,13 +85,13 @@ def test_what_a_run_validates_on_is_left_out(documents, tmp_path, capsys):
         f"data.cache_dir={tmp_path / 'cache'}",
     ]
     assert command([*given, f"out={tmp_path / 'x'}"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     manifest = Manifest.load(
         prepare(TextSource((str(path),)), "byte", tmp_path / "cache", val_fraction=0.1)
     )
     sizes = {name: split.bytes for name, split in manifest.splits.items()}
     assert sum(sizes.values()) == sum(map(len, rows))
-    assert f"from {sizes['train']:,} bytes of text" in said
+    assert f"from {sizes['train']:,} bytes of text" in output
     assert command([*given, "data.val_fraction=1", f"out={tmp_path / 'y'}"]) == 2
     assert "data.val_fraction=1.0: expected a number in" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import here, parameters, stopped_after, values
-from families import whole
+from families import slow
 
 from scalify_core.array.tree import leaves
 from scalify_core.debug.stats import FIGURES
@@ -74,7 +74,7 @@ def row(preset, spec=SPEC):
     return numerics(first_state(w, seed=0), batch(w), 0)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32", whole("bf16")])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32", slow("bf16")])
 def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     expected = {
         f"numerics/{kind}/{layer}/{figure}"
@@ -82,12 +82,12 @@ def test_the_row_has_every_figure_of_every_layer_and_class(preset):
         for layer in (LAYERS if kind.startswith("activation") else PARAMETERS)
         for figure in FIGURES
     }
-    found = row(preset)
-    assert set(found) == expected | {"sharpness/logits", "sharpness/critical"}
-    assert all(np.isfinite(list(found.values())))
+    actual = row(preset)
+    assert set(actual) == expected | {"sharpness/logits", "sharpness/critical"}
+    assert all(np.isfinite(list(actual.values())))
     for layer in LAYERS:
-        assert found[f"numerics/activations/{layer}/rms"] > 0
-        assert found[f"numerics/activation_gradients/{layer}/rms"] > 0
+        assert actual[f"numerics/activations/{layer}/rms"] > 0
+        assert actual[f"numerics/activation_gradients/{layer}/rms"] > 0
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_layers_come_in_the_order_of_a_forward_pass():
     ]  # fmt: skip
 
 
-@pytest.mark.whole  # two more programs; the names: test_library.py
+@pytest.mark.slow  # two more programs; the names: test_library.py
 def test_scanned_layers_have_the_same_names_and_figures():
     unrolled, scanned = (
         row("fp32", TWO),
@@ -148,7 +148,7 @@ def test_scanned_layers_have_the_same_names_and_figures():
             assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.whole  # of GPT-2: above
+@pytest.mark.slow  # of GPT-2: above
 def test_the_row_of_another_family_has_its_layers_in_their_order():
     spec = LlamaSpec(
         vocab_size=64,
@@ -160,10 +160,12 @@ def test_the_row_of_another_family_has_its_layers_in_their_order():
         tied=False,
         scan_layers=True,
     )
-    found = row("scalify_fp8_fp16", spec)
-    assert all(np.isfinite(list(found.values())))
+    actual = row("scalify_fp8_fp16", spec)
+    assert all(np.isfinite(list(actual.values())))
     names = dict.fromkeys(
-        name.split("/")[2] for name in found if name.startswith("numerics/activations/")
+        name.split("/")[2]
+        for name in actual
+        if name.startswith("numerics/activations/")
     )
     sides = lambda path: [f"{path}.in", f"{path}.out"]
     attention = [
@@ -176,7 +178,7 @@ def test_the_row_of_another_family_has_its_layers_in_their_order():
         "norm.in",
         "norm.out",
     ]
-    stored = {name.split("/")[2] for name in found if name.startswith("numerics/mu/")}
+    stored = {name.split("/")[2] for name in actual if name.startswith("numerics/mu/")}
     assert {
         "wte.embedding",
         "lm_head.embedding",
@@ -184,7 +186,7 @@ def test_the_row_of_another_family_has_its_layers_in_their_order():
         "h.0.mlp_norm.scale",
     } <= stored
     # What is cast to FP8 is counted against the cast, which loses more than FP16 does.
-    assert found["numerics/weights/h.0.mlp.up_proj.kernel/underflow"] > 0
+    assert actual["numerics/weights/h.0.mlp.up_proj.kernel/underflow"] > 0
 
 
 def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
@@ -199,24 +201,24 @@ def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
     "preset",
     [
         "scalify_fp8_fp16",
-        *map(whole, ("fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim")),
+        *map(slow, ("fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim")),
     ],
 )
 def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
-    found, right = row(preset), row("fp32")
+    actual, right = row(preset), row("fp32")
     # A loss scale multiplies gradients on their way; what is shown is what the format
     # has to hold.
     factor = {"fp16_loss_scaled": 2.0**15}.get(preset, 1.0)
     for layer in LAYERS:
         for kind, times in (("activations", 1.0), ("activation_gradients", factor)):
             name = f"numerics/{kind}/{layer}"
-            size = found[f"{name}/rms"] * 2.0 ** found[f"{name}/exponent"]
+            size = actual[f"{name}/rms"] * 2.0 ** actual[f"{name}/exponent"]
             # RMS of many elements: each rounding to E5M2 (2^-3) averages out; biased by
             # less than one of them.
             assert size == pytest.approx(times * right[f"{name}/rms"], rel=2**-3), name
 
 
-@pytest.mark.parametrize("name", ["muon", whole("lion"), whole("sgd")])
+@pytest.mark.parametrize("name", ["muon", slow("lion"), slow("sgd")])
 def test_moments_are_those_that_the_optimiser_has(name):
     settings = {
         "lion": {"b1": 0.9, "b2": 0.99},
@@ -230,9 +232,9 @@ def test_moments_are_those_that_the_optimiser_has(name):
         make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]),
         make_mesh(1),
     )
-    found = make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
+    actual = make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
     layers = {
-        kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")}
+        kind: {n.split("/")[2] for n in actual if n.startswith(f"numerics/{kind}/")}
         for kind in ("mu", "nu")
     }
     assert layers["mu"] == set(PARAMETERS)
@@ -241,7 +243,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
     )
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", whole("sim")])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", slow("sim")])
 def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset):
     w, numerics = made(preset)
     state = first_state(w, seed=0)
@@ -256,27 +258,27 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     h["attn"]["c_proj"]["kernel"] = times(
         h["attn"]["c_proj"]["kernel"], 2.0**-9 if preset == "sim" else 2.0**-13
     )
-    found = numerics(state, batch(w), 0)
-    assert found["numerics/weights/h.0.mlp.c_fc.kernel/saturated"] > 0.3
-    assert found["numerics/activations/h.0.mlp.c_proj.in/saturated"] > 0.1
-    assert found["numerics/weights/h.0.attn.c_proj.kernel/underflow"] > 0.9
-    assert found["numerics/weights/h.0.mlp.c_proj.kernel/saturated"] == 0
-    assert found["numerics/weights/h.0.mlp.c_proj.kernel/underflow"] < 0.1
+    actual = numerics(state, batch(w), 0)
+    assert actual["numerics/weights/h.0.mlp.c_fc.kernel/saturated"] > 0.3
+    assert actual["numerics/activations/h.0.mlp.c_proj.in/saturated"] > 0.1
+    assert actual["numerics/weights/h.0.attn.c_proj.kernel/underflow"] > 0.9
+    assert actual["numerics/weights/h.0.mlp.c_proj.kernel/saturated"] == 0
+    assert actual["numerics/weights/h.0.mlp.c_proj.kernel/underflow"] < 0.1
 
 
 @pytest.mark.parametrize(
-    "preset", ["fp32", whole("scalify_fp8_fp16"), whole("scalify_fp8_fp8")]
+    "preset", ["fp32", slow("scalify_fp8_fp16"), slow("scalify_fp8_fp8")]
 )
 def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
     w, numerics = made(preset)
-    state, found = first_state(w, seed=0), row(preset)
+    state, actual = first_state(w, seed=0), row(preset)
     zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
     for name in [
         *zeros,
         *(f"weights/{name}" for name in PARAMETERS if name.endswith("bias")),
     ]:
         assert (
-            found[f"numerics/{name}/rms"] == found[f"numerics/{name}/underflow"] == 0
+            actual[f"numerics/{name}/rms"] == actual[f"numerics/{name}/underflow"] == 0
         ), name
     if preset != "fp32":
         lost = jax.tree_util.tree_map_with_path(
@@ -287,8 +289,8 @@ def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(prese
             ),
             state.opt_state,
         )
-        found = numerics(dataclasses.replace(state, opt_state=lost), batch(w), 0)
-        assert found["numerics/mu/wte.embedding/underflow"] == 1
+        actual = numerics(dataclasses.replace(state, opt_state=lost), batch(w), 0)
+        assert actual["numerics/mu/wte.embedding/underflow"] == 1
 
 
 def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
@@ -307,7 +309,7 @@ def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
         np.testing.assert_array_equal(a.data, b.data)
 
 
-@pytest.mark.whole  # above without a trainer; the golden flagship has numerics
+@pytest.mark.slow  # above without a trainer; the golden flagship has numerics
 def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     args = [
         "train.steps=10",
@@ -330,9 +332,9 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
         if {"sharpness/logits", "sharpness/critical"} <= set(row)
     }
     assert sharp == with_numerics
-    found = ("numerics/", "sharpness/")
+    actual = ("numerics/", "sharpness/")
     bare = [
-        {n: v for n, v in row.items() if not n.startswith(found)}
+        {n: v for n, v in row.items() if not n.startswith(actual)}
         for row in values(tmp_path / "A")
     ]
     assert bare == values(tmp_path / "B")

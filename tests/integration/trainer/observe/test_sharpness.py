@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from precisions import SPEC, batch, copied, hyper, workload
 from scipy.optimize import minimize
 
@@ -64,11 +64,11 @@ def test_no_point_of_the_box_that_an_optimiser_finds_is_above_the_vertex(seed, r
         "method": "L-BFGS-B",
         "options": {"ftol": 1e-15, "gtol": 1e-12},
     }
-    found = [
+    actual = [
         minimize(lambda x: -loss(x), x, jac=lambda x: -gradient(x), **settings)
         for x in starts
     ]
-    best = max(-result.fun for result in found)
+    best = max(-result.fun for result in actual)
     with jax.enable_x64(True):
         vertex = np.asarray(
             worst_logits(jnp.asarray(z)[None], jnp.asarray([target]), radius)
@@ -79,13 +79,13 @@ def test_no_point_of_the_box_that_an_optimiser_finds_is_above_the_vertex(seed, r
 
 
 def counted(rise):
-    asked = []
+    requests = []
 
     def of(eta):
-        asked.append(eta)
+        requests.append(eta)
         return rise(eta)
 
-    return of, asked
+    return of, requests
 
 
 @pytest.mark.parametrize("start", [1e-3, 1.0, 30.0])
@@ -99,24 +99,24 @@ def counted(rise):
     ],
 )
 def test_the_critical_rate_is_where_the_loss_is_what_it_was(rise, slope, right, start):
-    asked, etas = counted(rise)
-    found = critical_rate(asked, slope, start)
+    requests, etas = counted(rise)
+    actual = critical_rate(requests, slope, start)
     assert len(etas) <= MOST
     # Where the loss is not finite there is no chord: eight halvings of the bracket, at
     # best.
     near = 0.25 if rise(40.0) == math.inf or start != 1.0 else 2 * CLOSE
-    assert found == pytest.approx(right, rel=near)
+    assert actual == pytest.approx(right, rel=near)
 
 
 def test_a_quadratic_loss_takes_three_passes():
-    asked, etas = counted(lambda eta: -3 * eta + 2 * eta**2)
-    assert critical_rate(asked, -3.0, 1.0) == pytest.approx(1.5, rel=1e-6)
+    requests, etas = counted(lambda eta: -3 * eta + 2 * eta**2)
+    assert critical_rate(requests, -3.0, 1.0) == pytest.approx(1.5, rel=1e-6)
     assert len(etas) <= 3
 
 
 def test_a_loss_that_never_rises_has_the_largest_rate_tried_and_one_that_only_rises_none():
-    asked, etas = counted(lambda eta: -eta)
-    assert critical_rate(asked, -1.0, 1.0) == max(etas)
+    requests, etas = counted(lambda eta: -eta)
+    assert critical_rate(requests, -1.0, 1.0) == max(etas)
     assert len(etas) == MOST
     assert critical_rate(lambda eta: eta, 1.0, 1.0) == 0
     assert math.isnan(critical_rate(lambda eta: eta, math.nan, 1.0))
@@ -124,8 +124,8 @@ def test_a_loss_that_never_rises_has_the_largest_rate_tried_and_one_that_only_ri
 
 def test_a_slope_that_is_wrong_does_not_hide_where_the_loss_begins_to_rise():
     """Gradients of narrow formats may point up while the loss falls."""
-    found = critical_rate(lambda eta: -0.1 * eta + eta**2, 0.05, 1.0)
-    assert found == pytest.approx(0.1, rel=0.25)
+    actual = critical_rate(lambda eta: -0.1 * eta + eta**2, 0.05, 1.0)
+    assert actual == pytest.approx(0.1, rel=0.25)
 
 
 def figures(w, state, tokens, step):
@@ -139,7 +139,7 @@ def figures(w, state, tokens, step):
 
 @pytest.mark.parametrize(
     ("preset", "spec"),
-    [("fp32", SPEC), whole("scalify_fp8_fp8", SCANNED), whole("fp8_delayed", SPEC)],
+    [("fp32", SPEC), slow("scalify_fp8_fp8", SCANNED), slow("fp8_delayed", SPEC)],
 )
 def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_below_lowers_it(
     preset, spec
@@ -166,17 +166,17 @@ def test_the_logits_are_those_of_the_last_token_of_the_whole_model():
     logits = w.model.training.bind(asarray(state.params))(ids[:, :-1])[:, -1]
     before = cross_entropies(logits, ids[:, -1]).mean()
     worst = cross_entropies(worst_logits(logits, ids[:, -1], 5e-4), ids[:, -1]).mean()
-    found = figures(w, state, tokens, 0)["sharpness/logits"]
+    actual = figures(w, state, tokens, 0)["sharpness/logits"]
     # The difference of two losses near ln 64, each of which is known to FP32's last
     # place.
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         100 * float((worst - before) / (1 + before)), rel=1e-2
     )
 
 
 @pytest.mark.parametrize(
     ("spec", "sizes"),
-    [(SPEC, (1, 4)), whole(SPLIT, (2, 2, 2))],
+    [(SPEC, (1, 4)), slow(SPLIT, (2, 2, 2))],
     ids=["gpt2-fsdp", "llama-tensor"],
 )
 def test_a_split_state_is_as_sharp_as_a_whole_one(spec, sizes):

@@ -115,8 +115,8 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
     total, unfed = [0.0] * len(SHAPES), [0.0] * len(SHAPES)
     residuals = [np.zeros_like(x) for x in values]
     for i in range(rounds):
-        found = [x + r for x, r in zip(values, residuals, strict=True)]
-        means, residuals, _ = exchanged(diloco, found, step=8 * (i + 1))
+        actual = [x + r for x, r in zip(values, residuals, strict=True)]
+        means, residuals, _ = exchanged(diloco, actual, step=8 * (i + 1))
         total = [t + m for t, m in zip(total, means, strict=True)]
         means, _, _ = exchanged(diloco, values, step=8 * (i + 1))
         unfed = [t + m for t, m in zip(unfed, means, strict=True)]
@@ -134,9 +134,9 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
 
 
 def test_random_bits_of_an_exchange_are_those_of_no_step_and_of_no_other_exchange():
-    own = [SENT_STREAM, PIECE_STREAM, OUTER_STREAM]
-    assert len(set(own)) == 3
-    assert not {k * REPLICA_STREAM % 2**32 for k in range(MAX_ARRAYS)} & set(own)
+    streams = [SENT_STREAM, PIECE_STREAM, OUTER_STREAM]
+    assert len(set(streams)) == 3
+    assert not {k * REPLICA_STREAM % 2**32 for k in range(MAX_ARRAYS)} & set(streams)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])
@@ -205,7 +205,7 @@ def test_fragments_have_each_array_once_and_about_equal_sizes():
 def test_each_fragment_is_due_once_a_round_and_all_after_the_last_step():
     diloco = PLAIN._replace(steps=6, fragments=3, last=23)
     due = {step: diloco.due(step) for step in range(1, 24)}
-    assert {step: found for step, found in due.items() if found} == {
+    assert {step: actual for step, actual in due.items() if actual} == {
         2: [1], 4: [2], 6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 16: [2], 18: [0], 20: [1], 22: [2], 23: [0, 1, 2],
     }  # fmt: skip
     assert PLAIN.due(8) == [0]

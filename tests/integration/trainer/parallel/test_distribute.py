@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 
 from scalify_core.optim.weights import wide
 from trainer.assembly.build import check_split
@@ -97,7 +97,7 @@ def gradient(sizes, accum, spec=SPEC):
     return jax.device_get(of(state.params, batch, state.key))
 
 
-@pytest.mark.parametrize("spec", [SPEC, whole(LLAMA)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("spec", [SPEC, slow(LLAMA)], ids=["gpt2", "llama"])
 def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device(
     spec,
 ):
@@ -200,17 +200,17 @@ def test_the_first_state_does_not_depend_on_the_devices():
 
 def test_the_squares_of_split_arrays_are_those_of_the_whole():
     params = state_of("fp32", (2, 2, 2)).params
-    found = jax.jit(
+    actual = jax.jit(
         squares_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles)
     )(params)
     # FP32 sums of some thousand squares in another order.
     expected = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(params))]
-    np.testing.assert_allclose(found, expected, rtol=1e2 * np.finfo(np.float32).eps)
+    np.testing.assert_allclose(actual, expected, rtol=1e2 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [whole((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})],
+    [slow((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})],
     ids=["scanned", "tensor"],
 )
 def test_of_moments_split_along_any_axis_only_statistics_are_moved(
@@ -237,11 +237,11 @@ def test_the_largest_of_split_arrays_are_those_of_the_whole():
     mesh, roles = make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles
     params = state_of("fp32", (2, 2, 2)).params
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
-    found = jax.jit(
+    actual = jax.jit(
         lambda *xs: largest_over(mesh, roles)([[x, -2 * x] for x in xs], paths)
     )(*leaves)
     whole = [np.abs(x).max() for x in jax.device_get(leaves)]
-    assert found.tolist() == [peak for x in whole for peak in (x, 2 * x)]
+    assert actual.tolist() == [peak for x in whole for peak in (x, 2 * x)]
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,11 @@ def bound(x, fmt):
 def test_the_mean_is_right_to_the_rounding_of_the_format(fmt, split):
     # 15 elements are not split evenly
     x = normal((12, 20) if split is not None else (5, 3))
-    found = program(x.shape[1:], split, WireFormat(fmt, False))(x, 7)
-    assert found.dtype == jnp.float32
+    actual = program(x.shape[1:], split, WireFormat(fmt, False))(x, 7)
+    assert actual.dtype == jnp.float32
     assert (
-        np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)
+        np.abs(actual - x.astype(np.float64).mean(0))
+        <= bound(x.astype(np.float64), fmt)
     ).all()
 
 
@@ -81,9 +82,10 @@ def test_the_mean_is_right_to_the_rounding_of_the_format(fmt, split):
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
 def test_no_size_overflows_or_underflows(fmt, size):
     x = normal((12, 20), size)
-    found = program((12, 20), 0, WireFormat(fmt, False))(x, 7)
+    actual = program((12, 20), 0, WireFormat(fmt, False))(x, 7)
     assert (
-        np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)
+        np.abs(actual - x.astype(np.float64).mean(0))
+        <= bound(x.astype(np.float64), fmt)
     ).all()
     # All devices at the largest number: in the format itself a sum of two would be
     # infinite.
@@ -98,8 +100,8 @@ def test_no_size_overflows_or_underflows(fmt, size):
 def test_what_is_not_finite_stays_so():
     x = normal((12, 20))
     x[3, 2, 5] = math.inf
-    found = program((12, 20), 0, WireFormat(E4M3, False))(x, 7)
-    assert not np.isfinite(found[2, 5])
+    actual = program((12, 20), 0, WireFormat(E4M3, False))(x, 7)
+    assert not np.isfinite(actual[2, 5])
     assert not np.isfinite(program((12, 20), 0, WireFormat(FP16, False))(x, 7)[2, 5])
 
 
@@ -107,12 +109,12 @@ def test_fp8_is_right_in_expectation():
     x = normal((12, 20))
     run = program((12, 20), 0, WireFormat(E4M3, False))
     # One after the other: with all in flight XLA has aborted here, once.
-    found = np.mean([np.asarray(run(x, seed)) for seed in range(64)], axis=0)
+    actual = np.mean([np.asarray(run(x, seed)) for seed in range(64)], axis=0)
     exact = x.astype(np.float64).mean(0)
     # Independent errors: five standard deviations of the mean of 64, each error at most
     # its bound.
-    assert (np.abs(found - exact) <= 5 / 8 * bound(x.astype(np.float64), E4M3)).all()
-    assert np.sqrt(np.mean((found - exact) ** 2)) < 0.2 * np.sqrt(
+    assert (np.abs(actual - exact) <= 5 / 8 * bound(x.astype(np.float64), E4M3)).all()
+    assert np.sqrt(np.mean((actual - exact) ** 2)) < 0.2 * np.sqrt(
         np.mean((run(x, 1) - exact) ** 2)
     )
 
@@ -124,8 +126,8 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
     total = x[0]
     for part in x[1:]:
         total = total + part
-    found = program((12, 20), split, WireFormat(FP32, True))(x, 7)
-    np.testing.assert_array_equal(found, total / DEVICES)
+    actual = program((12, 20), split, WireFormat(FP32, True))(x, 7)
+    np.testing.assert_array_equal(actual, total / DEVICES)
     assert (x.sum(0, dtype=np.float64).astype(np.float32) != total).any()
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from precisions import batch, bits, copied, hyper, workload
 
 from scalify_core import weights
@@ -95,12 +95,12 @@ def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas(
     for i in range(3):
         state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
         losses.append(float(metrics["loss"]))
-    found, theirs = trained(3, AVERAGE._replace(replicas=1, participants=1, steps=1))
+    actual, theirs = trained(3, AVERAGE._replace(replicas=1, participants=1, steps=1))
     assert theirs == losses
     # Outer weights - (outer weights - new ones) is exact where both are near each
     # other: else one rounding.
     for a, b in zip(
-        jax.tree.leaves(found.params), jax.tree.leaves(state.params), strict=True
+        jax.tree.leaves(actual.params), jax.tree.leaves(state.params), strict=True
     ):
         np.testing.assert_allclose(
             a, b, rtol=0, atol=2 * np.finfo(np.float32).eps * np.abs(b).max()
@@ -143,7 +143,7 @@ def test_the_average_of_replicas_is_that_of_their_weights():
 
 
 # in an exchange: test_diloco.py, test_where_replicas_lie_changes_no_bit
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     diloco = NARROW._replace(replicas=replicas, participants=replicas)
@@ -154,21 +154,21 @@ def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     assert bits(one) == bits(two)
 
 
-@pytest.mark.parametrize("sizes", [whole((2, 1)), (1, 2), whole((1, 1, 2))], ids=str)
+@pytest.mark.parametrize("sizes", [slow((2, 1)), (1, 2), slow((1, 1, 2))], ids=str)
 def test_a_replica_may_be_several_devices(sizes):
     alone, losses = trained(3, AVERAGE, "fp32", 1)
-    found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
+    actual, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
     assert dict(made(AVERAGE, "fp32", 4, sizes)[0].mesh.shape)["replica"] == 2
     np.testing.assert_allclose(theirs, losses, rtol=100 * np.finfo(np.float32).eps)
     for a, b in zip(
-        jax.tree.leaves(found.params), jax.tree.leaves(alone.params), strict=True
+        jax.tree.leaves(actual.params), jax.tree.leaves(alone.params), strict=True
     ):
         # Sums in another order, and steps of Adam, which where gradients are next to
         # nothing may have either sign.
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
 
 
-FLAGSHIP = whole("scalify_fp8_fp16")  # that it is stored: test_precision.py
+FLAGSHIP = slow("scalify_fp8_fp16")  # that it is stored: test_precision.py
 
 
 @pytest.mark.parametrize("preset", ["fp32", FLAGSHIP])
@@ -181,12 +181,12 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(3, to_stored(half), {})
         checkpointer.wait()
-        found = checkpointer.restore(abstract_state(made(*how)[0]))
-    restored = from_stored(found.state)
+        actual = checkpointer.restore(abstract_state(made(*how)[0]))
+    restored = from_stored(actual.state)
     assert jax.tree.structure(restored) == jax.tree.structure(half)
     assert bits(restored) == bits(half)
-    again, _ = trained(7, *how, start=3, state=restored)
-    assert bits(again) == bits(whole)
+    repeated, _ = trained(7, *how, start=3, state=restored)
+    assert bits(repeated) == bits(whole)
 
 
 def test_new_scales_leave_replicas_and_outer_weights_what_they_are_and_are_the_same_for_both():
@@ -197,14 +197,14 @@ def test_new_scales_leave_replicas_and_outer_weights_what_they_are_and_are_the_s
     )
     for new, old in ((moved, whole), (moved.diloco.states, whole.diloco.states)):
         assert bits(weights.wide(new.params)) == bits(weights.wide(old.params))
-    for (_, outer), (_, own) in zip(
+    for (_, outer), (_, settings) in zip(
         tree_leaves(moved.params), tree_leaves(moved.diloco.states.params), strict=True
     ):
-        assert own.scale == outer.scale
+        assert settings.scale == outer.scale
     assert bits(moved.params) != bits(whole.params)
 
 
-@pytest.mark.parametrize("count", [1, whole(3)])
+@pytest.mark.parametrize("count", [1, slow(3)])
 def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=count, participants=count), "fp32", 1)
@@ -241,7 +241,7 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     assert len(set(keys)) == count
 
 
-@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), whole(NARROW, AVERAGE)])
+@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), slow(NARROW, AVERAGE)])
 def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(
     tmp_path, before, now
 ):
@@ -259,11 +259,11 @@ def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(
     assert bits((state.params, state.diloco.states)) == bits(
         (half.params, half.diloco.states)
     )
-    kept = [
+    states = [
         (state.diloco.residuals, half.diloco.residuals),
         (state.diloco.momentum, half.diloco.momentum),
     ]
-    for new, old in kept:
+    for new, old in states:
         if old and new:
             assert bits(new) == bits(old)
         assert old or not any(np.any(np.asarray(x)) for x in jax.tree.leaves(new))
@@ -282,7 +282,7 @@ def test_replicas_are_nothing_for_a_run_without(tmp_path):
 
 
 # fewer replicas: above; damaged checkpoints: test_checkpoint_damage.py
-@pytest.mark.whole
+@pytest.mark.slow
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_replicas(
     tmp_path,
 ):
@@ -298,12 +298,12 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_re
             if path.is_file()
         ]
         os.truncate(max(files, key=lambda path: path.stat().st_size), 40)
-        found = restore_own(checkpointer, task)
-    assert found.step == 3
-    assert bits(from_stored(found.state).params) == bits(half.params)
+        actual = restore_own(checkpointer, task)
+    assert actual.step == 3
+    assert bits(from_stored(actual.state).params) == bits(half.params)
 
 
-@pytest.mark.whole  # two runs; below, runs that go on with fewer or more
+@pytest.mark.slow  # two runs; below, runs that go on with fewer or more
 def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     task = workload("scalify_fp8_fp16")
     state = from_stored(first_state(task, 0))
@@ -315,9 +315,9 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(3, to_stored(state), meta_of(None))
         checkpointer.wait()
-        found = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
-    assert found.step == 3
-    replicas = from_stored(found.state)
+        actual = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
+    assert actual.step == 3
+    replicas = from_stored(actual.state)
     assert jax.tree.structure(replicas) == jax.tree.structure(
         made(NARROW, "scalify_fp8_fp16")[1]
     )
@@ -366,13 +366,13 @@ def test_weights_that_are_not_finite_change_nothing(preset):
     )
     assert bits((state.params, state.diloco.momentum)) == before
     assert bits(state.diloco.residuals) == residuals
-    for own, x in zip(
+    for settings, x in zip(
         jax.tree.leaves(state.diloco.states.params),
         jax.tree.leaves(state.params),
         strict=True,
     ):
-        for k in range(2 if own.ndim else 0):
-            np.testing.assert_array_equal(own[k], x)
+        for k in range(2 if settings.ndim else 0):
+            np.testing.assert_array_equal(settings[k], x)
 
 
 def test_a_residual_that_is_not_finite_is_dropped_where_it_is_not_so_that_exchanges_go_on():
@@ -395,21 +395,21 @@ def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
     diloco = NARROW._replace(steps=100, fragments=2, last=1000)
     task, _, step = made(diloco, "fp32", 2)
     assert isinstance(step, DiLoCoStep)
-    found = exchanges_of(task, step)
-    assert found.read
+    actual = exchanges_of(task, step)
+    assert actual.read
     computed = exchanges_of(task)
     assert not computed.read
-    assert sum(found.fragments) == pytest.approx(sum(computed.fragments), rel=1e-3)
+    assert sum(actual.fragments) == pytest.approx(sum(computed.fragments), rel=1e-3)
     # One byte for four, every hundredth step; a byte a tensor for its scale.
-    assert 395 < found.fewer <= 400
-    assert max(found.fragments) < 0.7 * sum(found.fragments)
-    assert found.up_to(49) == 0
-    assert found.up_to(50) == found.fragments[1]
-    assert found.up_to(100) == sum(found.fragments)
-    assert found.up_to(1000) == pytest.approx(
-        10 * sum(found.fragments) + found.fragments[1]
+    assert 395 < actual.fewer <= 400
+    assert max(actual.fragments) < 0.7 * sum(actual.fragments)
+    assert actual.up_to(49) == 0
+    assert actual.up_to(50) == actual.fragments[1]
+    assert actual.up_to(100) == sum(actual.fragments)
+    assert actual.up_to(1000) == pytest.approx(
+        10 * sum(actual.fragments) + actual.fragments[1]
     )
-    assert found.seconds(1.0) == max(found.fragments) * 8e-9
+    assert actual.seconds(1.0) == max(actual.fragments) * 8e-9
 
 
 def test_a_state_of_replicas_is_looked_at_as_that_of_a_run_without():

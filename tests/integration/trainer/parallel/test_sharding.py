@@ -21,12 +21,12 @@ def specs_of(spec, mesh):
     """The partition of every parameter of a model, by name."""
     model = functional(spec)
     tree = partitions(jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles)
-    found = jax.tree_util.tree_leaves_with_path(
+    actual = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): spec
-        for path, spec in found
+        for path, spec in actual
     }
 
 

@@ -35,10 +35,10 @@ def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing(limit):
 
     def searched(slack):
         calls = []
-        found = largest_that_fits(
+        actual = largest_that_fits(
             lambda b: calls.append(b) or need(b), 8, limit, 80, slack
         )
-        return found, len(calls)
+        return actual, len(calls)
 
     (fits, bound), calls = searched(0.1)
     assert fits <= best <= bound <= 1.1 * fits
@@ -63,9 +63,11 @@ def test_a_need_that_once_falls_is_searched_on():
 
 
 def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
-    found = largest_that_fits(lambda b: 10 * b, 8, 10**9)
-    assert found == (4096, None)
-    assert describe_fitting(found) == "at least 4096 sequences (the search ended there)"
+    actual = largest_that_fits(lambda b: 10 * b, 8, 10**9)
+    assert actual == (4096, None)
+    assert (
+        describe_fitting(actual) == "at least 4096 sequences (the search ended there)"
+    )
     assert (
         describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000))
         == "4000 sequences"
@@ -91,9 +93,9 @@ def test_a_need_that_bends_is_searched_to_the_end():
 def test_a_need_that_is_flat_and_then_steep_takes_few_compilations(bend, room):
     need = lambda b: 3_000_000 + 10 * b + max(0, 5_000 * (b - bend))
     measured = []
-    found, bound = largest_that_fits(
+    actual, bound = largest_that_fits(
         lambda b: measured.append(b) or need(b), 8, 3_000_000 + room
     )
     best = max(b for b in range(1, 4097) if need(b) <= 3_000_000 + room)
     assert len(measured) <= TRIES  # lines alone: up to 385
-    assert 0.8 * best <= found <= best <= bound
+    assert 0.8 * best <= actual <= best <= bound

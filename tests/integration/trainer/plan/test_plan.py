@@ -160,17 +160,17 @@ def test_the_text_says_what_the_figures_say(flagship):
 
 def test_a_prediction_has_every_kernel_and_is_slower_than_the_roofline(flagship):
     figures = flagship.as_json()
-    found = figures["predicted"]
-    kinds = found["classes"]
+    actual = figures["predicted"]
+    kinds = actual["classes"]
     launches = {kind: row["launches"] for kind, row in kinds.items()}
     assert launches.pop(GAPS) == sum(launches.values()) == figures["kernels"]
     assert launches[FP8] == 12
-    assert found["seconds"] == pytest.approx(
+    assert actual["seconds"] == pytest.approx(
         sum(row["seconds"] for row in kinds.values())
     )
-    assert found["seconds"] > figures["roofline_seconds"]
-    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(2 * 2 * 64)
-    assert found["times_as_fast_as_bf16"] is found["classes_bf16"] is None
+    assert actual["seconds"] > figures["roofline_seconds"]
+    assert actual["tokens_per_s"] * actual["seconds"] == pytest.approx(2 * 2 * 64)
+    assert actual["times_as_fast_as_bf16"] is actual["classes_bf16"] is None
     text = "\n".join(script.predicted_lines(flagship))
     assert f"| FP8 products | {1e3 * kinds[FP8]['seconds']:.2f} | 12 |" in text
     beside = "\n".join(
@@ -193,25 +193,25 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     )
     assert (layer.is_chosen, "not a multiple of 16" in layer.reason) == (True, True)
     assert "no FP8 tensor cores" in not_fp8(model, program, 128, A100)[0].reason
-    kept = compose_config(
+    excluded = compose_config(
         [*TINY, "precision=scalify_fp8_fp16", "precision.exclude=[h.0.*]"]
     )
-    found = not_fp8(
-        build_model(kept.model, kept.precision.policy, 256), program, 128, H200
+    actual = not_fp8(
+        build_model(excluded.model, excluded.precision.policy, 256), program, 128, H200
     )
-    assert [layer.path for layer in found] == [
+    assert [layer.path for layer in actual] == [
         f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
-    assert not any(layer.is_chosen for layer in found)
-    assert found[0].reason == "in precision.exclude"
+    assert not any(layer.is_chosen for layer in actual)
+    assert actual[0].reason == "in precision.exclude"
 
 
 # two programs for a GPU; of one precision: test_the_plan_of_a_small_flagship
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
     """FP8 operands are, of each of four linear layers three; of the kept block's
     gradients XLA took the order."""
-    kept = [
+    excluded = [
         "model.n_layer=2",
         "precision.exclude=[h.0.*]",
         "gpus=1",
@@ -221,7 +221,7 @@ def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
         "exact=yes",
     ]
     program = script.plan_of(
-        [*TINY, "precision=scalify_fp8_fp16", *kept]
+        [*TINY, "precision=scalify_fp8_fp16", *excluded]
     ).measured.compiled.program
     assert (
         sum(kernel.times for kernel in program.kernels if kernel.kind == "transpose")
@@ -237,11 +237,11 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
     mesh = make_target_mesh(get_target("h200"), 2, 1)
     w = TrainTask(flagship.measured.model, "adamw", None, mesh)
     step = SimpleNamespace(as_text=lambda: flagship.measured.compiled.program)
-    found = check_fp8(compose_config(overrides), w, step)
-    assert found.share == flagship.fp8_flop_share
-    assert found.lines == [
+    actual = check_fp8(compose_config(overrides), w, step)
+    assert actual.share == flagship.fp8_flop_share
+    assert actual.lines == [
         (
-            f"compiled step: 12 FP8 products, {found.share:.1%} of the FLOPs of matrix"
+            f"compiled step: 12 FP8 products, {actual.share:.1%} of the FLOPs of matrix"
             " products and attentions"
         ),
         (
@@ -417,18 +417,18 @@ allocation 8: size 4, page 0, thread-local:
     ],
 )
 def test_what_is_held_at_the_peak(ranges, held):
-    found = live_at_peak(
+    actual = live_at_peak(
         ASSIGNMENT,
         "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]),
     )
-    assert [buffer.name for buffer in found] == held
+    assert [buffer.name for buffer in actual] == held
     shapes = {
         "add.1": ("f32", (2,)),
         "add.2{0}": ("f8e4m3fn", (2, 2)),
         "pair.1{}": ("", ()),
         "while.1{2}": ("f32", (8,)),
     }
-    assert [buffer.shape for buffer in found] == [shapes[name] for name in held]
+    assert [buffer.shape for buffer in actual] == [shapes[name] for name in held]
 
 
 @pytest.mark.parametrize(

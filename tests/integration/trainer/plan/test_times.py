@@ -75,29 +75,29 @@ ENTRY %main (x: f8e4m3fn[4096,4096], y: u32[4096,4096]) -> u32[4096,4096] {
 
 
 def test_each_kernel_takes_the_longest_of_its_work_and_a_fixed_time():
-    found, elements = predicted(Program(TEXT), AIM), 4096 * 4096
+    actual, elements = predicted(Program(TEXT), AIM), 4096 * 4096
     lanes, us = 132 * 128 * 1.98e9, 1e-6
     tiles = 1024 / (8 * 132)  # 32 x 32 tiles in eight rounds
     product = 2 * 4096**3 / 1978.9e12 / RATES[FP8].flops / tiles
-    assert found["predicted", FP8] == pytest.approx(product + RATES[FP8].fixed_us * us)
+    assert actual["predicted", FP8] == pytest.approx(product + RATES[FP8].fixed_us * us)
     # its 26 clocks an element take less
     bend = 2 * 4 * elements / 3.35e12 / RATES[ELEMENTWISE].bytes
     assert bend > 26 * elements / lanes / RATES[ELEMENTWISE].lanes
-    assert found["predicted", ELEMENTWISE] == pytest.approx(
+    assert actual["predicted", ELEMENTWISE] == pytest.approx(
         bend + RATES[ELEMENTWISE].fixed_us * us
     )
     total = 4 * (elements + 4096) / 3.35e12 / RATES[REDUCTIONS].bytes
-    assert found["predicted", REDUCTIONS] == pytest.approx(
+    assert actual["predicted", REDUCTIONS] == pytest.approx(
         total + RATES[REDUCTIONS].fixed_us * us
     )
     # 42 operations of integers, at half the rate, take longer than reading and writing.
     scramble = 42 * 2 * elements / lanes / RATES[UPDATE].lanes
     assert scramble > 2 * 4 * elements / 3.35e12 / RATES[UPDATE].bytes
-    assert found["predicted", UPDATE] == pytest.approx(
+    assert actual["predicted", UPDATE] == pytest.approx(
         scramble + RATES[UPDATE].fixed_us * us
     )
-    assert found["predicted", GAPS] == pytest.approx(4 * GAP_US * us)
-    assert {kind: n for (group, kind), n in found.items() if group == "launches"} == {
+    assert actual["predicted", GAPS] == pytest.approx(4 * GAP_US * us)
+    assert {kind: n for (group, kind), n in actual.items() if group == "launches"} == {
         FP8: 1,
         ELEMENTWISE: 1,
         REDUCTIONS: 1,

@@ -77,7 +77,7 @@ def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
     )
 
 
-@pytest.mark.whole  # without remainders: test_precision.py
+@pytest.mark.slow  # without remainders: test_precision.py
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     w = kahan(preset)
@@ -171,7 +171,7 @@ def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_anothe
     ) == jax.tree.structure(state.kahan_compensation)
 
 
-@pytest.mark.whole  # other state is split in test_distribute.py
+@pytest.mark.slow  # other state is split in test_distribute.py
 def test_on_eight_devices_each_has_its_part_of_what_is_kept():
     (_, losses), (state, others) = (
         take(kahan("bf16_pure"), 3),

@@ -23,18 +23,18 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     spec = dataclasses.replace(SPEC, d_mlp=40)
     w = workload("scalify_fp8", spec=spec)
     assert w.model.narrow == ["h.0.attn.c_attn", "h.0.attn.c_proj"]
-    said = describe_precision(w.model)
-    assert "2 of 4 linear layers in e4m3/e5m2" in said
-    assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
+    lines = describe_precision(w.model)
+    assert "2 of 4 linear layers in e4m3/e5m2" in lines
+    assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in lines
     # with warnings as errors: nothing is skipped while it is traced
     text = lower_step(w, abstract(w)).as_text()
     shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
     assert shapes
     assert not any("40" in shape for shape in shapes)
-    kept = Model.make(
+    excluded = Model.make(
         SPEC, policy("scalify_fp8", fp8_modules=("h.*",), exclude=("h.0.attn.*",))
     )
-    assert kept.skipped == {
+    assert excluded.skipped == {
         "h.0.attn.c_attn": "in precision.exclude",
         "h.0.attn.c_proj": "in precision.exclude",
     }
@@ -158,9 +158,9 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
 def test_weight_gradients_that_nothing_would_compute_are_refused(
     preset, changes, found, valid
 ):
-    said = f"precision.weight_grad={found}"
+    message = f"precision.weight_grad={found}"
     with pytest.raises(
-        UserError, match=f"{re.escape(said)}.*; set precision.weight_grad={valid}$"
+        UserError, match=f"{re.escape(message)}.*; set precision.weight_grad={valid}$"
     ):
         policy(preset, **changes)
 
@@ -174,10 +174,10 @@ def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
 
 
 def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
-    said = describe_precision(workload("fp8_delayed").model)
+    lines = describe_precision(workload("fp8_delayed").model)
     assert (
         "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments"
-        in said
+        in lines
     )
 
 
@@ -195,30 +195,32 @@ def test_gradients_in_e4m3_need_scales_of_their_own():
 
 
 def test_the_start_up_line_says_which_gradients_are_in_e4m3_and_what_comes_before_the_cast():
-    said = describe_precision(
+    lines = describe_precision(
         Model.make(SPEC, policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",)))
     )
-    assert "4 of 4 linear layers in e4m3/e5m2 (gradients of 2 in e4m3)" in said
-    kept = policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",), exclude=("h.*.mlp.*",))
+    assert "4 of 4 linear layers in e4m3/e5m2 (gradients of 2 in e4m3)" in lines
+    excluded = policy(
+        "scalify_fp8", backward_e4m3=("h.*.mlp.*",), exclude=("h.*.mlp.*",)
+    )
     assert (
         "2 of 4 linear layers in e4m3/e5m2 (gradients of 0 in e4m3)"
-        in describe_precision(Model.make(SPEC, kept))
+        in describe_precision(Model.make(SPEC, excluded))
     )
     assert "clipped" not in describe_precision(Model.make(SPEC, policy("scalify_fp8")))
-    said = describe_precision(
+    lines = describe_precision(
         Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0))
     )
     assert (
-        "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in said
+        "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in lines
     )
 
 
 def test_the_start_up_line_says_how_weights_are_rounded():
     for rounding in ("nearest", "kahan"):
-        said = describe_precision(
+        lines = describe_precision(
             Model.make(SPEC, policy("bf16_pure", weights_rounding=rounding))
         )
-        assert f"; weights bf16 (rounding: {rounding}), weight gradients" in said
+        assert f"; weights bf16 (rounding: {rounding}), weight gradients" in lines
     assert "; weights fp32, weight gradients" in describe_precision(
         Model.make(SPEC, policy("bf16"))
     )
@@ -234,11 +236,11 @@ def test_the_start_up_line_says_how_weights_are_rounded():
     ],
 )
 def test_a_pattern_without_a_match_is_refused(preset, key):
-    said = (
+    message = (
         rf"precision\.{key}: no matmul matches 'layer\.\*'; there are"
         r" h\.0\.attn\.c_attn"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         Model.make(SPEC, policy(preset, **{key: ("layer.*",)}))
 
 
@@ -276,18 +278,18 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     )
     assert w.model.narrow == []
     assert w.in_precision(w.model.policy).model.narrow == []
-    said = describe_precision(w.model)
-    assert "0 of 4 linear layers in e4m3/e5m2, 0% of the FLOPs" in said
-    assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in said
-    assert "weight gradients fp16" in said
+    lines = describe_precision(w.model)
+    assert "0 of 4 linear layers in e4m3/e5m2, 0% of the FLOPs" in lines
+    assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in lines
+    assert "weight gradients fp16" in lines
     tokens = abstract_batch(1, 1, 24, document_mask=False, mesh=w.mesh)
     # with warnings as errors: nothing tries to be FP8
     text = lower_step(w, tokens, abstract_state(w)).as_text()
     assert "f8E" not in text
     others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
     assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
-    said = describe_precision(workload("fp8_delayed", exclude=("h.*",)).model)
-    assert "weight gradients fp32" in said
+    lines = describe_precision(workload("fp8_delayed", exclude=("h.*",)).model)
+    assert "weight gradients fp32" in lines
 
 
 def test_a_moment_that_the_optimiser_does_not_have_is_refused():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import whole
+from families import slow
 from precisions import (
     ADAMW,
     PRESETS,
@@ -47,7 +47,7 @@ E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 # One of each way to store and to scale in make test; the others in make test-all.
 FEW = ("fp32", "bf16_pure", "fp16_loss_scaled", "scalify_fp8_fp16", "fp8_delayed")
 every_preset = pytest.mark.parametrize(
-    "preset", [p if p in FEW else whole(p) for p in PRESETS]
+    "preset", [p if p in FEW else slow(p) for p in PRESETS]
 )
 
 
@@ -80,10 +80,10 @@ def moments(state, name):
 
 def operands(text):
     """The formats of the two operands of every matmul in a lowered program."""
-    found = re.findall(
+    actual = re.findall(
         r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text
     )
-    return {tuple(pair) for pair in found}
+    return {tuple(pair) for pair in actual}
 
 
 @every_preset
@@ -100,7 +100,7 @@ def test_every_preset_learns(preset):
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.parametrize("preset", ["fp8_delayed", whole("scalify_fp8_fp8")])
+@pytest.mark.parametrize("preset", ["fp8_delayed", slow("scalify_fp8_fp8")])
 def test_validation_has_the_loss_of_the_step(preset):
     w, state, step = compiled(preset)
     tokens = batch(w, 0)
@@ -221,10 +221,10 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
 @pytest.mark.parametrize(
     "preset",
     [
-        whole("scalify_fp8_fp16"),  # to the bit: the golden run `accum`
+        slow("scalify_fp8_fp16"),  # to the bit: the golden run `accum`
         "fp8_delayed",
-        whole("scalify_fp8_fp8"),
-        whole("fp16_loss_scaled"),
+        slow("scalify_fp8_fp8"),
+        slow("fp16_loss_scaled"),
     ],
 )
 def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
@@ -253,7 +253,7 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
         np.testing.assert_allclose(inputs(one)[0], inputs(four)[0], rtol=2**-7)
 
 
-@pytest.mark.whole  # its parts, and FP32 as a whole: parallel/test_distribute.py
+@pytest.mark.slow  # its parts, and FP32 as a whole: parallel/test_distribute.py
 def test_several_devices_compute_what_one_does():
     _, a = take("scalify_fp8_fp16", 3)
     _, b = take("scalify_fp8_fp16", 3, devices=8)
@@ -264,7 +264,7 @@ def test_several_devices_compute_what_one_does():
 
 
 @pytest.mark.parametrize(
-    "preset", ["fp8_delayed", "bf16_pure", whole("scalify_fp8_fp8")]
+    "preset", ["fp8_delayed", "bf16_pure", slow("scalify_fp8_fp8")]
 )
 def test_a_step_that_is_not_finite_changes_nothing(preset):
     w, state, step = compiled(preset)
@@ -294,14 +294,14 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
 
 def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     one, _ = take("scalify_fp8_fp16", 2)
-    again, _ = take("scalify_fp8_fp16", 2)
-    assert bits(one) == bits(again)
+    repeated, _ = take("scalify_fp8_fp16", 2)
+    assert bits(one) == bits(repeated)
     w, first, step = compiled("scalify_fp8_fp16")
     other = step(copied(first), batch(w), hyper(0, 1e-2, seed=1))[0]
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
 
 
-@pytest.mark.whole  # without a model: scalify_core/test_optim_training.py
+@pytest.mark.slow  # without a model: scalify_core/test_optim_training.py
 def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
     """The paper's route: the second moment is kept as it is, in FP16, where the other
     one keeps its root."""
@@ -337,7 +337,7 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("fp32", "scalify_fp8_fp16"), whole("scalify_fp8_fp8", "fp32")],
+    [("fp32", "scalify_fp8_fp16"), slow("scalify_fp8_fp8", "fp32")],
 )
 def test_a_state_is_converted_to_another_precision(source, target):
     state = to_stored(take(source, 5)[0])
@@ -387,7 +387,7 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     assert step(new, batch(w), hyper(0, 1e-3))[1]["finite"]
 
 
-@pytest.mark.parametrize("scan", [True, whole(False)])
+@pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gradients_of_chosen_layers_are_in_e4m3(scan):
     spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
 
@@ -434,7 +434,7 @@ def gradient_error(spec=SPEC, **changes):
     return float(optax.global_norm(off) / optax.global_norm(right))
 
 
-@pytest.mark.whole  # that they are in E4M3: test_gradients_of_chosen_layers_are_in_e4m3
+@pytest.mark.slow  # that they are in E4M3: test_gradients_of_chosen_layers_are_in_e4m3
 def test_gradients_in_e4m3_have_a_digit_more():
     """An E4M3 and an E5M2 operand are off by 0.036 and 0.072 in RMS, two E4M3 ones by
     0.036 each."""
@@ -442,13 +442,13 @@ def test_gradients_in_e4m3_have_a_digit_more():
 
 
 def test_mixed_operands_make_the_same_step_up_to_the_formats():
-    found = gradient_error(hadamard=16)
-    assert 0 < found <= 0.18  # as the first gradient of every preset
-    assert found != gradient_error()
+    actual = gradient_error(hadamard=16)
+    assert 0 < actual <= 0.18  # as the first gradient of every preset
+    assert actual != gradient_error()
 
 
 # its gradient: above; on several devices: parallel/test_distribute.py
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_step_of_mixed_operands_and_fine_gradients_trains(devices):
     w = workload(
@@ -500,7 +500,7 @@ def test_kept_layers_are_not_fp8(scan):
 
 # their program: test_gradients_of_chosen_layers_are_in_e4m3; their bits: the golden run
 # `scan`
-@pytest.mark.whole
+@pytest.mark.slow
 def test_scanned_layers_train_in_the_flagship_precision():
     w = workload(
         "scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True)
@@ -536,7 +536,7 @@ def test_a_simulated_product_truncates_where_its_format_says_so_and_has_scales_w
     )
 
 
-@pytest.mark.whole  # above, a product
+@pytest.mark.slow  # above, a product
 def test_a_step_of_a_truncated_format_with_scales_trains():
     w = workload("sim", forward="e4m3t", backward="e5m2t", scaling="propagate")
     state = from_stored(first_state(w, seed=0))

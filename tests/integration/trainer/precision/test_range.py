@@ -39,7 +39,7 @@ def gradient_of_values(preset, gain, **changes):
     return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
 
 
-@pytest.mark.whole  # of the model: models/test_model.py
+@pytest.mark.slow  # of the model: models/test_model.py
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32"])
 def test_gradients_are_the_same_for_every_value_gain(preset):
     # Powers of two, which static scales take up: no bit differs.

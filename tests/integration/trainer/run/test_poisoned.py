@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import TINY
-from families import whole
+from families import slow
 from safetensors.numpy import load_file, save_file
 
 from trainer import Diverged, UserError, compose, train
@@ -92,7 +92,7 @@ def saved(run_dir="A"):
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", whole("scalify_fp8_fp16")])
+@pytest.mark.parametrize("precision", ["fp32", slow("scalify_fp8_fp16")])
 def test_a_run_goes_back_from_weights_that_are_not_finite(alter, folder, precision):
     alter(poison(at=4))
     run = train(

@@ -49,7 +49,7 @@ def test_a_validation_is_broken_off_between_two_batches():
 
 def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
     step = jax.jit(make_eval_step(mean_token))
-    found = evaluate(
+    actual = evaluate(
         step,
         jnp.float32(1),
         batches([1, 2, 6]),
@@ -57,12 +57,12 @@ def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
         bytes_per_token=2.0,
         should_stop=never,
     )
-    np.testing.assert_allclose(found.row["val/loss"], 3.0, rtol=4 * EPS)
+    np.testing.assert_allclose(actual.row["val/loss"], 3.0, rtol=4 * EPS)
     np.testing.assert_allclose(
-        found.row["val/perplexity"], math.exp(3.0), rtol=16 * EPS
+        actual.row["val/perplexity"], math.exp(3.0), rtol=16 * EPS
     )
     np.testing.assert_allclose(
-        found.row["val/bits_per_byte"], 3 / math.log(2) / 2, rtol=8 * EPS
+        actual.row["val/bits_per_byte"], 3 / math.log(2) / 2, rtol=8 * EPS
     )
 
 

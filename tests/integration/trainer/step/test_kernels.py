@@ -137,7 +137,7 @@ def told(monkeypatch):
     return options
 
 
-@pytest.mark.whole  # a run; of a function: below
+@pytest.mark.slow  # a run; of a function: below
 def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(
     told, tmp_path, monkeypatch
 ):
@@ -156,7 +156,7 @@ def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(
         assert told[name] == [HARMLESS] * len(told[name]), name
 
 
-@pytest.mark.whole  # of a function: below
+@pytest.mark.slow  # of a function: below
 def test_a_diagnosis_compiles_its_operations_with_them(told):
     w = small(make_mesh(1))
     state = first_state(w, seed=0)
@@ -173,8 +173,8 @@ def test_operations_with_options_find_the_same_and_are_compiled_once(told):
         return sum(jnp.log(jnp.sin(x) * k) for k in (1.0, 2.0, 3.0))
 
     x = jnp.linspace(-1, 1, 8)
-    found = first_nonfinite(fn, x, compiler_options=HARMLESS)
-    assert str(found) == str(first_nonfinite(fn, x))
+    actual = first_nonfinite(fn, x, compiler_options=HARMLESS)
+    assert str(actual) == str(first_nonfinite(fn, x))
     told.clear()
     assert first_nonfinite(fn, jnp.abs(x) + 0.1, compiler_options=HARMLESS) is None
     assert len(told["bind"]) <= 4  # sin, mul, log, add: thrice each

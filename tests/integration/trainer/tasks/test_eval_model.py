@@ -66,15 +66,17 @@ def test_a_context_and_its_continuation_in_tokens():
 
 def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
     text = "".join(chr(97 + i % 26) for i in range(75))
-    found = list(eval_model().windows(text))
-    assert [i for window in found for i in window.continuation] == ids(text)
-    assert [len(window.context) + len(window.continuation) - 1 for window in found] == [
+    actual = list(eval_model().windows(text))
+    assert [i for window in actual for i in window.continuation] == ids(text)
+    assert [
+        len(window.context) + len(window.continuation) - 1 for window in actual
+    ] == [
         32,
         32,
         32,
     ]
-    assert found[0].context == [0]
-    total = sum(answer.logprob for answer in eval_model().answers(found))
+    assert actual[0].context == [0]
+    total = sum(answer.logprob for answer in eval_model().answers(actual))
     assert eval_model().rolling(["", text]) == [0, pytest.approx(total)]
 
 
@@ -137,15 +139,15 @@ def test_who_knows_the_text_scores_full_marks():
     ]
     author = SimpleNamespace(likelihoods=knows)
     tasks = choose(["last_word", "word_order"], lambda size: TEXT[:size], limit=30)
-    found = tasks.scores(author)
-    assert found["last_word"] == {"acc": (1.0, 0.0), "perplexity": (1.0, 0.0)}
-    assert found["word_order"] == {"acc": (1.0, 0.0)}
+    actual = tasks.scores(author)
+    assert actual["last_word"] == {"acc": (1.0, 0.0), "perplexity": (1.0, 0.0)}
+    assert actual["word_order"] == {"acc": (1.0, 0.0)}
     nobody = SimpleNamespace(
         likelihoods=lambda pairs: [Answer(-math.log(4), False) for _ in pairs]
     )
-    found = tasks.scores(nobody)
-    assert found["last_word"]["perplexity"].value == pytest.approx(4)
-    assert found["word_order"]["acc"].value < 0.6
+    actual = tasks.scores(nobody)
+    assert actual["last_word"]["perplexity"].value == pytest.approx(4)
+    assert actual["word_order"]["acc"].value < 0.6
 
 
 def test_the_harness_is_given_the_same_items(tmp_path):
@@ -189,8 +191,13 @@ def test_what_a_task_asks_of_a_generation():
     assert request_of(
         "a", {"until": ["x"], "do_sample": False, "temperature": 0.7}
     ) == GenerationRequest("a", ("x",), 256)
-    asked = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
-    assert request_of("a", asked) == GenerationRequest(
+    settings = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "max_new_tokens": 3,
+    }
+    assert request_of("a", settings) == GenerationRequest(
         "a", (), 3, DecodingParams(0.7, 0, 0.9)
     )
     assert request_of("a", {}).decoding == LIKELIEST
@@ -209,12 +216,12 @@ def test_the_numbers_of_the_harness_s_results():
         "sample_len": 3,
     }
     row |= {"perplexity,none": 7.0, "perplexity_stderr,none": "N/A"}
-    found = scores_in(row)
-    assert found["acc"] == (0.5, 0.1)
-    assert found["exact_match.strict"].value == 0.25
-    assert found["perplexity"].value == 7
-    assert math.isnan(found["perplexity"].error)
-    assert len(found) == 3
+    actual = scores_in(row)
+    assert actual["acc"] == (0.5, 0.1)
+    assert actual["exact_match.strict"].value == 0.25
+    assert actual["perplexity"].value == 7
+    assert math.isnan(actual["perplexity"].error)
+    assert len(actual) == 3
 
 
 @pytest.mark.filterwarnings("default")  # of the package, where it is installed
@@ -224,6 +231,6 @@ def test_the_harness_asks_the_examinee(tmp_path):
     tasks = choose(
         [str(write_for_harness("last_word", items, tmp_path))], lambda size: TEXT
     )
-    [found] = tasks.scores(eval_model()).values()
+    [actual] = tasks.scores(eval_model()).values()
     for metric, score in TASKS["last_word"].score(eval_model(), items).items():
-        assert found[metric].value == pytest.approx(score.value)
+        assert actual[metric].value == pytest.approx(score.value)

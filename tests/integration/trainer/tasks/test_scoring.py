@@ -4,7 +4,7 @@ batch and the precision."""
 import jax
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from precisions import PRESETS, SPEC, workload
 
 from scalify_core import asarray
@@ -38,16 +38,16 @@ def test_batches_hold_all_rows_in_few_shapes():
     sizes = [
         Sized(int(t), int(rng.integers(1, t + 1))) for t in rng.integers(1, 1025, 500)
     ]
-    found = make_batches(sizes, 8, 1024)
-    assert sorted(row for part in found for row in part.rows) == list(range(500))
-    for part in found:
+    actual = make_batches(sizes, 8, 1024)
+    assert sorted(row for part in actual for row in part.rows) == list(range(500))
+    for part in actual:
         assert len(part.rows) <= 8
         for row in part.rows:
             assert sizes[row].tokens <= part.length <= 1024
             assert sizes[row].scored <= part.scored <= part.length
-    tails = {min(part.scored, 1023) for part in found}
-    assert len({(part.length, part.scored) for part in found}) <= LENGTHS * len(tails)
-    assert sum(8 * part.length for part in found) < 1.25 * sum(
+    tails = {min(part.scored, 1023) for part in actual}
+    assert len({(part.length, part.scored) for part in actual}) <= LENGTHS * len(tails)
+    assert sum(8 * part.length for part in actual) < 1.25 * sum(
         size.tokens for size in sizes
     )
 
@@ -71,7 +71,7 @@ def test_lengths_are_raised_where_that_costs_the_least():
 FEW = ("fp32", "scalify_fp8_fp16", "fp8_delayed")
 
 
-@pytest.mark.parametrize("preset", [*FEW, *(whole(p) for p in PRESETS if p not in FEW)])
+@pytest.mark.parametrize("preset", [*FEW, *(slow(p) for p in PRESETS if p not in FEW)])
 def test_answers_are_those_of_the_loss(preset):
     """The mean over a row's tokens is the validation's loss of it; sums are in another
     order, of rounded logits."""
@@ -90,11 +90,11 @@ def test_answers_are_those_of_the_loss(preset):
 def test_the_batch_and_the_order_change_nothing():
     task = workload("fp32")
     state = first_state(task, 0)
-    asked = questions()
+    prompts = questions()
     one, many = (
-        Scorer(task, batch)(state.params, state.scaling, asked) for batch in (1, 8)
+        Scorer(task, batch)(state.params, state.scaling, prompts) for batch in (1, 8)
     )
-    back = Scorer(task, 8)(state.params, state.scaling, asked[::-1])[::-1]
+    back = Scorer(task, 8)(state.params, state.scaling, prompts[::-1])[::-1]
     for a, b, c in zip(one, many, back, strict=True):
         assert a.logprob == pytest.approx(b.logprob, rel=1e-5)
         assert a.logprob == pytest.approx(c.logprob, rel=1e-5)
@@ -113,6 +113,6 @@ def test_greedy_is_that_each_token_is_the_likeliest():
         ids.append(int(logits(padded)[len(ids) - 1].argmax()))
     wrong = [*ids[3:6], (ids[6] + 1) % SPEC.vocab_size]
     score = Scorer(task, 2)
-    found = score(sharp, (), [Question(ids[:3], ids[3:]), Question(ids[:3], wrong)])
-    assert [answer.greedy for answer in found] == [True, False]
-    assert found[0].logprob > found[1].logprob
+    actual = score(sharp, (), [Question(ids[:3], ids[3:]), Question(ids[:3], wrong)])
+    assert [answer.greedy for answer in actual] == [True, False]
+    assert actual[0].logprob > actual[1].logprob

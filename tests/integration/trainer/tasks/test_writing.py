@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from precisions import SPEC, workload
 
 from scalify_core import asarray
@@ -42,27 +42,27 @@ def prompts(count=7):
 
 @pytest.mark.parametrize(
     "spec",
-    [LLAMA, *(whole(s) for s in (LONG, dataclasses.replace(LONG, scan_layers=True)))],
+    [LLAMA, *(slow(s) for s in (LONG, dataclasses.replace(LONG, scan_layers=True)))],
     ids=["llama", "gpt2", "scanned"],
 )
 def test_each_row_is_continued_as_if_alone(spec):
     task, params = sharp(spec)
     one = Generator(task.model.sampling.bind, spec)
-    found = Writer(task, 4)(params, prompts(), max_new_tokens=21, ended=never)
-    assert found == [
+    actual = Writer(task, 4)(params, prompts(), max_new_tokens=21, ended=never)
+    assert actual == [
         one(params, prompt, max_new_tokens=21, temperature=0) for prompt in prompts()
     ]
-    assert len({tuple(ids) for ids in found}) == len(found)
+    assert len({tuple(ids) for ids in actual}) == len(actual)
 
 
 def test_the_last_token_fills_the_context():
     task, params = sharp(LONG)
     prompt = prompts(1)[0][:1] * 47
-    found = Writer(task, 2)(
+    actual = Writer(task, 2)(
         params, [prompt, prompt[:5]], max_new_tokens=17, ended=never
     )
     one = Generator(task.model.sampling.bind, LONG)
-    assert found == [
+    assert actual == [
         one(params, p, max_new_tokens=17, temperature=0) for p in (prompt, prompt[:5])
     ]
     with pytest.raises(ValueError, match="64 - 17"):
@@ -71,15 +71,15 @@ def test_the_last_token_fills_the_context():
 
 def test_nothing_is_written_behind_what_has_ended():
     task, params = sharp(LONG)
-    asked = []
-    found = Writer(task, 4)(
+    requests = []
+    actual = Writer(task, 4)(
         params,
         prompts(3),
         max_new_tokens=30,
-        ended=lambda ids: not asked.append(len(ids)),
+        ended=lambda ids: not requests.append(len(ids)),
     )
-    assert [len(ids) for ids in found] == [16, 16, 16]
-    assert set(asked) == {16}
+    assert [len(ids) for ids in actual] == [16, 16, 16]
+    assert set(requests) == {16}
 
 
 def test_a_seed_gives_each_prompt_a_text_of_its_own_whatever_the_batch():
@@ -95,7 +95,7 @@ def test_a_seed_gives_each_prompt_a_text_of_its_own_whatever_the_batch():
         ended=never,
         decoding=DecodingParams(1.0, seed=seed),
     )
-    first, again, other = write(4, 0), write(2, 0), write(4, 1)
-    assert first == again
+    first, second, other = write(4, 0), write(2, 0), write(4, 1)
+    assert first == second
     assert len({tuple(ids) for ids in (*first, *other)}) == 6
     assert [ids[:16] for ids in write(4, 0)] == [ids[:16] for ids in first]

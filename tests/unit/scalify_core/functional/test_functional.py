@@ -267,12 +267,12 @@ def test_narrow_logits_are_rounded_once_and_nothing_else_is(dtype, chunk):
     fun = lambda x, head: sc.functional.linear_cross_entropy(
         x, head, TARGETS, vocab_size=20, chunk=chunk, narrow_logits=True
     )
-    found, (dx, dhead) = jax.jit(jax.value_and_grad(fun, (0, 1)))(x, head)
+    actual, (dx, dhead) = jax.jit(jax.value_and_grad(fun, (0, 1)))(x, head)
     # A sum in another order may round another way, and changes a logit by 2^-10 or
     # 2^-7: of 600, one or two do.
     few = 2 * float(jnp.finfo(dtype).eps) * float(jnp.abs(exact).max()) / len(TARGETS)
-    np.testing.assert_allclose(found, expected, rtol=2**-18, atol=few)
-    assert abs(float(found - cross_entropy(20)(exact, TARGETS))) > 0
+    np.testing.assert_allclose(actual, expected, rtol=2**-18, atol=few)
+    assert abs(float(actual - cross_entropy(20)(exact, TARGETS))) > 0
     for a, b in (
         (dx, slope @ head.astype(jnp.float32)),
         (dhead, slope.T @ x.astype(jnp.float32)),
@@ -332,13 +332,13 @@ def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
         normal(3, 96),
     )
     static = {"eps": eps}
-    (found, kept), (expected, kept_here) = (
+    (actual, kept), (expected, kept_here) = (
         fwd(x, weight, bias, **static)
         for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd)
     )
     gradients = norms._layer_norm_bwd_cuda(kept, g, **static)
     for a, b in zip(
-        (found, *gradients),
+        (actual, *gradients),
         (expected, *norms._layer_norm_bwd(kept_here, g, **static)),
         strict=True,
     ):
@@ -371,10 +371,10 @@ def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilo
 def test_embedding_gradient_for_cuda_equals_the_scatter_add():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 30, (4, 16)), jnp.int32)
     g = normal(1, 4, 16, 8)
-    (expected, _), (found, _) = (
+    (expected, _), (actual, _) = (
         f((HIDDEN, ids), g) for f in (_embedding_bwd, _embedding_bwd_cuda)
     )
-    np.testing.assert_allclose(found, expected, atol=64 * EPS)
+    np.testing.assert_allclose(actual, expected, atol=64 * EPS)
 
 
 def test_embedding_of_an_id_outside_is_nan():

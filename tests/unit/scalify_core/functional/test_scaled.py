@@ -27,10 +27,10 @@ def normal(seed, *shape):
     return draw_normal(seed, shape)
 
 
-def assert_near(found, expected, rtol=RTOL):
+def assert_near(actual, expected, rtol=RTOL):
     """Within `rtol` of the largest element."""
     for a, b in zip(
-        jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.abs(b).max()))
 
@@ -135,9 +135,9 @@ def rms(x):
 @pytest.mark.parametrize("exponent", [-60, -30, 0, 20, 60])
 def test_a_rotation_changes_no_scale(exponent, dynamic):
     x = half(normal(0, 2, 64, 3, 8), exponent, dynamic)
-    found = scalify(rotated)(x)
-    assert_near(found, rotated(asarray(x)), float(jnp.finfo(HALF).eps))
-    for y in jax.tree.leaves(found, is_leaf=lambda y: isinstance(y, sc.ScaledArray)):
+    actual = scalify(rotated)(x)
+    assert_near(actual, rotated(asarray(x)), float(jnp.finfo(HALF).eps))
+    for y in jax.tree.leaves(actual, is_leaf=lambda y: isinstance(y, sc.ScaledArray)):
         assert y.dtype == HALF
         assert float(y.scale) == 2.0**exponent
         # which are 1536 roundings of 2^-11
@@ -170,8 +170,8 @@ def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
         half(normal(i, *shape), e, dynamic)
         for i, (shape, e) in enumerate(zip(shapes, exponents, strict=True))
     ]
-    out, gradients = found = scalify(grouped)(*args)
-    assert_near(found, grouped(*asarray(args)), HALF_RTOL)
+    out, gradients = actual = scalify(grouped)(*args)
+    assert_near(actual, grouped(*asarray(args)), HALF_RTOL)
     for y in (out, *gradients):
         assert 0.25 <= rms(y) <= 4
 
@@ -188,9 +188,9 @@ def test_what_heads_share_has_the_size_that_is_expected(groups):
     _, (_, own_dk, own_dv) = scalify(grouped)(
         args[0], *(as_scaled_array(normal(i, 2, 64, 8, 16), 1.0) for i in (1, 2))
     )
-    for found, own in ((dk, own_dk), (dv, own_dv)):
+    for actual, own in ((dk, own_dk), (dv, own_dv)):
         # Within half an octave, by which a scale is rounded, either way.
-        assert 0.5 <= rms(found) / rms(own) <= 2
+        assert 0.5 <= rms(actual) / rms(own) <= 2
 
 
 @pytest.mark.parametrize("dynamic", ["x", "head", "x head"])
@@ -214,11 +214,11 @@ def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynam
         ),
         (0, 1),
     )
-    found, wide = scalify(fun)(x, head), fun(*asarray((x, head)))
-    assert_near(found, wide, HALF_RTOL)
+    actual, wide = scalify(fun)(x, head), fun(*asarray((x, head)))
+    assert_near(actual, wide, HALF_RTOL)
     # There arrays are FP32, and so are narrow logits; here where the scales are those
     # of run time.
-    assert (float(asarray(found[0])) == float(wide[0])) == dynamic
+    assert (float(asarray(actual[0])) == float(wide[0])) == dynamic
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
         )
         for i, e in enumerate(exponents)
     ]
-    found = scalify(sc.functional.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
-    assert_near(found, sc.functional.layer_norm(X[0], *asarray(parameters)))
+    actual = scalify(sc.functional.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
+    assert_near(actual, sc.functional.layer_norm(X[0], *asarray(parameters)))
     if exponents[1] in (None, -126) or exponents[1] <= exponents[0]:
-        assert 0.25 <= float(jnp.sqrt(jnp.mean(jnp.square(found.data)))) <= 4
+        assert 0.25 <= float(jnp.sqrt(jnp.mean(jnp.square(actual.data)))) <= 4
 
 
 @pytest.mark.parametrize("exponent", [-60, 0, 60, 120])
@@ -332,5 +332,5 @@ def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(
     np.testing.assert_array_equal(
         asarray(scalify(mapped)(as_scaled_array(x, 0.25))), mapped(x)
     )
-    found = asarray(scalify(jax.grad(loss))(as_scaled_array(x, 0.25)))
-    np.testing.assert_array_equal(found, jax.grad(loss)(x))
+    actual = asarray(scalify(jax.grad(loss))(as_scaled_array(x, 0.25)))
+    np.testing.assert_array_equal(actual, jax.grad(loss)(x))

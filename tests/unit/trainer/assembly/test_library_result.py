@@ -19,8 +19,8 @@ def result(logged, stopped_by=None):
 
 def test_a_result_is_a_line():
     assert repr(result([])) == "Result(step=100, run_dir=runs/mine)"
-    found = repr(result(rows(FALLING, {99: 1.75}), signal.SIGINT))
-    assert found == (
+    actual = repr(result(rows(FALLING, {99: 1.75}), signal.SIGINT))
+    assert actual == (
         "Result(step=100, train/loss=1.5400, val/loss=1.7500, run_dir=runs/mine,"
         " stopped_by=SIGINT)"
     )

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from families import whole
+from families import slow
 from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -68,11 +68,13 @@ def test_a_product_in_fp8_and_its_gradients(one, triton):
         xla_gpu_enable_triton_gemm=triton,
     )
     # Long contractions are cut up into a batch of shorter ones.
-    found = [
+    actual = [
         (g.operands, (g.sizes[1], g.sizes[2], g.sizes[0] * g.sizes[3])) for g in p.gemms
     ]
     assert {g.dtype for g in p.gemms} == {"fp8"}
-    assert sorted((*sorted(operands), *sorted(sizes)) for operands, sizes in found) == [
+    assert sorted(
+        (*sorted(operands), *sorted(sizes)) for operands, sizes in actual
+    ) == [
         ("f8e4m3fn", "f8e4m3fn", 64, 256, 512),
         ("f8e4m3fn", "f8e5m2", 64, 256, 512),
         ("f8e4m3fn", "f8e5m2", 64, 256, 512),
@@ -217,7 +219,7 @@ def fused(program):
     ]
 
 
-@pytest.mark.parametrize("mlp", ["smooth_swiglu", whole("swiglu")])
+@pytest.mark.parametrize("mlp", ["smooth_swiglu", slow("swiglu")])
 def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one, mlp):
     spec = LlamaSpec(
         256,
@@ -394,8 +396,8 @@ def test_products_that_the_compiler_joined_are_not_missing():
     assert missing_products([attention, other], compiled) == set()
     # the joined one is not FP8
     output = PRODUCTS[0]
-    found = missing_products([attention, other], compiled[1:])
-    assert found == {queries[output], keys[output]}
+    actual = missing_products([attention, other], compiled[1:])
+    assert actual == {queries[output], keys[output]}
     # one more than it holds
     more = {"x_proj": {output: keys[output]}}
     assert missing_products([attention, other, more], compiled) == {keys[output]}

@@ -250,12 +250,12 @@ def test_the_printed_configuration_has_the_saved_settings(run_dir, capsys):
 
 
 def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
-    found = compose_config(["resume=old", "train.steps=80"])
+    actual = compose_config(["resume=old", "train.steps=80"])
     train = dataclasses.replace(run_dir.train, steps=80)
-    assert found == dataclasses.replace(
+    assert actual == dataclasses.replace(
         run_dir, train=train, run_dir="old", dry_run=False
     )
-    assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == found
+    assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == actual
 
 
 def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir, tmp_path):
@@ -317,7 +317,7 @@ def test_every_family_has_a_choice_whose_keys_are_its_own():
 def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(
     run_dir,
 ):
-    found = compose_config(
+    actual = compose_config(
         [
             "resume=old",
             "resume.step=20",
@@ -326,10 +326,14 @@ def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whol
             "optimizer.momentum=0.5",
         ]
     )
-    assert (found.run_dir, found.resume.source, found.resume.step) == ("new", "old", 20)
-    assert found.precision == compose_config(["precision=bf16"]).precision
-    assert found.optimizer == dataclasses.replace(run_dir.optimizer, momentum=0.5)
-    assert (found.model, found.seed, found.tracker.name) == (run_dir.model, 7, None)
+    assert (actual.run_dir, actual.resume.source, actual.resume.step) == (
+        "new",
+        "old",
+        20,
+    )
+    assert actual.precision == compose_config(["precision=bf16"]).precision
+    assert actual.optimizer == dataclasses.replace(run_dir.optimizer, momentum=0.5)
+    assert (actual.model, actual.seed, actual.tracker.name) == (run_dir.model, 7, None)
     assert (
         compose_config(["resume=old", "run_dir=new", "optimizer=lion"]).optimizer.name
         == "lion"
@@ -389,9 +393,9 @@ def test_what_runs_saved_is_read_by_every_later_version(model):
     """`saved.json` has configurations as they were on 2026-11-23; it is never renewed,
     so a new key may be null."""
     tree = json.loads(Path(__file__).with_name("saved.json").read_text())[model]
-    found = from_saved(Config, tree)
-    assert (found.model.name, found.run_dir) == (model, "old")
-    assert from_saved(Config, to_tree(found)) == found
+    actual = from_saved(Config, tree)
+    assert (actual.model.name, actual.run_dir) == (model, "old")
+    assert from_saved(Config, to_tree(actual)) == actual
 
 
 def test_what_was_saved_before_a_key_existed_is_read_with_null_where_that_is_valid():

@@ -11,10 +11,10 @@ from trainer.errors import UserError
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    asked = []
+    requests = []
 
     def download(name, revision=None, allow_patterns=()):
-        asked.append((name, revision))
+        requests.append((name, revision))
         if name == "no/network":
             raise LocalEntryNotFoundError("x")
         if name == "no/model":
@@ -22,7 +22,7 @@ def hub(monkeypatch, tmp_path):
         return str(tmp_path / "cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return asked
+    return requests
 
 
 def test_an_id_is_fetched_and_a_path_is_not(hub, tmp_path):

@@ -16,11 +16,11 @@ def write(tmp_path):
 
 
 def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
-    own = write(
+    file = write(
         "model: llama_nano\nmodel.n_layer: 3\nprecision: {name: bf16}\n"
         "train: {steps: 9, batch_tokens: 4096}\nseed: 5\n"
     )
-    c = compose_config([own, "train.steps=4"])
+    c = compose_config([file, "train.steps=4"])
     assert (c.model.name, c.model.n_layer, c.precision.compute) == (
         "llama_nano",
         3,
@@ -28,7 +28,7 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
     )
     assert (c.train.steps, c.train.batch_tokens, c.seed) == (4, 4096, 5)
     # a group that is chosen on the command line takes nothing from the file
-    c = compose_config([own, "model=gpt2_nano", "precision=fp32"])
+    c = compose_config([file, "model=gpt2_nano", "precision=fp32"])
     assert (c.model.n_layer, c.precision.compute) == (4, "fp32")
 
 
@@ -36,12 +36,14 @@ def test_a_whole_configuration_is_such_a_file(write):
     given = ["model=llama_nano", "optimizer=muon", "data=text", "data.paths=[a.txt]"]
     given += ["tracker=jsonl", "precision=bf16", "model.d_model=64"]
     saved = resolved_yaml(expand_arguments(given))
-    own = write(saved[: saved.index("resume:")] + saved[saved.index("train:") :])
-    assert compose_config([own]) == compose_config([*given, "run_dir=" + run_dir(own)])
+    file = write(saved[: saved.index("resume:")] + saved[saved.index("train:") :])
+    assert compose_config([file]) == compose_config(
+        [*given, "run_dir=" + run_dir(file)]
+    )
 
 
-def run_dir(own):
-    return compose_config([own]).run_dir
+def run_dir(file):
+    return compose_config([file]).run_dir
 
 
 @pytest.mark.parametrize(

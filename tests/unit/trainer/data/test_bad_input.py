@@ -262,8 +262,8 @@ def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("directory")
     ]
-    found = build_data(compose_config([*settings, f"data.sources=[{','.join(made)}]"]))
-    assert {"of a", "of b"} <= set(re.findall("of [ab]", found.validation_text(200)))
+    actual = build_data(compose_config([*settings, f"data.sources=[{','.join(made)}]"]))
+    assert {"of a", "of b"} <= set(re.findall("of [ab]", actual.validation_text(200)))
 
 
 def parquet(path, **columns):

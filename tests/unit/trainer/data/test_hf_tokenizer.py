@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
-from families import whole
+from families import slow
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainer.cli.export import copy_original_tokenizer
@@ -49,7 +49,7 @@ def few_merges(gpt2_dir, directory):
     return get_tokenizer(str(directory))
 
 
-LARGE = [whole(name) for name in ("cl100k_base", "o200k_base")]
+LARGE = [slow(name) for name in ("cl100k_base", "o200k_base")]
 
 
 @pytest.fixture(params=["byte", "gpt2", *LARGE, "no ids", "end first"])
@@ -196,13 +196,13 @@ def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
     tree = json.loads(file.read_text(encoding="utf-8"))
     change(tree)
     file.write_text(json.dumps(tree))
-    found, theirs = (
+    actual, theirs = (
         get_tokenizer(str(tmp_path)),
         tokenizers.Tokenizer.from_file(str(file)),
     )
-    assert found.eot == theirs.token_to_id("<|endoftext|>")
+    assert actual.eot == theirs.token_to_id("<|endoftext|>")
     text = "the cafe\u0301 of the world, and the"
-    assert found.encode(text) == theirs.encode(text).ids
+    assert actual.encode(text) == theirs.encode(text).ids
 
 
 def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):

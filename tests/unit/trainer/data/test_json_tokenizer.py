@@ -135,13 +135,13 @@ def test_ids_are_the_librarys_without_what_it_adds(made):
     theirs.encode_special_tokens = True
     expected = [theirs.encode(text, add_special_tokens=False).ids for text in TEXTS]
     made_up = set(ours.special_tokens.values()) - {theirs.token_to_id("<unk>")}
-    found = [ours.encode(text) for text in TEXTS]
-    for ids, wanted in zip(found, expected, strict=True):
+    actual = [ours.encode(text) for text in TEXTS]
+    for ids, wanted in zip(actual, expected, strict=True):
         # Unigram itself takes "</s>" for its token
         assert ids == wanted or made_up & set(wanted)
         assert not made_up & set(ids)
-    assert found[:-1] == expected[:-1]
-    assert [ours.encode_array(text).tolist() for text in TEXTS] == found
+    assert actual[:-1] == expected[:-1]
+    assert [ours.encode_array(text).tolist() for text in TEXTS] == actual
     assert ours.cut_up(TEXTS[1], 2) == [TEXTS[1]]
 
 

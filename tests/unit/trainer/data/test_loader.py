@@ -62,9 +62,9 @@ def test_a_batch_depends_on_seed_and_step_alone(directory):
     settings = {"context": 32, "batch_size": 5}
     first = Loader(directory, "train", seed=1, **settings)
     wanted = [first.batch(step).tokens for step in range(20)]
-    again = Loader(directory, "train", seed=1, **settings)
+    second = Loader(directory, "train", seed=1, **settings)
     for step in reversed(range(20)):
-        assert np.array_equal(again.batch(step).tokens, wanted[step])
+        assert np.array_equal(second.batch(step).tokens, wanted[step])
     other = Loader(directory, "train", seed=2, **settings)
     assert not np.array_equal(other.batch(0).tokens, wanted[0])
 
@@ -152,9 +152,9 @@ def test_a_split_of_fewer_windows_than_the_batch_has_one_step_per_epoch(director
 def test_prefetch_gives_the_loader_s_batches_in_order(directory):
     loader = Loader(directory, "train", context=16, batch_size=4)
     rows = slice(1, 3)
-    found = list(prefetch(loader, 3, 12, rows, depth=3))
-    assert [step for step, _ in found] == list(range(3, 12))
-    for step, batch in found:
+    actual = list(prefetch(loader, 3, 12, rows, depth=3))
+    assert [step for step, _ in actual] == list(range(3, 12))
+    for step, batch in actual:
         assert np.array_equal(batch.tokens, loader.batch(step, rows).tokens)
 
 

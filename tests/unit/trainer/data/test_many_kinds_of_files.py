@@ -27,9 +27,9 @@ def test_what_links_reach_twice_counts_once_and_is_said(tmp_path, capsys):
     (folder / "loop").symlink_to(folder)
     (folder / "b.txt").symlink_to(folder / "a.txt")
     assert expand((str(folder),)) == [folder / "a.txt"]
-    said = capsys.readouterr().err
-    assert f"{folder / 'b.txt'} (and " in said
-    assert f"more) is {folder / 'a.txt'} by a link, and is read once" in said
+    output = capsys.readouterr().err
+    assert f"{folder / 'b.txt'} (and " in output
+    assert f"more) is {folder / 'a.txt'} by a link, and is read once" in output
     assert expand((str(folder / "b.txt"),)) == [folder / "b.txt"]
     assert expand((str(folder / "a.txt"), f"{folder}/a*")) == [folder / "a.txt"]
     assert capsys.readouterr().err == ""
@@ -120,8 +120,8 @@ def test_parquet_goes_on_where_it_was(tmp_path):
 def test_json_in_the_forms_that_people_have(tmp_path, form):
     rows = [{"text": text} for text in TEXTS]
     (tmp_path / "a.json").write_text(form(rows))
-    found = read(tmp_path, tmp_path / "a.json")
-    assert found in (TEXTS, ["", *TEXTS])
+    actual = read(tmp_path, tmp_path / "a.json")
+    assert actual in (TEXTS, ["", *TEXTS])
 
 
 def test_json_lines_of_objects_with_lists_are_lines(tmp_path):

@@ -31,10 +31,10 @@ def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
         source, _ = shares.place(
             np.arange(start * batch_size, (start + 1000) * batch_size)
         )
-        found = np.bincount(source, minlength=len(weights)) / len(source)
+        actual = np.bincount(source, minlength=len(weights)) / len(source)
         # A block that is cut holds its share only to the error of a sample without
         # replacement.
-        assert abs(found - wanted).max() < (0.005 if batch_size == 16 else 0.03)
+        assert abs(actual - wanted).max() < (0.005 if batch_size == 16 else 0.03)
 
 
 @settings(deadline=None, max_examples=40)
@@ -114,14 +114,14 @@ def test_weights_that_make_no_mixture_are_named(weights, later, words):
 @pytest.fixture
 def parts(tmp_path):
     """Two prepared texts, of letters that tell which one a window is of."""
-    found = {}
+    actual = {}
     for name, letters in (("lower", "abcdefgh"), ("upper", "ABCDEFGHIJ")):
         rng = np.random.default_rng(len(letters))
         (tmp_path / f"{name}.txt").write_text("".join(rng.choice(list(letters), 9000)))
-        found[name] = prepare(
+        actual[name] = prepare(
             TextSource((str(tmp_path / f"{name}.txt"),)), "byte", tmp_path / "cache"
         )
-    return found
+    return actual
 
 
 def loaders(parts, split, **settings):
@@ -162,9 +162,9 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
             for row in alone[name].batch(i).tokens
         }
         assert set(rows) <= known
-    found = mixed.seen(500)
-    assert abs(found["lower"]["share"] - 0.75) < 0.01
-    assert found["upper"]["epochs"] == pytest.approx(
+    actual = mixed.seen(500)
+    assert abs(actual["lower"]["share"] - 0.75) < 0.01
+    assert actual["upper"]["epochs"] == pytest.approx(
         len(seen["upper"]) / alone["upper"].windows
     )
     assert mixed.batch(7).segments is None
@@ -173,18 +173,18 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
 
 def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path):
     (tmp_path / "vocab.bpe").write_text("a b\nab ab\n")
-    found = {}
+    actual = {}
     for name, text in (("short", "ababab" * 3000), ("long", "xyz" * 12000)):
         (tmp_path / f"{name}.txt").write_text(text)
-        found[name] = prepare(
+        actual[name] = prepare(
             TextSource((str(tmp_path / f"{name}.txt"),)),
             str(tmp_path),
             tmp_path / "cache",
         )
     manifest = MixedManifest.merge(
-        {name: Manifest.load(directory) for name, directory in found.items()}
+        {name: Manifest.load(directory) for name, directory in actual.items()}
     )
-    parts = loaders(found, "val")
+    parts = loaders(actual, "val")
     each = {name: part.bytes_per_token("val") for name, part in parts.items()}
     assert each["short"] > 3 > each["long"] == 1
     for share in (0.25, 1.0):
@@ -239,18 +239,18 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
 
 
 def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
-    found = {}
+    actual = {}
     for name in ("web", "code"):
         # ten tokens each, with their end
         lines = (f'{{"text": "{name[0]}{i:08}"}}\n' for i in range(800))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-        found[name] = prepare(
+        actual[name] = prepare(
             TextSource((str(tmp_path / f"{name}.jsonl"),)), "byte", tmp_path / "cache"
         )
     manifest = MixedManifest.merge(
-        {name: Manifest.load(directory) for name, directory in found.items()}
+        {name: Manifest.load(directory) for name, directory in actual.items()}
     )
-    parts = loaders(found, "val")
+    parts = loaders(actual, "val")
 
     def letters(*weights):
         mixed = Mixture(

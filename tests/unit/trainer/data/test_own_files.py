@@ -50,8 +50,8 @@ def test_a_directory_of_mixed_files_is_read_whole_each_file_by_its_name(
     manifest = Manifest.load(
         prepare(TextSource(("~/own",)), "byte", tmp_path / "cache")
     )
-    found = decoded(manifest, "train") + decoded(manifest, "val")
-    assert sorted(found) == sorted(TEXTS)
+    actual = decoded(manifest, "train") + decoded(manifest, "val")
+    assert sorted(actual) == sorted(TEXTS)
     assert manifest.splits["val"].documents > 0
 
 
@@ -173,9 +173,9 @@ def test_a_file_may_be_one_list_of_objects(indent, tmp_path, monkeypatch):
     )
     read = open_corpus(TextSource((str(tmp_path / "a.json"),)), tmp_path).read
     whole = list(read(None))
-    assert [text for found in whole for text in found.texts] == TEXTS
-    for i, found in enumerate(whole):
-        assert [r.texts for r in read(json.loads(json.dumps(found.position)))] == [
+    assert [text for actual in whole for text in actual.texts] == TEXTS
+    for i, actual in enumerate(whole):
+        assert [r.texts for r in read(json.loads(json.dumps(actual.position)))] == [
             r.texts for r in whole[i + 1 :]
         ]
 

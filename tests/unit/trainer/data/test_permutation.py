@@ -32,9 +32,9 @@ def test_huge_domains_stay_inside_and_do_not_collide(n, data):
     positions = np.array(
         sorted(data.draw(st.sets(st.integers(0, n - 1), max_size=50))), np.int64
     )
-    found = permute(1, np.zeros(len(positions)), positions, n)
-    assert len(set(found.tolist())) == len(positions)
-    assert np.all((found >= 0) & (found < n))
+    actual = permute(1, np.zeros(len(positions)), positions, n)
+    assert len(set(actual.tolist())) == len(positions)
+    assert np.all((actual >= 0) & (actual < n))
 
 
 def test_epochs_and_seeds_differ():

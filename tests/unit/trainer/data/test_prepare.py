@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 
 from trainer.data import (
     EmbeddedSource,
@@ -39,12 +39,12 @@ def tokens(manifest, split):
 
 def expected(documents, tokenizer, val_fraction):
     """By the definition, one document after the other."""
-    found = {"train": [], "val": []}
+    actual = {"train": [], "val": []}
     for text in documents:
         if text:
-            part = found["val" if uniform(text) < val_fraction else "train"]
+            part = actual["val" if uniform(text) < val_fraction else "train"]
             part += [*tokenizer.encode(text), tokenizer.eot]
-    return found
+    return actual
 
 
 def content(directory):
@@ -236,12 +236,12 @@ def test_a_large_vocabulary_takes_32_bits(gpt2_dir, jsonl, tmp_path):
 def test_prepared_data_is_found_again_by_content_and_settings(jsonl, tmp_path):
     source = TextSource((str(jsonl),), "jsonl")
     first = prepare(source, "byte", tmp_path / "cache")
-    before = content(first)
+    content_before = content(first)
     copy = tmp_path / "another name.jsonl"
     copy.write_bytes(jsonl.read_bytes())
     seen = []
-    again = prepare(source, "byte", tmp_path / "cache", progress=seen.append)
-    assert (again, content(again), seen) == (first, before, [])
+    repeated = prepare(source, "byte", tmp_path / "cache", progress=seen.append)
+    assert (repeated, content(repeated), seen) == (first, content_before, [])
     others = [
         prepare(source, "byte", tmp_path / "cache", val_fraction=0.2),
         prepare(
@@ -343,7 +343,7 @@ def source_of(kind, path):
     )
 
 
-@pytest.mark.parametrize("kind", ["text", whole("hub")])
+@pytest.mark.parametrize("kind", ["text", slow("hub")])
 def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
     kind, corpora, gpt2_dir, tmp_path, monkeypatch
 ):

@@ -38,16 +38,16 @@ def library(tmp_path):
 
 
 def test_its_files_come_by_path_without_packages_and_what_the_build_decides(library):
-    found = find_library(library)
-    assert [p.relative_to(library).as_posix() for p in found.paths] == [
+    actual = find_library(library)
+    assert [p.relative_to(library).as_posix() for p in actual.paths] == [
         "empty.py",
         "json.py",
         "json/__init__.py",
         "zlib.py",
     ]
-    assert (found.left_out, found.bytes) == (2, len("x = 1\n# json\nimport a\n"))
+    assert (actual.left_out, actual.bytes) == (2, len("x = 1\n# json\nimport a\n"))
     read = [
-        text for rows in corpus.open_python(found).read(None) for text in rows.texts
+        text for rows in corpus.open_python(actual).read(None) for text in rows.texts
     ]
     assert read == ["", "x = 1\n", "# json\n", "import a\n"]
 

@@ -60,9 +60,9 @@ def test_tiktoken_s_own_gpt2_from_its_cache_is_the_same_tokenizer(
     cached["encoder.json"] = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
     for name, key in cached.items():
         (tmp_path / key).write_bytes((gpt2_dir / name).read_bytes())
-    own = get_tokenizer("gpt2")
-    assert own.fingerprint == gpt2.fingerprint
-    assert own.encode("Hello world") == [15496, 995]
+    tokenizer = get_tokenizer("gpt2")
+    assert tokenizer.fingerprint == gpt2.fingerprint
+    assert tokenizer.encode("Hello world") == [15496, 995]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_a_tiktoken_file_named_after_an_encoding_has_its_pattern_and_special_tok
     path = tmp_path / "cl100k_base.tiktoken"
     # not cl100k's ranks, which are not on this machine
     path.write_bytes(tiktoken_file(gpt2.tokens))
-    found = get_tokenizer(str(path))
-    assert found.eot == 100257
-    assert found.vocab_size == 100277
+    actual = get_tokenizer(str(path))
+    assert actual.eot == 100257
+    assert actual.vocab_size == 100277
     # cl100k splits digits into threes
-    assert len(found.encode("123456")) == len(found.encode("123")) + len(
-        found.encode("456")
+    assert len(actual.encode("123456")) == len(actual.encode("123")) + len(
+        actual.encode("456")
     )
 
 
@@ -107,9 +107,9 @@ def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(
     path.with_suffix(".json").write_text(
         json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 60000}})
     )
-    found = get_tokenizer(str(path))
-    assert found.eot == 60000
-    assert len(found.encode("Hello")) == 5
+    actual = get_tokenizer(str(path))
+    assert actual.eot == 60000
+    assert len(actual.encode("Hello")) == 5
 
 
 def test_ids_trained_with_tokenizers_are_kept(tmp_path):
@@ -153,9 +153,9 @@ def test_ids_without_text_decode_to_replacement_characters(gpt2):
 
 def test_a_saved_tokenizer_comes_back_the_same(gpt2, tmp_path):
     gpt2.save(tmp_path)
-    again = load_saved("a name that means nothing here", tmp_path)
-    assert again.fingerprint == gpt2.fingerprint
-    assert again.encode("Hello world") == [15496, 995]
+    loaded = load_saved("a name that means nothing here", tmp_path)
+    assert loaded.fingerprint == gpt2.fingerprint
+    assert loaded.encode("Hello world") == [15496, 995]
 
 
 @pytest.mark.parametrize("pattern", ["r50k_base", "cl100k_base", "o200k_base"])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from small_models import (
     GPT2,
     LLAMA,
@@ -78,8 +78,8 @@ def test_loss_is_the_cross_entropy_of_the_logits(spec):
     [
         (GPT2, "gelu"),
         (LLAMA, "swiglu"),
-        whole(GPT2, "swiglu"),
-        whole(LLAMA, "smooth_swiglu"),
+        slow(GPT2, "swiglu"),
+        slow(LLAMA, "smooth_swiglu"),
     ],
 )
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
@@ -98,10 +98,10 @@ def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
     ("spec", "remat", "scan_layers"),
     [(GPT2, "elementwise", False), (GPT2, "block", True), (GPT2, "dots_saveable", True)]
     + [(LLAMA, "block", False), (LLAMA, "elementwise", True)]
-    + [whole(GPT2, "block", False), whole(GPT2, "elementwise", True)]
-    + [whole(LLAMA, "elementwise", False), whole(LLAMA, "block", True)]
+    + [slow(GPT2, "block", False), slow(GPT2, "elementwise", True)]
+    + [slow(LLAMA, "elementwise", False), slow(LLAMA, "block", True)]
     + [
-        whole(spec, remat, True)
+        slow(spec, remat, True)
         for spec in (GPT2, LLAMA)
         for remat in REMAT_POLICIES
         if (spec, remat) != (GPT2, "dots_saveable")

@@ -57,12 +57,12 @@ def test_every_part_has_its_place_in_the_order_of_rows(spec):
         for path, module in nnx.iter_modules(bound)
         if getattr(module, "probes", ())
     ]
-    kept = [
+    names = [
         [key.key for key in path]
         for path, _ in jax.tree_util.tree_leaves_with_path(model.roles)
     ]
     words = {
-        word for path in (*probed, *kept) for word in path if isinstance(word, str)
+        word for path in (*probed, *names) for word in path if isinstance(word, str)
     }
     assert words <= set(family_of(spec).parts)
     assert len(probed) > 2 * spec.n_layer
@@ -94,13 +94,13 @@ def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(
     other = next(
         other for name, other in FAMILIES.items() if name != family_of(spec).name
     )
-    found, again = huggingface.load(tmp_path, other)  # what the files say counts
-    assert found.architecture() == spec.architecture()
+    actual, loaded = huggingface.load(tmp_path, other)  # what the files say counts
+    assert actual.architecture() == spec.architecture()
     jax.tree.map(
-        np.testing.assert_array_equal, again, family_of(spec).unstack_layers(params)
+        np.testing.assert_array_equal, loaded, family_of(spec).unstack_layers(params)
     )
-    ids = Generator(family_of(found).build(found).bind, found)(
-        again, [1, 2], max_new_tokens=2, temperature=0
+    ids = Generator(family_of(actual).build(actual).bind, actual)(
+        loaded, [1, 2], max_new_tokens=2, temperature=0
     )
     assert len(ids) == 2
 

@@ -48,10 +48,10 @@ def test_cache_equals_no_cache(scan_layers):
 
 def test_same_seed_same_text_and_another_seed_another():
     generate, _, params = make(sharpness=1.0)
-    first, again, other = (
+    first, second, other = (
         generate(params, PROMPT, max_new_tokens=11, seed=seed) for seed in (0, 0, 1)
     )
-    assert first == again != other
+    assert first == second != other
 
 
 def test_longer_request_begins_with_the_shorter_one():

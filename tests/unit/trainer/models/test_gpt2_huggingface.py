@@ -123,8 +123,8 @@ def test_export_is_the_same_file_again(tmp_path):
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
     # as readable as the files beside it
     assert out.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
-    again, _ = load_gpt2(tmp_path / "out")
-    assert again == spec
+    loaded, _ = load_gpt2(tmp_path / "out")
+    assert loaded == spec
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
     )

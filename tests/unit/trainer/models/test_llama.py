@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -114,7 +114,7 @@ def test_smoothing_changes_no_more_than_roundings():
 
 def test_the_generator_continues_with_the_likeliest_tokens():
     params, _, logits = compiled(SPEC)
-    found = Generator(functional(SPEC).bind, SPEC)(
+    actual = Generator(functional(SPEC).bind, SPEC)(
         params, TOKENS[0, :5].tolist(), max_new_tokens=4, temperature=0
     )
     ids = TOKENS[0, :5].tolist()
@@ -122,7 +122,7 @@ def test_the_generator_continues_with_the_likeliest_tokens():
         padded = np.zeros((1, 16), np.int32)
         padded[0, : len(ids)] = ids
         ids.append(int(logits(params, padded)[0, len(ids) - 1].argmax()))
-    assert found == ids[5:]
+    assert actual == ids[5:]
 
 
 def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients():
@@ -159,10 +159,10 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
 def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
     scan_layers,
 ):
-    asked, used = [], {}
+    requests, used = [], {}
 
     def choose(path):
-        asked.append(path)
+        requests.append(path)
 
         def dot_general(x, kernel, *args, **kwargs):
             used[path] = kernel.shape
@@ -174,8 +174,8 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
     llama = nnx.eval_shape(
         lambda: Llama(spec, dot_general=choose, rngs=nnx.Rngs(params=0))
     )
-    assert asked == list(linear_sizes(spec))
-    assert asked[:1] == ["h.*.attn.q_proj" if scan_layers else "h.0.attn.q_proj"]
+    assert requests == list(linear_sizes(spec))
+    assert requests[:1] == ["h.*.attn.q_proj" if scan_layers else "h.0.attn.q_proj"]
     graphdef, params = nnx.split(llama)
     jax.eval_shape(lambda p: nnx.merge(graphdef, p).hidden(TOKENS[:, :16]), params)
     assert used == linear_sizes(spec)
@@ -191,7 +191,7 @@ def test_a_norm_divides_by_the_root_of_the_mean_square_and_its_epsilon():
     np.testing.assert_allclose(norm(x), expected, rtol=8 * REORDERED)
 
 
-@pytest.mark.parametrize("scan_layers", [True, whole(False)])
+@pytest.mark.parametrize("scan_layers", [True, slow(False)])
 def test_scales_that_propagate_give_the_same_loss_and_gradients(scan_layers):
     """FP32 data: what is scaled is the plain function, whatever the sizes of its
     parameters."""
@@ -200,8 +200,8 @@ def test_scales_that_propagate_give_the_same_loss_and_gradients(scan_layers):
     bind = functional(spec, rescale_grads=("layer_norm", "qkv")).bind
     loss = jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     scaled = tree.with_static_scales(as_scaled_array(params))
-    found = asarray(jax.jit(scalify(loss, scales="static"))(scaled))
-    assert_close(found, plain(params))
+    actual = asarray(jax.jit(scalify(loss, scales="static"))(scaled))
+    assert_close(actual, plain(params))
 
 
 def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
@@ -231,11 +231,11 @@ def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
     params = tree.with_static_scales(
         as_scaled_array(init(jax.random.key(0)), dtype=jnp.float16)
     )
-    (_, found), grads = jax.jit(
+    (_, actual), grads = jax.jit(
         scalify(jax.value_and_grad(loss, has_aux=True), scales="static")
     )(params)
-    assert found.keys() == linear_sizes(spec).keys()
-    sizes = {path: float(asarray(x)) for path, x in found.items()}
+    assert actual.keys() == linear_sizes(spec).keys()
+    sizes = {path: float(asarray(x)) for path, x in actual.items()}
     assert all(0.25 <= size <= 4 for size in sizes.values()), sizes
     for path, grad in jax.tree_util.tree_leaves_with_path(
         grads, is_leaf=is_scaled_array

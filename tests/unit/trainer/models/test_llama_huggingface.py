@@ -75,14 +75,14 @@ def write(directory, weights, config=CONFIG, shards=1):
     return directory
 
 
-def same(found, expected):
-    assert found.keys() == expected.keys()
+def same(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (
+        assert (actual[name].dtype, actual[name].shape) == (
             tensor.dtype,
             tensor.shape,
         ), name
-        assert found[name].tobytes() == tensor.tobytes(), name
+        assert actual[name].tobytes() == tensor.tobytes(), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -92,10 +92,10 @@ def test_logits_equal_those_of_another_llama_to_1e_5(tmp_path, variant):
     spec, params = load_llama(write(tmp_path / "llama", weights, config))
     tokens = np.random.default_rng(1).integers(0, 100, (2, 64))
     bind = functional(spec).bind
-    found = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
+    actual = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
     expected = logits(weights, config, tokens)
     np.testing.assert_allclose(
-        found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0
+        actual, expected, atol=1e-5 * np.abs(expected).max(), rtol=0
     )
 
 
@@ -107,8 +107,8 @@ def test_export_of_an_import_is_equal_byte_by_byte(tmp_path, variant, dtype):
     spec, params = load_llama(write(tmp_path / "llama", weights, config))
     (file,) = save_llama(tmp_path / "out", spec, params, eot=7)
     same(load_file(file), weights)
-    again, _ = load_llama(tmp_path / "out")
-    assert again == spec
+    loaded, _ = load_llama(tmp_path / "out")
+    assert loaded == spec
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in config} == config
     assert written["eos_token_id"] == 7

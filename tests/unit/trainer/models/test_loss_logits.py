@@ -41,9 +41,9 @@ def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked
         params, loss = loss_of(
             dataclasses.replace(SPECS[family], loss_logits=how), jnp.bfloat16
         )
-        found = re.findall(LOGITS, str(jax.make_jaxpr(jax.grad(loss))(params)))
-        assert found
-        assert found[0] == dtype
+        actual = re.findall(LOGITS, str(jax.make_jaxpr(jax.grad(loss))(params)))
+        assert actual
+        assert actual[0] == dtype
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import whole
+from families import slow
 from flax import nnx
 from small_models import GPT2 as SPEC
 from small_models import TOKENS, assert_close, compiled
@@ -107,7 +107,7 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_la
         )
 
 
-@pytest.mark.parametrize("scan_layers", [True, whole(False)])
+@pytest.mark.parametrize("scan_layers", [True, slow(False)])
 def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layers):
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, plain, _ = compiled(spec)
@@ -118,8 +118,10 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layer
     assert_close((loss, grads), plain(biased))
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for gain in (2.0**12, 2.0**-12):
-        own, gained, logits = compiled(dataclasses.replace(spec, value_gain=gain))
-        jax.tree.map(np.testing.assert_array_equal, own, params)
+        plain_logits, gained, logits = compiled(
+            dataclasses.replace(spec, value_gain=gain)
+        )
+        jax.tree.map(np.testing.assert_array_equal, plain_logits, params)
         # powers of two
         jax.tree.map(np.testing.assert_array_equal, gained(biased), (loss, grads))
         assert_close(
@@ -129,12 +131,12 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layer
 
 def test_the_values_and_what_is_projected_are_larger_by_the_gain():
     def seen(gain):
-        found = {}
+        actual = {}
 
         def choose(path):
             def dot_general(x, kernel, *args, **kwargs):
                 y = jax.lax.dot_general(x, kernel, *args, **kwargs)
-                found[path] = (x, kernel, y)
+                actual[path] = (x, kernel, y)
                 return y
 
             return dot_general
@@ -142,7 +144,7 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
         spec = dataclasses.replace(SPEC, n_layer=1, value_gain=gain)
         init, bind, *_ = functional(spec, dot_general=choose)
         bind(init(jax.random.key(0))).hidden(TOKENS[:, :16])
-        return found
+        return actual
 
     one, many = seen(1.0), seen(2.0**12)
     for path, factors in {
@@ -163,14 +165,14 @@ def keys(seed):
     return jax.random.split(jax.random.key(seed), len(TOKENS))
 
 
-@pytest.mark.parametrize("scan_layers", [True, whole(False)])
+@pytest.mark.parametrize("scan_layers", [True, slow(False)])
 def test_dropout_needs_a_key_and_follows_it(scan_layers):
     without = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, _, plain = compiled(without)
     _, _, logits = compiled(dataclasses.replace(without, dropout=0.5))
     tokens = TOKENS[:, :16]
-    one, again, two = (logits(params, tokens, None, keys(i)) for i in (1, 1, 2))
-    np.testing.assert_array_equal(one, again)
+    one, second, two = (logits(params, tokens, None, keys(i)) for i in (1, 1, 2))
+    np.testing.assert_array_equal(one, second)
     assert (one != two).any()
     np.testing.assert_array_equal(logits(params, tokens), plain(params, tokens))
     np.testing.assert_array_equal(
@@ -203,10 +205,10 @@ def test_dropout_differs_between_layers_and_places(monkeypatch):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_each_linear_layer_asks_for_its_dot_general_by_path(scan_layers):
-    asked, used = [], []
+    requests, used = [], []
 
     def choose(path):
-        asked.append(path)
+        requests.append(path)
 
         def dot_general(*args, **kwargs):
             used.append(path)
@@ -220,10 +222,10 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path(scan_layers):
     )
     layers = ["h.*"] if scan_layers else ["h.0", "h.1"]
     names = ["attn.c_attn", "attn.c_proj", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj"]
-    assert asked == [f"{layer}.{name}" for layer in layers for name in names]
+    assert requests == [f"{layer}.{name}" for layer in layers for name in names]
     graphdef, params = nnx.split(gpt2)
     jax.eval_shape(lambda p: nnx.merge(graphdef, p).hidden(TOKENS[:, :16]), params)
-    assert set(used) == set(asked)
+    assert set(used) == set(requests)
 
 
 def test_dense_layers_act_on_flattened_activations():

@@ -18,12 +18,12 @@ NUMBERS = st.floats(-50, 50, width=32)
     )
 )
 def test_sparsemax_is_the_projection_to_the_simplex(z):
-    found = sparsemax(z)
-    assert (found >= 0).all()
-    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-4)
+    actual = sparsemax(z)
+    assert (actual >= 0).all()
+    np.testing.assert_allclose(actual.sum(axis=1), 1, rtol=1e-4)
     # The conditions of optimality: all that is positive is equally far below z, the
     # rest no further.
-    for row, p in zip(z, found, strict=True):
+    for row, p in zip(z, actual, strict=True):
         distance = row - p
         threshold = distance[p > 0].mean()
         np.testing.assert_allclose(distance[p > 0], threshold, atol=1e-4)

@@ -70,16 +70,16 @@ def test_what_an_optimiser_keeps_of_a_parameter_has_its_role(transformation):
             strict=True,
         )
     )
-    found = [
+    actual = [
         (leaf.shape, role_of(model.roles, path))
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     ]
-    kernels = [(shape, role) for shape, role in found if len(shape) == 3]
+    kernels = [(shape, role) for shape, role in actual if len(shape) == 3]
     assert kernels
     assert all(role == by_shape[shape] for shape, role in kernels)
     # counts
-    assert [role for shape, role in found if shape == ()] == [None] * sum(
-        shape == () for shape, _ in found
+    assert [role for shape, role in actual if shape == ()] == [None] * sum(
+        shape == () for shape, _ in actual
     )
 
 
@@ -141,15 +141,15 @@ def names_of_models():
 def strings(path):
     """The string constants of a file that are not docstrings, the constant parts of
     f-strings among them."""
-    found = ast.parse(path.read_text())
+    actual = ast.parse(path.read_text())
     docs = {
         id(n.value)
-        for n in ast.walk(found)
+        for n in ast.walk(actual)
         if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
     }
     return {
         node.value
-        for node in ast.walk(found)
+        for node in ast.walk(actual)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and id(node) not in docs
@@ -162,15 +162,15 @@ def named_in(path, names):
 
     What follows `model.` is a key of the configuration.
     """
-    found = set()
+    actual = set()
     for text in strings(path):
         text = re.sub(r"\bmodel\.\w+", "", text)
-        found |= (
+        actual |= (
             {text}
             if text.isidentifier()
             else set(re.findall(r"(?<=\.)[A-Za-z_]\w*|[A-Za-z_]\w*(?=\.[\w*{])", text))
         )
-    return found & names
+    return actual & names
 
 
 def test_no_other_room_names_a_layer_or_a_leaf(tmp_path):
@@ -189,7 +189,9 @@ def test_no_other_room_names_a_layer_or_a_leaf(tmp_path):
     rooms = [p for p in (ROOT / "trainer").rglob("*.py") if "models" not in p.parts]
     files = [*rooms, *(ROOT / "scripts").glob("*.py")]
     assert {
-        str(p.relative_to(ROOT)): found for p in files if (found := named_in(p, names))
+        str(p.relative_to(ROOT)): actual
+        for p in files
+        if (actual := named_in(p, names))
     } == {}
     (tmp_path / "bad.py").write_text(
         '"""h.0."""\nx = path == "c_attn" or "h.{i}.mlp" in path or'

@@ -41,9 +41,9 @@ def test_logits_are_those_of_transformers(name):
     family, close = family_of(spec), 1e-5 * np.abs(expected).max()
     for scan in (False, True):
         model = family.build(dataclasses.replace(spec, scan_layers=scan))
-        own = family.stack_layers(params) if scan else params
-        found = jax.jit(lambda p, m=model: m.bind(p)(ids))(own)
-        np.testing.assert_allclose(found, expected, atol=close, rtol=0)
+        weights = family.stack_layers(params) if scan else params
+        actual = jax.jit(lambda p, m=model: m.bind(p)(ids))(weights)
+        np.testing.assert_allclose(actual, expected, atol=close, rtol=0)
 
         @jax.jit
         def decoded(p, model=model):
@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers(name):
             h_NxD = jnp.concatenate(parts, axis=1).reshape(-1, spec.d_model)
             return bound.logits(h_NxD).reshape(expected.shape)
 
-        np.testing.assert_allclose(decoded(own), expected, atol=close, rtol=0)
+        np.testing.assert_allclose(decoded(weights), expected, atol=close, rtol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,13 +109,15 @@ def test_olmo2_is_not_split_by_heads():
     ],
 )
 def test_parameter_counts_are_the_published_ones(preset, published):
-    own = OmegaConf.load(Path(CONFIGS, "model", f"{preset}.yaml"))
-    base = own.pop("defaults")[0].removeprefix("/").removesuffix("@_here_") + ".yaml"
+    weights = OmegaConf.load(Path(CONFIGS, "model", f"{preset}.yaml"))
+    base = (
+        weights.pop("defaults")[0].removeprefix("/").removesuffix("@_here_") + ".yaml"
+    )
     tree = OmegaConf.load(Path(CONFIGS, base))
     if "defaults" in tree:
         tree.pop("defaults")
         tree = OmegaConf.merge(OmegaConf.load(Path(CONFIGS, "base/llama.yaml")), tree)
-    keys = OmegaConf.to_container(OmegaConf.merge(tree, own))
+    keys = OmegaConf.to_container(OmegaConf.merge(tree, weights))
     cls = SPECS[keys["family"]]
     names = {field.name for field in dataclasses.fields(cls)}
     spec = from_tree(cls, {k: v for k, v in keys.items() if k in names})

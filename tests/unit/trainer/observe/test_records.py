@@ -42,10 +42,10 @@ def test_of_each_class_the_extremes_over_the_layers_are_left_and_zeros_set_none(
 def test_a_layer_that_is_not_a_number_is_not_hidden_by_the_others(order):
     lost = numerics("wte.embedding", -5, "NaN")  # as metrics.jsonl has it
     first, second = [lost, numerics("wpe.embedding", -5, 1.0)][::order]
-    found = without_layers(first | second)
+    actual = without_layers(first | second)
     assert (
-        str(found["numerics/weights/rms_min"])
-        == str(found["numerics/weights/rms_max"])
+        str(actual["numerics/weights/rms_min"])
+        == str(actual["numerics/weights/rms_max"])
         == "nan"
     )
-    assert found["numerics/weights/exponent_min"] == -5
+    assert actual["numerics/weights/exponent_min"] == -5

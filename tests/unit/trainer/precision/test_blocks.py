@@ -153,7 +153,7 @@ def test_blocks_lie_along_the_sum():
 def test_hadamard_cancels_in_the_product():
     x, g = spread((50, 24), 1, octaves=1), spread((50, 8), 2, octaves=1)
     exact = np.asarray(x, np.float64).T @ np.asarray(g, np.float64)
-    found = np.asarray(hadamard(x, 16), np.float64).T @ np.asarray(
+    actual = np.asarray(hadamard(x, 16), np.float64).T @ np.asarray(
         hadamard(g, 16), np.float64
     )
     # Each mixed number is a sum of 16 products, rounded once each.
@@ -163,7 +163,7 @@ def test_hadamard_cancels_in_the_product():
         * 2.0**-24
         * (np.abs(np.asarray(x)).sum() * np.abs(np.asarray(g)).max() * 4)
     )
-    np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=bound)
     # of which FP16 does not hold the sum, but what is left of it
     large = jnp.full((16, 1), 8000.0)
     np.testing.assert_allclose(

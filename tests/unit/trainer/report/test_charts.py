@@ -39,8 +39,8 @@ def svg(text):
     ],
 )
 def test_ticks_are_round_and_written_with_the_digits_they_need(low, high, expected):
-    found = ticks(low, high)
-    assert [tick_label(x, found[1] - found[0]) for x in found] == expected
+    actual = ticks(low, high)
+    assert [tick_label(x, actual[1] - actual[0]) for x in actual] == expected
 
 
 def test_a_median_over_a_window_leaves_out_what_is_not_finite_and_bears_spikes():
@@ -58,13 +58,13 @@ def test_a_median_over_a_window_leaves_out_what_is_not_finite_and_bears_spikes()
 def test_a_long_line_keeps_its_extremes_and_gaps():
     ys = [1.0 + 0.001 * (i % 7) for i in range(10_000)]
     ys[1234], ys[5678], ys[9000] = 50.0, -3.0, NAN
-    kept = thinned(range(10_000), ys)
-    assert len(kept) <= 1.6 * MOST_POINTS
-    assert [p for p in kept if not 0.9 < p[1] < 1.1 and p[1] == p[1]] == [
+    points = thinned(range(10_000), ys)
+    assert len(points) <= 1.6 * MOST_POINTS
+    assert [p for p in points if not 0.9 < p[1] < 1.1 and p[1] == p[1]] == [
         (1234, 50.0),
         (5678, -3.0),
     ]
-    assert len(list(stretches(kept))) == 2
+    assert len(list(stretches(points))) == 2
 
 
 def test_a_few_values_far_above_the_rest_are_cut_off_and_counted():
@@ -95,10 +95,10 @@ def test_a_chart_is_well_formed_whatever_the_names_and_draws_gaps_dots_and_marks
     text = chart_figure(
         Chart("T<", lines, "u&", [Mark(2, "step 2: <skipped>", "#f00")])
     )
-    found = svg(text)
-    assert len([p for p in found.findall("path") if p.get("class") is None]) == 2
-    assert len(found.findall("circle")) == 3
-    (mark,) = [line for line in found.findall("line") if line.get("class") == "mark"]
+    actual = svg(text)
+    assert len([p for p in actual.findall("path") if p.get("class") is None]) == 2
+    assert len(actual.findall("circle")) == 3
+    (mark,) = [line for line in actual.findall("line") if line.get("class") == "mark"]
     assert mark.find("title").text == "step 2: <skipped>"
     assert "&lt;a &amp; &quot;b&quot;&gt;" in text
 

@@ -113,10 +113,10 @@ def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
         optimizer={"lr": 1e-3},
         run_dir="s/6",
     )
-    found = overridden([History.read(sweep / name, name) for name in ("6", "3")])
-    assert found["optimizer.lr"] == ["0.001", "0.0003"]
-    assert "seed" not in found  # which is the same
-    assert found["train.steps"] == ["4", "2"]
+    actual = overridden([History.read(sweep / name, name) for name in ("6", "3")])
+    assert actual["optimizer.lr"] == ["0.001", "0.0003"]
+    assert "seed" not in actual  # which is the same
+    assert actual["train.steps"] == ["4", "2"]
 
 
 def test_a_group_is_called_by_its_choice_and_not_by_the_name_of_a_run(tmp_path):
@@ -132,8 +132,8 @@ def test_a_group_is_called_by_its_choice_and_not_by_the_name_of_a_run(tmp_path):
             run_dir=name,
             **groups,
         )
-    found = overridden([History.read(tmp_path / name, name) for name in ("a", "b")])
-    assert found == {"precision": ["fp32", "bf16"]}
+    actual = overridden([History.read(tmp_path / name, name) for name in ("a", "b")])
+    assert actual == {"precision": ["fp32", "bf16"]}
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -141,8 +141,8 @@ def test_patterns_may_be_absolute_and_numbers_are_in_their_order(
     sweep, relative, monkeypatch
 ):
     monkeypatch.chdir(sweep.parent)
-    found = directories("sweep/*" if relative else f"{sweep}/*")
-    assert [path.name for path in found] == [str(i) for i in range(12)]
+    actual = directories("sweep/*" if relative else f"{sweep}/*")
+    assert [path.name for path in actual] == [str(i) for i in range(12)]
     assert directories(f"{sweep}/3,{sweep}/1") == [sweep / "3", sweep / "1"]
     with pytest.raises(UserError, match="found 0 runs"):
         directories(str(sweep / "none*"))

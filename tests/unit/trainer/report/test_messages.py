@@ -37,8 +37,8 @@ def test_the_keys_that_were_changed_are_named_and_no_others():
         "schedule.min_ratio=0.2",
         "seed=1",
     ]
-    found = Restored(20, None, {"config": to_tree(before)})
-    (line,) = describe_change(compose_config(given), found)
+    actual = Restored(20, None, {"config": to_tree(before)})
+    (line,) = describe_change(compose_config(given), actual)
     lr, ratio = before.optimizer.lr, before.schedule.min_ratio
     assert (
         f"(optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}):" in line
@@ -57,8 +57,8 @@ def test_another_batch_size_says_which_data_come_next(tokens, said):
     keys = ["train.steps=40", "schedule=constant", "schedule.warmup_fraction=0"]
     before = compose_config([*keys, "train.batch_tokens=2048", "run_dir=a"])
     now = compose_config([*keys, f"train.batch_tokens={tokens}", "run_dir=b"])
-    found = Restored(20, None, {"config": to_tree(before)})
-    lines = describe_change(now, found)
+    actual = Restored(20, None, {"config": to_tree(before)})
+    lines = describe_change(now, actual)
     assert bool(lines) == (said is not None)
     assert all("(was 2,048): batches are counted in steps" in line for line in lines)
     assert all(str(said) in line for line in lines)

@@ -145,11 +145,11 @@ def test_what_underflow_takes_is_charted_as_a_share_of_the_rms_with_its_limit():
 
 
 def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
-    found = rows(FALLING)
-    found[9]["grad_norm"] = 3.0
+    actual = rows(FALLING)
+    actual[9]["grad_norm"] = 3.0
     pages = [
         render(
-            history(found, config=f"optimizer: {{clip_norm: {clip}}}"),
+            history(actual, config=f"optimizer: {{clip_norm: {clip}}}"),
             pictures={},
             sample="",
             environment="",
@@ -167,10 +167,10 @@ def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
 @pytest.fixture
 def run_dir(tmp_path):
     """Of a run with NaN, events, a picture, and what HTML must not take for its own."""
-    found = rows([*FALLING, float("nan")], {50: 3.5, 100: 1.6})
+    actual = rows([*FALLING, float("nan")], {50: 3.5, 100: 1.6})
     lines = [
         encode_row(row["step"], {k: v for k, v in row.items() if k != "step"})
-        for row in found
+        for row in actual
     ]
     lines.insert(
         40, encode_row(40, {"event": "step 40 skipped (<script>alert(1)</script>)"})
@@ -214,10 +214,10 @@ def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts
             encode_row(200, {"train/loss": 1.0, "tokens": 9} | tensor(underflow=0.125))
         )
         file.write(encode_row(201, {"train/loss": 1.0, "tokens": 9}))
-    found = History.read(run_dir)
-    assert found.numerics == [(200, tensor(underflow=0.125))]
-    assert found.line("numerics/activations/underflow_max").ys == [0.125]
-    assert found.facts == {"parameters": "2"}
+    actual = History.read(run_dir)
+    assert actual.numerics == [(200, tensor(underflow=0.125))]
+    assert actual.line("numerics/activations/underflow_max").ys == [0.125]
+    assert actual.facts == {"parameters": "2"}
 
 
 def test_a_directory_without_a_log_is_an_error(tmp_path):
@@ -256,20 +256,20 @@ def test_a_browser_shows_it(run_dir, tmp_path):
         text=True,
         timeout=120,
     )
-    found = json.loads(
+    actual = json.loads(
         re.search(r'data-found="([^"]*)"', done.stdout)[1].replace("&quot;", '"')
     )
     # loss, learning rate, gradient norm, throughput: no memory, no numerics recorded
-    assert len(found["charts"]) == 4
-    assert all(100 < height < 400 for height in found["charts"])
-    assert found["pictures"] == 0  # they are for readers without JavaScript
+    assert len(actual["charts"]) == 4
+    assert all(100 < height < 400 for height in actual["charts"])
+    assert actual["pictures"] == 0  # they are for readers without JavaScript
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert found["before"] == [last["step"]] * 4
-    assert found["tokens"] == [last["tokens"]] * 4 != found["before"]
-    assert found["scales"].count("LogScale") == 4
-    assert len(found["cards"]) == 3
-    assert max(found["cards"]) < 500
-    assert found["wide"] <= 1240
+    assert actual["before"] == [last["step"]] * 4
+    assert actual["tokens"] == [last["tokens"]] * 4 != actual["before"]
+    assert actual["scales"].count("LogScale") == 4
+    assert len(actual["cards"]) == 3
+    assert max(actual["cards"]) < 500
+    assert actual["wide"] <= 1240
 
 
 def test_runs_are_compared_in_a_table_that_names_what_differs(
@@ -297,10 +297,10 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
 
 
 def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_was_looked_for():
-    found = rows(FALLING)
-    bare = render(history(found), pictures={}, sample="", environment="")
-    found[49] |= {"sharpness/logits": 0.07, "sharpness/critical": 500.0}
-    page = render(history(found), pictures={}, sample="", environment="")
+    actual = rows(FALLING)
+    bare = render(history(actual), pictures={}, sample="", environment="")
+    actual[49] |= {"sharpness/logits": 0.07, "sharpness/critical": 500.0}
+    page = render(history(actual), pictures={}, sample="", environment="")
     for title in ("Sharpness of the logits", "Learning rate over the critical one"):
         figure = page[page.index(title) :].split("</figure>")[0]
         assert "not recorded" not in figure
@@ -311,11 +311,11 @@ def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_wa
 
 def test_lines_that_are_flat_by_design_have_no_chart():
     figures = {"underflow_max": 0.5, "saturated_max": 0.0, "exponent_max": 0.0}
-    found = rows(FALLING)
-    found[49] |= {f"numerics/weights/{name}": x for name, x in figures.items()}
+    actual = rows(FALLING)
+    actual[49] |= {f"numerics/weights/{name}": x for name, x in figures.items()}
     wide = "precision: {compute: fp32}"
     for config, shown in ((wide, False), ("precision: {compute: fp16}", True)):
-        past = history(found, config=config)
+        past = history(actual, config=config)
         page = render(past, pictures={}, sample="", environment="")
         assert ("<b>Underflow</b>" in page) == shown
         assert ("<b>Saturation</b>" in page) == shown

@@ -107,12 +107,12 @@ def test_what_begins_with_weights_is_judged_by_what_it_began_with(
 
 
 def test_the_course_of_a_fork_is_that_of_its_own_steps():
-    found = [
+    actual = [
         row | {"step": row["step"] + 900} for row in rows(LEVEL, {50: 3.0, 100: 2.1})
     ]
     assert (
         "Since step 950 it still fell by 30.0%"
-        in learning(history(found, **{"forked from": "a"})).text
+        in learning(history(actual, **{"forked from": "a"})).text
     )
 
 
@@ -202,10 +202,10 @@ def test_narrow_formats_that_nobody_looked_at_are_not_called_healthy(
 
 
 def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_the_text_was_read():
-    found = rows(FALLING, {100: 2.0})
-    found[-1] |= {"val/bits_per_byte": 2.5, "val/xz_bits_per_byte": 3.25}
+    actual = rows(FALLING, {100: 2.0})
+    actual[-1] |= {"val/bits_per_byte": 2.5, "val/xz_bits_per_byte": 3.25}
     facts = {"vocabulary": "1,000", "training tokens": "5,000"}
-    text = learning(history(found, **facts)).text
+    text = learning(history(actual, **facts)).text
     assert (
         "2.000 nats a token: 2.50 bits per byte, where raw text has 8 and the"
         " compressor xz" in text
@@ -216,7 +216,7 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     facts["training tokens"] = "10,000"
     assert (
         "It was read 1.0 times, which is hardly memorized: the texts differ."
-        in learning(history(found, **facts)).text
+        in learning(history(actual, **facts)).text
     )
 
 
@@ -260,17 +260,17 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
 def test_learning_its_training_text_alone_is_not_learning(
     value, bits, facts, grade, says
 ):
-    found = rows([12.0 - 0.08 * i for i in range(100)], {100: value})
-    found[-1]["val/bits_per_byte"] = bits
-    answer = learning(history(found, **facts))
+    actual = rows([12.0 - 0.08 * i for i in range(100)], {100: value})
+    actual[-1]["val/bits_per_byte"] = bits
+    answer = learning(history(actual, **facts))
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
 def test_what_was_validated_counts_not_what_there_was():
-    found, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
+    actual, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
     for batches, grade in ((1, FAIR), (16, GOOD)):
         config = f"train: {{final_eval_batches: {batches}, batch_tokens: 512}}"
-        assert learning(history(found, config=config, **facts)).grade == grade
+        assert learning(history(actual, config=config, **facts)).grade == grade
 
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
@@ -280,10 +280,10 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
         " use, not in training."
     )
     for losses in (FALLING, FALLING[::-1]):
-        found = History(
+        actual = History(
             "a run", rows(losses, {100: 2.0}), [], "", evaluation=evaluation
         )
-        assert learning(found).text.endswith(says)
+        assert learning(actual).text.endswith(says)
     later = History(
         "a run",
         rows([*FALLING, 1.0], {100: 2.0, 101: 1.9}),

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import META, abstract, bits, make_state, saved
-from families import whole
+from families import slow
 
 from trainer.errors import UserError
 from trainer.run.checkpoint import Checkpointer
@@ -110,7 +110,7 @@ for step in range(1, 1000):
 """
 
 
-@pytest.mark.parametrize("delay", [0.01, *(whole(delay) for delay in (0.0, 0.04))])
+@pytest.mark.parametrize("delay", [0.01, *(slow(delay) for delay in (0.0, 0.04))])
 def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
     tmp_path, open_checkpointer, delay
 ):
@@ -211,8 +211,8 @@ def test_reports_of_our_own_errors_are_not_hidden(tmp_path, monkeypatch):
         for coroutine in coroutines:
             report(object=coroutine)
             coroutine.close()
-    found = [report for report in seen if report.exc_value is error]
-    assert [(report.exc_traceback, report.object) for report in found] == [
+    actual = [report for report in seen if report.exc_value is error]
+    assert [(report.exc_traceback, report.object) for report in actual] == [
         (ours, None),
         (None, coroutines[1]),
     ]

@@ -275,8 +275,8 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(
     write_environment(tmp_path, {"parameters": "2"}, overrides)  # a resumed run
     text = (tmp_path / "environment.txt").read_text()
     assert text.startswith("damaged ")
-    found = environment()
-    assert text.count(f"jax: {found['jax']}\n") == 2
+    actual = environment()
+    assert text.count(f"jax: {actual['jax']}\n") == 2
     assert "devices: 8 x cpu (cpu)\n" in text
     assert "overrides: seed=1 x.password=(removed)\n" in text
     assert "XLA_FLAGS" in text

@@ -78,7 +78,7 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
     params = exported(tmp_path / "hf", SPECS[family], old)
     spec = dataclasses.replace(SPECS[family], vocab_size=data.tokenizer.vocab_size)
     like = initial(spec, 8)
-    found = weights_for_tokenizer(tmp_path / "hf", spec, data, method, 0, like)
+    actual = weights_for_tokenizer(tmp_path / "hf", spec, data, method, 0, like)
     tables = vocabulary_tables(spec)
     assert sum(jax.tree.leaves(tables)) == (2 if family == "untied" else 1)
 
@@ -103,7 +103,7 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
             made, np.asarray(fresh[data.tokenizer.tokens[b"the"]])
         )
 
-    jax.tree.map(compare, tables, found, params, like)
+    jax.tree.map(compare, tables, actual, params, like)
     line = describe_embeddings(tmp_path / "hf", data.tokenizer, method)
     assert (
         f"init.embeddings={method}: {'all 261' if method == 'random' else '259 of 261'}"
@@ -124,8 +124,8 @@ def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old
         vocabulary_tables(spec),
         initial(spec, 8),
     )
-    found = weights_for_tokenizer(tmp_path / "hf", spec, data, "mean", 0, like)
-    assert jax.tree.map(lambda x: (x.dtype, x.sharding), found) == jax.tree.map(
+    actual = weights_for_tokenizer(tmp_path / "hf", spec, data, "mean", 0, like)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), actual) == jax.tree.map(
         lambda x: (x.dtype, x.sharding), like
     )
 
@@ -196,7 +196,7 @@ def test_words_that_were_added_to_a_tokenizer_alone_have_no_rows(tmp_path, data,
         tree["added_tokens"][0] | {"id": 260, "content": "the", "special": False}
     )
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps(tree))
-    found = vocabulary_of(tmp_path / "hf")
-    assert (found.size, b"the" in found.tokens) == (260, False)
+    actual = vocabulary_of(tmp_path / "hf")
+    assert (actual.size, b"the" in actual.tokens) == (260, False)
     spec = dataclasses.replace(SPECS["untied"], vocab_size=data.tokenizer.vocab_size)
     weights_for_tokenizer(tmp_path / "hf", spec, data, "focus", 0, initial(spec, 8))

@@ -43,14 +43,14 @@ def stored(name, **changes):
 
 def fields(state):
     """Names and data formats of the scaled arrays of a state."""
-    found = set()
+    actual = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaled_array):
         if is_scaled_array(x):
             names = [
                 key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)
             ]
-            found.add((names[-1], str(x.data.dtype)))
-    return found
+            actual.add((names[-1], str(x.data.dtype)))
+    return actual
 
 
 @pytest.mark.parametrize(

@@ -46,15 +46,15 @@ def shown(run_dir):
         kept += [
             (event.step, value) for event in events for value in event.summary.value
         ]
-    found = {}
+    actual = {}
     for step, value in kept:
         content = value.simple_value if value.HasField("simple_value") else None
         if value.HasField("tensor"):
             content = value.tensor.string_val[0].decode()
         if value.HasField("image"):
             content = value.image
-        found.setdefault((value.tag, step), []).append(content)
-    return found
+        actual.setdefault((value.tag, step), []).append(content)
+    return actual
 
 
 def test_rows_events_samples_and_pictures_are_shown_once_each(tmp_path):
@@ -69,10 +69,10 @@ def test_rows_events_samples_and_pictures_are_shown_once_each(tmp_path):
     tracker.sample(1, "samples", "first\n# second")
     tracker.picture(1, "numerics/weights/picture", tmp_path / "a.png")
     tracker.finish()
-    found = shown(tmp_path)
-    image = found.pop(("numerics/weights/picture", 1))[0]
+    actual = shown(tmp_path)
+    image = actual.pop(("numerics/weights/picture", 1))[0]
     assert (image.width, image.height, image.encoded_image_string) == (1, 1, PNG)
-    assert found == {
+    assert actual == {
         ("train/loss", 1): [0.5],
         ("numerics/weights/rms_min", 1): [2.0],
         ("numerics/weights/rms_max", 1): [2.0],

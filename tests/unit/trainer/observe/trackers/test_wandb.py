@@ -106,7 +106,7 @@ def killed_thrice(tmp_path_factory):
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_wandb_holds_every_step_exactly_once_across_kills_and_resumes(killed_thrice):
     rows = [row for history in histories(killed_thrice) for row in history]
     assert Counter(row["_step"] for row in rows) == Counter(range(1, 901))
@@ -117,7 +117,7 @@ def test_wandb_holds_every_step_exactly_once_across_kills_and_resumes(killed_thr
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_steps_of_wandb_grow_from_file_to_file(killed_thrice):
     """Or a server would drop the later ones."""
     steps = [row["_step"] for history in histories(killed_thrice) for row in history]
@@ -126,7 +126,7 @@ def test_the_steps_of_wandb_grow_from_file_to_file(killed_thrice):
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_wandb_holds_every_text_and_event_once(killed_thrice):
     rows = [row for history in histories(killed_thrice) for row in history]
     assert {row["_step"]: row["events"] for row in rows if "events" in row} == {
@@ -138,7 +138,7 @@ def test_wandb_holds_every_text_and_event_once(killed_thrice):
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
     tracker = JsonlTracker()
     tracker.start(TrackerStart(tmp_path, 0, False, {}, None, None))
@@ -154,7 +154,7 @@ def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
     files = [
         path
@@ -167,7 +167,7 @@ def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_last_step_is_found_in_a_file_torn_anywhere(killed_thrice, tmp_path):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
     first = next(
@@ -272,7 +272,7 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.whole
+@pytest.mark.slow
 def test_an_alert_reaches_wandb(killed_thrice):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
     assert any(
