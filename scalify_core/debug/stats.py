@@ -149,11 +149,9 @@ def _rms(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 # A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, holds
 # figures: one row for the array, one for the array's gradient. So figures come out of
 # any differentiated function as gradients do, through scan (stacked over its steps),
-# remat and `scalify`:
-# def loss(params, slot): h = probe(layer(params), slot) ... grads, figures =
-# jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))
-# Under `scalify` they are figures of the data, in its format, and of the scale. Use a
-# slot in one probe only: the figures of two would be added.
+# remat and `scalify`, by `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))`. Under
+# `scalify` they are figures of the data, in its format, and of the scale. Use a slot in
+# one probe only: the figures of two would be added.
 
 FIGURES = ("exponent", "rms", "underflow", "saturated")  # of `stats.Summary`
 SLOT = (2, len(FIGURES))  # of the array and of its gradient

@@ -96,7 +96,7 @@ def reference_trace(fun: Callable, leaves: Sequence[Any]) -> Any:
             warnings.simplefilter("ignore")
             return trace_of(fun, list(map(aval_in_format, leaves)))
     # A trace of user code may raise anything for another dtype; the warning says what.
-    except Exception as error:  # whatever the function raises for another dtype
+    except Exception as error:
         raise TraceError(_reason(error)) from error
 
 
@@ -207,6 +207,7 @@ def _as_in(eqn: Any, reference: Any) -> Any:
         # jax.nn.dot_product_attention reads FP16.
         if not is_fp32 or any(map(_reads_less, precisions)):
             return eqn
+        # In a jaxpr of FP32 arrays only the precision can tell the product's dtype.
         return eqn.replace(params={**eqn.params, "precision": IN_FULL})
     pairs = zip(_inner_jaxprs(eqn), _inner_jaxprs(reference), strict=True)
     new: dict[str, list[Any]] = {}

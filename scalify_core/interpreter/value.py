@@ -88,21 +88,34 @@ class Value:
     """A scaled value inside the interpreter.
 
     It is a pytree whose static scale, expected RMS and dtype are part of its structure.
+    A function that makes a new one drops whatever it does not pass on.
+
+    Attributes:
+        data: narrow or FP32, without the scale.
+        dynamic: the run-time scale; None where it is static.
+        static: the scale where it is known while tracing.
+        expected_rms: of `data * factor`.
+        dtype: the format that the value is stored in.
+        factor: multiplies the data, and has not been multiplied in yet.
+        rms_correction: a further factor of the expected RMS; None: 1.
+        is_fill_value: whether it holds a constant that its format cannot represent, as
+            in `maximum(x, 1e-12)`: its data stays FP32.
+        scale_multiplier: the scale is `dynamic` times this.
+        pre_rescale: `PreRescale`; None: the value was not rescaled.
+        copies: where scales are measured, the copies that products read, by format and
+            parts.
     """
 
     data: Any
     dynamic: Any
     static: float | None
-    expected_rms: float  # of data * factor
+    expected_rms: float
     dtype: np.dtype
     factor: float
-    rms_correction: Any = None  # further factor of the expected RMS; None: 1
-    # Whether it holds a constant that its format cannot represent, as in
-    # `maximum(x, 1e-12)`: its data stays FP32.
+    rms_correction: Any = None
     is_fill_value: bool = False
-    scale_multiplier: float = 1.0  # the scale is `dynamic` times this
-    pre_rescale: Any = None  # `PreRescale`; None: the value was not rescaled
-    # Where scales are measured: the copies that products read, by format and parts.
+    scale_multiplier: float = 1.0
+    pre_rescale: Any = None
     copies: dict[tuple[str, Parts], Any] = dataclasses.field(default_factory=dict)
 
     @property

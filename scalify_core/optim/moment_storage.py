@@ -212,7 +212,8 @@ def _instead(
     """
     absent = [name for name in stored if name in missing]
     others = [name for name in has if name not in stored and name not in _NOT_OFFERED]
-    if not absent:  # of the user's own `relative_to`
+    # Only partners named in `relative_to` are missing: nothing to offer instead.
+    if not absent:
         return ""
     if not others:
         return f": leave {' and '.join(absent)} out" + (

@@ -40,9 +40,9 @@ from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, rms_of, rms
 
 Rounding = Literal["nearest", "stochastic"]
 
-# of the largest number of a parameter's data; smaller, and a run-time scale moves down
+# A run-time scale moves down when the largest element of the data is below this.
 LEAST = 2.0**-4
-# elements; the arithmetic of smaller arrays may be merged into kernels for many
+# Elements. Below this, XLA may merge the arithmetic of many arrays into one kernel.
 LARGE = 2**16
 # Parameters whose random words are one array: XLA merges kernels that read different
 # parts of one only below 1 KiB, and without that a model of 48 layers has 380 kernels

@@ -4,6 +4,10 @@ A power of two that all terms of a sum share can be multiplied in afterwards. So
 index along the axes of an operand that are not contracted may have its own scale. Each
 block of an axis that is split into groups may have one, too. The *parts* of an operand
 are the number of scales for each axis: 1, the number of groups, or the axis's size.
+
+The format of a product is decided in `policy._product` (16 bits or FP32), with what
+`reference_trace` found out about plain code (`IN_FULL`); FP8 in `ops.matmul`; under
+propagated scales in `rules.matmul`.
 """
 
 from __future__ import annotations

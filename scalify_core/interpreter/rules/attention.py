@@ -163,9 +163,6 @@ def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
 # Softmax. FP32 inside; of n probabilities the RMS is between 1/n and 1/sqrt(n).
 
 
-# Rules of softmax, the losses and the embedding.
-
-
 @composite_rule("softmax")
 def _softmax(call: Any, x: Value) -> Any:
     return on_values(call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)], x)

@@ -317,7 +317,7 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     if float(jnp.finfo(dtype).max) > sc.MAX_SCALE and not sc.near(
         [x.scale for x in values]
     ):
-        # The range of FP32 has room for all of them, but not below the largest.
+        # At the largest scale the smallest would leave FP32: one in between holds all.
         scale = sc.between([x.scale for x in values])
     constants = [
         c

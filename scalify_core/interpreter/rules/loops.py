@@ -44,21 +44,21 @@ def _loop(fun: Callable) -> Callable:
 
     @functools.wraps(fun)
     def rule(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-        token = _depth.set(_depth.get() + 1)
+        token = _loop_depth.set(_loop_depth.get() + 1)
         try:
             return fun(eqn, *_handed(operands), evaluate=evaluate)
         finally:
-            _depth.reset(token)
+            _loop_depth.reset(token)
 
     return rule
 
 
-_depth: ContextVar[int] = ContextVar("depth", default=0)  # of loops
+_loop_depth: ContextVar[int] = ContextVar("loop_depth", default=0)
 
 
 def _handed(operands: Sequence[Any]) -> Sequence[Any]:
     """Return the operands of a loop or iteration, coarse inside another loop."""
-    if _depth.get() > 1:
+    if _loop_depth.get() > 1:
         return list(map(coarse, operands))
     return operands
 
