@@ -45,8 +45,27 @@ def overview() -> str:
     )
 
 
+def open_streams() -> None:
+    """Open standard streams that the caller closed.
+
+    Otherwise the first files that are opened, a lock or a log, would take their
+    numbers, and error messages would be written into them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, number, mode in (
+        ("stdin", 0, "r"),
+        ("stdout", 1, "w"),
+        ("stderr", 2, "w"),
+    ):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def command() -> None:
     """Run the command that the arguments name, and exit with its code."""
+    open_streams()
     # Libraries swallow a KeyboardInterrupt that meets their import.
     signal.signal(signal.SIGINT, end_at_once)
     name, *arguments = sys.argv[1:] or ["train"]

@@ -23,8 +23,8 @@ PARTIAL = ".partial"  # ends the name of a file that is being written
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
 LOG_BYTES = 1 << 31  # of a file that grows with a run
-# A file of holes stands for gigabytes that nobody stored. Above TEXT_BYTES a file's
-# data may be this many times as long as what is stored of it.
+# A file of holes, or compressed zeros, stands for gigabytes that nobody stored. Above
+# TEXT_BYTES data may be this many times as long as what is stored of it.
 MOST_HOLES = 1000
 
 
@@ -232,6 +232,9 @@ def refuse_links(run_dir: Path) -> None:
                     " or choose another run_dir"
                 )
         if Path(folder) == run_dir:
+            # W&B keeps links of its own in wandb/.
+            if os.path.islink(os.path.join(folder, "wandb", "run_id")):
+                raise UserError(f"{folder}/wandb/run_id is a symbolic link; remove it")
             folders[:] = [name for name in folders if name in FOLDERS]
         check_files(Path(folder), files)
 

@@ -4,7 +4,9 @@ A run directory may come from somebody else: nothing is written through links in
 no cache that its configuration names is used.
 """
 
+import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from trainer.config.phases import phase_at
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError
-from trainer.files import refuse_links
+from trainer.files import read_file, refuse_links
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
@@ -102,8 +104,9 @@ def restore_training(
             parallel=parallel,
             diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))),
         )
-        with at_start_directory(without_own_cache(c, run_dir), run_dir) as c:
-            w = build_workload(c)
+        cache = own_cache()
+        with at_start_directory(c, run_dir) as c:
+            w = build_workload(without_saved_cache(c, meta["data"], cache))
         # Of the run's devices: which matmuls were in FP8 depends on it.
         model = w.model._replace(rows=meta.get("rows")).remade()
         w = w._replace(task=w.task._replace(model=model))
@@ -143,21 +146,37 @@ def chosen_step(checkpointer: Checkpointer, step: str) -> int | None:
     return best
 
 
-def without_own_cache(c: schema.Config, run_dir: Path) -> schema.Config:
-    """Replace a directory for prepared data that is inside the run directory by the
-    default.
+def without_saved_cache(
+    c: schema.Config, fingerprint: str, cache: Path
+) -> schema.Config:
+    """Replace the directory for prepared data of a saved configuration.
 
-    A stranger's configuration could name a private text; prepared there, it would
-    travel with the run.
+    A stranger's configuration could name a private text, to be prepared where the
+    stranger reads it. So the saved directory is only read: if it holds the data of the
+    run, they are opened there. Otherwise they are prepared in the user's own.
+
+    Args:
+      c: the configuration of a checkpoint.
+      fingerprint: of the data that it was trained on.
+      cache: the user's own directory for prepared data.
     """
-    cache = c.data.cache_dir
-    if cache is None or not Path(cache).expanduser().resolve().is_relative_to(
-        run_dir.resolve()
-    ):
-        return c
-    return dataclasses.replace(
-        c, data=dataclasses.replace(c.data, cache_dir=default_cache(DATA_CACHE))
-    )
+    data = dataclasses.replace(c.data, cache_dir=str(cache))
+    saved = Path(c.data.cache_dir or cache).expanduser()
+    for file in sorted(saved.glob("*/manifest.json")):
+        with contextlib.suppress(OSError, UserError, ValueError, TypeError, KeyError):
+            if json.loads(read_file(file))["fingerprint"] == fingerprint:
+                data = dataclasses.replace(
+                    data, source="prepared", prepared_dir=str(file.parent.absolute())
+                )
+                break
+    return dataclasses.replace(c, data=data)
+
+
+def own_cache() -> Path:
+    """Return the user's directory for prepared data, in the working directory."""
+    place = default_cache(DATA_CACHE)
+    assert place is not None
+    return Path(place).expanduser().absolute()
 
 
 def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:

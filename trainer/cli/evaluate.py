@@ -86,7 +86,7 @@ def main(args: Arguments) -> None:
 def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     """Print the loss in each precision, and write evaluation.json into the run."""
     from trainer.assembly.evaluation import evaluate, other_text, validation_text
-    from trainer.assembly.saved_model import restore_training
+    from trainer.assembly.saved_model import own_cache, restore_training
     from trainer.data import TextSource
 
     run_dir = Path(args.run_dir)
@@ -95,7 +95,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     most = args.batches or c.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
-        text = other_text(source, Path(c.data.cache_dir or run_dir), w, most)
+        text = other_text(source, own_cache(), w, most)
     else:
         text = validation_text(w, most)
     size = text.batches * w.data.val.batch_size * w.model.spec.context

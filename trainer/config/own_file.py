@@ -4,6 +4,7 @@ Its values are laid over the composed configuration as those of a continued run 
 none of its text is parsed as an override or interpolated.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def _read(
             )
         if key in groups and not isinstance(value, Mapping):
             if value is not None:
-                choices[key] = str(value)
+                choices[key] = _choice(path, key, value, groups[key])
         else:
             set_keys(tree, dict(flatten({key: value})))
     tree = renamed_keys(tree)
@@ -103,3 +104,16 @@ def _read(
             if names and names[0] is not None:
                 choices[group] = str(names[0])
     return choices, tree
+
+
+def _choice(path: Path, group: str, value: Any, valid: Sequence[str]) -> str:
+    """Return the choice of a group.
+
+    A word only: Hydra would resolve interpolations, and follow paths out of our groups.
+    """
+    if not re.fullmatch(r"\w+", str(value)):
+        raise UserError(
+            f"config={path}: {group}: {str(value)[:100]!r} is no choice;"
+            f" {nearest(str(value), list(valid))}"
+        )
+    return str(value)

@@ -255,7 +255,7 @@ class TrainPhase:
 @dataclass(frozen=True)
 class Train:
     steps: Positive
-    batch_tokens: Positive
+    batch_tokens: Annotated[int, at_least(1), at_most(2**30)]
     grad_accum_steps: Positive
     trainable: tuple[str, ...] | None
     phases: tuple[TrainPhase, ...] | None
@@ -293,7 +293,7 @@ class Sample:
     prompt: Annotated[str, Bound(bool, "a first word")]
     max_new_tokens: Annotated[int, at_least(0), at_most(MOST_NEW_TOKENS)]
     temperature: Amount
-    top_k: Natural
+    top_k: Annotated[int, at_least(0), at_most(2**31 - 1)]
     top_p: Annotated[
         float, Bound(lambda p: 0 < p <= 1, "more than 0, at most 1 (all tokens)")
     ]
@@ -303,7 +303,7 @@ class Sample:
 class WatchdogConfig:
     max_skips: Positive
     spike_zscore: Amount
-    spike_window: Annotated[int, at_least(2)]
+    spike_window: Annotated[int, at_least(2), at_most(10**6)]
     spike_steps: Annotated[int, at_least(2)]
     max_rollbacks: Natural
     stop_seconds: Amount

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import jax.numpy as jnp
 
-from trainer.bounds import Natural, Positive, annotations
+from trainer.bounds import Bound, Natural, Positive, annotations
 from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -34,6 +34,10 @@ class Fork:
     step: Natural
 
 
+# Sums of squares of larger ones leave FP64.
+Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
+
+
 @dataclass(frozen=True)
 class WatchdogState:
     """The fields of `Watchdog.state`."""
@@ -43,7 +47,7 @@ class WatchdogState:
     spikes: Natural = 0
     suspect_since: Natural | None = None
     rollbacks: Natural = 0
-    losses: tuple[float, ...] = ()
+    losses: tuple[Loss, ...] = ()
     failure: str | None = None
 
 
@@ -103,8 +107,8 @@ def checked(
                 if key in meta:
                     converted(hint, meta[key], key)
             row = meta.get("unfinished")
-            if row is not None and not is_row(json.loads(row)):
-                raise ValueError("its unfinished row is no row of metrics")
+            if row is not None and not _is_unfinished(json.loads(row)):
+                raise ValueError("its unfinished row is no row of a step")
             for name, leaf in leaves.items():
                 _check_leaf(name, leaf)
             result = Metadata(meta)
@@ -114,6 +118,10 @@ def checked(
         except UserError as error:
             raise UserError(f"{where}: {error}; {ADVICE}") from error
     return result, dict(leaves)
+
+
+def _is_unfinished(row: Any) -> bool:
+    return is_row(row) and isinstance(row.get("train/loss"), int | float)
 
 
 def _check_leaf(name: str, leaf: Any) -> None:

@@ -248,7 +248,8 @@ def choose_run_id(run_dir: Path, run_id: str | None) -> str:
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
     known = run_id or ""
-    if not known and file.is_file():
+    # Through a link any secret could become the id, which is public.
+    if not known and file.is_file() and not file.is_symlink():
         known = read_file(file).decode(errors="replace")
     if not RUN_ID.fullmatch(known):  # W&B uses it in a path
         known = uuid.uuid4().hex[:8]

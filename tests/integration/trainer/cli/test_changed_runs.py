@@ -1,6 +1,8 @@
 """A run whose files somebody changed is not continued, exported or sampled as if it were
 whole."""
 
+import dataclasses
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -10,10 +12,13 @@ import pytest
 import yaml
 
 from trainer.assembly import saved_model
-from trainer.cli import export
+from trainer.cli import evaluate, export
 from trainer.cli.train import main
+from trainer.config.composition import compose_config
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
+from trainer.files import refuse_links
+from trainer.observe.trackers.wandb import choose_run_id
 from trainer.run import initial_weights
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.vocabulary import vocabulary_of
@@ -71,3 +76,48 @@ def test_an_export_that_its_dtype_cannot_hold_is_refused(run_dir, monkeypatch):
     with pytest.raises(UserError, match=r"dtype=fp16: .* is not finite in it"):
         export.main(arguments)
     assert not Path("out").exists()
+
+
+def test_nothing_is_prepared_where_a_saved_configuration_says(tmp_path):
+    stranger, mine = tmp_path / "stranger", tmp_path / "mine"
+    c = compose_config(
+        ["data=text", "data.paths=[secret.txt]", f"data.cache_dir={stranger}"]
+    )
+    data = saved_model.without_saved_cache(c, "f1", mine).data
+    assert (data.source, data.cache_dir) == ("text", str(mine))
+    (stranger / "text-byte").mkdir(parents=True)
+    (stranger / "text-byte" / "manifest.json").write_text('{"fingerprint": "f1"}')
+    (stranger / "odd").mkdir()
+    (stranger / "odd" / "manifest.json").write_text("[")
+    data = saved_model.without_saved_cache(c, "f1", mine).data
+    assert (data.source, data.prepared_dir) == (
+        "prepared",
+        str(stranger / "text-byte"),
+    )
+
+
+def test_a_text_of_the_user_is_not_unpacked_inside_of_the_run(run_dir, monkeypatch):
+    restore = saved_model.restore_training
+
+    def without_cache(*args):
+        c, *rest = restore(*args)
+        data = dataclasses.replace(c.data, cache_dir=None)
+        return dataclasses.replace(c, data=data), *rest
+
+    monkeypatch.setattr(saved_model, "restore_training", without_cache)
+    Path("private.txt.gz").write_bytes(gzip.compress(b"private notes. " * 2000))
+    before = {path for path in run_dir.rglob("*") if "checkpoints" not in path.parts}
+    evaluate.main(evaluate.Arguments(str(run_dir), text="private.txt.gz", batches=1))
+    after = {path for path in run_dir.rglob("*") if "checkpoints" not in path.parts}
+    assert after - before == {run_dir / "evaluation_of_text.json"}
+
+
+def test_the_id_of_a_wandb_run_is_not_read_through_a_link(run_dir):
+    Path("token").write_text("hf_SECRET")
+    (run_dir / "wandb").mkdir()
+    (run_dir / "wandb" / "run_id").symlink_to(Path("token").absolute())
+    assert choose_run_id(run_dir, None) != "hf_SECRET"
+    (run_dir / "wandb" / "run_id").unlink()
+    (run_dir / "wandb" / "run_id").symlink_to(Path("token").absolute())
+    with pytest.raises(UserError, match="wandb/run_id is a symbolic link"):
+        refuse_links(run_dir)

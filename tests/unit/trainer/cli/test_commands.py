@@ -117,3 +117,17 @@ def test_help_and_mistyped_keys_need_no_jax():
         text=True,
     )
     assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_closed_standard_streams_do_not_become_files_of_the_run(tmp_path):
+    code = """
+import os, sys
+for number in (0, 1, 2):
+    os.close(number)
+from trainer.__main__ import open_streams
+open_streams()
+with open(sys.argv[1], "w") as file:
+    print(file.fileno() > 2, file=file)
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "log"], check=True)
+    assert (tmp_path / "log").read_text() == "True\n"

@@ -70,3 +70,10 @@ def test_a_missing_file_and_what_cannot_be_combined_are_refused(write, tmp_path)
         compose_config(["config=nowhere.yaml"])
     with pytest.raises(UserError, match="put experiment into the file"):
         compose_config([write("seed: 1"), "experiment=fishman"])
+
+
+@pytest.mark.parametrize("choice", ["${oc.env:HOME}", "../../../../tmp/evil", "a,b"])
+def test_a_choice_is_one_of_ours_and_nothing_that_hydra_resolves(write, choice):
+    with pytest.raises(UserError, match="is no choice; Valid") as error:
+        compose_config([write(f"optimizer: {choice!r}")])
+    assert "/root" not in str(error.value)

@@ -222,3 +222,11 @@ def test_a_step_that_does_not_exist_is_named_with_those_that_do(open_checkpointe
 def test_an_empty_directory_has_nothing_to_restore(open_checkpointer):
     with pytest.raises(UserError, match="no usable checkpoint"):
         open_checkpointer().restore(abstract(make_state()))
+
+
+def test_a_few_bytes_do_not_hold_more_than_there_is_memory(open_checkpointer):
+    state = {"w": jnp.zeros((2**14, 2**11), jnp.float32)}  # 128 MiB in some kilobytes
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    with pytest.raises(UserError, match=r"bytes are to hold 134,217,728 bytes"):
+        checkpointer.restore(abstract(state))

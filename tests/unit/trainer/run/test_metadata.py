@@ -34,3 +34,12 @@ def test_a_model_with_narrow_heads_and_mlp_is_read():
     wide = dataclasses.replace(NARROW, d_model=2**20, head_dim=2)
     with pytest.raises(UserError, match=r"width 1,048,576 .* have at least"):
         checked({"model": architecture(wide)}, arrays, "checkpoint 3")
+
+
+def test_numbers_that_no_run_writes_are_refused():
+    for odd in (
+        {"watchdog": {"losses": [1e308] * 300}},
+        {"unfinished": '{"step": 3, "a": 1}'},
+    ):
+        with pytest.raises(UserError, match="checkpoint 3"):
+            checked(odd, {}, "checkpoint 3")
