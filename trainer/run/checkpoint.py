@@ -32,9 +32,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
-from trainer.files import MOST_HOLES, TEXT_BYTES, check_files, well_formed
+from trainer.files import check_files, well_formed
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
-from trainer.run.metadata import ADVICE, checked, holds_loss
+from trainer.run.metadata import ADVICE, check_size, checked, holds_loss
 from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
 
 DAMAGED = "damaged"
@@ -367,7 +367,7 @@ class Checkpointer:
                 self._check_match(
                     candidate, wanted, manifest["leaves"], partial=partial
                 )
-                self._check_size(candidate, wanted)
+                check_size(self.directory / str(candidate), wanted)
                 return Restored(
                     candidate,
                     self._arrays(candidate, wanted, manifest["leaves"]),
@@ -515,19 +515,6 @@ class Checkpointer:
             current = as_current(manifest)
         meta, leaves = checked(current["meta"], current["leaves"], where)
         return current | {"meta": meta, "leaves": leaves}
-
-    def _check_size(self, step: int, wanted: Any) -> None:
-        """Refuse arrays that are out of proportion to what is stored: compressed zeros
-        of a small file can stand for more memory than there is.
-        """
-        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(wanted))
-        files = (self.directory / str(step)).rglob("*")
-        stored = sum(file.stat().st_size for file in files if file.is_file())
-        if needed > max(TEXT_BYTES, MOST_HOLES * stored):
-            raise UserError(
-                f"checkpoint {step} in {self.directory}: {stored:,} bytes are to hold"
-                f" {needed:,} bytes of arrays; {ADVICE}"
-            )
 
     def _check_match(
         self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
+import jax
 import jax.numpy as jnp
 
 from trainer.bounds import Bound, Natural, Positive, annotations
 from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import read_file, well_formed
+from trainer.files import MOST_HOLES, TEXT_BYTES, read_file, well_formed
 from trainer.models.registry import FIRST, SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
@@ -201,3 +202,21 @@ def holds_loss(folder: Path) -> bool:
     except (ValueError, AttributeError, RecursionError, FileNotFoundError):
         expected = loss
     return isinstance(loss, float) and loss == expected
+
+
+def check_size(folder: Path, wanted: Any) -> None:
+    """Refuse arrays that are out of proportion to what is stored of them.
+
+    Compressed zeros of a small file can stand for more memory than there is.
+
+    Args:
+      folder: of the checkpoint.
+      wanted: the tree of arrays, or of their shapes, to be restored.
+    """
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(wanted))
+    stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if needed > max(TEXT_BYTES, MOST_HOLES * stored):
+        raise UserError(
+            f"{folder}: {stored:,} bytes are to hold {needed:,} bytes of arrays;"
+            f" {ADVICE}"
+        )
