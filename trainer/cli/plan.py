@@ -2,8 +2,8 @@
 
     scalify-trainer plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8
 
-Takes the keys of training, and those below. The compiler of a machine with that GPU
-compiles the step; `pip install '.[plan]'` installs it.
+Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs on
+this machine; `pip install '.[plan]'` installs it.
 """
 
 import json
@@ -38,7 +38,7 @@ class Arguments:
         0,
     )
     micro_batch: int = argument(
-        "sequences of a device; 0: those of train.batch_tokens where that is given,"
+        "sequences of a device in one micro-batch; 0: as train.batch_tokens gives them,"
         " else 8",
         0,
     )
