@@ -2,8 +2,8 @@
 
     scalify-trainer plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8
 
-Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs on
-this machine; `pip install '.[plan]'` installs it.
+Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs
+on this machine; `pip install '.[plan]'` installs it.
 """
 
 import json
