@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.interpreter.measured.products import CALLS, IN_FULL, PRODUCTS
+from scalify_core.interpreter.measured.products import (
+    CALLS,
+    IN_FULL,
+    NARROW,
+    PRODUCTS,
+)
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import per_jaxpr
 from scalify_core.numerics.precision_warnings import PrecisionWarning
 
@@ -215,6 +221,11 @@ def _as_in(eqn: Any, reference: Any) -> Any:
     for (key, jaxpr), (_, other) in pairs:
         new.setdefault(key, []).append(with_fp32_products(jaxpr, other))
         changed |= new[key][-1] is not jaxpr
+    if eqn.primitive.name == "scan":
+        body, other = new["jaxpr"][0], reference.params["jaxpr"]
+        marked = _with_narrow_results(body, other)
+        new["jaxpr"] = [marked]
+        changed |= marked is not body
     if not changed:
         return eqn
     params = {
@@ -222,6 +233,22 @@ def _as_in(eqn: Any, reference: Any) -> Any:
         for key, jaxprs in new.items()
     }
     return eqn.replace(params={**eqn.params, **params})
+
+
+def _with_narrow_results(jaxpr: Any, reference: Any) -> Any:
+    """Return the body of a scan that names the results which are narrow in the
+    reference; see `narrow_results`.
+
+    Of bodies whose results have other shapes, as after a differentiation with other
+    residuals, none is named.
+    """
+    ours, theirs = ([x.aval for x in j.outvars] for j in (jaxpr, reference))
+    narrow = [x.dtype.itemsize < 4 and is_float(x) for x in theirs]
+    if not any(narrow) or [x.shape for x in ours] != [x.shape for x in theirs]:
+        return jaxpr
+    names = tuple(NARROW if is_narrow else "" for is_narrow in narrow)
+    info = jaxpr.debug_info._replace(result_paths=names)
+    return jaxpr.replace(debug_info=info)
 
 
 def dtypes_of_results(reference: Any) -> list[np.dtype | None]:

@@ -32,6 +32,7 @@ from scalify_core.interpreter.measured.products import (
     Reading,
     is_finer,
     is_narrow_product,
+    narrow_results,
     operand_readings,
     readings,
     reads_in,
@@ -146,6 +147,13 @@ def _stacks(
         if eqn.primitive.name == "scan":  # an iteration makes a slice
             reading = Reading(reading.must[1:], reading.may[1:])
         stacks.append(reading)
+    if eqn.primitive.name == "scan":
+        # What plain code has in FP32, by a cast or promotion, stays FP32.
+        narrow = narrow_results(eqn.params["jaxpr"])
+        return tuple(
+            reading if is_narrow else None
+            for reading, is_narrow in zip(stacks, narrow, strict=True)
+        )
     return tuple(stacks)
 
 

@@ -366,6 +366,22 @@ def is_narrow_product(eqn: Any) -> bool:
     return eqn.params["precision"] != IN_FULL and contracted_size(eqn) > 1
 
 
+# The name that a reference trace gives to a narrow result of a scan's body, in the
+# body's debug information: a jaxpr of FP32 arrays has no other place for it.
+NARROW = "fewer than 32 bits"
+
+
+def narrow_results(jaxpr: Any) -> tuple[bool, ...]:
+    """Return which results of a scan's body plain code has in fewer than 32 bits.
+
+    Those of a scan without products are not known: False.
+    """
+    names = jaxpr.debug_info.result_paths
+    if not isinstance(names, tuple) or len(names) != len(jaxpr.outvars):
+        return (False,) * len(jaxpr.outvars)
+    return tuple(name == NARROW for name in names)
+
+
 @per_jaxpr
 def reads_in(jaxpr: Any) -> dict[Any, Reading]:
     """Return how products in a jaxpr, and in its inner jaxprs, read its variables."""
