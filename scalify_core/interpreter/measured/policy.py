@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
@@ -108,6 +108,8 @@ def results(
     if eqn.primitive.name == "scalify_composite":
         return like_composite(eqn, *operands)
     if _means_its_dtype(eqn):
+        if eqn.primitive.name.startswith("scatter-"):
+            return in_float32(_with_wide_update(eqn), *operands)
         out = registry.as_traced_dtypes(eqn, *map(widened, operands))
         return [like(x, x.data) if isinstance(x, Value) else x for x in out]
     return in_float32(eqn, *operands)
@@ -155,6 +157,17 @@ def _stacks(
             for reading, is_narrow in zip(stacks, narrow, strict=True)
         )
     return tuple(stacks)
+
+
+def _with_wide_update(eqn: Any) -> Any:
+    """Return a scatter whose update, such as an addition, is of FP32 numbers.
+
+    The update is JAX's own and not the user's: behind a cast to 16 bits it would add up
+    logical numbers in them.
+    """
+    number = jax.ShapeDtypeStruct((), np.float32)
+    update = jax.make_jaxpr(jaxpr_as_fun(eqn.params["update_jaxpr"]))(number, number)
+    return eqn.replace(params={**eqn.params, "update_jaxpr": update})
 
 
 def _means_its_dtype(eqn: Any) -> bool:
