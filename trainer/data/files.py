@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import (
     Callable,
     Collection,
@@ -189,14 +190,18 @@ def format_of(path: Path, given: Format | None) -> Format:
 
 
 def begins_like_json_lines(path: Path) -> bool:
-    """Return whether the first line is a JSON object; false for a very long line."""
+    """Return whether a file begins with a JSON object, or with a list of objects."""
     try:
         with path.open("rb") as file:
-            line = file.readline(BLOCK)
+            start = file.read(BLOCK)
     except OSError:
         return False  # `read_through` reports it
-    if not line.startswith(b"{") or not line.endswith((b"}", b"}\n", b"}\r\n")):
-        return False
+    start = start.removeprefix(codecs.BOM_UTF8).lstrip()
+    if re.match(rb'\[\s*\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start):
+        return True
+    line, end, _ = start.partition(b"\n")
+    if not end and len(start) > BLOCK // 2:  # a first row that is not whole
+        return bool(re.match(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:', line))
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

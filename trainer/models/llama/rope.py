@@ -156,6 +156,16 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"rope_scaling={scaling!r} and rope_parameters={rope!r} contradict each"
             " other; leave one of them in"
         )
+    by_layer = [key for key, value in rope.items() if isinstance(value, dict)]
+    if by_layer:
+        raise UserError(
+            f"rope_parameters of {by_layer[0]!r} alone are not supported; valid: one"
+            " object for all layers"
+        )
+    # As transformers: the context before scaling at the top level goes first.
+    top_level = config.get("original_max_position_embeddings")
+    if top_level is not None:
+        rope = {**rope, "original_max_position_embeddings": top_level}
     settings = {**config, **rope}
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     # Up to the context that a config.json names, "dynamic" changes nothing.
@@ -173,9 +183,17 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
     if plain:
         return theta, None
-    others = [key for key in YARN_OTHERS if rope.get(key) not in (None, True)]
+    # 1.0 == True: only the boolean is transformers' default.
+    others = [
+        key
+        for key in YARN_OTHERS
+        if rope.get(key) is not None and rope[key] is not True
+    ]
     if kind == "yarn" and others:
-        raise UserError(f"{others[0]} of rope_type='yarn' is not supported; remove it")
+        raise UserError(
+            f"{others[0]}={rope[others[0]]} of rope_type='yarn' is not supported; it"
+            " changes what the model computes"
+        )
     fields: dict[str, Any] = {}
     for key, ours in KEYS[kind].items():
         if kind != "yarn" or rope.get(key) is not None:

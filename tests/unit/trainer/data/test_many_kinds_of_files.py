@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data import compressed
+from trainer.data import compressed, prepare
 from trainer.data.corpus import HubSource, TextSource, open_corpus
 from trainer.data.files import NoColumn, expand
 from trainer.errors import UserError
@@ -236,3 +236,26 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         UserError, match=r"a\.parquet: several columns are named 'text'"
     ):
         read(tmp_path, tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
+        b'\n\n{"text": "a"}\n',
+        b'{"text": "a"} \n{"text": "b"}\n',
+        b'[{"text": "a"}]',
+        b'[\n  {\n    "text": "a"\n  }\n]\n',
+        b'{"text": "' + b"a" * (1 << 22) + b'"}\n',
+    ],
+)
+def test_json_by_another_name_is_not_silently_text(tmp_path, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match="looks like JSON lines"):
+        prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("content", ["[1] A citation.\n", "{a set}\n", '["a"]\n'])
+def test_text_with_brackets_is_text(tmp_path, content):
+    (tmp_path / "a.txt").write_text(content * 99)
+    prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")

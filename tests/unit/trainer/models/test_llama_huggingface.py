@@ -279,7 +279,7 @@ def changed(**tensors):
         (
             {},
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}},
-            "mscale of rope_type='yarn' is not supported",
+            "mscale=0.7 of rope_type='yarn' is not supported",
         ),
         (
             {},

@@ -1,0 +1,41 @@
+"""Rotary settings of a config.json that readers take for others."""
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.models.llama.rope import rope_of
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale=1.0 .* is not supported"),
+        (
+            {"rope_scaling": {**YARN, "truncate": False}},
+            "truncate=False .* not supported",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 1e6}}},
+            "of 'full_attention' alone are not supported",
+        ),
+    ],
+)
+def test_what_would_be_another_function_is_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        rope_of({"max_position_embeddings": 128, **config})
+
+
+def test_the_context_before_scaling_may_stand_at_the_top():
+    config = {"max_position_embeddings": 131072, "rope_theta": 1e6}
+    top = {**config, "original_max_position_embeddings": 32768}
+    for original in ({}, {"original_max_position_embeddings": 8}):
+        _, scaling = rope_of({**top, "rope_scaling": YARN | original})
+        assert scaling.original_context == 32768
+    llama3 = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }  # fmt: skip
+    assert rope_of({**top, "rope_scaling": llama3})[1].original_context == 32768
+    assert rope_of({**config, "rope_scaling": {**YARN, "truncate": True}})[1]
