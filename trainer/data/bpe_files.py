@@ -25,6 +25,9 @@ from trainer.files import read_file
 PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 MOST_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
 
+# Classes of transformers, by their beginnings, that split words by GPT-2's pattern.
+WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
+
 TokenIds = dict[bytes, int]
 
 # GPT-2 spells printable bytes as themselves, and others as characters from U+0100 on.
@@ -86,7 +89,18 @@ def known_settings(name: str, ranks: TokenIds) -> dict[str, Any]:
 
 
 def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
-    """Return the encoding of a merges file, with the ids of `ids_path` if it exists."""
+    """Return the encoding of a merges file, with the ids of `ids_path` if it exists.
+
+    Its pattern of words is GPT-2's. Raises UserError for a tokenizer that has another.
+    """
+    settings = path.parent / "tokenizer_config.json"
+    kind = read_json(settings).get("tokenizer_class") if settings.is_file() else None
+    if isinstance(kind, str) and not kind.startswith(WITH_GPT2_PATTERN):
+        raise UserError(
+            f"{path.parent} has no tokenizer.json, and a {kind[:100]} may split words"
+            " otherwise than GPT-2: save it by transformers'"
+            " AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
     ids = {bytes([byte]): i for i, byte in enumerate(SPELLING)}
     lines = read(path).decode(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):

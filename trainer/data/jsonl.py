@@ -70,7 +70,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
     with path.open("rb") as file:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
-        read_rows = _rows_of_list if _is_list(file) else _rows_of_lines
+        read_rows = _rows_of_list if _is_list(file, column) else _rows_of_lines
         keys: dict[str, None] = {}  # of rows without the column
         has_column, number = start > 0, 0
         for row, place, after in read_rows(path, file, start):
@@ -135,10 +135,11 @@ def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
         yield row, partial("row {}".format, i), i
 
 
-def _is_list(file: BinaryIO) -> bool:
+def _is_list(file: BinaryIO, column: str) -> bool:
     """Return whether the file is one JSON value of rows; rewind the file.
 
-    A line that holds a list of other things than objects is a broken JSON line.
+    An object that has the column itself is a row, whatever lists it has. A line that
+    holds a list of other things than objects is a broken JSON line.
     """
     begin = file.tell()
     line = next((line for line in file if line.strip()), b"")
@@ -151,7 +152,8 @@ def _is_list(file: BinaryIO) -> bool:
         # Over several lines; a broken line of JSON lines ends as a line does.
         return line.lstrip().startswith(b"[") or not line.rstrip().endswith(b"}")
     if isinstance(value, dict):
-        return any(map(_is_rows, value.values())) and _is_last(file, line)
+        has_rows = column not in value and any(map(_is_rows, value.values()))
+        return has_rows and _is_last(file, line)
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 

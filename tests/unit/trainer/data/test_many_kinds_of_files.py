@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data import compressed, prepare
+from trainer.data import compressed, get_tokenizer, prepare
 from trainer.data.corpus import HubSource, TextSource, open_corpus
 from trainer.data.files import NoColumn, expand
 from trainer.errors import UserError
@@ -259,3 +259,20 @@ def test_json_by_another_name_is_not_silently_text(tmp_path, content):
 def test_text_with_brackets_is_text(tmp_path, content):
     (tmp_path / "a.txt").write_text(content * 99)
     prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")
+
+
+def test_a_row_with_a_list_of_objects_is_a_row(tmp_path):
+    row = {"text": "the document", "notes": [{"text": "a note"}, {"text": "more"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    corpus = open_corpus(TextSource((str(tmp_path / "a.jsonl"),)), tmp_path / "cache")
+    texts = [text for rows in corpus.read(None) for text in rows.texts]
+    assert texts == ["the document"]
+
+
+def test_merges_of_another_pattern_are_not_gpt2_s(tmp_path):
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer"}'
+    )
+    with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
+        get_tokenizer(str(tmp_path))
