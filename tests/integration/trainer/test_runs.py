@@ -85,7 +85,7 @@ from trainer.run.checkpoint import Checkpointer
         (["run_dir=new", "parallel.data=9"], ["parallel.data=9", "8 devices"]),
         (
             ["run_dir=new", "parallel.data=3"],
-            ["16 sequences", "3 devices", "train.batch_tokens"],
+            ["16 sequences", "3 parts", "train.batch_tokens"],
         ),
         (
             ["run_dir=new", "parallel.distributed=true"],

@@ -280,8 +280,7 @@ def test_clipping_by_the_global_norm_compiles_to_a_program_in_proportion_to_the_
     assert instructions(16) < 3 * instructions(8)
 
 
-def test_scales_of_results_are_multiplied_out_together():
-    """One by one, each would be a kernel on a GPU."""
+def test_scales_of_results_are_multiplied_out():
     powers = [i for i in range(-20, 21) if i != 0]
     f = scalify(
         lambda x, y, z: [v * 2.0**i for v in (x, y) for i in powers] + [z * 2.0, x]
@@ -296,12 +295,6 @@ def test_scales_of_results_are_multiplied_out_together():
     ]
     assert all(out.data.tolist() == [1] * 4 for out in multiples)
     assert (static.scale, float(same.scale)) == (2.0**-2, 2.0**9)
-    text = jax.jit(f).lower(x, y, static).as_text()
-    assert re.findall(r"stablehlo.clamp .*tensor<(\w*f32)>", text)[:2] == [
-        "64xf32",
-        "16xf32",
-    ]
-    assert not re.search(r"stablehlo.clamp .*tensor<f32>", text)
 
 
 def test_scales_of_results_that_have_nothing_in_common_stay_apart():

@@ -39,7 +39,7 @@ def test_values_have_the_types_of_their_fields_and_may_hold_any_text():
         (["run_dir=a", "top_p=half"], r"top_p=half: expected a number"),
         (
             ["run_dir=a", "seed=1", "run_dir=b"],
-            r"run_dir=a and run_dir=b: .* give run_dir once, in quotes if",
+            r"run_dir=a and run_dir=b: .* give run_dir once. If the shell",
         ),
         (["--run_dir", "a"], "--run_dir a: arguments are key=value; use run_dir=a"),
     ],
