@@ -168,7 +168,9 @@ def register_flax() -> None:
 
     def from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
         scale = state["scale"]
-        return ScaledArray(state["data"], float(scale) if target.is_static else scale)
+        # A scale in NumPy would be static.
+        new = float(scale) if target.is_static else jnp.asarray(scale)
+        return ScaledArray(state["data"], new)
 
     serialization.register_serialization_state(
         ScaledArray, to_state, from_state, override=True
