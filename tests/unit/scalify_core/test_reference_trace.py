@@ -269,7 +269,9 @@ def test_what_plain_code_has_in_fp32_by_promotion_is_fp32(name):
 def test_logits_of_attention_that_are_float32_as_a_result_read_the_format(name):
     def attention(x, w):
         q, k, v = (y.reshape(1, 8, 2, 8) for y in (x @ w, jnp.tanh(x @ w), x))
-        return jnp.sum(jax.nn.dot_product_attention(q, k, v).astype(F32))
+        # Of a bare sum the gradient would be a plain FP32 matrix, whose product by a
+        # computed value is FP32.
+        return jnp.sum(jnp.sin(jax.nn.dot_product_attention(q, k, v).astype(F32)))
 
     x, w = operands("matmul", HALF)
     fun = attention if name == "forward" else jax.grad(attention, (0, 1))
