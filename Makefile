@@ -2,7 +2,7 @@
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
 #   make test                       unit, integration and a few of e2e, in some nine minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
-#   make mutants                    how many planted faults the tests catch; hours, and goes on where it was
+#   make mutants                    how many planted faults the tests catch; hours, resumable
 #   make docs                       this documentation as a site, in site/
 #   make docker-check               the Dockerfile, by hadolint
 

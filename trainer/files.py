@@ -20,7 +20,7 @@ import yaml
 from trainer.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
-MOST_BRACKETS = 2000  # of a configuration
+MOST_BRACKETS = 2000  # of a configuration: nested ones take seconds to parse
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
 LOG_BYTES = 1 << 31  # of a file that grows with a run
@@ -93,7 +93,7 @@ def parse_yaml(text: str) -> Any:
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"more than {YAML_BYTES} characters")
-    if text.count("[") + text.count("{") > MOST_BRACKETS:  # seconds for each
+    if text.count("[") + text.count("{") > MOST_BRACKETS:
         raise ValueError("nested too deep")
     try:
         return yaml.load(text, _PlainLoader)

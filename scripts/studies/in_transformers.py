@@ -25,16 +25,23 @@ def greedy(
     """Return the greedy continuation of each prompt."""
     continuations = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens,
-            do_sample=False,
-        )
+        out = generate(model, torch.tensor([prompt]), max_new_tokens)
         continuations.append(out[0, len(prompt) :].tolist())
     return continuations
+
+
+def generate(
+    model: Any, ids: torch.Tensor, max_new_tokens: int, **options: bool
+) -> Any:
+    """Return what `model.generate` makes of a prompt, greedily and in full length."""
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,
+        do_sample=False,
+        **options,
+    )
 
 
 def greedy_texts(
@@ -48,17 +55,15 @@ def greedy_texts(
     out, margins = [], []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt").input_ids
-        found = model.generate(
+        result = generate(
+            model,
             ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens,
-            do_sample=False,
+            max_new_tokens,
             output_logits=True,
             return_dict_in_generate=True,
         )
-        out.append(tokenizer.decode(found.sequences[0]))
-        for logits in found.logits:
+        out.append(tokenizer.decode(result.sequences[0]))
+        for logits in result.logits:
             first, second = logits[0].topk(2).values.tolist()
             margins.append(first - second)
     versions = {m.__name__: m.__version__ for m in (torch, transformers)}

@@ -46,13 +46,13 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
     Raises:
       UserError: the texts that it inserts are too long, or a pattern is too slow.
     """
-    found = [
+    pairs = [
         pair
         for part in (*(tree.get(name) for name in PARTS), tree.get("model"))
         for pair in texts_in(part)
     ]
-    lengths = [len(text) for key, text in found if key in INSERTED]
-    lengths += [longest_in(text) for key, text in found if key == CHARSMAP]
+    lengths = [len(text) for key, text in pairs if key in INSERTED]
+    lengths += [longest_in(text) for key, text in pairs if key == CHARSMAP]
     growth = prod(max(1, length) for length in lengths)
     if growth > MOST_GROWTH:
         raise UserError(
@@ -60,7 +60,7 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
             f" {MOST_GROWTH} are expected; download it from its author, or choose"
             " another tokenizer"
         )
-    for key, text in found:
+    for key, text in pairs:
         if key == "Regex":
             check_pattern(path, text)
 
@@ -81,13 +81,13 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
         return [pair for inner in part for pair in texts_in(inner)]
     if not isinstance(part, dict):
         return []
-    found = []
+    pairs = []
     for key, value in part.items():
         if isinstance(value, str):
-            found.append((key, value))
+            pairs.append((key, value))
         elif key not in ("vocab", "merges"):
-            found += texts_in(value)
-    return found
+            pairs += texts_in(value)
+    return pairs
 
 
 @dataclass

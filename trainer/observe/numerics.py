@@ -174,9 +174,9 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     if last in SIDES:
         forward, backward = operand_formats(model, path, last)
         is_cast = (forward if kind == "activations" else backward) is not None
-        own = policy.compute
+        stored_format = policy.compute
     else:
-        own = policy.weights
+        stored_format = policy.weights
         is_narrow = model.is_narrow(named(model.roles).get(layer))
         is_cast = is_narrow and policy.forward is not None
         if kind == "weights":
@@ -187,7 +187,7 @@ def format_name(model: Model, kind: str, layer: str) -> str:
         "activation_gradients": policy.backward,
         "weight_gradients": policy.weight_grad,
     }
-    return str(cast[kind] if is_cast else own)
+    return str(cast[kind] if is_cast else stored_format)
 
 
 def attach(model: Model, bound: Any, slots: Slots) -> Any:
