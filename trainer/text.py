@@ -100,9 +100,13 @@ def note(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def show(text: str) -> None:
-    """Print a text that may hold anybody's data: unchanged, except to a terminal."""
-    print(printable(text) if sys.stdout.isatty() else text, flush=True)
+def show(text: str, end: str = "\n") -> None:
+    """Print an answer on standard output, which may hold anybody's data.
+
+    To a terminal it goes without control characters, elsewhere unchanged.
+    """
+    shown = printable(text) if sys.stdout.isatty() else text
+    print(shown, end=end, flush=True)
 
 
 def program_command() -> str:

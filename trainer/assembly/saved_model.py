@@ -7,7 +7,6 @@ no cache that its configuration names is used.
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.metadata import saved_config
 from trainer.run.start import check_finite
 from trainer.step.state import from_stored
+from trainer.text import note
 from trainer.workload import Workload, abstract_state
 
 
@@ -205,7 +205,7 @@ def keep_compiled(c: schema.Config) -> None:
         None if c.compile_cache is None else default_cache(COMPILED)
     )
     if warning is not None:
-        print(warning, file=sys.stderr)
+        note(warning)
 
 
 def checkpoints_of(run_dir: Path) -> Checkpointer:

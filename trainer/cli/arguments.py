@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from trainer.errors import UserError, complain, run_and_flush
-from trainer.text import nearest, refuse_twice
+from trainer.text import nearest, refuse_twice, show
 
 HELP_WIDTH = 79
 LEFT = 26  # columns of the keys in it
@@ -212,7 +212,7 @@ def run[T](
     `program` and `about` are shown by `--help`.
     """
     if asks_for_help(argv):
-        return answer(lambda: print(usage(cls, program, about)))
+        return answer(lambda: show(usage(cls, program, about)))
     return answer(lambda: main(read(cls, argv)))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import argument, at_least, run
 from trainer.files import write_text
+from trainer.text import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +58,9 @@ def main(arguments: Arguments) -> None:
     )
     path = run_dir / "precision_bisect.json"
     write_text(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
-    print(report(findings, arguments.top))
-    print(advice(findings))
-    print(f"all findings: {path}")
+    show(report(findings, arguments.top))
+    show(advice(findings))
+    show(f"all findings: {path}")
 
 
 def command(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from trainer.cli.arguments import (
 from trainer.config.composition import is_override
 from trainer.config.reference import Group, reference
 from trainer.errors import UserError
-from trainer.text import refuse_twice
+from trainer.text import refuse_twice, show
 
 CONFIG = "config"  # config=FILE, which is no key of the schema
 
@@ -46,19 +46,19 @@ def run_composing[T](
         arguments, overrides = split_arguments(cls, argv, only)
         main(arguments, overrides)
 
-    def show() -> None:
-        print(f"usage: {program} [key=value ...] [group=choice ...]\n")
-        print(wrapped(about))
-        print("\n" + "\n".join(own_keys(cls)))
+    def show_help() -> None:
+        show(f"usage: {program} [key=value ...] [group=choice ...]\n")
+        show(wrapped(about))
+        show("\n" + "\n".join(own_keys(cls)))
         overrides = [
             text
             for text in argv
             if is_override(text) and key_of(text) not in command_keys
         ]
-        print("\n" + "\n".join(explained(overrides, only)))
+        show("\n" + "\n".join(explained(overrides, only)))
 
     command_keys = names_of(cls)
-    return answer(show if asks_for_help(argv) else call)
+    return answer(show_help if asks_for_help(argv) else call)
 
 
 def split_arguments[T](

@@ -24,6 +24,7 @@ from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import finite, write_text
 from trainer.precision.policy import Policy
+from trainer.text import show
 
 if TYPE_CHECKING:
     from trainer.assembly.evaluation import Result
@@ -100,12 +101,11 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         text = validation_text(w, most)
     size = text.batches * w.data.val.batch_size * w.model.spec.context
     where = f"; {args.text}" if args.text else ""
-    print(
+    show(
         f"{run_dir}: {c.precision.name}, step {restored.step:,}{where}; {text.batches}"
-        f" batches, {size:,} tokens",
-        flush=True,
+        f" batches, {size:,} tokens"
     )
-    print(
+    show(
         f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"
         f" {'in %':>8}"
     )
@@ -113,11 +113,11 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     accum = c.train.grad_accum_steps
     for result in evaluate(w.task, restored.state, others, text, accum):
         results.append(result)
-        print(table_row(result, results[0].loss), flush=True)
+        show(table_row(result, results[0].loss))
     for name, other in others.items():
         if other.model.policy.forward and not other.model.narrow:
             why = next(iter(other.model.skipped.values()))
-            print(
+            show(
                 f"{name}: none of the model's matmuls is in"
                 f" {other.model.policy.forward}: {why}"
             )
@@ -128,7 +128,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     if args.text:
         document["text"] = args.text
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    print(f"all digits: {path}")
+    show(f"all digits: {path}")
 
 
 def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
@@ -150,12 +150,11 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     tasks = choose(
         split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot
     )
-    print(
+    show(
         f"{run_dir}: {c.precision.name}, step {restored.step:,};"
         f" {', '.join(split(args.tasks))}",
-        flush=True,
     )
-    print(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
+    show(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
     results = []
     for name, scores in evaluate_tasks(w, restored.state, policies, tasks, args.batch):
         rows: dict[str, dict[str, Any]] = {}
@@ -163,10 +162,9 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
             rows[task_name] = {}
             for metric, score in metrics.items():
                 error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
-                print(
+                show(
                     f"{name:<32} {task_name:<24} {metric:<20} {score.value:>10.4f}"
                     f"{error}",
-                    flush=True,
                 )
                 rows[task_name][metric] = finite(score._asdict())
         results.append({"precision": name, "tasks": rows})
@@ -182,10 +180,10 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
         "results": results,
     }
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    print(f"all digits: {path}")
+    show(f"all digits: {path}")
     if files:
         same = f"--include_path {folder} --tasks {','.join(tasks.items)}"
-        print(
+        show(
             "the same for an export: lm_eval --model hf --model_args pretrained=EXPORT"
             f" {same}"
         )

@@ -21,6 +21,7 @@ from trainer.cli.composing import run_composing
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import write_text
+from trainer.text import show
 
 if TYPE_CHECKING:
     import jax
@@ -135,9 +136,9 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     if arguments.out:
         # Before printing, which a broken pipe may end.
         write(out, explained)
-    print(explained.text(arguments.top))
+    show(explained.text(arguments.top))
     if arguments.out:
-        print(f"\nall rows: {out}")
+        show(f"\nall rows: {out}")
 
 
 def command(argv: Sequence[str]) -> int:

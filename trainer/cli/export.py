@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from trainer.cli.arguments import STEP, argument, run
 from trainer.errors import UserError
 from trainer.files import read_mapping, write_text
+from trainer.text import show
 from trainer.version import __version__
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ def main(args: Arguments) -> None:
         "README.md",
         *(path.name for path in others),
     ]
-    print(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
-    print(
+    show(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
+    show(
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         " transformers.AutoTokenizer likewise"
     )

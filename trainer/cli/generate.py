@@ -63,7 +63,7 @@ def typed_lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     while True:
         if is_terminal:
-            print("prompt> ", end="", file=sys.stderr, flush=True)
+            print("prompt> ", end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.readline()
         if not line or (is_terminal and not line.strip()):
             return

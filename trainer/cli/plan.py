@@ -18,7 +18,7 @@ from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
-from trainer.text import note
+from trainer.text import note, show
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
@@ -63,7 +63,7 @@ class Arguments:
 def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Print the plan."""
     if args.json:
-        print(json.dumps(make_plan(args, overrides).as_json(), indent=1))
+        show(json.dumps(make_plan(args, overrides).as_json(), indent=1))
         return
     # The first figures come while the rest is compiled.
     plan = make_plan(args, overrides, lambda plan: print_lines(lines_of(plan)))
@@ -75,7 +75,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines at once, also into a pipe."""
     if lines:
-        print("\n".join(lines), flush=True)
+        show("\n".join(lines))
 
 
 def plan_of(argv: Sequence[str]) -> "Plan":

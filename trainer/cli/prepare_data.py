@@ -13,7 +13,6 @@ data.prepared_dir=DIRECTORY. After an interruption the same command continues.
 """
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from trainer.config.composition import compose_config
 from trainer.config.schema import Data
 from trainer.data import Manifest
 from trainer.errors import UserError
+from trainer.text import note, show
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
         manifest = Manifest.load(Path(args.verify), thorough=True)
     else:
         manifest = prepared(text_settings(overrides))
-    print("\n".join(describe(manifest)))
+    show("\n".join(describe(manifest)))
 
 
 def prepared(c: Data) -> Manifest:
@@ -105,5 +105,5 @@ def command(argv: Sequence[str]) -> int:
     try:
         return run_composing(Arguments, name, __doc__ or "", main, argv, only="data")
     except KeyboardInterrupt:
-        print("stopped; re-run the same command to continue", file=sys.stderr)
+        note("stopped; re-run the same command to continue")
         return 130

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import argument, run
+from trainer.text import show
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ def main(args: Arguments) -> None:
     """Write the report, and print its path."""
     from trainer.report.page import write_report
 
-    print(write_report(Path(args.run_dir)))
+    show(str(write_report(Path(args.run_dir))))
 
 
 def command(argv: Sequence[str]) -> int:

@@ -56,7 +56,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError, broken_pipe_code, complain, leave
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY, NOTHING_TRAINED
-from trainer.text import refuse_twice
+from trainer.text import refuse_twice, show
 
 # Hydra's, which stay as they are.
 FLAGS = (
@@ -127,7 +127,7 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     used = dict(flatten(to_tree(config)))
     for key, value in line.not_taken.items():
         if value != used.get(key):
-            print(
+            show(
                 f"{key}={value} of that run is ignored, because a run directory may"
                 f" come from others; give {key}= to use it"
             )
@@ -191,9 +191,8 @@ def announce(job: Job, number: int, sweep: Sweep) -> None:
     """Print which job of a sweep starts."""
     # An interval's jobs cannot be counted in advance.
     count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
-    print(
+    show(
         f"\njob {number}{count}: {' '.join(job.settings)}, in {job.run_dir}",
-        flush=True,
     )
 
 
@@ -206,10 +205,10 @@ def report_sweep(jobs: Sequence[Job]) -> None:
     run_dirs = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
     if len(run_dirs) > 1:
         lines = write_comparison(run_dirs, run_dirs[0].parent / "sweep.html")
-        print("\n".join(["", *lines]))
+        show("\n".join(["", *lines]))
     for job in jobs:
         if job.exit_code:
-            print(
+            show(
                 f"{job.run_dir} ({' '.join(job.settings)}) ended with exit code"
                 f" {job.exit_code}"
             )
@@ -242,7 +241,7 @@ def main(argv: list[str]) -> int:
         return 2
     if line.saved and prints_configuration(argv):
         # Hydra would print it without the saved settings.
-        print(resolved_yaml(line), end="")
+        show(resolved_yaml(line), end="")
         return 0
     jobs: list[Job] = []
     given_keys = {override_key(argument) for argument in long_forms(argv)}
@@ -256,7 +255,7 @@ def main(argv: list[str]) -> int:
         if not jobs and in_sweep():
             tracker = with_saved(tree, line.saved)["tracker"]
             if tracker["kind"] == "none":
-                print(NO_BEST, flush=True)
+                show(NO_BEST)
         this = Job(Path(HydraConfig.get().runtime.output_dir), overrides_of(sweep.keys))
         jobs.append(this)
         if in_sweep() and this.settings:
@@ -332,9 +331,9 @@ def show_help(argv: Sequence[str]) -> None:
     """Explain every key, with the values that the arguments give it."""
     overrides = [text for text in argv if is_override(text)]
     lines = explained(overrides)
-    print("usage: scalify-trainer [train] [group=choice ...] [key=value ...]\n")
-    print(f"{wrapped(__doc__ or '')}\n")
-    print("\n".join(lines))
+    show("usage: scalify-trainer [train] [group=choice ...] [key=value ...]\n")
+    show(f"{wrapped(__doc__ or '')}\n")
+    show("\n".join(lines))
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:

@@ -31,6 +31,7 @@ from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
 from trainer.errors import UserError
+from trainer.text import note, show
 
 END = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document
@@ -153,8 +154,8 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     fewer = ""
     if tokenizer.vocab_size < args.vocab_size:
         fewer = ": the text has no more pairs"
-    print(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
-    print(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
+    show(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
+    show(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
 
 
 def command(argv: Sequence[str]) -> int:
@@ -165,5 +166,5 @@ def command(argv: Sequence[str]) -> int:
     try:
         return run_composing(Arguments, name, __doc__ or "", main, argv, only="data")
     except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
+        note("stopped; nothing was written")
         return 130

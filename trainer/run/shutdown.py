@@ -205,7 +205,8 @@ class Guard:
                 self._run_dir / "hang.txt", "w", encoding="utf-8", opener=no_follow
             ) as file,
         ):
-            print(text, file=file, flush=True)
+            file.write(text + "\n")
+            file.flush()
             faulthandler.dump_traceback(file)
         # The report may hang on the same file system: it gets two seconds.
         last_words = threading.Thread(target=self._tell, args=(text,), daemon=True)
