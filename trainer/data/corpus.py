@@ -9,9 +9,11 @@ import glob
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -355,6 +357,7 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
             f"streaming {source.name} needs an end: set data.max_documents or"
             " data.max_tokens"
         )
+    refuse_builder(source.name)
     local = local_files(Path(source.name).expanduser())
     files = examine(local, text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
@@ -370,6 +373,18 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     description = {"kind": "hub"} | asdict(source) | {"digests": digests}
     content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
     return Corpus(source.name, description, content, read, max_tokens=source.max_tokens)
+
+
+def refuse_builder(name: str) -> None:
+    """Raise UserError for `text`, `json` and other readers of `datasets`.
+
+    `datasets` lets them read whatever is in the working directory.
+    """
+    if name.isidentifier() and find_spec(f"datasets.packaged_modules.{name}"):
+        raise UserError(
+            f"data.name={name} is a file format of the package datasets, not a data"
+            " set; data=text data.paths=[FILE,...] reads files"
+        )
 
 
 def local_files(folder: Path) -> list[Path]:
@@ -420,17 +435,29 @@ def load_lines(file: File) -> "IterableDataset":
 
 
 def load_hub(source: HubSource) -> "IterableDataset":
-    """Return the rows of a hub data set."""
+    """Return the rows of a hub data set.
+
+    Raises:
+      UserError: it names files elsewhere, which its README.md may do.
+    """
     import datasets
 
-    dataset = datasets.load_dataset(
-        source.name,
-        source.config,
-        split=source.split,
-        revision=source.revision,
-        streaming=source.streaming,
+    builder = datasets.load_dataset_builder(
+        source.name, source.config, revision=source.revision
     )
-    return dataset if source.streaming else dataset.to_iterable_dataset()
+    folder = Path(source.name).expanduser()
+    place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            if not os.path.normpath(file).startswith(place):
+                raise UserError(
+                    f"data.name={source.name} takes {file} for its own data, which is"
+                    " elsewhere; correct its README.md"
+                )
+    if source.streaming:
+        return builder.as_streaming_dataset(split=source.split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=source.split).to_iterable_dataset()
 
 
 def check_column(dataset: "IterableDataset", column: str) -> None:
@@ -509,7 +536,9 @@ def hub_errors(source: HubSource) -> Iterator[None]:
             f" {source.column!r}: {' '.join(str(cause).split())}; data=text"
             " data.paths=[FILE,...] reads files of any columns and types"
         ) from error
-    except (ValueError, OSError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever `datasets` meets in a stranger's files
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"data set {source.name!r}, split {source.split!r}: {lines[0]}"

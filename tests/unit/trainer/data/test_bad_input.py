@@ -368,7 +368,7 @@ def test_a_hub_name_that_does_not_exist(tmp_path, monkeypatch):
             "Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."
         )
 
-    monkeypatch.setattr(datasets, "load_dataset", answer)
+    monkeypatch.setattr(datasets, "load_dataset_builder", answer)
     fails(
         HubSource("a/b"),
         tmp_path,
@@ -396,6 +396,34 @@ def test_a_directory_that_does_not_exist_and_an_unknown_split(tmp_path):
         str(tmp_path / "set"), split="trian", streaming=True, max_documents=1
     )
     fails(source, tmp_path, r"split 'trian': .*trian.*train")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("../secret.txt", "takes .*secret.txt for its own data, which is elsewhere"),
+        ("{tmp_path}/secret.txt", "which is elsewhere; correct its README.md"),
+        ("../set2/a.txt", "which is elsewhere"),
+        ("http://localhost:1/a.txt", "split 'train': "),
+    ],
+)
+def test_a_data_set_that_names_files_elsewhere(tmp_path, path, message):
+    for name in ("secret.txt", "set/a.txt", "set2/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a")
+    path = path.format(tmp_path=tmp_path)
+    (tmp_path / "set" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        f"  - split: train\n    path: {path}\n---\n"
+    )
+    fails(HubSource(str(tmp_path / "set")), tmp_path, message)
+
+
+def test_a_file_format_is_no_data_set(tmp_path, monkeypatch):
+    """`datasets` reads the working directory then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("private")
+    fails(HubSource("text"), tmp_path, "data.name=text is a file format")
 
 
 def test_streaming_without_end_is_refused(tmp_path):
