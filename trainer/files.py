@@ -13,7 +13,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -140,22 +140,27 @@ def _check_values(value: Any) -> None:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace the content of a file completely or not at all; when it returns, it is on
-    disk.
+    """Write a file as `replaced_atomically` does; text as UTF-8."""
+    with replaced_atomically(path) as file:
+        file.write(data.encode(errors="replace") if isinstance(data, str) else data)
 
-    Text is written as UTF-8. A symbolic link called `path` is replaced, and its target
-    is left alone.
+
+@contextlib.contextmanager
+def replaced_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Replace the content of a file completely or not at all; at the end of the block
+    it is on disk.
+
+    A symbolic link called `path` is replaced, and its target is left alone.
 
     Raises:
       OSError: the directory is missing or read-only, or the disk is full. The old
         content stays.
     """
-    content = data.encode(errors="replace") if isinstance(data, str) else data
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     descriptor = no_follow(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with open(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

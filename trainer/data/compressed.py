@@ -4,14 +4,12 @@ All readers go on from a position in a file, which compressed bytes do not have.
 """
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.data.files import BLOCK, File
 from trainer.errors import UserError
+from trainer.files import replaced_atomically
 
 # Arrow's codecs by suffix
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -43,7 +41,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     limit = max(SMALL, EXPANSION * stat.st_size)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_or_none(target) as file:
+        with replaced_atomically(target) as file:
             size = 0
             for block in blocks(path, codec):
                 size += len(block)
@@ -52,7 +50,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                         f"{path}: {stat.st_size:,} bytes decompress to more than"
                         f" {limit:,}; if this is intended, decompress it yourself"
                     )
-                os.write(file, block)
+                file.write(block)
     except OSError as error:
         raise UserError(
             f"cannot decompress {path} into {target.parent} ({error.strerror}); make"
@@ -74,20 +72,6 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
             f"{path} is no {codec} file, or a damaged one"
             f" ({str(error).splitlines()[0]}); copy or compress it again"
         ) from error
-
-
-@contextmanager
-def whole_or_none(target: Path) -> Iterator[int]:
-    """Open a new file that gets its name when all of it is written."""
-    file, partial = tempfile.mkstemp(dir=target.parent)
-    try:
-        try:
-            yield file
-        finally:
-            os.close(file)
-        os.replace(partial, target)
-    finally:
-        Path(partial).unlink(missing_ok=True)
 
 
 def refuse_twins(files: Iterable[File], origins: Mapping[Path, Path]) -> None:

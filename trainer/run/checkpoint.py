@@ -34,7 +34,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from trainer.errors import UserError
 from trainer.files import check_files, well_formed
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
-from trainer.run.metadata import ADVICE, check_size, checked, holds_loss
+from trainer.run.metadata import ADVICE, check_chunks, check_size, checked, holds_loss
 from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
 
 DAMAGED = "damaged"
@@ -543,6 +543,7 @@ class Checkpointer:
             partial_restore=True,
         )
         try:
+            check_chunks(self.directory / str(step) / "state")
             stored = self._manager.restore(step, args=ocp.args.Composite(state=args))[
                 "state"
             ]
@@ -557,7 +558,7 @@ class Checkpointer:
                 if not x.size
             }
             values = checksums([arrays[name] for name in names])
-        except (MemoryError, jax.errors.JaxRuntimeError):
+        except (UserError, MemoryError, jax.errors.JaxRuntimeError):
             raise  # too large for this machine is not damage
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(

@@ -7,6 +7,7 @@ module reads metadata that was not checked.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainer.models.registry import FIRST, SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
 
+LARGEST_NUMBER = 16  # bytes, of complex128
 ADVICE = "use another checkpoint, or an intact copy"
 
 
@@ -202,6 +204,43 @@ def holds_loss(folder: Path) -> bool:
     except (ValueError, AttributeError, RecursionError, FileNotFoundError):
         expected = loss
     return isinstance(loss, float) and loss == expected
+
+
+def check_chunks(folder: Path) -> None:
+    """Refuse stored arrays that are decoded to more than they hold.
+
+    TensorStore decodes whole chunks, and the file of an array says how large they are.
+
+    Args:
+      folder: of a checkpoint's arrays, in the formats that `Checkpointer` writes: zarr
+        2 inside of OCDBT.
+
+    Raises:
+      UserError: a chunk is larger than its array, its elements are larger than any
+        number, or an array is in another format.
+      Exception: anything, if the files are damaged.
+    """
+    import tensorstore
+
+    if not (folder / "manifest.ocdbt").is_file():
+        raise FileNotFoundError(folder / "manifest.ocdbt")
+    base = {"driver": "file", "path": f"{folder.absolute()}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    for key in store.list().result():
+        array, _, name = key.decode().rpartition("/")
+        if name == ".zarray" and _in_proportion(json.loads(store[key])):
+            continue
+        if re.fullmatch(r"\d+(\.\d+)*", name) is None:
+            raise UserError(
+                f"{folder}: {array} has {name} as no trainer writes it; {ADVICE}"
+            )
+
+
+def _in_proportion(description: Any) -> bool:
+    sides = zip(description["chunks"], description["shape"], strict=True)
+    return jnp.dtype(description["dtype"]).itemsize <= LARGEST_NUMBER and all(
+        chunk <= max(side, 1) for chunk, side in sides
+    )
 
 
 def check_size(folder: Path, wanted: Any) -> None:

@@ -1,6 +1,8 @@
 """Files as people have them: links, Parquet's kinds of text, JSON's kinds of lists."""
 
+import gzip
 import json
+import resource
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -276,3 +278,18 @@ def test_merges_of_another_pattern_are_not_gpt2_s(tmp_path):
     )
     with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
         get_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
+    """Linux writes what fits, and refuses the next write only."""
+    content = ("some text\n" * 1000).encode()
+    packed = tmp_path / "a.txt.gz"
+    packed.write_bytes(gzip.compress(content))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(UserError, match="make room"):
+            compressed.decompressed(packed, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert compressed.decompressed(packed, tmp_path).read_bytes() == content

@@ -1,10 +1,13 @@
 """What is saved comes back bit for bit, on other devices too; what stays; what does not
 fit."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from checkpoints import META, abstract, bits, make_state, saved
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -229,4 +232,30 @@ def test_a_few_bytes_do_not_hold_more_than_there_is_memory(open_checkpointer):
     checkpointer = open_checkpointer()
     checkpointer.save(1, state, {})
     with pytest.raises(UserError, match=r"bytes are to hold 134,217,728 bytes"):
+        checkpointer.restore(abstract(state))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunks": [100_000_000]}, "w has .zarray as no trainer writes it"),
+        ({"dtype": "<V100000000"}, "w has .zarray as no trainer writes it"),
+        (None, "w has zarr.json as no trainer writes it"),
+    ],
+)
+def test_a_chunk_is_no_larger_than_its_array(open_checkpointer, change, message):
+    """TensorStore would decode the whole of it."""
+    state = {"w": jnp.arange(3.0)}
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    folder = checkpointer.directory / "1" / "state"
+    base = {"driver": "file", "path": f"{folder}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    description = json.loads(store["w/.zarray"])
+    if change is None:
+        store["w/zarr.json"] = "{}"
+    else:
+        store["w/.zarray"] = json.dumps(description | change)
+    with pytest.raises(UserError, match=message):
         checkpointer.restore(abstract(state))
