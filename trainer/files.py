@@ -214,7 +214,16 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
 
 
 # Folders of a run directory that a run writes.
-FOLDERS = ("checkpoints", "numerics", "profile", "skipped", "tasks", "tensorboard")
+FOLDERS = (
+    "checkpoints",
+    "numerics",
+    "profile",
+    "skipped",
+    "tasks",
+    "tensorboard",
+    "wandb",
+)
+WANDB_LINKS = ("latest-run", "debug.log", "debug-internal.log")  # which W&B makes
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
@@ -233,16 +242,14 @@ def refuse_links(run_dir: Path) -> None:
     for folder, folders, files in os.walk(run_dir):
         for name in sorted([*folders, *files]):
             path = os.path.join(folder, name)
-            if os.path.islink(path):
+            is_of_wandb = Path(folder) == run_dir / "wandb" and name in WANDB_LINKS
+            if os.path.islink(path) and not is_of_wandb:
                 raise UserError(
                     f"{path} is a symbolic link; a run only writes"
                     " inside its own directory: replace the link by what it points to,"
                     " or choose another run_dir"
                 )
         if Path(folder) == run_dir:
-            # W&B keeps links of its own in wandb/.
-            if os.path.islink(os.path.join(folder, "wandb", "run_id")):
-                raise UserError(f"{folder}/wandb/run_id is a symbolic link; remove it")
             folders[:] = [name for name in folders if name in FOLDERS]
         check_files(Path(folder), files)
 

@@ -88,9 +88,19 @@ class WandbTracker(Tracker):
         settings = self._wandb.Settings(
             console="off", silent=True, finish_timeout=FINISH_SECONDS
         )
+
+        def init(mode: str, *refusals: type[Exception]) -> Any:
+            try:
+                return self._wandb.init(**arguments, mode=mode, settings=settings)
+            except (OSError, ValueError, *refusals) as error:
+                raise UserError(
+                    f"cannot start W&B: {' '.join(str(error).split())}; set"
+                    " tracker=jsonl to train without it"
+                ) from error
+
         if online:
             try:
-                run = self._wandb.init(**arguments, mode="online", settings=settings)
+                run = init("online")
             except self._wandb.errors.Error as error:
                 self._wandb.teardown()  # the id is taken until then
                 logger.warning(
@@ -103,12 +113,7 @@ class WandbTracker(Tracker):
                 self._sent = run.starting_step - 1
                 logger.info("W&B run: %s", run.url)
         if not online:
-            try:
-                run = self._wandb.init(**arguments, mode="offline", settings=settings)
-            except (self._wandb.errors.Error, OSError) as error:
-                raise UserError(
-                    f"cannot start W&B: {error}; set tracker=jsonl to train without it"
-                ) from error
+            run = init("offline", self._wandb.errors.Error)
             newest = Path(run.dir).parent  # its file may not exist yet
             parts = []
             for path in wandb_files(Path(arguments["dir"]), str(self.id)):

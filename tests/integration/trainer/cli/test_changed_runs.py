@@ -121,3 +121,15 @@ def test_the_id_of_a_wandb_run_is_not_read_through_a_link(run_dir):
     (run_dir / "wandb" / "run_id").symlink_to(Path("token").absolute())
     with pytest.raises(UserError, match="wandb/run_id is a symbolic link"):
         refuse_links(run_dir)
+
+
+def test_only_the_links_that_wandb_makes_are_in_its_folder(run_dir):
+    """Others would be uploaded by `wandb sync`, which a message advises."""
+    part = run_dir / "wandb" / "offline-run-20260101_000000-a"
+    (part / "files").mkdir(parents=True)
+    (run_dir / "wandb" / "latest-run").symlink_to(part.name)
+    (run_dir / "wandb" / "debug.log").symlink_to(part / "debug.log")
+    refuse_links(run_dir)
+    (part / "files" / "notes.txt").symlink_to(Path("token").absolute())
+    with pytest.raises(UserError, match=r"files/notes.txt is a symbolic link"):
+        refuse_links(run_dir)

@@ -35,7 +35,7 @@ from trainer.observe.trackers.choose import make_tracker
 run_dir, start, stop, kill_at = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 config = {"train": {"batch_tokens": 64}, "data": {"hf_token": "hidden-secret"}}
-tracker = make_tracker("wandb", run_dir, start=start, config=config, init={"project": "p", "tags": ("t",)})
+tracker = make_tracker("wandb", run_dir, start=start, config=config, init={"project": "p", "tags": (os.environ.get("TAG", "t"),)})
 for step in range(start + 1, stop + 1):
     tracker.row(step, {"train/loss": 1 / step, "tokens": 10 * step})
     if step % 50 == 0:
@@ -321,3 +321,11 @@ def test_wandb_that_is_disabled_leaves_the_files(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert not (tmp_path / "wandb").exists()
+
+
+def test_what_wandb_refuses_is_a_line(tmp_path):
+    done = run(tmp_path, 0, 1, TAG="t" * 65, WANDB_MODE="offline")
+    assert re.search(
+        r"UserError: cannot start W&B: .*64 characters.*; set tracker=jsonl",
+        done.stderr,
+    )
