@@ -203,7 +203,7 @@ def open_session(
             checkpoint = starting_point(
                 config.resume, directory.path, checkpointer, phases, first_state
             )
-    check_same_run(checkpoint, config.train.steps, workload.data.manifest.fingerprint)
+    check_same_run(checkpoint, config.train.steps, workload.data.manifest)
     if checkpoint.step and not checkpoint.is_fork:
         directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
     with refused_together(), explain_full_disk(directory.path):
@@ -391,6 +391,7 @@ def checkpoint_meta(config: schema.Config, workload: Workload) -> dict[str, Any]
         "precision": dataclasses.asdict(model.policy),
         "rows": model.rows,
         "data": workload.data.manifest.fingerprint,
+        "data_content": workload.data.manifest.content,
         "tokenizer": tokenizer.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
     }

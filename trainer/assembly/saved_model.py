@@ -27,6 +27,7 @@ from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.compatibility import other_data
 from trainer.run.initial_weights import restore_weights, tokenizer_of_run
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.metadata import saved_config
@@ -110,7 +111,7 @@ def restore_training(
         # Of the run's devices: which matmuls were in FP8 depends on it.
         model = w.model._replace(rows=meta.get("rows")).remade()
         w = w._replace(task=w.task._replace(model=model))
-        if w.data.manifest.fingerprint != meta["data"]:
+        if other_data(meta, w.data.manifest):
             raise UserError(
                 f"{run_dir} was trained on other data than {w.data.directory}; restore"
                 " its text"

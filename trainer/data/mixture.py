@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from trainer.data.loader import Batch, Loader
 from trainer.data.permutation import permute
-from trainer.data.shards import Manifest, Split
+from trainer.data.shards import Manifest, Shard, Split
 from trainer.errors import UserError
 
 # Samples of a block; more where a share is so small that a block had fewer than two.
@@ -250,6 +250,11 @@ class MixedManifest(Manifest):
             for split in first.splits
         }
         return cls(**fields, parts=tuple(parts.values()))
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all parts."""
+        return [shard for part in self.parts for shard in part.shards]
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """Return the shards of all parts, in order."""

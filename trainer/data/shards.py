@@ -173,6 +173,11 @@ class Manifest:
         """The shards of all splits."""
         return [shard for split in self.splits.values() for shard in split.shards]
 
+    @property
+    def content(self) -> str:
+        """A digest of the tokens. A data set of the hub may change under its name."""
+        return digest([asdict(shard) for shard in self.shards])
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer from the directory's own files."""
         tokenizer = load_saved(self.tokenizer, self.directory)
@@ -253,8 +258,8 @@ class Manifest:
             )
 
 
-def digest(tree: dict[str, Any]) -> str:
-    """Return the digest of a manifest's content."""
+def digest(tree: Any) -> str:
+    """Return a digest of JSON values."""
     text = json.dumps(tree, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.data import Manifest
 from trainer.errors import UserError
 from trainer.models.family import Spec
 from trainer.models.registry import FIRST, family_of
@@ -117,13 +118,26 @@ def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
         )
 
 
-def check_same_run(checkpoint: Restored, steps: int, data: str) -> None:
+def other_data(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
+    """Return in what data differ from those of a checkpoint; None: they are the same.
+
+    A data set of the hub may change under its name, and so under its fingerprint.
+    Checkpoints of earlier versions do not know the content.
+    """
+    if meta["data"] != manifest.fingerprint:
+        return f"trained on data {meta['data']}, this is {manifest.fingerprint}"
+    if meta.get("data_content", manifest.content) != manifest.content:
+        return f"trained on other tokens than {manifest.directory} has now"
+    return None
+
+
+def check_same_run(checkpoint: Restored, steps: int, manifest: Manifest) -> None:
     """Refuse to continue on other data, or with fewer steps than were taken.
 
     Args:
       checkpoint: to continue from.
       steps: of the whole run.
-      data: fingerprint of its data.
+      manifest: of its data.
     """
     # A fork has a directory of its own, in which it leaves no checkpoint unless it
     # takes a step.
@@ -133,9 +147,9 @@ def check_same_run(checkpoint: Restored, steps: int, data: str) -> None:
             f"train.steps={steps}, but the checkpoint has {checkpoint.step}; valid:"
             f" {least} or more"
         )
-    trained_on = checkpoint.meta.get("data") if checkpoint.step else data
-    if trained_on != data:
+    difference = checkpoint.step and other_data(checkpoint.meta, manifest)
+    if difference:
         raise UserError(
-            f"the checkpoint was trained on data {trained_on}, this is {data}: not the"
-            " same run; restore the data, or start a new run with init_from"
+            f"the checkpoint was {difference}: not the same run; restore the data, or"
+            " start a new run with init_from"
         )

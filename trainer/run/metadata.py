@@ -73,6 +73,7 @@ FIELDS: dict[str, Any] = {
     "trainable": TRAINABLE,
     "rows": Positive | None,
     "data": str,
+    "data_content": str | None,
     "tokenizer": str,
     "tokenizer_fingerprint": str | None,
     "tracker_id": str | None,

@@ -88,32 +88,32 @@ class WandbTracker(Tracker):
         settings = self._wandb.Settings(
             console="off", silent=True, finish_timeout=FINISH_SECONDS
         )
-
-        def init(mode: str, *refusals: type[Exception]) -> Any:
-            try:
-                return self._wandb.init(**arguments, mode=mode, settings=settings)
-            except (OSError, ValueError, *refusals) as error:
-                raise UserError(
-                    f"cannot start W&B: {' '.join(str(error).split())}; set"
-                    " tracker=jsonl to train without it"
-                ) from error
-
-        if online:
-            try:
-                run = init("online")
-            except self._wandb.errors.Error as error:
-                self._wandb.teardown()  # the id is taken until then
-                logger.warning(
-                    "W&B cannot be reached (%s): continuing offline",
-                    str(error).splitlines()[0],
-                )
-                online = False
-            else:
-                # The server's last step counts, not that of the local files.
-                self._sent = run.starting_step - 1
-                logger.info("W&B run: %s", run.url)
+        unreachable: type[Exception] = self._wandb.errors.Error
+        try:
+            if online:
+                try:
+                    run = self._wandb.init(
+                        **arguments, mode="online", settings=settings
+                    )
+                except unreachable as error:
+                    self._wandb.teardown()  # the id is taken until then
+                    logger.warning(
+                        "W&B cannot be reached (%s): continuing offline",
+                        str(error).splitlines()[0],
+                    )
+                    online = False
+                else:
+                    # The server's last step counts, not that of the local files.
+                    self._sent = run.starting_step - 1
+                    logger.info("W&B run: %s", run.url)
+            if not online:
+                run = self._wandb.init(**arguments, mode="offline", settings=settings)
+        except (OSError, ValueError, unreachable) as error:
+            raise UserError(
+                f"cannot start W&B: {' '.join(str(error).split())}; set tracker=jsonl"
+                " to train without it"
+            ) from error
         if not online:
-            run = init("offline", self._wandb.errors.Error)
             newest = Path(run.dir).parent  # its file may not exist yet
             parts = []
             for path in wandb_files(Path(arguments["dir"]), str(self.id)):
