@@ -8,7 +8,6 @@ call with the same `out` continues.
 
 import contextlib
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from scripts.bench.cases import TORCH, VOCAB, Case, parse_case, read_group
 from scripts.bench.interleave import Failed, Worker, interleave, torch_worker
 from scripts.bench.interleave import figures as speed
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 # The first call of a CUDA program runs kernel by kernel, and the second makes a graph.
 WARM_UP = 5
@@ -103,22 +103,13 @@ class Results:
         self.failed.pop(row["name"], None)
 
     def save(self) -> None:
-        """Write the file atomically, and the chart beside it."""
+        """Write the file atomically."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows = list(self.rows.values())
-        tree = {
-            "settings": asdict(self.settings),
-            "machine": self.machine,
-            "rows": rows,
-            "failed": self.failed,
-        }
-        new = self.path.with_name(f"{self.path.name}.new")
-        new.write_text(json.dumps(tree, indent=1) + "\n")
-        os.replace(new, self.path)
-        if rows:
-            draw(rows, self.path.with_suffix(".png"))
+        tree = asdict(self) | {"rows": list(self.rows.values())}
+        del tree["path"]
+        write_atomically(self.path, json.dumps(tree, indent=1) + "\n")
 
 
 class RunningCase:
@@ -424,27 +415,3 @@ def line_of(row: dict[str, Any]) -> str:
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens per second of all rows, medians with extremes; without matplotlib no
-    picture.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    figure = Figure(figsize=(8, 1 + 0.4 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    medians = [row["tokens_per_s"] for row in rows]
-    below = [m - row["tokens_per_s_min"] for m, row in zip(medians, rows, strict=True)]
-    above = [row["tokens_per_s_max"] - m for m, row in zip(medians, rows, strict=True)]
-    axes.barh(range(len(rows)), medians, xerr=[below, above], capsize=3)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        f"tokens per second, median of {len(rows[0]['seconds'])} rounds with extremes"
-    )
-    figure.savefig(path)

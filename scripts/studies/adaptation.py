@@ -9,8 +9,8 @@ the same settings, at constant learning rates, so that a curve at a step is what
 of so many steps would come to. The tokenizers know nothing of the validation parts.
 
 Each run is `python -m trainer` in OUT/LR/ARM/SEED. Called again, with more rates or
-seeds too, the study continues; after every run OUT/adaptation.json, adaptation.md and
-adaptation.png are written anew.
+seeds too, the study continues; after every run OUT/adaptation.json and adaptation.md
+are written anew.
 
 Reference: Dobler and de Melo 2023, FOCUS, https://arxiv.org/abs/2305.14481.
 """
@@ -20,18 +20,15 @@ import math
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from scripts.studies.adaptation_picture import draw
+from scripts.studies import runs
 from scripts.studies.adaptation_table import (
     ARMS,
-    FOCUS,
     OLD,
-    RANDOM,
     Curve,
     Sizes,
     markdown,
@@ -39,14 +36,21 @@ from scripts.studies.adaptation_table import (
     table,
 )
 from scripts.studies.catalogues import write_texts
-from scripts.studies.runs import Trial, given, in_turn, last_line, remove_checkpoints
+from scripts.studies.runs import (
+    Trial,
+    carry_out,
+    claim,
+    last_line,
+    remove_checkpoints,
+    write_study,
+)
 from trainer.cli.arguments import argument, run_script, split
 from trainer.data.corpus import Corpus, TextSource, open_corpus
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
 from trainer.files import finite, write_atomically
 from trainer.observe.records import read_rows
-from trainer.run.rundir import code_version, is_held
+from trainer.run.rundir import code_version
 
 PACKAGES = "Django==5.2.19,Weblate==5.14.3,plone.app.locales==7.0.4,pretix==2026.8.0"
 
@@ -54,6 +58,18 @@ PACKAGES = "Django==5.2.19,Weblate==5.14.3,plone.app.locales==7.0.4,pretix==2026
 @dataclass(frozen=True)
 class Arguments:
     """Settings of the study; see `--help`."""
+
+    fixed: ClassVar[tuple[str, ...]] = (
+        "packages",
+        "language",
+        "vocab_size",
+        "model",
+        "base_steps",
+        "base_lr",
+        "steps",
+        "batch_tokens",
+        "evaluations",
+    )
 
     text: str = argument(
         "files of the new text, separated by commas; empty: fetch packages", ""
@@ -82,16 +98,6 @@ class Arguments:
     out: str = argument("where the texts, the runs and the table go", "runs/adaptation")
 
 
-FIXED = (
-    "packages",
-    "language",
-    "vocab_size",
-    "model",
-    "base_steps",
-    "base_lr",
-    "steps",
-    "batch_tokens",
-)
 VAL_FRACTION = 0.1  # of the new text and of the old one
 
 
@@ -117,7 +123,7 @@ def main(args: Arguments) -> None:
             flush=True,
         )
         one = Trial(1.0, "base", 0)
-        list(in_turn({one: base_command(args)}, {one: base}, 1))
+        list(runs.in_turn({one: base_command(args)}, {one: base}, 1))
     jobs = [
         Trial(lr, arm, args.first_seed + seed)
         for lr in rates
@@ -125,38 +131,15 @@ def main(args: Arguments) -> None:
         for arm in ARMS
     ]
     folders = {job: out / f"{job.lr:g}" / job.item / str(job.seed) for job in jobs}
-    curves = {
-        job: curve for job in jobs if (curve := ended(args, sizes, job, folders[job]))
-    }
-    for job in curves:
-        if not is_held(folders[job]):
-            remove_checkpoints(folders[job])
-    report(args, sizes, curves)
-    todo = [job for job in jobs if job not in curves] if args.jobs else []
-    print(
-        f"{len(curves)} of {len(jobs)} adaptations are finished; {len(todo)} to go",
-        flush=True,
+    carry_out(
+        folders,
+        args.jobs,
+        command=lambda job: command(args, sizes, job, texts, folders[job]),
+        read=lambda job: ended(args, sizes, job, folders[job]),
+        conclude=lambda job: remove_checkpoints(folders[job]),
+        report=lambda curves: report(args, sizes, curves),
+        describe=lambda curve: f"{curve.final:.4f} bits per byte",
     )
-    commands = {job: command(args, sizes, job, texts, folders[job]) for job in todo}
-    started = time.monotonic()
-    for done, job in enumerate(
-        in_turn(commands, folders, args.jobs) if todo else (), 1
-    ):
-        curve = ended(args, sizes, job, folders[job])
-        if curve is None:
-            raise UserError(
-                f"{folders[job]} diverged; choose a lower lr= and another out="
-            )
-        remove_checkpoints(folders[job])
-        curves[job] = curve
-        report(args, sizes, curves)
-        left = (time.monotonic() - started) / done * (len(todo) - done) / 60
-        print(
-            f"{len(curves)} of {len(jobs)}: {job.item}, rate {job.lr:g}, seed"
-            f" {job.seed}: {curve.final:.4f} bits per byte; {len(todo) - done} to go,"
-            f" about {left:.0f} min",
-            flush=True,
-        )
 
 
 def check(args: Arguments) -> list[float]:
@@ -188,28 +171,6 @@ def check(args: Arguments) -> list[float]:
             " lr=1e-3,3e-3"
         )
     return rates
-
-
-def claim(out: Path, args: Arguments) -> None:
-    """Check that a directory's runs share this study's settings, else UserError."""
-    fixed = {name: getattr(args, name) for name in (*FIXED, "evaluations")}
-    path = out / "study.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to out={out}: {error.strerror}; choose another"
-        ) from error
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else fixed
-    different = [
-        f"{k}={v} (was {saved.get(k)})" for k, v in fixed.items() if v != saved.get(k)
-    ]
-    if different:
-        raise UserError(
-            f"out={out} holds runs with other {', '.join(different)}; take it back, or"
-            " choose another out"
-        )
-    write_atomically(path, json.dumps(saved | fixed, indent=2) + "\n")
 
 
 def claim_text(out: Path, args: Arguments, corpus: Corpus) -> None:
@@ -345,16 +306,9 @@ def in_json(value: Any) -> Any:
 
 
 def report(args: Arguments, sizes: Sizes, curves: Mapping[Trial, Curve]) -> None:
-    """Write the table, the picture, and what they were made from."""
-    out, rows, sooner = Path(args.out), table(curves), shorter(curves)
-    words = [
-        "python",
-        "-m",
-        "scripts.studies.adaptation",
-        *(shlex.quote(f"{k}={v}") for k, v in given(args).items()),
-    ]
-    study: dict[str, Any] = {
-        "command": " ".join(words),
+    """Write the table, and what it was made from."""
+    rows, sooner = table(curves), shorter(curves)
+    figures = {
         "code": code_version(),
         "text": sizes._asdict(),
         "table": [{k: in_json(v) for k, v in row._asdict().items()} for row in rows],
@@ -373,20 +327,7 @@ def report(args: Arguments, sizes: Sizes, curves: Mapping[Trial, Curve]) -> None
         f" {args.vocab_size} tokens."
     )
     text = markdown(about, sizes, rows, sooner)
-    write_atomically(
-        out / "adaptation.json", json.dumps(study, indent=1, allow_nan=False) + "\n"
-    )
-    write_atomically(out / "adaptation.md", text + f"\n`{study['command']}`\n")
-    if curves:
-        each = dict.fromkeys(
-            (FOCUS, RANDOM), args.batch_tokens * sizes.bytes / sizes.new_tokens
-        )
-        each[OLD] = args.batch_tokens * sizes.bytes / sizes.old_tokens
-        draw(
-            out / "adaptation.png",
-            {job: curve.bits for job, curve in curves.items()},
-            each,
-        )
+    write_study(Path(args.out), "adaptation", args, figures, text)
 
 
 if __name__ == "__main__":

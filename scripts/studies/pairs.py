@@ -1,14 +1,5 @@
 """Statistics of paired runs: the mean difference to a base at the same seed, its 95%
 interval, and their table.
-
-An ordinary 95% interval holds for a number of pairs that was fixed in advance. Who
-looks after each pair, and stops when the answer is clear, is wrong more often than one
-time in twenty. For that there are wider intervals that hold at every look.
-
-References:
-    [1] Lai 1976, "On confidence sequences", Annals of Statistics 4.
-    [2] Wang and Ramdas 2023, "Anytime-valid t-tests and confidence sequences for
-        Gaussian means with unknown variance", https://arxiv.org/abs/2310.03722.
 """
 
 import math
@@ -16,15 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scipy.special import stdtrit
-
-from trainer.tasks.intervals import half_width, interval_of
-
-EFFECTS = (
-    # variance of a true difference over that of a pair, of those that `always` is
-    # narrowest for: 4 to 30 pairs
-    4.0
-)
+from trainer.tasks.intervals import half_width
 
 
 class Outcome(NamedTuple):
@@ -97,104 +80,6 @@ class PairedDifference(NamedTuple):
     def upper_percent(self) -> float:
         """Return the upper end of the interval in percent of the base's loss."""
         return 100 * (self.difference + self.half_width) / self.base_loss
-
-
-def always(scatter: float, pairs: int) -> float:
-    """Return half the 95% interval that holds at every look, after any number of pairs.
-
-    The chance that the true mean ever leaves it is at most 5%. `scatter` is the
-    standard deviation of the pairs. Infinite for few pairs.
-
-    For a mean m and n pairs with t = (mean - m) / (s / sqrt(n)), the likelihood of a
-    difference drawn from N(0, g s^2) over that of none is sqrt(1/(1 + n g)) ((1 +
-    t^2/(n-1)) / (1 + t^2/((1 + n g)(n-1))))^(n/2): a martingale, so that the chance
-    that it ever comes to 20 is at most 1/20 [1, 2]. The interval has those m for which
-    it is below 20.
-    """
-    if pairs < 2:
-        return math.inf
-    spread = 1 + pairs * EFFECTS
-    ratio = (math.sqrt(spread) / 0.05) ** (2 / pairs)
-    if ratio >= spread:
-        return math.inf
-    return scatter * math.sqrt((pairs - 1) * (ratio - 1) / (1 - ratio / spread) / pairs)
-
-
-def settled(differences: Sequence[float], margin: float) -> str:
-    """Return the side of the margin on which the true mean is: below, above, or "".
-
-    `differences` are in the order in which they came. It may be asked after each of
-    them: its answer is wrong one time in twenty at most, however often it is asked.
-    """
-    for n in range(2, len(differences) + 1):
-        seen = differences[:n]
-        middle, half = statistics.fmean(seen), always(statistics.stdev(seen), n)
-        if abs(middle - margin) > half:
-            return "below" if middle < margin else "above"
-    return ""
-
-
-def pairs_for(scatter: float, half: float) -> int:
-    """Return the fewest pairs of this standard deviation whose 95% interval is at most
-    `half` to either side.
-    """
-    few, many = 1, 2
-    while interval_of(scatter, many) > half:
-        few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (
-            (few, middle) if interval_of(scatter, middle) <= half else (middle, many)
-        )
-    return many
-
-
-def seen_with(scatter: float, pairs: int, power: float = 0.8) -> float:
-    """Return the true difference that `pairs` pairs detect with probability `power`.
-
-    The test is the 95% interval; infinite for a single pair.
-    The sum of both quantiles of Student's t, as is usual; the chance that follows from
-    the noncentral t is 78 to 80% from five pairs on.
-    """
-    if pairs < 2:
-        return math.inf
-    return interval_of(scatter, pairs) + float(
-        stdtrit(pairs - 1, power)
-    ) * scatter / math.sqrt(pairs)
-
-
-def percents_of(
-    outcomes: Mapping[Any, Outcome], base: str, *, last: int
-) -> dict[tuple[float, str], list[float]]:
-    """Return the pairs' differences in percent of the base, by learning rate and item.
-
-    They are in the order of the seeds, of pairs in which neither run diverged. The
-    arguments are those of `compare`.
-    """
-    final = {
-        (key.lr, key.item, key.seed): outcome.final(last)
-        for key, outcome in outcomes.items()
-    }
-    percent: dict[tuple[float, str], list[float]] = {}
-    for (lr, item, seed), loss in sorted(final.items(), key=lambda run: run[0][2]):
-        theirs = final.get((lr, base, seed), math.inf)
-        if item != base and math.isfinite(loss) and math.isfinite(theirs):
-            percent.setdefault((lr, item), []).append(100 * (loss - theirs) / theirs)
-    return percent
-
-
-def scatter_of(
-    outcomes: Mapping[Any, Outcome], base: str, *, last: int
-) -> dict[tuple[float, str], tuple[float, int]]:
-    """Return the standard deviation and the number of pairs' differences in percent, by
-    learning rate and item, where there are two or more.
-    """
-    percent = percents_of(outcomes, base, last=last)
-    return {
-        key: (statistics.stdev(values), len(values))
-        for key, values in percent.items()
-        if len(values) > 1
-    }
 
 
 def compare(

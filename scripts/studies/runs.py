@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -23,6 +23,7 @@ import yaml
 from trainer.cli.arguments import argument, split
 from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically
+from trainer.run.rundir import is_held
 from trainer.text import merge_overrides
 
 # What the study sets itself, from its own arguments or to read a run's outcome: no
@@ -178,10 +179,10 @@ def overrides(item: str) -> list[str]:
     return [part if "=" in part else f"precision={part}" for part in item.split("+")]
 
 
-def claim(out: Path, args: Study) -> None:
+def claim(out: Path, args: Any) -> None:
     """Check that a directory's runs share this study's settings, else UserError."""
     fixed = {name: getattr(args, name) for name in args.fixed}
-    path = out / "study.json"
+    path, saved = out / "study.json", dict[str, Any]()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -199,7 +200,7 @@ def claim(out: Path, args: Study) -> None:
                 f"out={out} holds runs with other {', '.join(different)}; take it back,"
                 " or choose another out"
             )
-    write_atomically(path, json.dumps(fixed, indent=2) + "\n")
+    write_atomically(path, json.dumps(saved | fixed, indent=2) + "\n")
 
 
 def trunk_of(args: Study, job: Trial) -> Path:
@@ -334,6 +335,76 @@ def in_turn(
             process.wait()
         for number, handler in zip(stops, handlers, strict=True):
             signal.signal(number, handler)
+
+
+def carry_out[R](
+    folders: Mapping[Trial, Path],
+    count: int,
+    *,
+    command: Callable[[Trial], list[str]],
+    read: Callable[[Trial], R | None],
+    conclude: Callable[[Trial], None],
+    report: Callable[[dict[Trial, R]], None],
+    describe: Callable[[R], str],
+    wanted: Callable[[Trial], bool] = lambda job: True,
+) -> dict[Trial, R]:
+    """Run the jobs that have no result yet, and return the results of all.
+
+    Args:
+      folders: the run directory of each job, in the order in which they run.
+      count: jobs at a time; 0: only report.
+      command: returns the command of a job.
+      read: returns the result of a job, or None while it has none.
+      conclude: is called when a job has ended, and for those that ended before.
+      report: is called with all results, first and after each job.
+      describe: returns a result as words.
+      wanted: see `in_turn`.
+
+    Raises:
+      UserError: a job failed, or ended without a result.
+    """
+    results = {job: r for job in folders if (r := read(job)) is not None}
+    for job in list(results) if count else ():
+        # A run's last validation comes before its last checkpoint.
+        if not is_held(folders[job]):
+            conclude(job)
+            results[job] = read(job) or results[job]
+    report(results)
+    todo = [job for job in folders if job not in results] if count else []
+    print(
+        f"{len(results)} of {len(folders)} runs are finished; {len(todo)} to go",
+        flush=True,
+    )
+    started = time.monotonic()
+    commands = {job: command(job) for job in todo}
+    ended = in_turn(commands, dict(folders), count, wanted) if todo else ()
+    for left, job in zip(range(len(todo) - 1, -1, -1), ended, strict=False):
+        conclude(job)
+        result = read(job)
+        if result is None:
+            raise UserError(
+                f"{folders[job]} diverged; choose a lower lr= and another out="
+            )
+        results[job] = result
+        report(results)
+        minutes = (time.monotonic() - started) / (len(todo) - left) * left / 60
+        print(
+            f"{len(results)} of {len(folders)}: {job.item}, lr {job.lr:g}, seed"
+            f" {job.seed}: {describe(result)}; {left} to go, about {minutes:.0f} min",
+            flush=True,
+        )
+    return results
+
+
+def write_study(
+    out: Path, name: str, args: Any, figures: Mapping[str, Any], text: str
+) -> None:
+    """Write OUT/NAME.json and OUT/NAME.md, both with the command that made them."""
+    words = [shlex.quote(f"{k}={v}") for k, v in given(args).items()]
+    command = " ".join(["python", "-m", f"scripts.studies.{name}", *words])
+    document = json.dumps({"command": command, **figures}, indent=1, allow_nan=False)
+    write_atomically(out / f"{name}.json", document + "\n")
+    write_atomically(out / f"{name}.md", f"{text}\n`{command}`\n")
 
 
 def remove_checkpoints(run_dir: Path) -> None:

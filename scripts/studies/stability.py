@@ -3,43 +3,38 @@ which FP32 itself diverges.
 
 The runs are like those of `scripts.studies.parity`: items of `presets=` are named
 alike, each is `python -m trainer` in OUT/LR/ITEM/SEED, a study that is called again
-continues, and jobs run beside each other. After every run OUT/stability.json,
-stability.md and stability.png are written anew. They have the final loss against the
+continues, and jobs run beside each other. After every run OUT/stability.json and
+stability.md are written anew. They have the final loss against the
 learning rate with all seeds, the share of diverged runs with its interval, spikes, the
 largest stable rate, and the learning-rate sensitivity of arXiv 2309.14322. Both
 sharpnesses over time follow, with the steps by which they rose before a divergence. The
 module `stable` defines these figures.
 """
 
-import json
-import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from scripts.studies.runs import (
     Study,
     Trial,
+    carry_out,
     check_items,
     claim,
     code_of,
     command,
     folder,
-    given,
-    in_turn,
     jobs_of,
     parse,
     remove_checkpoints,
+    write_study,
 )
-from scripts.studies.stability_picture import draw
 from scripts.studies.stable import Run, figures, markdown, run_of
 from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
-from trainer.files import finite, write_atomically
+from trainer.files import finite
 from trainer.observe.records import read_rows
-from trainer.run.rundir import is_held
 
 
 @dataclass(frozen=True)
@@ -75,37 +70,15 @@ def main(args: Arguments) -> None:
     claim(out, args)
     model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
     folders = {job: folder(out, job) for job in jobs}
-    ended = {
-        job: result
-        for job in jobs
-        if (result := read_run(folders[job], args)) is not None
-    }
-    for job in ended if args.jobs else ():
-        # a run's last validation comes before its last checkpoint
-        if not is_held(folders[job]):
-            remove_checkpoints(folders[job])
-    report(out, args, ended, rates)
-    todo = [job for job in jobs if job not in ended] if args.jobs else []
-    print(
-        f"{len(ended)} of {len(jobs)} runs are finished; {len(todo)} to go", flush=True
+    carry_out(
+        folders,
+        args.jobs,
+        command=lambda job: command(args, job, folders[job], model_lr),
+        read=lambda job: read_run(folders[job], args),
+        conclude=lambda job: remove_checkpoints(folders[job]),
+        report=lambda runs: report(out, args, runs, rates),
+        describe=lambda run: "diverged" if run.diverged else f"{run.final:.4f} nats",
     )
-    commands = {job: command(args, job, folders[job], model_lr) for job in todo}
-    started = time.monotonic()
-    for done, job in enumerate(
-        in_turn(commands, folders, args.jobs) if todo else (), 1
-    ):
-        remove_checkpoints(folders[job])
-        result = read_run(folders[job], args)
-        assert result is not None  # its process ended well
-        ended[job] = result
-        report(out, args, ended, rates)
-        left = (time.monotonic() - started) / done * (len(todo) - done)
-        state = "diverged" if result.diverged else f"{result.final:.4f} nats"
-        print(
-            f"{len(ended)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}:"
-            f" {state}; {len(todo) - done} to go, about {left / 60:.0f} min",
-            flush=True,
-        )
 
 
 def read_run(run_dir: Path, args: Arguments) -> Run | None:
@@ -122,18 +95,11 @@ def read_run(run_dir: Path, args: Arguments) -> Run | None:
 def report(
     out: Path, args: Arguments, runs: dict[Trial, Run], rates: list[float]
 ) -> None:
-    """Write the tables, the picture, and what they were made from."""
+    """Write the tables, and what they were made from."""
     # in the order of the arguments
     runs = {job: runs[job] for job in jobs_of(args) if job in runs}
     rows = figures(runs, args.base, rates)
-    words = [
-        "python",
-        "-m",
-        "scripts.studies.stability",
-        *(shlex.quote(f"{k}={v}") for k, v in given(args).items()),
-    ]
-    study: dict[str, Any] = {
-        "command": " ".join(words),
+    figures_of_runs = {
         "code": code_of(folder(out, job) for job in runs),
         "tokens": args.steps * args.batch_tokens,
         "table": [
@@ -151,13 +117,8 @@ def report(
             for job, result in sorted(runs.items())
         ],
     }
-    write_atomically(
-        out / "stability.json", json.dumps(study, indent=1, allow_nan=False) + "\n"
-    )
     table = markdown(rows, runs, args.base, rates)
-    text = f"{heading(args)}{table}\n`{study['command']}`\n"
-    write_atomically(out / "stability.md", text)
-    draw(out / "stability.png", runs, rates)
+    write_study(out, "stability", args, figures_of_runs, heading(args) + table)
 
 
 def heading(args: Arguments) -> str:

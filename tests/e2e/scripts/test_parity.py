@@ -13,7 +13,6 @@ import time
 import pytest
 
 from scripts.studies import parity, runs
-from scripts.studies.pairs import Outcome
 from scripts.studies.parity import Arguments
 from scripts.studies.runs import Trial
 from trainer.errors import UserError
@@ -61,27 +60,6 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
 def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         runs.parse(Arguments(**{"presets": "bf16"} | arguments))
-
-
-def test_a_study_says_before_it_what_its_pairs_will_show_and_how_many_an_interval_needs():
-    args = Arguments("x", seeds=8, last=1, interval=0.1)
-    (assumed,) = parity.power(args, {})
-    assert (
-        assumed
-        == "scatter of a pair 0.20% (assumed): 8 pairs give ± 0.17%, and show 0.23%"
-        " four times in five; ± 0.1% needs 18 pairs"
-    )
-    runs = {
-        Trial(1.0, item, seed): Outcome({10: loss}, 0, False)
-        for item, losses in (("fp32", (2.0, 2.0)), ("x", (2.0, 2.01)))
-        for seed, loss in enumerate(losses)
-    }
-    (measured,) = parity.power(dataclasses.replace(args, interval=0), runs)
-    assert measured.startswith(
-        "scatter of a pair 0.35% (x, lr 1x, 2 pairs): 8 pairs give ± 0.30%"
-    )
-    with pytest.raises(UserError, match="interval=-1"):
-        parity.check_arguments(Arguments("x", interval=-1.0))
 
 
 def test_a_directory_takes_more_seeds_and_presets_but_not_another_length(tmp_path):
@@ -237,7 +215,7 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(
             continued.append(job)
             yield job
 
-    monkeypatch.setattr(parity, "in_turn", train)
+    monkeypatch.setattr(runs, "in_turn", train)
     parity.main(args)
     assert continued == [Trial(1.0, "fp32", 0)]
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
@@ -256,11 +234,16 @@ def test_a_last_checkpoint_that_cannot_be_read_is_said_and_none_is_removed(
     )
 
 
-def test_only_to_write_the_table_touches_no_checkpoint(ended, capsys):
+def test_only_to_write_the_table_runs_nothing_and_touches_no_checkpoint(
+    ended, monkeypatch, capsys
+):
     args, run_dir = ended
-    parity.main(dataclasses.replace(args, jobs=0))
+    monkeypatch.setattr(runs, "in_turn", lambda *_: pytest.fail("a run was started"))
+    parity.main(dataclasses.replace(args, jobs=0, seeds=2))
     assert (run_dir / "checkpoints").exists()
-    assert "1 of them were not evaluated in fp32" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "1 of 2 runs are finished; 0 to go" in output
+    assert "1 of them were not evaluated in fp32" in output
 
 
 def test_a_run_that_is_still_saving_keeps_its_checkpoints(ended):
@@ -285,62 +268,6 @@ def test_the_other_precision_is_checked_before_anything_runs(ended):
         UserError, match="evaluate_in=fp32,bf16: expected one precision"
     ):
         parity.main(dataclasses.replace(ended[0], evaluate_in="fp32,bf16"))
-
-
-def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_base(
-    tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "study"
-    args = Arguments(
-        "bf16,fp16",
-        seeds=12,
-        steps=10,
-        evaluations=1,
-        last=1,
-        jobs=1,
-        margin=0.5,
-        out=str(out),
-    )
-
-    def loss(job):  # bf16 is as good, fp16 is 5% worse but scatters
-        worse = {
-            "fp32": 0.0,
-            "bf16": 0.001 * (job.seed % 2),
-            "fp16": 0.05 + 0.03 * (job.seed % 3),
-        }[job.item]
-        return 2.0 * (1 + worse)
-
-    def writing(args, job, run_dir, model_lr):
-        row = json.dumps({"step": 10, "val/loss": loss(job)})
-        return [
-            sys.executable,
-            "-c",
-            f"open({str(run_dir / 'metrics.jsonl')!r}, 'w').write({row!r} + chr(10))",
-        ]
-
-    monkeypatch.setattr(parity, "check_items", lambda args, items: 1.0)
-    monkeypatch.setattr(parity, "command", writing)
-    parity.main(args)
-    ran = {
-        item: len(list((out / "1x" / item).glob("*/metrics.jsonl")))
-        for item in ("fp32", "bf16", "fp16")
-    }
-    assert 3 <= ran["bf16"] < ran["fp16"] < 12
-    assert ran["fp32"] == ran["fp16"]
-    output = capsys.readouterr().out
-    assert "bf16, lr 1x: surely below 0.5%, no further seeds" in output
-    assert "fp16, lr 1x: surely above 0.5%, no further seeds" in output
-    assert (
-        "bf16, lr 1x: below 0.5%; fp16, lr 1x: above 0.5%"
-        in (out / "parity.md").read_text()
-    )
-    table = json.loads((out / "parity.json").read_text())["table"]
-    assert [row["settled"] for row in table] == [None, "below", "above"]
-    parity.main(args)  # called again, it runs nothing
-    rows = {
-        item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ran
-    }
-    assert rows == ran
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):

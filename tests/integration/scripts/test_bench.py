@@ -220,7 +220,6 @@ class Pretended:
         monkeypatch.setattr(
             Comparison, "started", lambda comparison, case: self.start(case)
         )
-        monkeypatch.setattr("scripts.bench.compare.draw", lambda rows, path: None)
 
     @contextlib.contextmanager
     def start(self, case):

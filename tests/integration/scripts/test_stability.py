@@ -173,7 +173,6 @@ def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_
     assert lost["diverged"]
     assert list(trained["edge"]) == list(trained["logits"]) == ["20", "40"]
     assert "| fp32 | 2 | 1 |" in (out / "stability.md").read_text()
-    assert (out / "stability.png").read_bytes().startswith(b"\x89PNG")
     assert not list(out.glob("*/*/*/checkpoints"))
     finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     stability.main(args)
