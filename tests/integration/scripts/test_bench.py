@@ -190,7 +190,6 @@ def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
     assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
 
 
-@pytest.mark.slow  # stage precompile in test_gpu_study.py
 def test_compiling_only_takes_no_step_and_fills_the_cache(tmp_path, capsys):
     actual = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", compile_only=True)
     assert actual.rows == actual.failed == {}
