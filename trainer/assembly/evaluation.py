@@ -5,7 +5,6 @@ precision's format.
 """
 
 import functools
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,8 +82,9 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
     tokens = size = 0
-    for text in itertools.chain.from_iterable(rows.texts for rows in corpus.read(None)):
-        ids = tokenizer.encode_array(text)
+    pieces = ((rows, text) for rows in corpus.read(None) for text in rows.texts)
+    for rows, text in pieces:
+        ids = tokenizer.encode_array(text, rows.before, rows.after)
         ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
         arrays += [ids, ends]
         tokens, size = tokens + len(ids) + len(ends), size + len(text.encode())

@@ -6,8 +6,11 @@ from pathlib import Path
 from trainer.errors import UserError
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
-MODEL_FILES = ("model*.safetensors", "*.json", "merges.txt", *TOKENIZER_FILES)
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "config.json", "generation_config.json",
+)  # fmt: skip
+MODEL_FILES = ("model*.safetensors", "*.json", *TOKENIZER_FILES)
 # Keys that take an id, each with the patterns of the files that count.
 KEYS = {"init_from": MODEL_FILES, "data.tokenizer": TOKENIZER_FILES}
 

@@ -7,7 +7,6 @@ the old content of a file that was replaced; these readers read the file.
 
 import base64
 import binascii
-import json
 import re
 import types
 from collections.abc import Sequence
@@ -17,13 +16,21 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
+from trainer.data.settings_beside import (
+    NUL,
+    SAVE_AGAIN,
+    SETTINGS,
+    check_added_later,
+    end_token,
+    read,
+    read_beside,
+    read_json,
+)
 from trainer.data.tokenizer_bounds import check_pattern
 from trainer.errors import UserError
-from trainer.files import read_file
 
 # Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
 PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
-MOST_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
 
 # Classes of transformers, by their beginnings, that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
@@ -93,13 +100,12 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
 
     Its pattern of words is GPT-2's. Raises UserError for a tokenizer that has another.
     """
-    settings = path.parent / "tokenizer_config.json"
-    kind = read_json(settings).get("tokenizer_class") if settings.is_file() else None
+    directory = path.parent
+    kind = read_beside(directory, SETTINGS).get("tokenizer_class")
     if isinstance(kind, str) and not kind.startswith(WITH_GPT2_PATTERN):
         raise UserError(
-            f"{path.parent} has no tokenizer.json, and a {kind[:100]} may split words"
-            " otherwise than GPT-2: save it by transformers'"
-            " AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            f"{directory} has no tokenizer.json, and a {kind[:100]} may split words"
+            f" otherwise than GPT-2; {SAVE_AGAIN}"
         )
     ids = {bytes([byte]): i for i, byte in enumerate(SPELLING)}
     lines = read(path).decode(errors="replace").split("\n")
@@ -111,16 +117,22 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
         if len(pair) != 2 or token is None:
             raise UserError(f"{path}, line {number}: expected two tokens to merge")
         ids[token] = len(ids)
-    if not ids_path.is_file():
-        return encoding(path, ids)
-    given: TokenIds = {}
-    special: dict[str, int] = {}
-    for spelling, i in read_json(ids_path).items():
-        token = unspell(spelling)
-        if token is None or token not in ids:
-            special[spelling] = i
-        else:
-            given[token] = i
+    given, special = ids, {ENDOFTEXT: len(ids)}
+    if ids_path.is_file():
+        given, special = {}, {}
+        for spelling, i in read_json(ids_path).items():
+            token = unspell(spelling)
+            if token is None or token not in ids:
+                special[spelling] = i
+            else:
+                given[token] = i
+    check_added_later(directory, ids_path.name, special)
+    end = end_token(directory, special)
+    if end not in (None, ENDOFTEXT):
+        raise UserError(
+            f"{directory} has no tokenizer.json, and its documents end with {end!r},"
+            f" not with {ENDOFTEXT!r}; {SAVE_AGAIN}"
+        )
     if not is_in_order(given, list(ids)[256:]):
         raise UserError(
             f"{ids_path} does not belong to {path}: its ids are not those of the"
@@ -148,8 +160,12 @@ def is_in_order(
     )
 
 
-def byte_level(tree: dict[str, Any]) -> tuple[TokenIds, dict[str, Any]] | None:
+def byte_level(
+    tree: dict[str, Any], end: str
+) -> tuple[TokenIds, dict[str, Any]] | None:
     """Return ids and settings of a tokenizer.json that tiktoken encodes alike, or None.
+
+    Documents end with `end`.
 
     It is byte-pair encoding as GPT-2's, without normalizer, with ids in the order of
     its merges, one pattern for words, and documents that end with GPT-2's end-of-text
@@ -168,13 +184,13 @@ def byte_level(tree: dict[str, Any]) -> tuple[TokenIds, dict[str, Any]] | None:
             return None
         ids[token] = i
     result = ids, {"pat_str": pattern, "special_tokens": special}
-    if special == {"\0": 0} and ids == {bytes([i]): i for i in range(1, 256)}:
+    if special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}:
         return result
     words = any(
         not token.get("special") and token["content"] != ENDOFTEXT
         for token in tree["added_tokens"]
     )
-    if words or ENDOFTEXT not in special:
+    if words or end != ENDOFTEXT:
         return None
     # A merge is a pair, or a text with a space between.
     merged = [unspell("".join(merge).replace(" ", "")) for merge in model["merges"]]
@@ -235,7 +251,13 @@ def encoding(
             f"{path} is not a byte-level encoding: {missing} of the 256 bytes have"
             " no id"
         )
-    special = dict(special_tokens or {})
+    special, ordinary = dict(special_tokens or {}), set(ranks.values())
+    for token, i in special.items():
+        if i in ordinary:
+            raise UserError(
+                f"{path}: the special token {token!r} has the id {i} of an ordinary"
+                " token; give it another"
+            )
     special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
     check_pattern(path, pat_str)
     try:
@@ -244,22 +266,3 @@ def encoding(
         )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def read(path: Path) -> bytes:
-    """Return the bytes of a file, or raise UserError."""
-    try:
-        return read_file(path, MOST_BYTES)
-    except OSError as error:
-        raise UserError(f"tokenizer file {path}: {error.strerror}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or raise UserError."""
-    try:
-        tree = json.loads(read(path))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(tree).__name__}")
-    return tree

@@ -1,11 +1,10 @@
 """Sources of text that a user names, and the documents in them.
 
-`datasets` reads files and hub data sets, row by row from their place (no second copy of
-local files), and finds a position again. It is only imported when such a source is
-opened.
+`datasets` reads hub data sets, row by row from their place (no second copy of local
+files), and finds a position again. It is only imported when such a source is opened.
 """
 
-import glob
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.compressed import decompressed, refuse_twins
 from trainer.data.files import (
+    FORMATS,
     File,
     Format,
     NoColumn,
@@ -34,6 +34,7 @@ from trainer.data.parquet import check_parquet, is_text, not_text_column, read_p
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
+from trainer.text import note
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -42,9 +43,9 @@ Position = Any  # JSON; where reading continues
 
 ROWS = 256  # documents read at a time
 FILES_PER_READ = 16  # text files read at a time
-LINES = 4096
-BOM = "\ufeff"  # that a file may begin with, and no part of its text
+DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
 PIECE = 1 << 21  # characters of a single text read at a time
+AROUND = 1 << 12  # characters before a piece that its tokens may depend on
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,19 @@ Source = EmbeddedSource | PythonSource | TextSource | HubSource | PreparedSource
 
 
 class Rows(NamedTuple):
-    """Consecutive documents, or a piece of a single text, and the position after it."""
+    """Consecutive documents, or a piece of a single text.
+
+    Attributes:
+      texts: the documents, or the piece.
+      position: after them.
+      before: of a piece, the text before it, as far as its tokens may depend on it.
+      after: likewise, the text after it.
+    """
 
     texts: list[str]
     position: Position
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -362,9 +372,15 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     files = examine(local, text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
 
+    @functools.cache
+    def say_unread() -> None:
+        if local:
+            say_unread_files(source, local)
+
     def read(position: Position) -> Iterator[Rows]:
         with hub_errors(source):
             dataset = load_hub(source)
+            say_unread()
             check_column(dataset, source.column)
             yield from rows(
                 dataset, source.column, source.max_documents, position, ROWS
@@ -419,21 +435,6 @@ def fingerprint(*parts: Any) -> str:
     ).hexdigest()
 
 
-def load_lines(file: File) -> "IterableDataset":
-    """Return the lines of a text file, with their ends."""
-    import datasets
-
-    # `datasets` takes a path as a glob; one with brackets would silently match nothing.
-    return datasets.load_dataset(
-        "text",
-        data_files={"train": glob.escape(str(file.path.absolute()))},
-        split="train",
-        streaming=True,
-        sample_by="line",
-        keep_linebreaks=True,
-    )
-
-
 def load_hub(source: HubSource) -> "IterableDataset":
     """Return the rows of a hub data set.
 
@@ -458,6 +459,26 @@ def load_hub(source: HubSource) -> "IterableDataset":
         return builder.as_streaming_dataset(split=source.split)
     builder.download_and_prepare()
     return builder.as_dataset(split=source.split).to_iterable_dataset()
+
+
+def say_unread_files(source: HubSource, local: Sequence[Path]) -> None:
+    """Print which data files of a directory `datasets` leaves out.
+
+    It reads one format, and finds splits, patterns and URLs in names.
+    """
+    import datasets
+
+    builder = datasets.load_dataset_builder(source.name, source.config)
+    splits = (builder.config.data_files or {}).values()
+    known = {os.path.realpath(path) for paths in splits for path in paths}
+    data = [path for path in local if path.suffix in DATA_SUFFIXES]
+    unread = [path for path in data if os.path.realpath(path) not in known]
+    if unread:
+        note(
+            f"data.name={source.name}: `datasets` leaves out {unread[0]}"
+            f" ({len(unread):,} of {len(data):,} data files); data=text"
+            f" data.paths=[{source.name}] reads all"
+        )
 
 
 def check_column(dataset: "IterableDataset", column: str) -> None:
@@ -492,21 +513,21 @@ def rows(
 def read_text(file: File, position: Position) -> Iterator[Rows]:
     """Yield a single text from line `position` on, in pieces that end at LINE_START."""
     start = position or 0
-    dataset = load_lines(file).with_format("arrow").skip(start)
-    piece: list[str] = []
+    before, piece = "", list[str]()
     size = 0
-    for table in dataset.iter(batch_size=LINES):
-        for line in table.column("text").to_pylist():
-            if start == 0 and not piece:
-                line = line.removeprefix(BOM)
+    with file.path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines):
+            if number < start:
+                before = (before + line)[-AROUND:]
+                continue
             if size >= PIECE and LINE_START.search(piece[-1][-2:] + line[:1]):
-                start += len(piece)
-                yield Rows(["".join(piece)], start)
-                piece, size = [], 0
+                text = "".join(piece)
+                yield Rows([text], number, before, line)
+                before, piece, size = (before + text)[-AROUND:], [], 0
             piece.append(line)
             size += len(line)
     if piece:
-        yield Rows(["".join(piece)], start + len(piece))
+        yield Rows(["".join(piece)], number + 1, before)
 
 
 @contextmanager
@@ -540,6 +561,8 @@ def hub_errors(source: HubSource) -> Iterator[None]:
         raise
     except Exception as error:  # whatever `datasets` meets in a stranger's files
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        instead = f"; data=text data.paths=[{source.name}] reads files of any names"
         raise UserError(
             f"data set {source.name!r}, split {source.split!r}: {lines[0]}"
+            f"{instead if Path(source.name).expanduser().is_dir() else ''}"
         ) from error

@@ -21,6 +21,15 @@ ROWS_AHEAD = 4  # batches of rows in memory
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
+class Piece(NamedTuple):
+    """A text or a piece of one, the text around it, and whether it ends the text."""
+
+    text: str
+    before: str = ""
+    after: str = ""
+    is_last: bool = False
+
+
 class Part(NamedTuple):
     """The part of some rows that goes into one split.
 
@@ -121,8 +130,12 @@ class Encoder:
             texts = ["".join(rows.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
-        train = self._part(pool, "train", train_texts)
-        val = self._part(pool, "val", val_texts)
+        # Around a piece of a single text, the other split is another text.
+        at = 0 if cut is None else cut
+        after = rows.after[: max(0, at - sum(map(len, texts)))]
+        before = rows.before[at:] if at < 0 else ""
+        train = self._part(pool, "train", train_texts, rows.before, after)
+        val = self._part(pool, "val", val_texts, before, rows.after)
         # 1 where a text was cut in two, which counts as one document
         cut_texts = len(train_texts) + len(val_texts) - len(texts)
         parts = [train, val._replace(documents=val.documents - cut_texts)]
@@ -130,15 +143,25 @@ class Encoder:
         end = start + sum(map(len, rows.texts))
         return EncodedTexts(parts, skipped, rows.position, end)
 
-    def _part(self, pool: ThreadPoolExecutor, split: str, texts: list[str]) -> Part:
+    def _part(
+        self,
+        pool: ThreadPoolExecutor,
+        split: str,
+        texts: list[str],
+        before: str,
+        after: str,
+    ) -> Part:
+        """Encode the texts of a split; `before` and `after` are around a lone one."""
         futures: list[Future[Tokens]] = []
-        unit: list[tuple[str, bool]] = []
+        unit: list[Piece] = []
         size = 0
         for text in texts:
-            pieces = self.tokenizer.cut_up(text, UNIT_CHARS)
-            for i, piece in enumerate(pieces):
-                unit.append((piece, i == len(pieces) - 1))
-                size += len(piece)
+            first, *others = self.tokenizer.cut_up(text, UNIT_CHARS)
+            pieces = [Piece(first, before), *map(Piece, others)]
+            pieces[-1] = pieces[-1]._replace(after=after, is_last=True)
+            for piece in pieces:
+                unit.append(piece)
+                size += len(piece.text)
                 if size >= UNIT_CHARS:
                     futures.append(pool.submit(self._encode, unit))
                     unit, size = [], 0
@@ -148,12 +171,12 @@ class Encoder:
             split, len(texts), sum(len(text.encode()) for text in texts), futures
         )
 
-    def _encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
+    def _encode(self, pieces: list[Piece]) -> Tokens:
         """Return ids of pieces, with end-of-text after those that end a document."""
         eot = np.full(1, self.tokenizer.eot, self.dtype)
         arrays: list[Tokens] = []
-        for piece, last in pieces:
-            ids = self.tokenizer.encode_array(piece)
+        for piece in pieces:
+            ids = self.tokenizer.encode_array(piece.text, piece.before, piece.after)
             if ids.size and ids.max() >= self.tokenizer.vocab_size:
                 raise UserError(
                     f"tokenizer {self.tokenizer.name} makes the id {ids.max()} of a"
@@ -161,7 +184,7 @@ class Encoder:
                     " download or copy it again"
                 )
             arrays.append(ids.astype(self.dtype))
-            if last and self.documents:
+            if piece.is_last and self.documents:
                 arrays.append(eot)
         return np.concatenate(arrays)
 

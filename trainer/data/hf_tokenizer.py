@@ -14,15 +14,14 @@ from trainer.data.bpe_files import (
     SPELLING,
     TokenIds,
     for_hugging_face,
-    read_json,
 )
 from trainer.data.json_tokenizer import (
     FILE,
-    SETTINGS,
     JSONTokenizer,
     ids_of,
     spelled_ids,
 )
+from trainer.data.settings_beside import SETTINGS, added_later, read_json
 from trainer.data.tokenizer import Tokenizer
 from trainer.files import well_formed, write_atomically
 
@@ -173,7 +172,7 @@ def ids_beside(directory: Path) -> TokenIds | None:
                 return ids
         for _, name in PAIRS:
             if (directory / name).is_file():
-                return spelled_ids(read_json(directory / name))
+                return spelled_ids(read_json(directory / name) | added_later(directory))
     return None
 
 

@@ -7,7 +7,7 @@ token, and a fingerprint.
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,25 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from trainer.data.bpe_files import TokenIds, read_json, special_in, unspell
+from trainer.data.bpe_files import TokenIds, special_in, unspell
+from trainer.data.settings_beside import (
+    ENDS,
+    SETTINGS,
+    check_added_later,
+    end_token,
+    read_json,
+)
 from trainer.data.tokenizer_bounds import check_tree
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
 FILE = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
-# end tokens, where no file beside the tokenizer names it
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 SPACE = "\u2581"  # how SentencePiece writes a space
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class NoToken(UserError):
+    """The error of a text with a character for which a tokenizer has no token."""
 
 
 class JSONTokenizer:
@@ -61,6 +69,15 @@ class JSONTokenizer:
             [*self.tokens.values(), *self.special_tokens.values()]
         )
         self._known = frozenset(self._tokenizer.get_vocab().values())
+        self._words = frozenset(added.values())
+        self._has_unknown = has_unknown(tree["model"])
+        self._may_lose = not self._has_unknown and tree["model"].get("type") == "BPE"
+        self._kept: set[str] = set()  # characters that are known to have tokens
+        if not any(
+            t["content"] == end and t.get("special") for t in tree["added_tokens"]
+        ):
+            # Otherwise a text that spells it would end there.
+            tokenizer.add_special_tokens([end])
         make_ordinary(tokenizer, tree, self.special_tokens)
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
@@ -68,17 +85,77 @@ class JSONTokenizer:
         ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
-        # Twice as fast as `encode`, which counts characters too.
-        with well_formed(f"tokenizer {self.name}", "download or copy it again"):
-            [encoding] = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=False
-            )
+        """See Tokenizer. Raises NoToken for text that the model would leave out."""
+        # Twice as fast as `encode_batch`, which counts characters too.
+        encoding = self._encoding(text, self._tokenizer.encode_batch_fast)
         return encoding.ids
 
-    def encode_array(self, text: str) -> npt.NDArray[np.unsignedinteger]:
+    def encode_array(
+        self, text: str, before: str = "", after: str = ""
+    ) -> npt.NDArray[np.unsignedinteger]:
         """See Tokenizer."""
-        return np.array(self.encode(text), np.uint32)
+        if not before and not after:
+            return np.array(self.encode(text), np.uint32)
+        encoding = self._encoding(before + text + after, self._tokenizer.encode_batch)
+        starts = np.array([start for start, _ in encoding.offsets], np.int64)
+        ids = np.array(encoding.ids, np.uint32)
+        # A space of the tokenizer's own may begin at the end of the text.
+        inside = starts >= len(before)
+        if after:
+            inside &= starts < len(before) + len(text)
+        return ids[inside]
+
+    def _encoding(
+        self, text: str, encode: Callable[..., list[tokenizers.Encoding]]
+    ) -> tokenizers.Encoding:
+        with well_formed(f"tokenizer {self.name}", "download or copy it again"):
+            try:
+                if self._may_lose:
+                    self._refuse_lost(text)
+                [encoding] = encode([text], add_special_tokens=False)
+            except NoToken:
+                raise
+            except Exception as error:  # the library raises this class only
+                if self._has_unknown:
+                    raise
+                raise self._no_token(f"a word of {text[:40]!r}") from error
+        return encoding
+
+    def _refuse_lost(self, text: str) -> None:
+        """Raise NoToken for the first character that byte-pair encoding leaves out.
+
+        Other models raise an error.
+        """
+        lost = {char for char in set(text) - self._kept if self._is_lost(char)}
+        self._kept |= set(text) - lost
+        if not lost:
+            return
+        # It may be in a word that was added, which needs no other token.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        rest = list(text)
+        for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if i in self._words:
+                rest[start:end] = [""] * (end - start)
+        char = next((char for char in rest if char in lost), None)
+        if char is not None:
+            raise self._no_token(f"{char!r} (U+{ord(char):04X})")
+
+    def _is_lost(self, char: str) -> bool:
+        """Return whether the model has no token for a part of a character."""
+        normalizer, words = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        text = char if normalizer is None else normalizer.normalize_str(char)
+        parts = [text]
+        if words is not None:
+            parts = [part for part, _ in words.pre_tokenize_str(text)]
+        return not all(map(self._tokenizer.model.tokenize, "".join(parts)))
+
+    def _no_token(self, what: str) -> NoToken:
+        return NoToken(
+            f"tokenizer {self.name} has no token for {what}, and none for what is"
+            " unknown, so that it would vanish from a text; train it with an unk_token,"
+            " or with all bytes (initial_alphabet=ByteLevel.alphabet()), or remove the"
+            " character"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer. A space that the encoding adds before a text is removed."""
@@ -133,6 +210,11 @@ def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
         ) from None
 
 
+def has_unknown(model: dict[str, Any]) -> bool:
+    """Return whether a model has a token for what it does not know."""
+    return model.get("unk_id") is not None or model.get("unk_token") in model["vocab"]
+
+
 def make_ordinary(
     tokenizer: tokenizers.Tokenizer, tree: dict[str, Any], special: dict[str, int]
 ) -> None:
@@ -185,7 +267,8 @@ def check_added(
 ) -> None:
     """Raise UserError for an added token to which the library gives another id.
 
-    It does so where another token has the id, or where the ids have a gap.
+    It does so where another token has the id, or where the ids have a gap. And for one
+    that only the files beside have.
     """
     for token, i in special_in(tree).items():
         given = tokenizer.token_to_id(token)
@@ -194,17 +277,17 @@ def check_added(
                 f"{path}: {token!r} of added_tokens has the id {i}, but Hugging Face's"
                 f" `tokenizers` gives it {given}; write {given} there"
             )
+    check_added_later(path.parent, path.name, tokenizer.get_vocab())
 
 
 def end_of_document(path: Path, tree: dict[str, Any]) -> str:
-    """Return the token that ends a document, by the settings beside a file or by name.
+    """Return the token that ends a document, one of the added tokens of a file.
 
     Raises:
       UserError: there is none.
     """
     added = special_in(tree)
-    default = next((token for token in ENDS if token in added), None)
-    end = end_beside(path.parent) or default
+    end = end_token(path.parent, added)
     if end in added:
         return str(end)
     problem = f"has no added token {end!r}"
@@ -221,16 +304,6 @@ def end_of_document(path: Path, tree: dict[str, Any]) -> str:
         " ends a document, one of its added_tokens"
         f" ({', '.join(sorted(map(repr, added))[:8])})"
     )
-
-
-def end_beside(directory: Path) -> str | None:
-    """Return the token that ends a document by tokenizer_config.json, or None."""
-    if not (directory / SETTINGS).is_file():
-        return None
-    end = read_json(directory / SETTINGS).get("eos_token")
-    if isinstance(end, dict):
-        end = end.get("content")
-    return end if isinstance(end, str) else None
 
 
 def ids_of(tree: dict[str, Any]) -> TokenIds | None:

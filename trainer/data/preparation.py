@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import string
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from trainer.data.shards import (
     digest,
     repair,
 )
-from trainer.data.tokenizer import get_tokenizer
+from trainer.data.tokenizer import changed_characters, get_tokenizer
 from trainer.errors import UserError
 from trainer.files import (
     LOG_BYTES,
@@ -47,6 +48,7 @@ from trainer.files import (
     well_formed,
     write_atomically,
 )
+from trainer.text import note
 
 SHARD_BYTES = 64 << 20  # of text
 EXPECTED = 5  # validation documents below which a hash may choose none
@@ -189,6 +191,12 @@ def prepare(
             # Another process may just have finished it.
             if (directory / MANIFEST).is_file():
                 return directory
+            if changed := changed_characters(tokenizer):
+                note(
+                    f"data.tokenizer={tokenizer_name} changes or leaves out"
+                    f" {len(changed)} of the {len(string.printable)} characters of"
+                    f" ASCII in a text: {changed!r}"
+                )
             encoder = Encoder(
                 tokenizer,
                 val_fraction,

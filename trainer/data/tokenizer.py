@@ -6,11 +6,13 @@ adds the end-of-text id.
 """
 
 import base64
+import contextlib
 import difflib
 import functools
 import hashlib
 import json
 import re
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +32,7 @@ from trainer.data.bpe_files import (
 from trainer.data.json_tokenizer import FILE as HF_FILE
 from trainer.data.json_tokenizer import (
     JSONTokenizer,
+    NoToken,
     check_added,
     end_of_document,
     read_tokenizer,
@@ -40,7 +43,9 @@ from trainer.files import well_formed, write_atomically
 Ids = npt.NDArray[np.unsignedinteger]
 
 
+NOWHERE = "\U0010fffd"  # a character that nobody uses
 COPY_AGAIN = "download or copy it again"
+UNKNOWN = "\ufffd"  # stands for what is no character
 # Ids may have gaps, where a model's table is padded. But a file of a few bytes with the
 # id 10^9 would need an embedding table of that size.
 MAX_ID = 1 << 20  # any tokenizer may use ids up to this
@@ -73,8 +78,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
 
-    def encode_array(self, text: str) -> Ids:
-        """Return `encode` as an array [n]; other threads run meanwhile."""
+    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
+        """Return `encode` as an array [n]; other threads run meanwhile.
+
+        Of a piece of a longer text, these are the ids that begin in it. `before` and
+        `after` are the text around it, as far as that can change its ids.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8 and unknown ids become U+FFFD."""
@@ -92,7 +101,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as ids.
 
-    End-of-text is 0, a byte that text does not use: a NUL in a text ends a document.
+    End-of-text is 0. A NUL in a text, whose byte that is, is read as U+FFFD, as HTML
+    and Markdown do, so that it ends no document.
     """
 
     name = "byte"
@@ -107,11 +117,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        return list(text.encode())
+        return self.encode_array(text).tolist()
 
-    def encode_array(self, text: str) -> Ids:
+    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
         """See Tokenizer."""
-        return np.frombuffer(text.encode(), np.uint8)
+        return np.frombuffer(text.replace("\0", UNKNOWN).encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -157,17 +167,26 @@ class BPETokenizer:
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
             return self.encoding.encode_ordinary(text)
 
-    def encode_array(self, text: str) -> Ids:
+    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
         """See Tokenizer."""
+        if self.pattern in line_safe_patterns():
+            before = after = ""
         # With nothing disallowed all of it is encoded as ordinary text.
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
+            ids = self.encoding.encode_to_numpy(
+                before + text + after, disallowed_special=()
+            )
+        if not before and not after:
+            return ids
+        sizes = np.array([len(self._bytes[int(i)]) for i in ids], np.int64)
+        starts = np.cumsum(sizes) - sizes  # in bytes
+        first = len(before.encode())
+        return ids[(starts >= first) & (starts < first + len(text.encode()))]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         # Some vocabularies have gaps, which an untrained model samples.
-        unknown = "\ufffd".encode()
-        parts = (self._bytes.get(int(i), unknown) for i in ids)
+        parts = (self._bytes.get(int(i), UNKNOWN.encode()) for i in ids)
         return b"".join(parts).decode(errors="replace")
 
     @functools.cached_property
@@ -270,8 +289,31 @@ def usable(tokenizer: Tokenizer) -> Tokenizer:
             f"tokenizer {tokenizer.name} has the id {bad!r}; expected whole numbers"
             f" below {most:,} for {len(ids):,} tokens"
         )
-    tokenizer.decode(tokenizer.encode("A text, of 2 lines.\n"))
+    end = tokenizer.eot
+    name = next(name for name, i in tokenizer.special_tokens.items() if i == end)
+    with contextlib.suppress(NoToken):  # a tokenizer of other texts
+        ids = tokenizer.encode(f"A text, of 2 lines, and {name}.\n{NOWHERE}")
+        tokenizer.decode(ids)
+        if end in ids:
+            raise UserError(
+                f"tokenizer {tokenizer.name} ends a document with {name!r}, which is"
+                " also its unknown token, so that a text would end at each unknown"
+                " character; give it an end or an unknown token of its own"
+            )
     return tokenizer
+
+
+def changed_characters(tokenizer: Tokenizer) -> str:
+    """Return the characters of ASCII that a text loses by its ids.
+
+    A tokenizer may lower letters, drop line ends, or know a character as unknown.
+    """
+    changed = []
+    for char in string.printable:
+        with contextlib.suppress(NoToken):  # refused where a text has it
+            if char not in tokenizer.decode(tokenizer.encode(f"a{char}a")):
+                changed.append(char)
+    return "".join(changed)
 
 
 def from_files(name: str) -> Tokenizer:
@@ -288,9 +330,10 @@ def from_files(name: str) -> Tokenizer:
     if path.name == HF_FILE:
         tree, tokenizer = read_tokenizer(path)
         check_added(path, tree, tokenizer)
-        like_gpt2 = byte_level(tree)
+        end = end_of_document(path, tree)
+        like_gpt2 = byte_level(tree, end)
         if like_gpt2 is None:
-            return JSONTokenizer(name, tree, tokenizer, end_of_document(path, tree))
+            return JSONTokenizer(name, tree, tokenizer, end)
         ranks, settings = like_gpt2
         if settings["special_tokens"] == ByteTokenizer().special_tokens:
             return ByteTokenizer()

@@ -3,7 +3,7 @@ table rows.
 """
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.bpe_files import read_json, special_in
+from trainer.data.bpe_files import special_in
 from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
 from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import ids_beside
-from trainer.data.json_tokenizer import FILE, end_beside
+from trainer.data.json_tokenizer import FILE
+from trainer.data.settings_beside import ENDS, end_token, read_beside
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -24,7 +25,7 @@ from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
 from trainer.models.registry import family_of
-from trainer.models.weight_files import config_beside
+from trainer.models.weight_files import CONFIG
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.run.initial_weights import (
@@ -74,44 +75,31 @@ def vocabulary_of(source: Path) -> Vocabulary:
             " none beside the weights; put its tokenizer.json, or vocab.json and"
             " merges.txt, there"
         )
-    rows = config_of(directory).get("vocab_size")
+    rows = read_beside(directory, CONFIG).get("vocab_size")
     # A tokenizer may have added words for which the model has no rows.
     if isinstance(rows, int):
         tokens = {token: i for token, i in tokens.items() if i < rows}
     return Vocabulary(
         tokens,
-        end_of(directory, set(tokens.values())),
+        end_of(directory, tokens),
         max(tokens.values(), default=-1) + 1,
     )
 
 
-def config_of(directory: Path) -> dict[str, Any]:
-    """Return the content of config.json; empty if there is none."""
-    file = config_beside(directory)
-    return read_json(file) if file.is_file() else {}
-
-
-def end_of(directory: Path, ids: Container[int]) -> int | None:
-    """Return the id that ends a document; None if unknown.
-
-    config.json tells it, unless the tokenizer has an ordinary token there: an unedited
-    configuration has the id of its kind's first model, such as 50256. Then
-    tokenizer_config.json tells, if it does.
+def end_of(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
+    """Return the id that ends a document; None if unknown, or if it has no row.
 
     Args:
       directory: of the weights.
-      ids: those that have a row.
+      tokens: those that have a row.
     """
-    end = config_of(directory).get("eos_token_id")
-    if isinstance(end, list) and end:
-        end = end[0]
-    configured = end if isinstance(end, int) and end in ids else None
-    tokenizer = directory / FILE
-    added = special_in(read_json(tokenizer)) if tokenizer.is_file() else {}
-    beside = added.get(end_beside(directory) or "")
-    if beside is None or beside not in ids or configured in added.values():
-        return configured
-    return beside
+    tree = read_beside(directory, FILE)
+    special = special_in(tree)
+    if not tree:  # a vocab.json does not say which tokens are special
+        special = {t: tokens[t.encode()] for t in ENDS if t.encode() in tokens}
+    special = {token: i for token, i in special.items() if token.encode() in tokens}
+    end = end_token(directory, special)
+    return None if end is None else tokens.get(end.encode())
 
 
 def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:

@@ -174,11 +174,12 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
     [
         lambda t: t.update(normalizer={"type": "NFC"}),
         lambda t: t.update(
+            model=t["model"] | {"unk_token": "!"},  # for spaces, which have no token
             pre_tokenizer={
                 "type": "Metaspace",
                 "replacement": "▁",
                 "prepend_scheme": "always",
-            }
+            },
         ),
         lambda t: t["model"]["vocab"].update({"▁the": 60000}),
         lambda t: t["added_tokens"].append(

@@ -269,7 +269,7 @@ def test_ids_of_other_merges_are_refused(gpt2_dir, tmp_path, change):
 
 
 def test_a_file_of_no_tokenizers_size_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.bpe_files.MOST_BYTES", 10)
+    monkeypatch.setattr("trainer.data.settings_beside.MOST_BYTES", 10)
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(UserError, match=r"tokenizer\.json has more than 10 bytes"):
         get_tokenizer(str(tmp_path))

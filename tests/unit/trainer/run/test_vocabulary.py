@@ -163,7 +163,7 @@ def test_bad_input_is_one_line(tmp_path, data, old):
         (50256, 259),  # nobody told the configuration: the tokenizer does
         ([2, 7], 259),  # of its kind's first model, here a letter
         (None, 259),
-        (260, 260),  # another of the special tokens, for what was trained on
+        (260, 259),  # another of the special tokens; tokenized data end with 259
     ],
 )
 def test_the_end_of_a_document_is_one_that_the_tokenizer_knows(
@@ -183,10 +183,11 @@ def test_the_end_of_a_document_is_one_that_the_tokenizer_knows(
     )
     (directory / "tokenizer.json").write_text(json.dumps(tree))
     assert vocabulary_of(directory).end == wanted
+    assert get_tokenizer(str(directory)).eot == wanted
     (directory / "tokenizer_config.json").unlink()
-    assert vocabulary_of(directory).end == (
-        260 if eos == 260 else 2 if eos == [2, 7] else None
-    )
+    # without it the configuration decides, if it names a special token
+    assert vocabulary_of(directory).end == (260 if eos == 260 else 259)
+    assert get_tokenizer(str(directory)).eot == vocabulary_of(directory).end
 
 
 def test_words_that_were_added_to_a_tokenizer_alone_have_no_rows(tmp_path, data, old):

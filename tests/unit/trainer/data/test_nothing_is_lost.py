@@ -1,0 +1,287 @@
+"""No text ends another or loses a character without a word, whatever the tokenizer."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from trainer.data import Manifest, TextSource, get_tokenizer, prepare
+from trainer.data.corpus import HubSource
+from trainer.data.json_tokenizer import NoToken
+from trainer.data.tokenizer import changed_characters
+from trainer.errors import UserError
+
+END = "<|endoftext|>"
+LETTERS = {letter: i for i, letter in enumerate("abcdefghij")}
+
+
+def prepared(tmp_path, source, tokenizer):
+    return Manifest.load(prepare(source, tokenizer, tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_nul_in_a_text_ends_no_document(tmp_path, kind):
+    texts = [f"{i} left\0right" for i in range(99)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    else:
+        pq.write_table(pa.table({"text": texts}), path)
+    manifest = prepared(tmp_path, TextSource((str(path),)), "byte")
+    shards = [shard for split in ("train", "val") for shard in manifest.open(split)]
+    ids = [i for shard in shards for i in shard.tolist()]
+    assert ids.count(manifest.eot) == len(texts)
+    byte = get_tokenizer("byte")
+    assert byte.decode(byte.encode("a\0b")) == "a\ufffdb"
+
+
+def saved(tmp_path, model, *, special=(END,), words=(), **parts):
+    made = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    made.add_tokens(list(words))
+    made.add_special_tokens(list(special))
+    made.save(str(tmp_path / "tokenizer.json"))
+    return made
+
+
+def byte_level(tmp_path):
+    """As the library trains one without being given the alphabet of all bytes."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    texts = ["the earth was without form"] * 9
+    made.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(special_tokens=[END], show_progress=False),
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+
+
+WITHOUT = {
+    "byte level": byte_level,
+    "letters": lambda folder: saved(folder, models.BPE(LETTERS, [])),
+    "a name without a token": lambda folder: saved(
+        folder, models.BPE(LETTERS, [], unk_token="<unk>")
+    ),
+    "some bytes": lambda folder: saved(
+        folder, models.BPE(LETTERS | {"<0xC3>": 10}, [], byte_fallback=True)
+    ),
+    "unigram": lambda folder: saved(
+        folder, models.Unigram([(letter, -1.0) for letter in LETTERS])
+    ),
+    "words": lambda folder: saved(
+        folder,
+        models.WordLevel(LETTERS),
+        pre_tokenizer=pre_tokenizers.Split("", "isolated"),
+    ),
+    "word pieces": lambda folder: saved(
+        folder,
+        models.WordPiece(LETTERS | {"##a": 10, "##f": 11}),
+        pre_tokenizer=pre_tokenizers.Whitespace(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_a_character_without_a_token_is_refused_and_others_are_not(tmp_path, kind):
+    WITHOUT[kind](tmp_path)
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.encode("eaf")  # what it was made for
+    assert tokenizer.encode_array("eaf").tolist() == tokenizer.encode("eaf")
+    for encode in (tokenizer.encode, tokenizer.encode_array):
+        with pytest.raises(NoToken, match=r"no token for .*é.* vanish from a text; tr"):
+            encode("eaéf")
+
+
+def test_a_character_in_an_added_word_needs_no_other_token(tmp_path):
+    made = saved(tmp_path, models.BPE(LETTERS, []), words=["漢字"])
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.encode("a漢字b") == [0, made.token_to_id("漢字"), 1]
+    with pytest.raises(NoToken, match=r"'字' \(U\+5B57\)"):
+        tokenizer.encode("a漢字b字")
+
+
+def test_characters_that_a_tokenizer_changes_are_said_once(tmp_path, capsys):
+    vocabulary = LETTERS | {"[UNK]": 10, "##a": 11, "##b": 12}
+    saved(
+        tmp_path,
+        models.WordPiece(vocabulary, unk_token="[UNK]"),
+        special=["[EOS]"],
+        normalizer=normalizers.Lowercase(),
+        pre_tokenizer=pre_tokenizers.Whitespace(),
+    )
+    (tmp_path / "a.txt").write_text("a b c\n" * 50)
+    source = TextSource((str(tmp_path / "a.txt"),))
+    for _ in range(2):
+        prepared(tmp_path, source, str(tmp_path))
+    [line] = [x for x in capsys.readouterr().err.splitlines() if "ASCII" in x]
+    assert "changes or leaves out" in line
+    assert r"\n" in line
+    assert "AB" in line
+    assert changed_characters(get_tokenizer("byte")) == ""
+
+
+@pytest.mark.parametrize("kind", ["letters", "words"])
+def test_an_end_that_is_the_unknown_token_is_refused(tmp_path, kind):
+    vocabulary = LETTERS | {END: 10}
+    model = models.WordLevel(vocabulary, unk_token=END)
+    if kind == "letters":
+        model = models.BPE(vocabulary, [], unk_token=END)
+    saved(tmp_path, model)
+    with pytest.raises(UserError, match="which is also its unknown token"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_an_end_that_is_an_ordinary_token_of_a_tiktoken_file_is_refused(
+    gpt2_dir, tmp_path
+):
+    get_tokenizer(str(gpt2_dir)).save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text()) | {"special_tokens": {END: 0}}
+    file.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"'<\|endoftext\|>' has the id 0 of an ordin"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_text_that_spells_an_end_which_is_not_marked_special_does_not_end(tmp_path):
+    model = models.BPE(LETTERS | {"<unk>": 10}, [], unk_token="<unk>", fuse_unk=True)
+    made = saved(tmp_path, model, special=(), words=[AddedToken("</s>")])
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.eot == made.token_to_id("</s>")
+    assert tokenizer.encode("a</s>b") == [0, 10, 1]
+
+
+NAMES = {
+    "tokenizer_config.json": {"eos_token": "<b>"},
+    "special_tokens_map.json": {"eos_token": {"content": "<b>"}},
+    "generation_config.json": {"eos_token_id": [999, 257]},
+    "config.json": {"eos_token_id": 257},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("like_gpt2", [True, False])
+def test_the_end_is_read_from_whichever_file_names_it(tmp_path, name, like_gpt2):
+    """Also of an encoding as GPT-2's, with its end among other tokens."""
+    vocabulary = {
+        char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    normalizer = None if like_gpt2 else normalizers.NFC()
+    saved(
+        tmp_path,
+        models.BPE(vocabulary, []),
+        special=[END, "<b>"],
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+        **({} if normalizer is None else {"normalizer": normalizer}),
+    )
+    assert get_tokenizer(str(tmp_path)).eot == 256
+    (tmp_path / name).write_text(json.dumps(NAMES[name]))
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.eot == 257
+    assert not {256, 257} & set(tokenizer.encode(f"{END}<b>"))
+
+
+def test_of_two_files_that_name_an_end_the_one_of_transformers_counts(tmp_path):
+    saved(tmp_path, models.BPE(LETTERS, []), special=["<a>", "<b>"])
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<a>"}')
+    settings = {"eos_token": "<b>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert get_tokenizer(str(tmp_path)).eot == 10
+    settings["added_tokens_decoder"] = {"11": {"content": "<b>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert get_tokenizer(str(tmp_path)).eot == 11
+
+
+def pair(tmp_path, end):
+    special = {"<s>": 0, end: 1}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = special | {char: i for i, char in enumerate(letters, 2)} | {"ab": 258}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+
+
+def test_a_pair_of_files_with_another_end_is_refused(tmp_path):
+    pair(tmp_path, "</s>")
+    with pytest.raises(UserError, match=r"its documents end with '</s>'.*; save all"):
+        get_tokenizer(str(tmp_path))
+    pair(tmp_path, END)
+    assert get_tokenizer(str(tmp_path)).eot == 1
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
+    with pytest.raises(UserError, match=r"its documents end with '<s>'"):
+        get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["pair", "tokenizer.json"])
+def test_tokens_that_only_a_file_beside_adds_are_refused(tmp_path, name, kind):
+    if kind == "pair":
+        pair(tmp_path, END)
+    else:
+        saved(tmp_path, models.BPE(LETTERS, []), words=["<tool>"])
+    present, i = (END, 1) if kind == "pair" else ("<tool>", 10)
+
+    def add(token, i):
+        tree = {token: i}
+        if name == "tokenizer_config.json":
+            tree = {"added_tokens_decoder": {str(i): {"content": token}}}
+        (tmp_path / name).write_text(json.dumps(tree))
+        return get_tokenizer(str(tmp_path))
+
+    assert add(present, i).special_tokens
+    with pytest.raises(
+        UserError, match=r"adds '<new>' with the id 300, which .*; save"
+    ):
+        add("<new>", 300)
+
+
+@pytest.mark.parametrize("folder", ["a::b", "a[b]", "a b", "http:", "a,b=c"])
+def test_names_of_files_and_directories_mean_nothing(tmp_path, folder):
+    inside = tmp_path / folder
+    inside.mkdir()
+    (inside / "x::y*.txt").write_text("text\n" * 40)
+    rows = [json.dumps({"text": f"row {i}"}) for i in range(40)]
+    (inside / "x::y.jsonl").write_text("\n".join(rows))
+    pq.write_table(pa.table({"text": rows}), inside / "x::y.parquet")
+    for name in ("x::y*.txt", "x::y.jsonl", "x::y.parquet"):
+        manifest = prepared(tmp_path, TextSource((str(inside / name),)), "byte")
+        assert manifest.tokens("train") > 100
+
+
+@pytest.mark.parametrize("folder", ["a::b", "a[b]"])
+def test_a_local_data_set_with_a_name_that_datasets_misreads_is_refused(
+    tmp_path, folder
+):
+    inside = tmp_path / folder
+    inside.mkdir()
+    pq.write_table(pa.table({"text": ["row"] * 40}), inside / "x.parquet")
+    with pytest.raises(UserError, match=r"data=text data\.paths=.*reads files of any"):
+        prepared(tmp_path, HubSource(str(inside)), "byte")
+
+
+@pytest.mark.parametrize("other", ["x::y.parquet", "x.jsonl", "__x/x.parquet"])
+def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, monkeypatch, other):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    (folder / other).parent.mkdir(parents=True)
+    for name in ("a.parquet", "b.parquet", "test.parquet"):
+        rows = [f"{name} {i}" for i in range(40)]
+        pq.write_table(pa.table({"text": rows}), folder / name)
+    (folder / "a.parquet").rename(folder / "train-a.parquet")
+    (folder / "b.parquet").rename(folder / "train-b.parquet")
+    prepared(tmp_path, HubSource(str(folder)), "byte")
+    assert "leaves out" not in capsys.readouterr().err
+    (folder / other).write_bytes((folder / "test.parquet").read_bytes())
+    prepared(tmp_path, HubSource(str(folder)), "byte")
+    line = f"`datasets` leaves out {folder / other} (1 of 4 data files); data=text"
+    assert capsys.readouterr().err.count(line) == 1

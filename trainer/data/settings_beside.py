@@ -1,0 +1,112 @@
+"""What the files beside a vocabulary say: the token that ends a document, and tokens
+that were added later.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tiktoken_ext.openai_public import ENDOFTEXT
+
+from trainer.errors import UserError
+from trainer.files import read_file
+
+MOST_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
+SETTINGS = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+# of a model, the one of its generation first
+CONFIGS = ("generation_config.json", "config.json")
+NUL = "\0"  # the end where ids are bytes
+# end tokens, where no file names one
+ENDS = (ENDOFTEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", NUL)
+
+SAVE_AGAIN = (
+    "save all in a tokenizer.json by transformers'"
+    " AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+)
+
+
+def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
+    """Return the token that ends a document, or None. All readers ask this function.
+
+    It is the `eos_token` of tokenizer_config.json. One in special_tokens_map.json goes
+    before it if the former is of the kind that does not list its added tokens, as in
+    transformers. Else it is the `eos_token_id` of the model's configuration, then the
+    first of `ENDS`.
+
+    Args:
+      directory: of the tokenizer.
+      special: ids of its special tokens. One that is named need not be among them; of
+          ids, and of `ENDS`, only these count.
+    """
+    settings, legacy = read_beside(directory, SETTINGS), read_beside(directory, SPECIAL)
+    trees = [settings, legacy]
+    if "added_tokens_decoder" not in settings:
+        trees.reverse()
+    for tree in trees:
+        end = tree.get("eos_token")
+        if isinstance(end, dict):
+            end = end.get("content")
+        if isinstance(end, str):
+            return end
+    tokens = {i: token for token, i in special.items()}
+    for name in CONFIGS:
+        ids = read_beside(directory, name).get("eos_token_id")
+        for i in ids if isinstance(ids, list) else [ids]:
+            if type(i) is int and i in tokens:
+                return tokens[i]
+    return next((token for token in ENDS if token in special), None)
+
+
+def added_later(directory: Path) -> dict[str, int]:
+    """Return the ids of tokens that transformers adds to those of a vocabulary."""
+    listed = read_beside(directory, SETTINGS).get("added_tokens_decoder") or {}
+    return read_beside(directory, ADDED) | {
+        token["content"]: int(i) for i, token in listed.items()
+    }
+
+
+def check_added_later(directory: Path, file: str, ids: Mapping[str, int]) -> None:
+    """Refuse a vocabulary to which transformers adds tokens.
+
+    Args:
+      directory: of the tokenizer.
+      file: name of the file of the vocabulary.
+      ids: of its tokens.
+
+    Raises:
+      UserError: a token has no id there, or another one.
+    """
+    for token, i in added_later(directory).items():
+        if ids.get(token) != i:
+            raise UserError(
+                f"{directory}: {ADDED} or {SETTINGS} adds {token!r} with the id {i},"
+                f" which {file} has not; {SAVE_AGAIN}"
+            )
+
+
+def read_beside(directory: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none."""
+    file = directory / name
+    return read_json(file) if file.is_file() else {}
+
+
+def read(path: Path) -> bytes:
+    """Return the bytes of a file, or raise UserError."""
+    try:
+        return read_file(path, MOST_BYTES)
+    except OSError as error:
+        raise UserError(f"tokenizer file {path}: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise UserError."""
+    try:
+        tree = json.loads(read(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(tree).__name__}")
+    return tree
