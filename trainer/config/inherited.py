@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.files import read_file, read_mapping, well_formed
-from trainer.models.registry import FIRST, SPECS
+from trainer.models.registry import FIRST, SPECS, named_family
 from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 
@@ -121,8 +121,8 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(read_file(file))
-        name = config.get("model_type", FIRST)
-        theirs = SPECS[name].keys_of_huggingface(config) if name in SPECS else None
+        name = named_family(config)
+        theirs = SPECS[name].keys_of_huggingface(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (*DAMAGED, RecursionError) as error:
@@ -130,10 +130,6 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
             f"{file} does not tell the sizes of a model ({error}); choose the model by"
             " name"
         ) from error
-    if theirs is None:
-        raise UserError(
-            f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
-        )
     with well_formed(file, "choose the model by name"):
         check_sizes(source, theirs)
     return theirs | {"family": name}

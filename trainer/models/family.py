@@ -64,7 +64,7 @@ class Spec(Protocol):
         """Return the `checkpoint_fields` of a Hugging Face config.json.
 
         Raises:
-          KeyError, UserError: a field is missing, or the family lacks the function.
+          UserError: a field is missing, or the family lacks the function.
         """
 
     def architecture(self) -> dict[str, Any]:

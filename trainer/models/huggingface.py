@@ -10,7 +10,7 @@ from trainer.errors import UserError
 from trainer.files import well_formed
 from trainer.models.family import Family, Spec
 from trainer.models.functional import Params
-from trainer.models.registry import FIRST, SPECS, family_of
+from trainer.models.registry import SPECS, family_of, named_family
 from trainer.models.weight_files import config_beside, read_object
 
 
@@ -28,12 +28,10 @@ def family_at(source: Path) -> Family | None:
     file = config_beside(source)
     if not file.is_file():
         return None
-    name = read_object(file).get("model_type", FIRST)
-    if name not in SPECS:
-        raise UserError(
-            f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
-        )
-    return family_of(SPECS[name])
+    try:
+        return family_of(SPECS[named_family(read_object(file))])
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def load(source: Path, spec: Spec) -> tuple[Any, Params]:

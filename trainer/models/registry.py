@@ -7,8 +7,9 @@ A family `name` is the package `trainer.models.name`: the spec is in `spec`, and
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.mistral.spec import MistralSpec
@@ -18,9 +19,11 @@ from trainer.models.qwen3.spec import Qwen3Spec
 from trainer.models.smollm3.spec import SmolLM3Spec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainer.models.family import Family, Spec
 
-# the family of saved runs and config.json files that name none
+# the family of saved runs that name none
 FIRST = "gpt2"
 # a spec that another inherits from comes before it
 SPECS: dict[str, type[Spec]] = {
@@ -32,6 +35,21 @@ SPECS: dict[str, type[Spec]] = {
     "smollm3": SmolLM3Spec,
     "olmo2": Olmo2Spec,
 }
+
+
+def named_family(config: Mapping[str, Any]) -> str:
+    """Return the name of the family of a Hugging Face config.json.
+
+    Raises:
+      UserError: a family that is not here.
+    """
+    # The first GPT-2 files had no model_type.
+    name = config.get("model_type", FIRST if "n_head" in config else None)
+    if not isinstance(name, str) or name not in SPECS:
+        raise UserError(
+            f"model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
+        )
+    return name
 
 
 def family_of(spec: Spec | type[Spec]) -> Family:

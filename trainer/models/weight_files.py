@@ -5,7 +5,7 @@ Names of tensors and required settings are up to each family.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ CONFIG, INDEX, SINGLE = (
     "model.safetensors.index.json",
     "model.safetensors",
 )
+HEAD = "lm_head.weight"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_BYTES = 1 << 28
 # files of a tokenizer, whose copies are the same tokenizer
@@ -101,6 +102,54 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             f" ({len(lost)} in all)"
         )
     return tensors
+
+
+def with_prefix(
+    source: Path, tensors: Mapping[str, np.ndarray], prefix: str
+) -> dict[str, np.ndarray]:
+    """Return tensors with a prefix before each name, except that of the head.
+
+    transformers writes a model without a head without the prefix.
+
+    Raises:
+      UserError: a tensor is there with and without the prefix.
+    """
+    named: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        full = name if name == HEAD else prefix + name.removeprefix(prefix)
+        if full in named:
+            raise UserError(f"{source} holds {full} with and without {prefix}")
+        named[full] = tensor
+    return named
+
+
+def pop_tied_head(source: Path, tensors: dict[str, np.ndarray], table: str) -> None:
+    """Remove the head of a tied model, which may also stand in the table's place.
+
+    Raises:
+      UserError: it is another matrix than the table.
+    """
+    head = tensors.pop(HEAD, None)
+    if head is not None and not np.array_equal(head, tensors.setdefault(table, head)):
+        raise UserError(
+            f"{source}: {HEAD} differs from {table}, but this model has a tied head"
+            " (tie_word_embeddings=true in config.json)"
+        )
+
+
+def missing(
+    source: Path, name: str, shape: tuple[int, ...], unknown: Set[str]
+) -> UserError:
+    """Return the error of a tensor that weights lack, with what they have instead."""
+    advice = "these are not all weights of the model"
+    if unknown:
+        advice += f", but others, such as {min(unknown)} ({len(unknown)} in all)"
+    elif name == HEAD:
+        advice += (
+            "; if its head is the token table, set tie_word_embeddings=true in"
+            " config.json"
+        )
+    return UserError(f"{source}: tensor {name} {shape} is missing; {advice}")
 
 
 def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:

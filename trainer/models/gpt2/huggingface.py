@@ -16,13 +16,17 @@ import jax
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.config_values import check_unquantized
 from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
-from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.gpt2.spec import HUGGING_FACE, GPT2Spec
 from trainer.models.weight_files import (
     config_beside,
+    missing,
+    pop_tied_head,
     read_object,
     read_tensors,
+    with_prefix,
     write_file,
     write_object,
 )
@@ -31,7 +35,7 @@ from trainer.models.weight_files import (
 # compute the same function.
 REQUIRED = {
     "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -60,42 +64,47 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
         or tensors that are missing, unknown or of another shape.
     """
     path = Path(path)
+    file = config_beside(path)
+    config = read_config(file) if file.is_file() else {}
     tensors = named_tensors(path)
-    config_file = config_beside(path)
-    config = read_config(config_file) if config_file.is_file() else {}
-    for key, valid in REQUIRED.items():
-        if key in config and config[key] not in valid:
-            raise UserError(
-                f"{config_file}: {key}={config[key]!r} is not supported; valid:"
-                f" {valid[0]!r}"
-            )
     spec = spec_of(tensors, config, n_head, path)
-    head = tensors.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, tensors["wte.weight"]):
-        raise UserError(
-            f"{path}: lm_head.weight differs from wte.weight; only GPT-2 with a tied"
-            " head can be read"
-        )
+    sizes = spec.architecture()
+    for key, name in HUGGING_FACE.items():
+        if config.get(name, sizes[key]) != sizes[key]:
+            raise UserError(
+                f"{file}: {name}={config[name]!r}, but the weights beside it have"
+                f" {sizes[key]}; download or copy both again"
+            )
     return spec, to_params(tensors, spec, path)
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Return a config.json; UserError where its `n_head` is no number."""
+    """Return a config.json; UserError where it is not that of this model."""
     config = read_object(file)
     if not isinstance(config.get("n_head", 1), int):
         raise UserError(
             f"{file} is not the configuration of a GPT-2; download or copy it again"
         )
+    for key, valid in REQUIRED.items():
+        if key in config and config[key] not in valid:
+            raise UserError(
+                f"{file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}"
+            )
+    try:
+        check_unquantized(config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     return config
 
 
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
     """Return all weights under `path` by their name without prefix."""
     tensors = {}
-    for name, tensor in read_tensors(path).items():
+    for name, tensor in with_prefix(path, read_tensors(path), PREFIX).items():
         name = name.removeprefix(PREFIX)
         if not BUFFERS.fullmatch(name):
             tensors[name] = tensor
+    pop_tied_head(path, tensors, "wte.weight")
     return tensors
 
 
@@ -108,7 +117,10 @@ def spec_of(
     """Return the sizes by the tensors' shapes, with the heads of config or caller."""
     for name in ("wte.weight", "wpe.weight", "h.0.mlp.c_fc.weight"):
         if name not in tensors or tensors[name].ndim != 2:
-            raise UserError(f"{path}: no matrix {name}; this is not a GPT-2")
+            raise UserError(
+                f"{path}: no matrix {name}, but {min(tensors, default='nothing')}; this"
+                " is not a GPT-2"
+            )
     heads = config.get("n_head", n_head)
     if heads is None:
         raise UserError(
@@ -159,12 +171,10 @@ def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Par
     expected = jax.eval_shape(init, jax.random.key(0))
     left = dict(tensors)
     leaves = []
+    names = {name for name, _ in named_leaves(expected)}
     for name, leaf in named_leaves(expected):
         if name not in left:
-            raise UserError(
-                f"{path}: tensor {name} {leaf.shape} is missing; the file is not a"
-                " whole GPT-2"
-            )
+            raise missing(path, name, leaf.shape, left.keys() - names)
         tensor = left.pop(name)
         if name == "wte.weight":
             tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))

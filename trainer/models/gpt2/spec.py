@@ -18,6 +18,7 @@ from trainer.bounds import (
 )
 from trainer.errors import UserError
 from trainer.models.choices import REMATS, SAME_MLP
+from trainer.models.config_values import whole_number
 
 ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
 # fields, and Hugging Face's names for them
@@ -140,8 +141,8 @@ class GPT2Spec:
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `family.Spec`; KeyError for a missing field."""
-        theirs = {key: config[name] for key, name in HUGGING_FACE.items()}
+        """See `family.Spec`."""
+        theirs = {key: whole_number(config, name) for key, name in HUGGING_FACE.items()}
         return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
 
     def architecture(self) -> dict[str, Any]:

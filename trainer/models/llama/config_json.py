@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainer.models.llama.rope import number, rope_of, rope_to_config, whole_number
+from trainer.models.config_values import check_unquantized, number, truth, whole_number
+from trainer.models.llama.rope import rope_of, rope_to_config
 
 if TYPE_CHECKING:
     from trainer.models.llama.spec import LlamaSpec
@@ -45,24 +46,20 @@ SIZES = {
 def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     """Return the fields of `LlamaSpec` of a config.json; see `LlamaSpec.of_config`."""
     config = {**form.defaults, **given}
-    required = {
-        "model_type": form.model_type,
-        **form.fixed,
-        "quantization_config": None,
-    }
+    if config.get("hidden_act") == "swish":  # transformers' other name of it
+        config["hidden_act"] = "silu"
+    required = {"model_type": form.model_type, **form.fixed}
+    required.pop("use_sliding_window", None)  # see `check_layers`
     for key, valid in required.items():
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
-    if config.get("architectures") not in ([form.architecture], None):
+    check_unquantized(config)
+    # without a head of its own, which a tied model does not need
+    headless = form.architecture.replace("ForCausalLM", "Model")
+    if config.get("architectures") not in (None, [form.architecture], [headless]):
         raise UserError(
             f"architectures={config['architectures']!r} is not supported; valid:"
             f" {[form.architecture]!r}"
-        )
-    others = {*(config.get("layer_types") or ())} - {"full_attention"}
-    if others:
-        raise UserError(
-            f"layer_types with {min(map(str, others))!r} is not supported; valid:"
-            " 'full_attention'"
         )
     sizes: dict[str, Any] = {
         ours: whole_number(config, key) for key, ours in SIZES.items()
@@ -73,6 +70,7 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
         head_dim = None
     else:
         head_dim = whole_number(config, "head_dim")
+    check_layers(config, form, sizes["n_layer"])
     theta, scaling = rope_of(config)
     return {
         **sizes,
@@ -82,8 +80,34 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": number(config, "rms_norm_eps", 1e-6),
-        "tied": bool(config.get("tie_word_embeddings", False)),
+        "tied": truth(config, "tie_word_embeddings", default=False),
     }
+
+
+def check_layers(config: Mapping[str, Any], form: ConfigJson, layers: int) -> None:
+    """Raise UserError for `layer_types` or a window that is not full attention."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise UserError(
+                f"layer_types: expected a list of num_hidden_layers={layers} entries"
+            )
+        others = {*map(str, kinds)} - {"full_attention"}
+        if others:
+            raise UserError(
+                f"layer_types with {min(others)!r} is not supported; valid:"
+                " 'full_attention'"
+            )
+    elif config.get("use_sliding_window") and "use_sliding_window" in form.fixed:
+        window, first = config.get("sliding_window"), 0
+        if "max_window_layers" in form.defaults:
+            first = int(number(config, "max_window_layers"))
+        if window is not None and first < layers:
+            raise UserError(
+                f"use_sliding_window=True is not supported with sliding_window={window}"
+                f" in {layers - first} of {layers} layers; for contexts of at most"
+                f" {window} tokens set it to false in the file, which is the same"
+            )
 
 
 def config_of(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str, Any]:

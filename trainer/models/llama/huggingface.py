@@ -23,8 +23,11 @@ from trainer.models.weight_files import (
     SHARD_BYTES,
     check_sizes,
     config_beside,
+    missing,
+    pop_tied_head,
     read_object,
     read_tensors,
+    with_prefix,
     write_object,
     write_tensors,
 )
@@ -37,9 +40,12 @@ MODULES = {
     "attn": "self_attn",
     "mlp_norm": "post_attention_layernorm",
 }
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-# rotary frequencies in old files, which are no weights
-BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+TABLE = "model.embed_tokens.weight"
+# what files of earlier transformers say of rotary positions, which are no weights
+BUFFERS = re.compile(
+    r"model\.(layers\.\d+\.(self_attn\.)?)?rotary_emb"
+    r"\.(inv_freq|original_inv_freq|cos_cached|sin_cached)"
+)
 
 
 def load_llama(
@@ -65,15 +71,11 @@ def load_llama(
     check_sizes(path, {name: getattr(spec, name) for name in sizes})
     tensors = {
         name: tensor
-        for name, tensor in read_tensors(path).items()
+        for name, tensor in with_prefix(path, read_tensors(path), "model.").items()
         if not BUFFERS.fullmatch(name)
     }
-    head = tensors.pop(HEAD, None) if spec.tied else None
-    if head is not None and not np.array_equal(head, tensors.get(TABLE, ())):
-        raise UserError(
-            f"{path}: {HEAD} differs from {TABLE}, but config.json says"
-            " tie_word_embeddings=true"
-        )
+    if spec.tied:
+        pop_tied_head(path, tensors, TABLE)
     return spec, to_params(tensors, spec, path)
 
 
@@ -108,14 +110,12 @@ def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) ->
     """
     expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
     left, leaves = dict(tensors), []
+    names = {name for name, _, _ in named_leaves(spec, expected)}
     for name, last, leaf in named_leaves(spec, expected):
         shape = leaf.shape[::-1] if last == "kernel" else leaf.shape
         shape = (spec.vocab_size, spec.d_model) if last == "embedding" else shape
         if name not in left:
-            raise UserError(
-                f"{path}: tensor {name} {shape} is missing; these are not all weights"
-                " of this Llama"
-            )
+            raise missing(path, name, shape, left.keys() - names)
         tensor = left.pop(name)
         if tensor.shape != shape:
             raise UserError(

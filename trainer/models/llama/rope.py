@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.config_values import number, whole_number
 
 Kind = Literal["llama3", "linear", "yarn"]
 # for each kind its keys in a config.json, and their names here
@@ -179,6 +180,11 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if partial not in (None, 1):
         raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
     theta = number(settings, "rope_theta", 10_000.0)
+    if theta != config.get("rope_theta", theta):
+        raise UserError(
+            f"rope_theta={config['rope_theta']} and rope_theta={theta} beside rope_type"
+            " contradict each other; leave one of them in"
+        )
     if kind == "yarn" and theta <= 1:
         raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
     if plain:
@@ -196,8 +202,8 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     fields: dict[str, Any] = {}
     for key, ours in KEYS[kind].items():
-        if kind != "yarn" or rope.get(key) is not None:
-            fields[ours] = number(rope, key)
+        if kind != "yarn" or key == "factor" or rope.get(key) is not None:
+            fields[ours] = number(rope, key, use=f", which rope_type={kind!r} needs")
     if kind == "yarn" and "original_context" not in fields:
         fields["original_context"] = whole_number(config, "max_position_embeddings")
     if "original_context" in fields:
@@ -211,20 +217,3 @@ def rope_to_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     fields = {key: getattr(scaling, ours) for key, ours in KEYS[scaling.kind].items()}
     return {"rope_type": scaling.kind, **fields}
-
-
-def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer of a configuration, or raise UserError."""
-    value = tree.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:  # a bool is an int, but not a number
-        raise UserError(f"{key}={value!r}: expected a whole number, at least 1")
-    return value
-
-
-def number(tree: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a number of a configuration, or raise UserError."""
-    value = tree.get(key, default)
-    if type(value) not in (int, float):
-        raise UserError(f"{key}={value!r}: expected a number")
-    return float(value)

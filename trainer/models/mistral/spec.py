@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.bounds import Positive
+from trainer.models.config_values import whole_number
 from trainer.models.llama.config_json import ConfigJson
-from trainer.models.llama.rope import whole_number
 from trainer.models.llama.spec import LlamaSpec
 
 

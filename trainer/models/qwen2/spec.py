@@ -17,6 +17,11 @@ class Qwen2Spec(LlamaSpec):
         "qwen2",
         "Qwen2ForCausalLM",
         {"hidden_act": "silu", "use_sliding_window": False},
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
     )
     qkv_bias = True

@@ -21,6 +21,8 @@ class Qwen3Spec(LlamaSpec):
             "head_dim": 128,
             "num_key_value_heads": 32,
             "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
         },
     )
     qk_norm = "head"

@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.bounds import Natural
 from trainer.errors import UserError
+from trainer.models.config_values import whole_number
 from trainer.models.llama.config_json import ConfigJson
-from trainer.models.llama.rope import whole_number
 from trainer.models.llama.spec import LlamaSpec
 
 

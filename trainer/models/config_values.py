@@ -1,0 +1,44 @@
+"""Values of a config.json, each refused by its key."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.errors import UserError
+
+
+def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer of a configuration, or raise UserError."""
+    value = tree.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:  # a bool is an int, but not a number
+        raise UserError(f"{key}={value!r}: expected a whole number, at least 1")
+    return value
+
+
+def number(
+    tree: Mapping[str, Any], key: str, default: float | None = None, use: str = ""
+) -> float:
+    """Return a number of a configuration, or raise UserError with its use."""
+    value = tree.get(key, default)
+    if type(value) not in (int, float):
+        raise UserError(f"{key}={value!r}: expected a number{use}")
+    return float(value)
+
+
+def truth(tree: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a boolean of a configuration, or raise UserError."""
+    value = tree.get(key, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{key}={value!r}: expected true or false")
+    return value
+
+
+def check_unquantized(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a configuration of quantized weights."""
+    given = config.get("quantization_config")
+    if given is not None:
+        method = given.get("quant_method") if isinstance(given, dict) else given
+        raise UserError(
+            f"quantization_config={{'quant_method': {method!r}, ...}} is not supported;"
+            " give the weights before quantization, in float32, float16 or bfloat16"
+        )
