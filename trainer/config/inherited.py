@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.files import read_file, read_mapping, well_formed
+from trainer.models.other_formats import check_format
 from trainer.models.registry import FIRST, SPECS, named_family
 from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
@@ -113,6 +114,8 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
     file.
     """
     file = (source if source.is_dir() else source.parent) / "config.json"
+    if source.exists():
+        check_format(source)
     if not file.is_file():
         raise UserError(
             f"model=from_init: init_from={source} has neither a config.yaml (a run) nor"

@@ -35,10 +35,11 @@ def truth(tree: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def check_unquantized(config: Mapping[str, Any]) -> None:
     """Raise UserError for a configuration of quantized weights."""
-    given = config.get("quantization_config")
-    if given is not None:
-        method = given.get("quant_method") if isinstance(given, dict) else given
-        raise UserError(
-            f"quantization_config={{'quant_method': {method!r}, ...}} is not supported;"
-            " give the weights before quantization, in float32, float16 or bfloat16"
-        )
+    for key in ("quantization_config", "quantization"):  # the second is MLX's
+        given = config.get(key)
+        if given is not None:
+            method = given.get("quant_method") if isinstance(given, dict) else given
+            raise UserError(
+                f"{key}={{'quant_method': {method!r}, ...}} is not supported; give the"
+                " weights before quantization, in float32, float16 or bfloat16"
+            )

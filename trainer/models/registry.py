@@ -44,7 +44,7 @@ def named_family(config: Mapping[str, Any]) -> str:
       UserError: a family that is not here.
     """
     # The first GPT-2 files had no model_type.
-    name = config.get("model_type", FIRST if "n_head" in config else None)
+    name = config.get("model_type", FIRST if "n_layer" in config else None)
     if not isinstance(name, str) or name not in SPECS:
         raise UserError(
             f"model_type={name!r} is not supported; valid: {', '.join(SPECS)}"

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.files import check_regular, read_file, write_atomically
+from trainer.models.other_formats import check_format, check_tensor_names
 
 CONFIG, INDEX, SINGLE = (
     "config.json",
@@ -30,10 +31,6 @@ TOKENIZER_FILES = (
     "tokenizer.model", "vocab.json", "merges.txt",
     "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
-CONVERT = (
-    'python -c "from transformers import AutoModelForCausalLM as A; '
-    "A.from_pretrained('{0}').save_pretrained('{0}-safetensors')\""
-)
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -68,6 +65,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             f"{path} does not exist; give a Hugging Face directory or a safetensors"
             " file"
         )
+    check_format(path)
     files, indexed = [path], None
     if path.is_dir():
         files, indexed = weight_files(path), indexed_names(path)
@@ -93,6 +91,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 f"{file} and {homes[twice[0]].name} both hold {twice[0]} ({len(twice)}"
                 " tensors twice in all); leave only one of them in the directory"
             )
+        check_tensor_names(file, of_file)
         tensors |= of_file
         homes |= dict.fromkeys(of_file, file)
     lost = sorted(indexed - tensors.keys()) if indexed is not None else []
@@ -222,11 +221,6 @@ def weight_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return files
-    if list(directory.glob("*.bin")):
-        raise UserError(
-            f"{directory} holds no *.safetensors but *.bin; convert it:"
-            f" {CONVERT.format(directory)}"
-        )
     raise UserError(f"{directory} holds no *.safetensors; give another directory")
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from trainer.config.schema import Resume
 from trainer.errors import UserError
+from trainer.models.other_formats import check_format
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import replicated
 from trainer.run.checkpoint import DAMAGED, Checkpointer, Restored
@@ -67,11 +68,8 @@ def check_start(
                 f"resume.step={step} is a step of another run's checkpoints; add"
                 " resume=RUN, or leave it out"
             )
-        if init_from is not None and not Path(init_from).exists():
-            raise UserError(
-                f"init_from={init_from} does not exist; valid: a run directory, a"
-                " Hugging Face directory, or a .safetensors file"
-            )
+        if init_from is not None:
+            check_weights(Path(init_from))
         return
     other_steps = saved_steps(Path(source))
     if not other_steps:
@@ -85,6 +83,17 @@ def check_start(
             " checkpoint.every steps and at its end, and keeps the newest"
             " checkpoint.keep and the best: set these in a run that is to be forked"
         )
+
+
+def check_weights(init_from: Path) -> None:
+    """Refuse `init_from` where no weights are, or in another format."""
+    if not init_from.exists():
+        raise UserError(
+            f"init_from={init_from} does not exist; valid: a run directory, a Hugging"
+            " Face directory, or a .safetensors file"
+        )
+    if not (init_from / "checkpoints").is_dir():
+        check_format(init_from)
 
 
 def saved_steps(run_dir: Path) -> list[int]:

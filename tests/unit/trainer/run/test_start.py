@@ -127,7 +127,7 @@ def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp
     [
         (None, "neither a config.yaml"),
         ("{", "config.json does not tell the sizes of a model"),
-        ('{"n_layer": 2}', "config.json does not tell the sizes of a model ('n_head')"),
+        ('{"n_layer": 2}', "config.json: n_head=None: expected a whole number"),
     ],
 )
 def test_an_architecture_that_is_not_told_is_one_line(config, message, tmp_path):

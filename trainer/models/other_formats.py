@@ -1,0 +1,85 @@
+"""Weights in other formats than safetensors, refused with what converts them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.errors import UserError
+
+CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as A; '
+    "A.from_pretrained('{0}'{1}).save_pretrained('{0}-safetensors')\""
+)
+MERGE = (
+    'python -c "from peft import AutoPeftModelForCausalLM as A; '
+    "A.from_pretrained('{0}').merge_and_unload().save_pretrained('{0}-merged')\""
+)
+BY_ITS_PROGRAM = (
+    "write it as a Hugging Face directory (config.json and model.safetensors) by the"
+    " program that made it; for Meta's, transformers 4 has `python -m"
+    " transformers.models.llama.convert_llama_weights_to_hf`"
+)
+# by suffix the option of `from_pretrained`, and the version that has it
+OPTIONS = {
+    ".bin": ("", ""),
+    ".gguf": (", gguf_file='{0}'", ""),
+    ".msgpack": (", from_flax=True", " by transformers 4"),
+    ".h5": (", from_tf=True", " by transformers 4"),
+}
+OF_PROGRAMS = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index")
+# ends of names of tensors in quantized files, of GPTQ, AWQ, bitsandbytes, MLX, FP8
+QUANTIZED = (
+    ".qweight", ".qzeros", ".scales", ".absmax", ".SCB", ".weight_scale",
+    ".weight_scale_inv", ".weight_packed",
+)  # fmt: skip
+
+
+def check_format(source: Path) -> None:
+    """Refuse what is no safetensors, with what to do.
+
+    Args:
+      source: a directory, which may hold nothing at all, or a file.
+
+    Raises:
+      UserError: a LoRA adapter, another format, or directories of weights below.
+    """
+    directory = source if source.is_dir() else source.parent
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(
+            f"{directory} is a LoRA adapter by its adapter_config.json; merge it into"
+            f" its model: {MERGE.format(directory)}, or remove adapter_config.json if"
+            " the weights beside it are whole"
+        )
+    if not source.is_dir():
+        refuse_format(source)
+    elif not any(directory.glob("*.safetensors")):
+        for file in sorted(directory.iterdir()):
+            refuse_format(file)
+        below = sorted(directory.glob("*/*.safetensors"))
+        if below:
+            raise UserError(
+                f"{directory} holds no weights itself, but {below[0].parent} does; give"
+                " that one"
+            )
+
+
+def refuse_format(file: Path) -> None:
+    """Raise UserError for a file in a format of `OPTIONS` or `OF_PROGRAMS`."""
+    has_config = (file.parent / "config.json").is_file()
+    if file.suffix in OPTIONS and (has_config or file.suffix not in OF_PROGRAMS):
+        option, version = OPTIONS[file.suffix]
+        command = CONVERT.format(file.parent, option.format(file.name))
+        raise UserError(
+            f"{file} is no safetensors file; convert it{version}: {command}"
+        )
+    if file.suffix in OF_PROGRAMS:
+        raise UserError(f"{file} is no safetensors file; {BY_ITS_PROGRAM}")
+
+
+def check_tensor_names(source: Path, names: Iterable[str]) -> None:
+    """Raise UserError for a tensor that only quantized weights have."""
+    for name in names:
+        if name.endswith(QUANTIZED):
+            raise UserError(
+                f"{source} is quantized (it holds {name}); give the weights before"
+                " quantization, in float32, float16 or bfloat16"
+            )
