@@ -35,7 +35,7 @@ from trainer.errors import UserError
 from trainer.files import check_files, well_formed
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
 from trainer.run.metadata import ADVICE, check_chunks, check_size, checked, holds_loss
-from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
+from trainer.step import state_tree
 
 DAMAGED = "damaged"
 ORBAX = str(Path(ocp.__file__).parent)
@@ -240,17 +240,17 @@ class Checkpointer:
                 f"cannot save step {step}: {self.directory} holds step {steps[-1]}; "
                 "resume from that, or choose another run_dir"
             )
-        names = leaf_names(state)
+        names = state_tree.leaf_names(state)
         leaves = [
-            jax.random.key_data(leaf) if is_key(leaf) else leaf
+            jax.random.key_data(leaf) if state_tree.is_key(leaf) else leaf
             for leaf in jax.tree.leaves(state)
         ]
-        described = describe(state)
+        described = state_tree.describe(state)
         for leaf, name, value in zip(
-            jax.tree.leaves(state), names, checksums(leaves), strict=True
+            jax.tree.leaves(state), names, state_tree.checksums(leaves), strict=True
         ):
             described[name]["checksum"] = value
-            if is_key(leaf):
+            if state_tree.is_key(leaf):
                 described[name]["impl"] = str(jax.random.key_impl(leaf))
         manifest = {
             "format": FORMAT,
@@ -522,15 +522,17 @@ class Checkpointer:
         """Raise UserError if the target differs from what was saved. Orbax itself would
         cast dtypes silently.
         """
-        difference = mismatch(describe(target), saved, partial=partial)
+        wanted = state_tree.describe(target)
+        difference = state_tree.mismatch(wanted, saved, partial=partial)
         if difference is not None:
-            advice = "restore it with the configuration it was saved with"
             raise UserError(
-                f"checkpoint {step} in {self.directory}: {difference}; {advice}"
+                f"checkpoint {step} in {self.directory}: {difference}; restore it with"
+                " the configuration it was saved with"
             )
 
     def _arrays(self, step: int, target: Any, saved: dict[str, dict[str, Any]]) -> Any:
-        names, leaves = leaf_names(target), jax.tree.leaves(target)
+        names = state_tree.leaf_names(target)
+        leaves, structure = jax.tree.flatten(target)
         placed = {
             name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)
         }
@@ -544,20 +546,14 @@ class Checkpointer:
         )
         try:
             check_chunks(self.directory / str(step) / "state")
-            stored = self._manager.restore(step, args=ocp.args.Composite(state=args))[
-                "state"
-            ]
+            both = self._manager.restore(step, args=ocp.args.Composite(state=args))
             arrays = {
-                name: stored[stored_name(name, saved)]
-                for name, leaf in placed.items()
-                if leaf.size
+                name: both["state"][stored_name(name, saved)]
+                if x.size
+                else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+                for name, x in placed.items()
             }
-            arrays |= {
-                n: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-                for n, x in placed.items()
-                if not x.size
-            }
-            values = checksums([arrays[name] for name in names])
+            values = state_tree.checksums([arrays[name] for name in names])
         except (UserError, MemoryError, jax.errors.JaxRuntimeError):
             raise  # too large for this machine is not damage
         except Exception as error:  # a damaged file can raise anything
@@ -568,11 +564,12 @@ class Checkpointer:
             if value != saved[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
         for name, leaf in zip(names, leaves, strict=True):
-            if is_key(leaf):
+            if state_tree.is_key(leaf):
                 impl = saved[name]["impl"]
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
-        restored = [arrays[name] for name in names]
-        return jax.tree.unflatten(jax.tree.structure(target), restored)
+        state = jax.tree.unflatten(structure, [arrays[name] for name in names])
+        state_tree.check_scales(state, f"checkpoint {step} in {self.directory}", ADVICE)
+        return state
 
 
 def _has_metadata(folder: Path) -> bool:
@@ -590,7 +587,7 @@ def _val_loss(metrics: Mapping[str, float]) -> float:
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     shape_and_dtype = (
-        jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        jax.eval_shape(jax.random.key_data, leaf) if state_tree.is_key(leaf) else leaf
     )
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(

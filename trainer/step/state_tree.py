@@ -12,8 +12,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
+from scalify_core.array.scaled_array import (
+    ScaledArray,
+    check_powers,
+    is_scaled_array,
+)
 from scalify_core.numerics import compiler_hints
+from trainer.errors import UserError
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -293,6 +298,22 @@ def first_nonfinite_leaf(tree: Any) -> str | None:
     ):
         good = np.all(multihost_utils.process_allgather(good), axis=0)
     return None if good.all() else leaf_names(tree)[int(np.argmin(good))]
+
+
+def check_scales(tree: Any, where: str, advice: str) -> None:
+    """Raise UserError for a ScaledArray of a restored tree whose scale is no power of
+    two.
+
+    `where` and `advice` say in the message where it is, and what to do instead.
+    """
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
+    for path, x in with_paths:
+        if is_scaled_array(x):
+            try:
+                check_powers(np.asarray(x.scale.addressable_data(0)))
+            except ValueError as error:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise UserError(f"{where}: {name}: {error}; {advice}") from error
 
 
 @jax.jit

@@ -11,6 +11,7 @@ import tensorstore
 from checkpoints import META, abstract, bits, make_state, saved
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from scalify_core import ScaledArray
 from trainer.errors import UserError
 from trainer.step.state_tree import describe
 
@@ -258,4 +259,15 @@ def test_a_chunk_is_no_larger_than_its_array(open_checkpointer, change, message)
     else:
         store["w/.zarray"] = json.dumps(description | change)
     with pytest.raises(UserError, match=message):
+        checkpointer.restore(abstract(state))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 3.0, 0.0, 2.0**127])
+def test_a_scale_that_no_trainer_writes_is_refused(open_checkpointer, scale):
+    x = jax.tree.map(jnp.asarray, ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(2)))
+    _, structure = jax.tree.flatten(x)
+    state = {"w": jax.tree.unflatten(structure, [x.data, jnp.float32(scale)])}
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    with pytest.raises(UserError, match=r"w: ScaledArray: scale is .*power of two"):
         checkpointer.restore(abstract(state))

@@ -206,7 +206,7 @@ def test_a_state_too_large_for_the_device_is_not_taken_for_damage(
     def exhausted(leaves):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr("trainer.run.checkpoint.checksums", exhausted)
+    monkeypatch.setattr("trainer.step.state_tree.checksums", exhausted)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         checkpointer.restore(abstract(make_state()))
     assert checkpointer.steps() == [1]
