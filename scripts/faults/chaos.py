@@ -246,7 +246,7 @@ def examine(study: Study, args: Arguments, kinds: list[Fault]) -> tuple[str, boo
     """Make both runs of a precision, and compare them.
 
     Returns:
-      A row for docs/results.md, and whether all was as it should be.
+      A row for docs/measurements.md, and whether all was as it should be.
     """
     if not (study.folder / "faults.jsonl").exists():
         calm = study.victim("undisturbed")
@@ -286,7 +286,7 @@ def examine(study: Study, args: Arguments, kinds: list[Fault]) -> tuple[str, boo
 
 
 def main(args: Arguments) -> None:
-    """Make the study of each precision, and print a row of it for docs/results.md.
+    """Make the study of each precision, and print a row of it for docs/measurements.md.
 
     Raises:
       UserError: anything was not as it should be.
