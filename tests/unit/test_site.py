@@ -102,7 +102,7 @@ def test_the_api_has_every_public_name():
 def test_links_of_the_forge_become_links_of_the_site():
     text = "[a](../README.md) [b](trust.md#x) [gpu.md](gpu.md) [c](../pyproject.toml)\n```py\n[d](../LICENSE)\n```\n"
     assert with_links(text, "models.md") == (
-        "[a](index.md) [b](trust.md#x) [First contact with a GPU](gpu.md) [c](source/pyproject.toml.md)\n"
+        "[a](index.md) [b](trust.md#x) [GPUs](gpu.md) [c](source/pyproject.toml.md)\n"
         "```py\n[d](../LICENSE)\n```\n"
     )
     assert with_links("[a](docs/models.md#b)", "index.md") == "[a](models.md#b)"
