@@ -18,10 +18,10 @@ INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --con
 
 .PHONY: train test test-all test-gpu mutants lint docs docker-check env gpu lock clean
 
-train: $(VENV)/.base
+train: env
 	@$(PYTHON) -m trainer $(ARGS)
 
-env: $(VENV)/.base
+env: $(VENV)/.base $(VENV)/bin/scalify-trainer
 
 # CUDA libraries beside JAX; the driver is the machine's.
 gpu: $(VENV)/.base
@@ -63,6 +63,13 @@ docker-check: $(VENV)/.test
 
 $(VENV)/bin/python: .python-version | $(filter .tools/uv/bin/uv,$(UV))
 	@test -x $@ || $(UV) venv --quiet --python "$$(cat .python-version)" $(VENV)
+
+# The command as pip would install it, on this working tree: its own packages, and none of
+# the directory in which it is called.
+$(VENV)/bin/scalify-trainer: | $(VENV)/bin/python
+	@printf '#!/bin/sh\nPYTHONPATH="%s$${PYTHONPATH:+:$$PYTHONPATH}" exec "%s" -P -m trainer "$$@"\n' \
+		'$(CURDIR)' '$(CURDIR)/$(PYTHON)' > $@
+	@chmod +x $@
 
 $(VENV)/.base: pyproject.toml requirements.lock | $(VENV)/bin/python
 	@echo "installing into $(VENV)"
