@@ -100,7 +100,7 @@ def test_every_field_of_the_console_line_is_explained():
     display = Display(9, console=Console(file=out, soft_wrap=True))
     for step in (8, 9):
         display.update(step, row)
-    [example] = re.findall(r"```text\n(.*)\n", CONSOLE)
+    [example] = re.findall(r"```text\n(.*?)\n```", CONSOLE, re.DOTALL)
     words = [
         re.findall(r"[A-Za-z/]{3,}", re.sub(r"\S*\d\S*", "", line))
         for line in (example, out.getvalue().splitlines()[-1])
