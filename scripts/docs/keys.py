@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 
 from trainer.__main__ import COMMANDS
@@ -107,11 +108,11 @@ def command_page() -> str:
 
 
 def _docstring(text: str) -> str:
-    """Return a docstring without its first line, its indented lines as code."""
+    """Return a docstring without its first line, its commands as code."""
     paragraphs = []
     for paragraph in text.strip().split("\n\n")[1:]:
-        if paragraph.startswith("    "):
-            code = re.sub("(?m)^    ", "", paragraph)
+        if paragraph.lstrip().startswith("scalify-trainer "):
+            code = textwrap.dedent(paragraph)
             paragraphs.append(f"```sh\n{code}\n```")
         else:
             paragraphs.append(_escaped(paragraph))

@@ -84,6 +84,8 @@ def test_every_command_is_explained():
     text = command_page()
     assert re.findall(r"^## ([\w-]+) ", text, re.MULTILINE) == list(COMMANDS)
     assert "run_dir=" in text.partition("## evaluate ")[2]
+    prose = "".join(text.split("```")[::2])
+    assert "scalify-trainer " not in re.sub(r"`[^`]*`", "", prose)
 
 
 def test_the_api_has_every_public_name():
