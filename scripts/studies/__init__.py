@@ -1,3 +1,3 @@
-"""Studies: paired training runs whose figures stand in docs/measurements.md, and what draws
-and compares them.
+"""Studies: paired training runs whose figures stand in docs/measurements.md, and what
+draws and compares them.
 """
