@@ -154,9 +154,7 @@ def test_the_trainer_is_used_from_python_as_its_page_does(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    code = next(
-        block for block in blocks("docs/python.md") if "CausalModel" in block
-    )
+    code = next(block for block in blocks("docs/python.md") if "CausalModel" in block)
     assert len(code.splitlines()) <= 40
     cached = code.replace(
         '"tracker=jsonl"',
