@@ -223,7 +223,11 @@ FOLDERS = (
     "tensorboard",
     "wandb",
 )
-WANDB_LINKS = ("latest-run", "debug.log", "debug-internal.log")  # which W&B makes
+# Links that W&B makes, below a run directory; the last is into its own cache.
+WANDB_LINKS = (
+    "/wandb/latest-run", "/wandb/debug.log", "/wandb/debug-internal.log",
+    "/wandb/*/logs/debug-core.log",
+)  # fmt: skip
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
@@ -242,7 +246,8 @@ def refuse_links(run_dir: Path) -> None:
     for folder, folders, files in os.walk(run_dir):
         for name in sorted([*folders, *files]):
             path = os.path.join(folder, name)
-            is_of_wandb = Path(folder) == run_dir / "wandb" and name in WANDB_LINKS
+            inside = Path("/", os.path.relpath(path, run_dir))
+            is_of_wandb = any(map(inside.match, WANDB_LINKS))
             if os.path.islink(path) and not is_of_wandb:
                 raise UserError(
                     f"{path} is a symbolic link; a run only writes"

@@ -43,12 +43,13 @@ def check_format(source: Path) -> None:
       UserError: a LoRA adapter, another format, or directories of weights below.
     """
     directory = source if source.is_dir() else source.parent
-    if (directory / "adapter_config.json").is_file():
-        raise UserError(
-            f"{directory} is a LoRA adapter by its adapter_config.json; merge it into"
-            f" its model: {MERGE.format(directory)}, or remove adapter_config.json if"
-            " the weights beside it are whole"
-        )
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if (directory / name).is_file():
+            raise UserError(
+                f"{directory} is a LoRA adapter by its {name}; merge it into its model:"
+                f" {MERGE.format(directory)}, or remove {name} if the weights beside it"
+                " are whole"
+            )
     if not source.is_dir():
         refuse_format(source)
     elif not any(directory.glob("*.safetensors")):

@@ -9,6 +9,8 @@ from command import CACHE, values
 from families import slow
 
 from trainer.cli.train import main
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import SPECS
 
 SMALL = [
     *(
@@ -61,7 +63,12 @@ FEW = ("bf16-elementwise",)
 
 
 # Of the families that are nearly Llama, a run each with what is theirs.
-RELATIVES = {
+RELATIVES = [
+    name
+    for name, spec in SPECS.items()
+    if issubclass(spec, LlamaSpec) and spec is not LlamaSpec
+]
+THEIRS = {
     "mistral": ["model=mistral_7b", "model.window=8", TENSOR],
     "qwen2": ["model=qwen25_0_5b", FSDP],
     "qwen3": ["model=qwen3_0_6b", "model.head_dim=16", TENSOR, SCAN],
@@ -78,7 +85,7 @@ def test_its_relatives_learn(tmp_path, monkeypatch, family):
     monkeypatch.setattr(logging.root, "handlers", [])
     sizes = ["model.d_mlp=128", "model.vocab_size=null"]
     precision = "precision=scalify_fp8_fp16"
-    arguments = [CACHE, precision, "run_dir=A", *sizes, *RELATIVES[family]]
+    arguments = [CACHE, precision, "run_dir=A", *sizes, *THEIRS[family]]
     assert main([*SMALL[1:], *arguments]) == 0
     losses = [row["train/loss"] for row in values(tmp_path / "A")]
     assert abs(losses[0] - math.log(256)) < 0.1

@@ -129,6 +129,8 @@ def test_only_the_links_that_wandb_makes_are_in_its_folder(run_dir):
     (part / "files").mkdir(parents=True)
     (run_dir / "wandb" / "latest-run").symlink_to(part.name)
     (run_dir / "wandb" / "debug.log").symlink_to(part / "debug.log")
+    (part / "logs").mkdir()
+    (part / "logs" / "debug-core.log").symlink_to(Path("core.log").absolute())
     refuse_links(run_dir)
     (part / "files" / "notes.txt").symlink_to(Path("token").absolute())
     with pytest.raises(UserError, match=r"files/notes.txt is a symbolic link"):

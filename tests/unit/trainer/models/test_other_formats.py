@@ -79,6 +79,9 @@ def test_an_adapter_is_refused_with_what_merges_it(tmp_path):
     message = r"is a LoRA adapter .* python .*merge_and_unload\(\)"
     check_refused(directory, message)
     check_refused(directory / "adapter_model.safetensors", message)
+    (directory / "adapter_config.json").unlink()
+    save_file({"a": np.ones(2)}, directory / "model.safetensors")
+    check_refused(directory, message)
 
 
 def test_directories_of_weights_below_are_named(tmp_path):
