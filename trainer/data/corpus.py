@@ -94,6 +94,7 @@ class HubSource:
       streaming: read over the network without storing; needs a bound.
       max_documents: stop after this many.
       max_tokens: stop after the document that reaches this many.
+      files: the user's, which must not change while they are read.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Corpus:
     read: Callable[[Position], Iterator[Rows]]
     length: int | None = None
     max_tokens: int | None = None
+    files: Sequence[File] = ()
 
 
 def open_corpus(
@@ -270,6 +272,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
             fingerprint("single", digests),
             read_single,
             files[0].chars,
+            files=files,
         )
     match groups:
         case [("text", _)]:
@@ -286,6 +289,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
         lambda position: explain_columns(
             read_groups(groups, source, position), len(files)
         ),
+        files=files,
     )
 
 
@@ -388,7 +392,14 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
 
     description = {"kind": "hub"} | asdict(source) | {"digests": digests}
     content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
-    return Corpus(source.name, description, content, read, max_tokens=source.max_tokens)
+    return Corpus(
+        source.name,
+        description,
+        content,
+        read,
+        max_tokens=source.max_tokens,
+        files=files,
+    )
 
 
 def refuse_builder(name: str) -> None:

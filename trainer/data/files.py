@@ -98,12 +98,30 @@ class File:
       size: bytes.
       chars: of its text, with line ends counted as one; 0 where it is not text.
       digest: of its bytes, hexadecimal.
+      stamp: its size and times before it was read.
     """
 
     path: Path
     size: int
     chars: int
     digest: str
+    stamp: str
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the file may have changed since its digest was taken."""
+        if stamp_of(self.path) != self.stamp:
+            raise UserError(f"{self.path} changed while it was read; run again")
+
+
+def stamp_of(path: Path) -> str:
+    """Return size and times of a file, which every change of it changes; "" if it is
+    gone.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return ""
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
 def expand(paths: tuple[str, ...]) -> list[Path]:
@@ -230,20 +248,16 @@ def examine(
     """
     memory = cache_dir / "files.json"
     known = read_json(memory)
-    keys: dict[Path, str] = {}
-    for path in paths:
-        stat = path.stat()
-        keys[path] = (
-            f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-            f" {text(path)}"
-        )
+    stamps = {path: stamp_of(path) for path in paths}
+    keys = {path: f"{path.resolve()} {stamps[path]} {text(path)}" for path in paths}
 
     def read_one(path: Path) -> File | NotText:
         stored = known.get(keys[path])
         if stored is not None:
-            return File(path, *stored)
+            size, chars, digest = stored
+            return File(path, size, chars, digest, stamps[path])
         try:
-            return read_through(path, text(path))
+            return read_through(path, text(path), stamps[path])
         except NotText as error:
             error.path = origins.get(path, path)
             return error
@@ -263,7 +277,7 @@ def examine(
     return files
 
 
-def read_through(path: Path, text: bool) -> File:
+def read_through(path: Path, text: bool, stamp: str) -> File:
     """Return size, digest and, for text, the number of characters of a file."""
     digest = hashlib.blake2b(digest_size=16)
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
@@ -287,7 +301,7 @@ def read_through(path: Path, text: bool) -> File:
                 chars += len(decode(path, lines, utf8, b"", size))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return File(path, size, chars, digest.hexdigest())
+    return File(path, size, chars, digest.hexdigest(), stamp)
 
 
 def decode(

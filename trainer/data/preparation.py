@@ -327,7 +327,14 @@ def progress_of(
 
 
 def commit(job: Preparation, chunk: Chunk) -> None:
-    """Write a chunk's shards, then the journal line that makes them count."""
+    """Write a chunk's shards, then the journal line that makes them count.
+
+    Raises:
+      UserError: a file has changed, and the chunk may hold its new text under the
+        fingerprint of the old one.
+    """
+    for text_file in job.corpus.files:
+        text_file.check_unchanged()
     line: dict[str, Any] = {
         "position": chunk.position,
         "chars": chunk.chars,
@@ -390,8 +397,6 @@ def resume(job: Preparation) -> None:
 def finish(job: Preparation) -> None:
     """Write the manifest, which makes the directory complete."""
     corpus, tokenizer = job.corpus, job.encoder.tokenizer
-    if corpus.length is not None and job.chars != corpus.length:
-        raise UserError(f"{corpus.name} changed while it was read; run again")
     if not job.tokens:
         raise UserError(
             f"the corpus is empty: {corpus.name} has no text, only {job.skipped} empty"

@@ -82,6 +82,9 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
     if not isinstance(part, dict):
         return []
     pairs = []
+    if part.get("type") == "Replace" and not part["pattern"].get("String"):
+        # Where a pattern matches nothing, the content is added to a character.
+        pairs.append(("content", f" {part.get('content')}"))
     for key, value in part.items():
         if isinstance(value, str):
             pairs.append((key, value))

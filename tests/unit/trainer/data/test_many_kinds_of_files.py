@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data import compressed, get_tokenizer, prepare
+from trainer.data import compressed, corpus, get_tokenizer, prepare
 from trainer.data.corpus import HubSource, TextSource, open_corpus
 from trainer.data.files import NoColumn, expand
 from trainer.errors import UserError
@@ -293,3 +293,26 @@ def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert compressed.decompressed(packed, tmp_path).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch, name):
+    """Its new text would be kept under the digest of the old one."""
+    path = tmp_path / name
+    row = "".join(f'{{"text": "good words {i}"}}\n' for i in range(500))
+    path.write_text(row)
+    read = corpus.examine
+
+    def examine(*args, **settings):
+        files = read(*args, **settings)
+        path.write_text(row.replace("good", "evil"))
+        return files
+
+    monkeypatch.setattr(corpus, "examine", examine)
+    source = TextSource((str(path),), name[2:].replace("txt", "text"))
+    with pytest.raises(UserError, match=f"{name} changed while it was read; run again"):
+        prepare(source, "byte", tmp_path / "cache", val_fraction=0.1)
+    path.write_text(row)
+    monkeypatch.undo()
+    directory = prepare(source, "byte", tmp_path / "cache", val_fraction=0.1)
+    assert b"evil" not in (directory / "train-00000.bin").read_bytes()[::2]

@@ -105,6 +105,10 @@ def test_a_pattern_beside_a_tiktoken_file_is_checked(tmp_path):
         normalizers.Replace("a", "b" * 1000),
         normalizers.Sequence([normalizers.Replace("a", "aa")] * 7),
         normalizers.Prepend("x" * 100),
+        # Each of these doubles a text.
+        normalizers.Sequence([normalizers.Replace(Regex(""), "a")] * 7),
+        normalizers.Sequence([normalizers.Replace(Regex("(?=.)"), "a")] * 7),
+        normalizers.Sequence([normalizers.Replace("", "a")] * 7),
     ],
 )
 def test_normalizers_that_multiply_a_text_are_refused(tmp_path, normalizer):
