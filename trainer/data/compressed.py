@@ -68,6 +68,12 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
             while block := stream.read(BLOCK):
                 yield block
     except (OSError, ValueError) as error:
+        if "too much memory" in str(error):
+            raise UserError(
+                f"{path} needs more memory to decompress than is allowed, as written"
+                " with `zstd --long`; decompress it yourself: `zstd -d --long=31"
+                f" {path}`"
+            ) from error
         raise UserError(
             f"{path} is no {codec} file, or a damaged one"
             f" ({str(error).splitlines()[0]}); copy or compress it again"

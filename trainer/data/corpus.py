@@ -44,6 +44,8 @@ Position = Any  # JSON; where reading continues
 ROWS = 256  # documents read at a time
 FILES_PER_READ = 16  # text files read at a time
 DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
+# what `datasets.save_to_disk` writes beside the rows
+SAVED_TO_DISK = ("dataset_dict.json", "dataset_info.json", "state.json")
 PIECE = 1 << 21  # characters of a single text read at a time
 AROUND = 1 << 12  # characters before a piece that its tokens may depend on
 
@@ -482,7 +484,11 @@ def say_unread_files(source: HubSource, local: Sequence[Path]) -> None:
     builder = datasets.load_dataset_builder(source.name, source.config)
     splits = (builder.config.data_files or {}).values()
     known = {os.path.realpath(path) for paths in splits for path in paths}
-    data = [path for path in local if path.suffix in DATA_SUFFIXES]
+    data = [
+        path
+        for path in local
+        if path.suffix in DATA_SUFFIXES and path.name not in SAVED_TO_DISK
+    ]
     unread = [path for path in data if os.path.realpath(path) not in known]
     if unread:
         note(

@@ -183,9 +183,18 @@ def format_of(path: Path, given: Format | None) -> Format:
     """Return the format of a file: by its suffix, or else the given one.
 
     Raises:
-      UserError: the suffix contradicts the given format, or without a format it is that
-          of markup, or none and the file looks like JSON lines.
+      UserError: the suffix contradicts the given format, or is that of Arrow; without a
+          format it is that of markup, or none and the file looks like JSON lines.
     """
+    if path.suffix.lower() == ".arrow":
+        folder = path.parent
+        if (folder.parent / "dataset_dict.json").is_file():  # of several splits
+            folder = folder.parent
+        raise UserError(
+            f"{path} is an Arrow table, such as `datasets.save_to_disk` writes; read"
+            f" its directory by data=hf data.name={folder}, or leave it out of"
+            " data.paths"
+        )
     named = FORMATS.get(path.suffix.lower())
     if named is not None and given not in (None, named):
         raise UserError(

@@ -4,6 +4,7 @@ import gzip
 import json
 import resource
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -215,6 +216,30 @@ def test_a_damaged_compressed_file_is_a_line(tmp_path, suffix, kept):
     with pytest.raises(UserError, match=r"file, or a damaged one .*again$") as error:
         read(tmp_path, path)
     assert "\n" not in str(error.value)
+
+
+def test_a_large_window_of_zstd_is_a_line_with_the_command(tmp_path):
+    # A frame whose window is 2 GiB, with one raw block.
+    text = b"some text"
+    frame = b"\x28\xb5\x2f\xfd\x00\xa8" + (len(text) << 3 | 1).to_bytes(3, "little")
+    (tmp_path / "a.txt.zst").write_bytes(frame + text)
+    message = r"decompress it yourself: `zstd -d --long=31 .*a\.txt\.zst`$"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, tmp_path / "a.txt.zst")
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_what_datasets_saved_to_disk_is_refused_with_its_setting(
+    tmp_path, splits, capsys
+):
+    saved, rows = tmp_path / "saved", datasets.Dataset.from_dict({"text": TEXTS})
+    (datasets.DatasetDict({"train": rows}) if splits else rows).save_to_disk(saved)
+    with pytest.raises(UserError, match=f"by data=hf data.name={saved}, or leave"):
+        read(tmp_path, saved)
+    capsys.readouterr()
+    corpus = open_corpus(HubSource(str(saved)), tmp_path / "cache")
+    assert [text for part in corpus.read(None) for text in part.texts] == TEXTS
+    assert "leaves out" not in capsys.readouterr().err
 
 
 def test_a_compressed_file_beside_its_own_text_is_refused(tmp_path):
