@@ -104,9 +104,9 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def with_prefix(
-    source: Path, tensors: Mapping[str, np.ndarray], prefix: str
+    source: Path, tensors: Mapping[str, np.ndarray], prefix: str, roots: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
-    """Return tensors with a prefix before each name, except that of the head.
+    """Return tensors with a prefix before the names that begin with one of `roots`.
 
     transformers writes a model without a head without the prefix.
 
@@ -115,7 +115,7 @@ def with_prefix(
     """
     named: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
-        full = name if name == HEAD else prefix + name.removeprefix(prefix)
+        full = prefix + name if name.startswith(roots) else name
         if full in named:
             raise UserError(f"{source} holds {full} with and without {prefix}")
         named[full] = tensor
@@ -149,6 +149,23 @@ def missing(
             " config.json"
         )
     return UserError(f"{source}: tensor {name} {shape} is missing; {advice}")
+
+
+def check_shape(
+    source: Path, name: str, tensor: np.ndarray, shape: tuple[int, ...]
+) -> None:
+    """Raise UserError for a tensor of another shape."""
+    if tensor.shape != shape:
+        advice = ""
+        if tensor.size == 0:
+            advice = (
+                "; DeepSpeed's ZeRO-3 leaves empty ones: its zero_to_fp32.py writes the"
+                " whole weights"
+            )
+        raise UserError(
+            f"{source}: tensor {name} has shape {tensor.shape}, expected {shape}"
+            f"{advice}"
+        )
 
 
 def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:

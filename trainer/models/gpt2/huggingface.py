@@ -21,6 +21,7 @@ from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import HUGGING_FACE, GPT2Spec
 from trainer.models.weight_files import (
+    check_shape,
     config_beside,
     missing,
     pop_tied_head,
@@ -45,6 +46,7 @@ REQUIRED = {
 # causal masks in old files, which are no weights
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
+ROOTS = ("wte.", "wpe.", "h.", "ln_f.")
 
 
 def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Params]:
@@ -100,7 +102,7 @@ def read_config(file: Path) -> dict[str, Any]:
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
     """Return all weights under `path` by their name without prefix."""
     tensors = {}
-    for name, tensor in with_prefix(path, read_tensors(path), PREFIX).items():
+    for name, tensor in with_prefix(path, read_tensors(path), PREFIX, ROOTS).items():
         name = name.removeprefix(PREFIX)
         if not BUFFERS.fullmatch(name):
             tensors[name] = tensor
@@ -178,10 +180,7 @@ def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Par
         tensor = left.pop(name)
         if name == "wte.weight":
             tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
-        if tensor.shape != leaf.shape:
-            raise UserError(
-                f"{path}: tensor {name} has shape {tensor.shape}, expected {leaf.shape}"
-            )
+        check_shape(path, name, tensor, leaf.shape)
         leaves.append(tensor)
     if left:
         raise UserError(

@@ -56,7 +56,7 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     check_unquantized(config)
     # without a head of its own, which a tied model does not need
     headless = form.architecture.replace("ForCausalLM", "Model")
-    if config.get("architectures") not in (None, [form.architecture], [headless]):
+    if config.get("architectures") not in (None, [], [form.architecture], [headless]):
         raise UserError(
             f"architectures={config['architectures']!r} is not supported; valid:"
             f" {[form.architecture]!r}"

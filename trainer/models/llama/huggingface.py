@@ -21,6 +21,7 @@ from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.weight_files import (
     SHARD_BYTES,
+    check_shape,
     check_sizes,
     config_beside,
     missing,
@@ -40,6 +41,7 @@ MODULES = {
     "attn": "self_attn",
     "mlp_norm": "post_attention_layernorm",
 }
+ROOTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 TABLE = "model.embed_tokens.weight"
 # what files of earlier transformers say of rotary positions, which are no weights
 BUFFERS = re.compile(
@@ -69,11 +71,8 @@ def load_llama(
     spec = read_spec(config_beside(path), cls)
     sizes = ("n_layer", "d_model", "vocab_size")
     check_sizes(path, {name: getattr(spec, name) for name in sizes})
-    tensors = {
-        name: tensor
-        for name, tensor in with_prefix(path, read_tensors(path), "model.").items()
-        if not BUFFERS.fullmatch(name)
-    }
+    named = with_prefix(path, read_tensors(path), "model.", ROOTS)
+    tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
     if spec.tied:
         pop_tied_head(path, tensors, TABLE)
     return spec, to_params(tensors, spec, path)
@@ -117,10 +116,7 @@ def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) ->
         if name not in left:
             raise missing(path, name, shape, left.keys() - names)
         tensor = left.pop(name)
-        if tensor.shape != shape:
-            raise UserError(
-                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}"
-            )
+        check_shape(path, name, tensor, shape)
         if last == "embedding":
             tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
         leaves.append(tensor.T if last == "kernel" else tensor)

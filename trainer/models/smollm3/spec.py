@@ -63,11 +63,12 @@ class SmolLM3Spec(LlamaSpec):
         intervals = [whole_number(given, "no_rope_layer_interval")]
         if rotated is None:
             return {"unrotated_every": intervals[0]}
-        if not isinstance(rotated, list) or len(rotated) != layers:
+        if not isinstance(rotated, list) or len(rotated) < layers:
             raise UserError(
                 f"no_rope_layers is not a list of num_hidden_layers={layers} entries;"
                 " valid: 1 for each layer with rotary positions, 0 for each without"
             )
+        rotated = rotated[:layers]  # transformers ignores further ones
         intervals.append(rotated.index(0) + 1 if 0 in rotated else 0)
         for every in intervals:
             if rotated == [int(turns) for turns in _rotated(layers, every)]:

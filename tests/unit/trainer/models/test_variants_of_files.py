@@ -171,6 +171,8 @@ def test_two_bases_of_rotary_positions_are_refused(tmp_path):
     ("name", "config"),
     [
         ("llama", {"hidden_act": "swish"}),
+        ("llama", {"architectures": []}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 2}),  # of a model cut shorter
         ("gpt2", {"activation_function": "gelu_fast"}),
         ("smollm3", {"tie_word_embeddings": "absent"}),  # true
         ("qwen2", {"tie_word_embeddings": "absent"}),  # false
@@ -217,3 +219,19 @@ def test_names_of_other_programs_are_shown_beside_the_missing_one(tmp_path, name
 
     directory = copied(tmp_path, name, tensors=compiled)
     check_refused(directory, r"_orig_mod\.")
+
+
+def test_names_stay_as_they_are_in_a_message(tmp_path):
+    bias = {"v_head.bias": np.zeros(1, np.float32)}
+    directory = copied(tmp_path, "llama", tensors=lambda x: {**x, **bias})
+    check_refused(directory, "unknown tensors v_head.bias")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_empty_tensors_are_refused_with_what_writes_whole_ones(tmp_path, name):
+    def emptied(tensors):
+        norm = max(key for key in tensors if tensors[key].ndim == 1)
+        return {**tensors, norm: np.zeros(0, np.float32)}
+
+    directory = copied(tmp_path, name, tensors=emptied)
+    check_refused(directory, r"has shape \(0,\), expected .*zero_to_fp32\.py writes")
