@@ -29,6 +29,14 @@ LOG_BYTES = 1 << 31  # of a file that grows with a run
 MOST_HOLES = 1000
 
 
+def path_of(text: str | os.PathLike[str]) -> Path:
+    """Return a path that a user or a file gave, `~` and `~user` expanded.
+
+    An unknown user stays as it is, where `Path.expanduser` raises.
+    """
+    return Path(os.path.expanduser(text))
+
+
 def read_file(path: Path, most: int = TEXT_BYTES) -> bytes:
     """Return the bytes of a file.
 

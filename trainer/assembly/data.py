@@ -25,6 +25,7 @@ from trainer.data.mixture import MixedManifest, Mixture, ReplicaShares, parse_st
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import DownloadFailed, is_missing, vocabulary_file
 from trainer.errors import UserError
+from trainer.files import path_of
 from trainer.observe.preparing import show_progress
 
 # given by a program
@@ -112,7 +113,7 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
     if start_dir != Path.cwd():
 
         def absolute(path: str | None) -> str | None:
-            return path and str(start_dir / Path(path).expanduser())
+            return path and str(start_dir / path_of(path))
 
         data = dataclasses.replace(
             data,

@@ -22,7 +22,7 @@ from trainer.config.phases import phase_at
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError
-from trainer.files import read_file, refuse_links
+from trainer.files import path_of, read_file, refuse_links
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
@@ -162,7 +162,7 @@ def without_saved_cache(
       cache: the user's own directory for prepared data.
     """
     data = dataclasses.replace(c.data, cache_dir=str(cache))
-    saved = Path(c.data.cache_dir or cache).expanduser()
+    saved = path_of(c.data.cache_dir or cache)
     for file in sorted(saved.glob("*/manifest.json")):
         with contextlib.suppress(OSError, UserError, ValueError, TypeError, KeyError):
             if json.loads(read_file(file))["fingerprint"] == fingerprint:
@@ -177,7 +177,7 @@ def own_cache() -> Path:
     """Return the user's directory for prepared data, in the working directory."""
     place = default_cache(DATA_CACHE)
     assert place is not None
-    return Path(place).expanduser().absolute()
+    return path_of(place).absolute()
 
 
 def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import argument, run
 from trainer.errors import UserError
+from trainer.files import path_of
 from trainer.text import show
 
 
@@ -39,7 +40,7 @@ def directories(text: str) -> list[Path]:
     runs: list[Path] = []
     without_log = 0
     for item in filter(None, text.split(",")):
-        path = Path(os.path.expanduser(item))
+        path = path_of(item)
         pattern = str(path)
         if not glob.has_magic(item):
             if not path.is_dir():
@@ -83,7 +84,7 @@ def main(args: Arguments) -> None:
     paths = directories(args.runs)
     out: Path | None = None
     if args.out and args.out != "no":
-        out = Path(os.path.expanduser(args.out))
+        out = path_of(args.out)
     elif not args.out:
         parent = Path(os.path.commonpath([path.resolve().parent for path in paths]))
         out = free_page(parent / "compare.html", paths)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import STEP, argument, at_least, run
 from trainer.errors import UserError
+from trainer.files import path_of
 from trainer.text import note, show
 
 
@@ -47,7 +48,7 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     elif args.prompts == "-":
         yield from typed_lines()
     else:
-        file = Path(args.prompts).expanduser()
+        file = path_of(args.prompts)
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

@@ -16,7 +16,7 @@ from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import read_mapping
+from trainer.files import path_of, read_mapping
 from trainer.text import nearest
 
 # Keys whose value in a group names a choice of it, the first one that does.
@@ -70,7 +70,7 @@ def _read(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the file's choices of groups, and its other keys, nested."""
     try:
-        entries = read_mapping(path.expanduser())
+        entries = read_mapping(path_of(path))
     except OSError as error:
         raise UserError(f"config={path}: {error.strerror}; give a YAML file") from error
     except ValueError as error:

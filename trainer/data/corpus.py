@@ -34,6 +34,7 @@ from trainer.data.parquet import check_parquet, is_text, not_text_column, read_p
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
+from trainer.files import path_of
 from trainer.text import note
 
 if TYPE_CHECKING:
@@ -374,7 +375,7 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
             " data.max_tokens"
         )
     refuse_builder(source.name)
-    local = local_files(Path(source.name).expanduser())
+    local = local_files(path_of(source.name))
     files = examine(local, text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
 
@@ -459,7 +460,7 @@ def load_hub(source: HubSource) -> "IterableDataset":
     builder = datasets.load_dataset_builder(
         source.name, source.config, revision=source.revision
     )
-    folder = Path(source.name).expanduser()
+    folder = path_of(source.name)
     place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
     for files in (builder.config.data_files or {}).values():
         for file in files:
@@ -581,5 +582,5 @@ def hub_errors(source: HubSource) -> Iterator[None]:
         instead = f"; data=text data.paths=[{source.name}] reads files of any names"
         raise UserError(
             f"data set {source.name!r}, split {source.split!r}: {lines[0]}"
-            f"{instead if Path(source.name).expanduser().is_dir() else ''}"
+            f"{instead if path_of(source.name).is_dir() else ''}"
         ) from error

@@ -24,7 +24,7 @@ from typing import Literal
 
 from trainer.data.shards import read_json
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import path_of, write_atomically
 from trainer.text import note, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
@@ -175,7 +175,7 @@ def no_match(path: str) -> UserError:
 
 def folder_of(given: str, first: Path) -> str:
     """Return the name of the given directory, or else that of the first file's."""
-    folder = Path(given).expanduser()
+    folder = path_of(given)
     return (folder if folder.is_dir() else first.parent).absolute().name
 
 

@@ -38,7 +38,7 @@ from trainer.data.json_tokenizer import (
     read_tokenizer,
 )
 from trainer.errors import UserError
-from trainer.files import well_formed, write_atomically
+from trainer.files import path_of, well_formed, write_atomically
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -318,7 +318,7 @@ def changed_characters(tokenizer: Tokenizer) -> str:
 
 def from_files(name: str) -> Tokenizer:
     """Read a tokenizer from files; see `get_tokenizer`."""
-    path, names = Path(name).expanduser(), tiktoken.list_encoding_names()
+    path, names = path_of(name), tiktoken.list_encoding_names()
     if path.is_dir():
         # A run's .tiktoken file has its settings in a file named like HF_FILE. And only
         # HF_FILE has words that were added to a pair's vocabulary.
@@ -361,7 +361,7 @@ def is_missing(name: str) -> bool:
     """Return whether a name of `get_tokenizer` is a path that does not exist."""
     if name in (ByteTokenizer.name, *tiktoken.list_encoding_names()):
         return False
-    return not Path(name).expanduser().exists()
+    return not path_of(name).exists()
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from trainer.data.shards import read_json
-from trainer.files import write_atomically
+from trainer.files import path_of, write_atomically
 
 MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 INTACT = "whole.json"  # entries that were read and intact, with size and time
@@ -35,7 +35,7 @@ def use_compilation_cache(directory: str | None) -> str | None:
     """
     if directory is None:
         return None
-    path = Path(directory).expanduser()
+    path = path_of(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

@@ -4,6 +4,7 @@ there stays there."""
 import errno
 import os
 from io import FileIO
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from trainer.files import (
     check_regular,
     no_follow,
     parse_yaml,
+    path_of,
     read_file,
     read_mapping,
     refuse_links,
@@ -172,3 +174,8 @@ def test_a_large_file_with_some_holes_is_data(tmp_path):
         file.seek(1 << 27)
         file.write(b"1" * (1 << 20))
     check_regular(path)
+
+
+def test_the_home_of_nobody_is_a_path_as_any_other():
+    assert path_of("~nobody-of-that-name/x") == Path("~nobody-of-that-name/x")
+    assert path_of("~/x") == Path.home() / "x"

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
-from trainer.files import read_file, write_atomically
+from trainer.files import path_of, read_file, write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
@@ -282,7 +282,7 @@ def logged_in() -> bool:
         candidates = [Path("~/.netrc"), Path("~/_netrc")]
     host = urlsplit(settings.base_url).hostname or ""
     return any(
-        netrc.netrc(path.expanduser()).authenticators(host)
+        netrc.netrc(path_of(path)).authenticators(host)
         for path in candidates
-        if path.expanduser().exists()
+        if path_of(path).exists()
     )
