@@ -2,6 +2,7 @@
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
 #   make test                       unit, integration and a few of e2e, in some nine minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
+#   make extra-plan                 adds the optional packages called plan in pyproject.toml
 #   make mutants                    how many planted faults the tests catch; hours, resumable
 #   make docs                       this documentation as a site, in site/
 #   make docker-check               the Dockerfile, by hadolint
@@ -24,12 +25,15 @@ train: env
 env: $(VENV)/.base $(VENV)/bin/scalify-trainer
 
 # CUDA libraries beside JAX; the driver is the machine's.
-gpu: $(VENV)/.base
-	@$(INSTALL) --extra gpu
+gpu: extra-gpu
 
 # The tests of a file share what they compile and what they have trained: they stay in one process, the dearest files first.
 # A worker that dies ends the tests: its files are not taken over by another, and would be waited for.
 RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+# Optional packages by the names in pyproject.toml: make extra-plan, extra-optuna, ...
+extra-%: $(VENV)/.base
+	@$(INSTALL) --extra $*
 
 test: $(VENV)/.test
 	@$(RUN_TESTS) -m "not slow and (not e2e or smoke)" $(ARGS)
@@ -67,8 +71,10 @@ $(VENV)/bin/python: .python-version | $(filter .tools/uv/bin/uv,$(UV))
 # The command as pip would install it, on this working tree: its own packages, and none of
 # the directory in which it is called.
 $(VENV)/bin/scalify-trainer: | $(VENV)/bin/python
-	@printf '#!/bin/sh\nPYTHONPATH="%s$${PYTHONPATH:+:$$PYTHONPATH}" exec "%s" -P -m trainer "$$@"\n' \
-		'$(CURDIR)' '$(CURDIR)/$(PYTHON)' > $@
+	@printf '%s\n' '#!/bin/sh' \
+		'export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"' \
+		'run="import sys; sys.argv[0] = \"scalify-trainer\"; from trainer.__main__ import command; command()"' \
+		'exec "$(CURDIR)/$(PYTHON)" -P -c "$$run" "$$@"' > $@
 	@chmod +x $@
 
 $(VENV)/.base: pyproject.toml requirements.lock | $(VENV)/bin/python
