@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from trainer.config.schema import Resume
 from trainer.errors import UserError
 from trainer.models.other_formats import check_format
+from trainer.models.weight_files import weight_files
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import replicated
 from trainer.run.checkpoint import DAMAGED, Checkpointer, Restored
@@ -86,14 +87,17 @@ def check_start(
 
 
 def check_weights(init_from: Path) -> None:
-    """Refuse `init_from` where no weights are, or in another format."""
+    """Refuse `init_from` where weights are missing or in another format."""
     if not init_from.exists():
         raise UserError(
             f"init_from={init_from} does not exist; valid: a run directory, a Hugging"
             " Face directory, or a .safetensors file"
         )
-    if not (init_from / "checkpoints").is_dir():
-        check_format(init_from)
+    if (init_from / "checkpoints").is_dir():
+        return
+    check_format(init_from)
+    if init_from.is_dir():
+        weight_files(init_from)
 
 
 def saved_steps(run_dir: Path) -> list[int]:

@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -98,3 +99,12 @@ def test_quantized_tensors_are_refused_by_name(tmp_path, name):
     save_file({name: np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=f"is quantized .*{name}.* before quantizat"):
         read_tensors(tmp_path)
+
+
+def test_weights_that_are_missing_are_refused_before_data_are_read(tmp_path):
+    directory = written(tmp_path / "a")
+    for message in ("holds no *.safetensors", "b.safetensors is missing"):
+        with pytest.raises(UserError, match=re.escape(message)):
+            check_start(tmp_path / "run", "auto", None, str(directory))
+        index = {"weight_map": {"a": "b.safetensors"}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
