@@ -192,7 +192,15 @@ class ScaledArray(UnsupportedArithmetic):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logical value as a NumPy array, FP32 if no dtype is given."""
-        return np.asarray(self.unscale(), dtype=dtype)
+        return np.asarray(asarray(self), dtype=dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        """Return the logical value in FP32, for `jax.numpy` outside of scalify.
+
+        Without it JAX would ask `__array__` for the dtype of the data, which does not
+        hold the value without the scale.
+        """
+        return asarray(self)
 
     def __repr__(self) -> str:
         scale = self.scale

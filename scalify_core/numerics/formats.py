@@ -109,12 +109,13 @@ class FloatFormat:
         Raises:
             ValueError: no constant of this module has the dtype.
         """
+        # NumPy takes None for FP64.
+        given = None if dtype is None else jnp.dtype(dtype)
         for known in _NATIVE:
-            if known.dtype == jnp.dtype(dtype):
+            if given is not None and known.dtype == given:
                 return known
         raise ValueError(
-            f"{jnp.dtype(dtype)} has no FloatFormat: known are"
-            f" {[str(f.dtype) for f in _NATIVE]}"
+            f"{given} has no FloatFormat: known are {[str(f.dtype) for f in _NATIVE]}"
         )
 
     @property

@@ -373,6 +373,9 @@ def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
 def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
     a, b, *rest = operands
     aval = eqn.outvars[0].aval
+    if getattr(eqn.params["precision"], "accumulation_type", None) == np.float16:
+        # Stored operands are near FP16's largest number, so the sum must be in FP32.
+        eqn = eqn.replace(params={**eqn.params, "precision": None})
     fmt = v.result_dtype(a, b)
     if fmt.itemsize >= 4 or not is_float(aval) or not is_narrow_product(eqn):
         return in_float32(eqn, *operands)

@@ -19,6 +19,35 @@ def test_logical_value_is_data_times_scale():
     assert (x.shape, x.dtype, x.ndim, x.size, len(x)) == (X.shape, X.dtype, 2, 32, 4)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        jnp.asarray,
+        jnp.array,
+        jax.jit(jnp.asarray),
+        jnp.abs,
+        lambda x: jnp.stack([x])[0],
+        lambda x: jnp.where(True, x, 0.0),
+        np.asarray,
+        lambda x: np.stack([x])[0],
+    ],
+)
+@pytest.mark.parametrize("size", [1e9, 1e-12])
+def test_numpy_functions_read_the_value_and_not_the_data(read, size):
+    values = jnp.linspace(1.0, 2.0, 8) * size
+    x = as_scaled_array(values, dtype=jnp.float16)
+    np.testing.assert_allclose(read(x), values, rtol=2.0**-10)
+    assert read(x).dtype == np.float32
+
+
+@pytest.mark.parametrize("read", [jnp.asarray, np.asarray])
+def test_scales_that_were_added_up_read_as_nan_through_numpy_too(read):
+    x, y = (as_scaled_array(jnp.full(4, n), dtype=jnp.float16) for n in (1.0, 4.0))
+    total = jax.tree.map(jnp.add, x, y)
+    with pytest.warns(PrecisionWarning, match="reads as NaN"):
+        assert np.all(np.isnan(read(total)))
+
+
 @pytest.mark.parametrize("scale", [3.0, 0.0, -2.0, 2.0**127, float("nan")])
 def test_static_scale_that_is_no_power_of_two_in_range_is_an_error(scale):
     with pytest.raises(ValueError, match="power of two"):

@@ -50,6 +50,16 @@ def test_products_of_what_the_user_cast_to_float32_are_float32(fun):
     assert error(fun, draw_normal(0, (8, 16))) < 2.0**-11
 
 
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e-8])
+def test_an_algorithm_that_adds_up_in_float16_neither_overflows_nor_vanishes(size):
+    x, z = draw_normal(0, (8, 16)), draw_normal(1, (8, 16))
+    algorithm = lax.DotAlgorithmPreset.F16_F16_F16
+    product = lambda x, z: jnp.dot(x * size, z.T, precision=algorithm) / size
+    exact = np.asarray(jnp.dot(x, z.T))
+    actual = asarray(scalify(product)(*as_scaled_array((x, z), dtype=jnp.float16)))
+    assert np.linalg.norm(actual - exact) < 2.0**-9 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_float32_result_of_bfloat16_operands_is_float32(jit):
     fun = lambda x, z: jnp.matmul(x, z.T, preferred_element_type=F32)

@@ -495,6 +495,11 @@ def test_what_is_said_to_be_given_instead_is_valid(tx, field):
     assert jnp.all(jnp.isfinite(updates["w"]))
 
 
+def test_no_format_is_refused_by_its_name():
+    with pytest.raises(ValueError, match="None has no FloatFormat"):
+        scaled_state(optax.adam(1e-3), nu=None, seed=0)
+
+
 def test_a_field_that_is_no_stored_is_refused():
     with pytest.raises(
         TypeError, match=r"fields\['trace'\] is .*float16.*, expected a Stored"
