@@ -30,7 +30,7 @@ from scalify_core.debug.figures import (
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.arguments import call_of
-from scalify_core.interpreter.evaluator import Evaluator, entering
+from scalify_core.interpreter.evaluator import Evaluator, entering, is_plain
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.measured.products import IN_FULL, PRODUCTS
 from scalify_core.interpreter.reference_trace import traced
@@ -265,7 +265,7 @@ class Recorder(precision_warnings.Observer):
         tensors = [self._read(frame, *pair) for pair in pairs]
         place, path = place_of(eqn, frame.place), (*frame.path, id(eqn))
         bodies = None
-        if any(isinstance(x, Value) for x in operands):
+        if not is_plain(eqn, operands):
             rule = registry.rule_of(eqn)
             if not rule.wide and not self.evaluate.measures:
                 tensors = [self.stored(x, rule.bring) for x in tensors]

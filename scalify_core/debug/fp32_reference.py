@@ -18,14 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from scalify_core.interpreter.registry import bind
-from scalify_core.numerics.formats import as_float32, materialise
-
-_DTYPES = ("new_dtype", "preferred_element_type", "dtype")
+from scalify_core.interpreter.registry import COMBINERS, bind, wide_equation
+from scalify_core.numerics.formats import (
+    is_narrow,
+    is_narrow_dtype,
+    materialise,
+    widened,
+)
+from scalify_core.numerics.jaxprs import INLINED
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:
@@ -46,9 +49,7 @@ def wide(x: Any) -> Any:
 
     A reference to an array (`jax.new_ref`) is returned unchanged.
     """
-    if not isinstance(x, jax.Ref) and _is_narrow(jnp.result_type(x)):
-        return as_float32(x)
-    return x
+    return widened(x)
 
 
 def entering(x: Any) -> Any:
@@ -65,11 +66,11 @@ def _results(eqn: Any, *operands: Any) -> Any:
     is_composite = eqn.primitive.name == "scalify_composite"
     if is_composite and (exact := _EXACT.get(eqn.params["call"].name)) is not None:
         return eqn.params["call"].replace(fun=exact)(*map(wide, operands))
-    if not any(_is_narrow(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars)):
+    if not any(is_narrow(var.aval) for var in (*eqn.invars, *eqn.outvars)):
         return bind(eqn, *operands)
     if is_composite:
         return [wide(y) for y in eqn.params["call"](*map(wide, operands))]
-    if (
+    if eqn.primitive.name not in COMBINERS and (
         eqn.primitive.name == "bitcast_convert_type"
         or next(iter(jaxprs_in_params(eqn.params)), None) is not None
     ):
@@ -77,23 +78,13 @@ def _results(eqn: Any, *operands: Any) -> Any:
             _as(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)
         ]
         return jax.tree.map(wide, bind(eqn, *as_traced))
-    params = {
-        k: np.dtype(np.float32) if k in _DTYPES and _is_narrow(v) else v
-        for k, v in eqn.params.items()
-    }
-    return bind(eqn.replace(params=params), *map(wide, operands))
+    return bind(wide_equation(eqn), *map(wide, operands))
 
 
 def _as(x: Any, dtype: Any) -> Any:
-    if _is_narrow(dtype):
+    if is_narrow_dtype(dtype):
         return lax.convert_element_type(x, dtype)
     return x
-
-
-def _is_narrow(dtype: Any) -> bool:
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return np.dtype(dtype).itemsize < 4
 
 
 def _dot(product: Any) -> Any:
@@ -220,16 +211,8 @@ class Call:
         return self.out
 
 
-INLINE = (
-    "jit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-    "composite",
-)
-CALLS = ("remat2", *INLINE)
+INLINE = INLINED | {"jit"}
+CALLS = INLINE | {"remat2"}
 LOOPS: dict[str, Any] = {
     "scan": Scan,
     "while": While,

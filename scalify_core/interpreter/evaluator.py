@@ -87,7 +87,7 @@ class Evaluator:
             # A body that is traced for one equation must not be reused for another: its
             # callbacks hold the place. `object()` makes the key of the cache differ.
             inner = dataclasses.replace(self, place=object())
-        if Value not in map(type, operands):
+        if is_plain(eqn, operands):
             return registry.plain(eqn, *operands)
         if self.measures:
             return measuring.results(eqn, operands, jaxpr, evaluate=inner)
@@ -141,6 +141,11 @@ class Evaluator:
 
 
 evaluate = Evaluator(measures=False)
+
+
+def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
+    """Return whether an equation neither reads nor stores a scaled value."""
+    return Value not in map(type, operands) and not registry.stores(eqn, *operands)
 
 
 def _stored_once(x: Value) -> Value:

@@ -20,13 +20,12 @@ import numpy as np
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.interpreter.measured.products import (
-    CALLS,
     IN_FULL,
     NARROW,
     PRODUCTS,
 )
-from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import per_jaxpr
+from scalify_core.numerics.formats import is_narrow
+from scalify_core.numerics.jaxprs import CALLS, per_jaxpr
 from scalify_core.numerics.precision_warnings import PrecisionWarning
 
 _LIBRARIES = (
@@ -35,12 +34,10 @@ _LIBRARIES = (
 )
 # By primitive: the parameters that are inner jaxprs, whose products are compared.
 _INNER = {
-    **dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr")),
+    **dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr", "call")),
     "scan": ("jaxpr",),
     "cond": ("branches",),
     "while": ("cond_jaxpr", "body_jaxpr"),
-    "custom_vmap_call": ("call",),
-    "composite": ("call_jaxpr",),
 }
 
 
@@ -76,7 +73,7 @@ def aval_in_format(x: Any) -> Any:
 
 def has_narrow_data(leaves: Sequence[Any]) -> bool:
     """Return whether a leaf has data that plain code may have in FP32."""
-    return any(is_scaled_array(x) and np.dtype(x.dtype).itemsize < 4 for x in leaves)
+    return any(is_scaled_array(x) and is_narrow(x) for x in leaves)
 
 
 def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
@@ -243,7 +240,7 @@ def _with_narrow_results(jaxpr: Any, reference: Any) -> Any:
     residuals, none is named.
     """
     ours, theirs = ([x.aval for x in j.outvars] for j in (jaxpr, reference))
-    narrow = [x.dtype.itemsize < 4 and is_float(x) for x in theirs]
+    narrow = list(map(is_narrow, theirs))
     if not any(narrow) or [x.shape for x in ours] != [x.shape for x in theirs]:
         return jaxpr
     names = tuple(NARROW if is_narrow else "" for is_narrow in narrow)

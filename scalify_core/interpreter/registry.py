@@ -19,18 +19,19 @@ traced with float32 where the data may be narrower.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
-from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import as_traced, per_jaxpr
+from scalify_core.numerics.formats import is_float, is_narrow
+from scalify_core.numerics.jaxprs import CALLS, as_traced, inner_jaxpr, per_jaxpr
 
 COMPOSITE = "composite "  # before the names of composites, in keys of the table
 
@@ -106,16 +107,11 @@ def structural(*primitives: str) -> None:
     _definer("structural", primitives, lazy=True)(on_data)
 
 
-def unscaled(*primitives: str, as_traced: bool = False) -> None:
+def unscaled(*primitives: str) -> None:
     """Register primitives that compute on the logical value in FP32, with results at
     scale 1.
-
-    With `as_traced`, they compute in the narrower dtype where the user cast to one: for
-    equations with inner jaxprs of that dtype.
     """
-    _definer("unscaled", primitives, lazy=True)(
-        as_traced_dtypes if as_traced else in_float32
-    )
+    _definer("unscaled", primitives, lazy=True)(in_float32)
 
 
 def logical(*primitives: str) -> None:
@@ -203,6 +199,59 @@ def bind_all(eqn: Any, *operands: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+# An equation that computes in FP32 behind a user's cast to 16 bits.
+
+# Reductions and scatters, by a function of two numbers that is an inner jaxpr.
+COMBINERS = frozenset({"reduce", "reduce_window"}) | {
+    f"scatter{kind}" for kind in ("", "-add", "-sub", "-mul", "-min", "-max")
+}
+_DTYPES = ("new_dtype", "preferred_element_type", "dtype")
+
+
+def wide_equation(eqn: Any) -> Any:
+    """Return an equation with FP32 in place of narrower floats.
+
+    Its operands are logical numbers, which a product or a sum in 16 bits, though traced
+    so, would flush to zero or make infinite.
+    """
+    changed: dict[str, Any] = {
+        key: np.dtype(np.float32)
+        for key in _DTYPES
+        if key in eqn.params and formats.is_narrow_dtype(eqn.params[key])
+    }
+    if eqn.primitive.name in COMBINERS:
+        (key,) = {"jaxpr", "update_jaxpr"} & eqn.params.keys()
+        body = eqn.params[key]  # None: a scatter that replaces
+        if body is not None and any(map(is_narrow, body.in_avals)):
+            changed[key] = _wide_jaxpr(body)
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+
+@per_jaxpr
+def _wide_jaxpr(jaxpr: Any) -> Any:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
+    wide = jax.eval_shape(lambda xs: list(map(formats.widened, xs)), shapes)
+    return jax.make_jaxpr(functools.partial(_in_wide, jaxpr))(*wide)
+
+
+def _in_wide(jaxpr: Any, *operands: Any) -> list[Any]:
+    """Return the results of a jaxpr on FP32 numbers."""
+    names = (*jaxpr.constvars, *jaxpr.invars)
+    env = dict(zip(names, (*jaxpr.consts, *operands), strict=True))
+
+    def read(atom: Any) -> Any:
+        return formats.widened(atom.val if isinstance(atom, Literal) else env[atom])
+
+    for eqn in jaxpr.eqns:
+        args = list(map(read, eqn.invars))
+        if eqn.primitive.name in CALLS:
+            out = _in_wide(inner_jaxpr(eqn), *args)
+        else:
+            out = bind_all(wide_equation(eqn), *args)
+        env |= zip(eqn.outvars, out, strict=True)
+    return list(map(read, jaxpr.outvars))
+
+
 def plain(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of an equation without scaled operands.
 
@@ -218,6 +267,35 @@ def plain(eqn: Any, *operands: Any) -> list[Any]:
             constant = np.asarray(number).astype(var.aval.dtype)
             out[i] = np.broadcast_to(constant, var.aval.shape)
     return out
+
+
+def stores(eqn: Any, *operands: Any) -> bool:
+    """Return whether plain operands of an equation are cast to fewer than 32 bits.
+
+    Its results then have a scale, as those of a `Value` have: in the format alone, a
+    gradient of 1e-9 behind a cast to FP16 would be zero. A uniform constant that the
+    format holds needs none.
+    """
+    if rule_of(eqn).control:
+        return any(map(_has_casts, jaxprs_in_params(eqn.params)))
+    if not _is_cast(eqn):
+        return False
+    number, dtype = v.uniform(operands[0]), eqn.params["new_dtype"]
+    return number is None or not formats.holds(dtype, number)
+
+
+def _is_cast(eqn: Any) -> bool:
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return is_float(eqn.invars[0].aval) and is_narrow(eqn.outvars[0].aval)
+
+
+@per_jaxpr
+def _has_casts(jaxpr: Any) -> bool:
+    return any(
+        _is_cast(eqn) or any(map(_has_casts, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def known(x: Any) -> Any:
@@ -333,11 +411,11 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     """
     args = [
         formats.as_float32(v.unscaled(x))
-        if is_float(var.aval) and var.aval.dtype.itemsize < 4
+        if is_narrow(var.aval)
         else v.unscaled(x, var.aval.dtype)
         for x, var in zip(operands, eqn.invars, strict=True)
     ]
-    return _of_scale_1(bind_all(eqn, *args), operands)
+    return _of_scale_1(bind_all(wide_equation(eqn), *args), operands)
 
 
 def _of_scale_1(out: Sequence[Any], operands: tuple) -> list[Any]:

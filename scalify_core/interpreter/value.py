@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core.numerics import jaxprs
 from scalify_core.numerics.amax import Parts, sums_at_once
 from scalify_core.numerics.compiler_hints import (
     column_sums,
@@ -264,6 +265,13 @@ def exact(v: Value) -> Value:
         v.rms_correction,
         v.is_fill_value,
     )
+
+
+def typed_as(x: Any, aval: Any) -> Any:
+    """Return a value or an array with the mesh type of an aval."""
+    if isinstance(x, Value):
+        return dataclasses.replace(x, data=jaxprs.typed_as(x.data, aval))
+    return jaxprs.typed_as(x, aval)
 
 
 def narrow(v: Value) -> Value:

@@ -475,6 +475,29 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+def is_narrow(x: Any) -> bool:
+    """Return whether an array, a value or an aval is floating point below 32 bits."""
+    return is_float(x) and is_narrow_dtype(getattr(x, "dtype", None))
+
+
+def is_narrow_dtype(dtype: Any) -> bool:
+    """Return whether a dtype is floating point below 32 bits; None is no dtype."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return np.dtype(dtype).itemsize < 4
+
+
+def widened(x: Any) -> Any:
+    """Return an array, in FP32 if it is a narrower float."""
+    return as_float32(x) if is_narrow(x) else x
+
+
+def holds(dtype: Any, number: float) -> bool:
+    """Return whether a format has this number."""
+    with np.errstate(over="ignore"):
+        return np.isnan(number) or float(np.asarray(number, dtype)) == number
+
+
 def materialise(x: Any) -> Any:
     """Return a plain operand for `bind`.
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src.util import weakref_lru_cache
+from jax.sharding import AxisType
 
 _JAX_AND_THIS = tuple(
     os.path.dirname(path) + os.sep
@@ -109,13 +111,12 @@ def _is_of(file: str, folders: tuple[str, ...]) -> bool:
 def scope_of(eqn: Any) -> tuple[Any, Any]:
     """Return an equation's named scopes, and its context.
 
-    The context is None unless it holds metadata for the compiler.
+    The context is None unless it holds metadata for the compiler, or a mesh, of which
+    `jax.sharding.auto_axes` changes the axes.
     """
     ctx = eqn.ctx
-    return (
-        eqn.source_info.name_stack,
-        ctx if ctx.xla_metadata or ctx.compute_type else None,
-    )
+    matters = ctx.xla_metadata or ctx.compute_type or ctx.cur_abstract_mesh.axis_types
+    return eqn.source_info.name_stack, ctx if matters else None
 
 
 @contextlib.contextmanager
@@ -137,6 +138,15 @@ def within(scopes: Any, ctx: Any) -> Iterator[None]:
 per_jaxpr = functools.partial(
     weakref_lru_cache, maxsize=4096, trace_context_in_key=False
 )
+
+
+# Calls that only carry rules of transformations. These happen before an evaluation.
+INLINED = frozenset(
+    {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+    | {"custom_vmap_call", "composite"}
+)
+# Primitives whose one inner jaxpr takes their operands and gives their results.
+CALLS = INLINED | {"jit", "remat2", "shard_map"}
 
 
 def inner_jaxpr(eqn: Any) -> Any:
@@ -161,21 +171,34 @@ def varying(x: Any, axes: frozenset) -> Any:
     return x
 
 
-# Types inside shard_map: JAX tracks the mesh axes that each array varies over. The
-# plain program is consistent. Scale propagation may not be: a measured scale varies
-# where the scale before did not, and a constant known while tracing has no type.
+# Types on a mesh: inside shard_map JAX tracks the axes that each array varies over, and
+# elsewhere how explicit axes split it. The plain program is consistent. Scale
+# propagation may not be: a measured scale varies where the scale before did not, and a
+# constant known while tracing has no type.
 def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return operands that vary over the axes that they varied over when traced."""
-    if not any(map(_axes_of_type, (var.aval for var in eqn.invars))):
+    """Return operands that vary, and are split, as they were when traced."""
+    explicit = _has_explicit_axes()
+    if not explicit and not any(_axes_of_type(var.aval) for var in eqn.invars):
         return operands
     rest = operands[len(eqn.invars) :]
-    return [
-        *(
-            varying(x, _axes_of_type(var.aval))
-            for x, var in zip(operands, eqn.invars, strict=False)
-        ),
-        *rest,
-    ]
+    typed = [typed_as(x, y.aval) for x, y in zip(operands, eqn.invars, strict=False)]
+    return [*typed, *rest]
+
+
+def typed_as(x: Any, aval: Any) -> Any:
+    """Return an array that varies, and is split over explicit axes, as an aval."""
+    x = varying(x, _axes_of_type(aval))
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not _has_explicit_axes() or np.ndim(x) != aval.ndim:
+        return x
+    if jax.typeof(x).sharding.spec == sharding.spec:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def _has_explicit_axes() -> bool:
+    """Return whether JAX tracks in types how arrays are split over a mesh."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _axes_of_type(aval: Any) -> frozenset:

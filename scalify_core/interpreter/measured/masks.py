@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from scalify_core.interpreter.measured.products import CALLS, MOVES
+from scalify_core.interpreter.measured.products import MOVES
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
 # Elements at or below are masks if the program writes a number as large: programs do
 # not compute with such numbers.

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import masks, quantize, uses
 from scalify_core.interpreter.measured.products import (
-    CALLS,
     IN_FULL,
     KEEP_AXES,
     MOVES,
@@ -41,7 +40,8 @@ from scalify_core.interpreter.measured.products import (
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats, precision_warnings
 from scalify_core.numerics.amax import Parts
-from scalify_core.numerics.formats import is_float
+from scalify_core.numerics.formats import is_float, is_narrow
+from scalify_core.numerics.jaxprs import CALLS
 
 _F32 = np.dtype(np.float32)
 # Their results depend on the dtype that their operands were traced with.
@@ -108,8 +108,6 @@ def results(
     if eqn.primitive.name == "scalify_composite":
         return like_composite(eqn, *operands)
     if _means_its_dtype(eqn):
-        if eqn.primitive.name.startswith("scatter-"):
-            return in_float32(_with_wide_update(eqn), *operands)
         out = registry.as_traced_dtypes(eqn, *map(widened, operands))
         return [like(x, x.data) if isinstance(x, Value) else x for x in out]
     return in_float32(eqn, *operands)
@@ -159,17 +157,6 @@ def _stacks(
     return tuple(stacks)
 
 
-def _with_wide_update(eqn: Any) -> Any:
-    """Return a scatter whose update, such as an addition, is of FP32 numbers.
-
-    The update is JAX's own and not the user's: behind a cast to 16 bits it would add up
-    logical numbers in them.
-    """
-    number = jax.ShapeDtypeStruct((), np.float32)
-    update = jax.make_jaxpr(jaxpr_as_fun(eqn.params["update_jaxpr"]))(number, number)
-    return eqn.replace(params={**eqn.params, "update_jaxpr": update})
-
-
 def _means_its_dtype(eqn: Any) -> bool:
     """Return whether an equation reads numbers in the dtype that it was traced with.
 
@@ -177,10 +164,10 @@ def _means_its_dtype(eqn: Any) -> bool:
     """
     if eqn.primitive.name in _READ_BITS:
         return True
+    if eqn.primitive.name in registry.COMBINERS:
+        return False
     inner = any(True for _ in jaxprs_in_params(eqn.params))
-    return inner and any(
-        is_float(x.aval) and x.aval.dtype.itemsize < 4 for x in eqn.invars
-    )
+    return inner and any(is_narrow(x.aval) for x in eqn.invars)
 
 
 def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
@@ -268,7 +255,7 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
         _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
     ]
     dtype = v.result_dtype(*operands)
-    out = registry.bind_all(eqn, *args)
+    out = registry.bind_all(registry.wide_equation(eqn), *args)
     return [wide_result(y, dtype) for y in out]
 
 
@@ -423,8 +410,10 @@ def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
     )
 
 
-def _convert(eqn: Any, x: Value, jaxpr: Any) -> list[Any]:
+def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
     dtype = np.dtype(eqn.params["new_dtype"])
+    if not isinstance(x, Value):
+        x = wide_value(formats.materialise(x), eqn.invars[0].aval.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         integers = formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
         return registry.bind_all(eqn, integers)

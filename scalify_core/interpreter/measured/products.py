@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.numerics.amax import Parts
-from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
 
 def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
@@ -339,12 +339,6 @@ KEEP_AXES = frozenset(
 )
 # A reader of the entire result reads the entire operand.
 _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
-CALLS = frozenset(
-    {
-        "jit", "closed_call", "core_call", "remat2", "shard_map", "custom_jvp_call",
-        "custom_vjp_call",
-    }
-)  # fmt: skip
 IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from scalify_core.interpreter.measured.products import CALLS, MOVES
-from scalify_core.numerics.jaxprs import inner_jaxpr, per_jaxpr
+from scalify_core.interpreter.measured.products import MOVES
+from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
 Marks = tuple[bool, ...]
 Question = Callable[[Any, Marks], Sequence[bool] | None]

@@ -23,20 +23,12 @@ from scalify_core.interpreter.registry import control
 from scalify_core.interpreter.rules.bodies import measures, run, shape_of, traced_body
 from scalify_core.interpreter.rules.carries import common_form, to_form, wide_form
 from scalify_core.interpreter.rules.collectives import equal_scale
-from scalify_core.interpreter.value import Constant, Value, pack, unpack
+from scalify_core.interpreter.value import Constant, Value, pack, typed_as, unpack
 from scalify_core.numerics.formats import materialise
-from scalify_core.numerics.jaxprs import agreeing, inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import INLINED, agreeing, inner_jaxpr, per_jaxpr
 
 
-@control(
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-    "closed_call",
-    "core_call",
-    "composite",
-    wide=True,
-)
+@control(*INLINED, wide=True)
 def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     """Evaluate the jaxpr of a call that only carries rules of transformations.
 
@@ -169,7 +161,8 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
 
     def formed(branch: Callable) -> Callable:
         return lambda *xs: pack(
-            to_form(x, form) for x, form in zip(branch(unpack(xs)), forms, strict=True)
+            typed_as(to_form(x, form), var.aval)
+            for x, form, var in zip(branch(unpack(xs)), forms, eqn.outvars, strict=True)
         )
 
     return unpack(

@@ -343,11 +343,7 @@ def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
     """Return whether a format is known to hold a constant at this scale exactly."""
     if not sc.is_static(scale):
         return False
-    number = constant / scale
-    return (
-        abs(number) <= float(jnp.finfo(dtype).max)
-        and float(np.asarray(number, dtype)) == number
-    )
+    return formats.holds(dtype, constant / scale)
 
 
 def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
@@ -440,8 +436,8 @@ def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
 
 
 @rule("convert_element_type")
-def _convert(eqn: Any, x: Value) -> Any:
-    dtype = np.dtype(eqn.params["new_dtype"])
+def _convert(eqn: Any, x: Any) -> Any:
+    dtype, x = np.dtype(eqn.params["new_dtype"]), v.lift(x, eqn.invars[0].aval.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
     return v.value(

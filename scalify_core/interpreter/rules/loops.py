@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -88,12 +88,13 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
             : len(init)
         ]
 
-    carry, forms = _initial_carry(turn, init, length, evaluate)
+    avals = jaxpr.out_avals[: len(init)]
+    carry, forms = _initial_carry(turn, init, length, evaluate, avals)
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         out = step(unpack(carry), slices)
         ys = stacked(evaluate, jaxpr, out[len(init) :])
-        return pack(map(next_carry, out[: len(init)], forms)), pack(ys)
+        return _carried(map(next_carry, out[: len(init)], forms), avals), pack(ys)
 
     ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
     agreed, carry = jaxprs.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
@@ -138,10 +139,10 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         which = going(carry)
         return [chosen(which, x, old) for x, old in zip(new, carry, strict=True)]
 
-    carry, forms = _initial_carry(turn, init, None, evaluate)
+    carry, forms = _initial_carry(turn, init, None, evaluate, jaxpr.out_avals)
 
     def formed(carry: Any) -> Any:
-        return pack(map(next_carry, turn(unpack(carry)), forms))
+        return _carried(map(next_carry, turn(unpack(carry)), forms), jaxpr.out_avals)
 
     agreed, carry = jaxprs.agreeing_carry(formed, carry)
 
@@ -159,16 +160,21 @@ def _initial_carry(
     init: Sequence[Any],
     length: int | None,
     evaluate: Callable,
+    avals: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed carry before the first iteration, and its parts' forms."""
     if measures(evaluate):
         init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
         forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
-        return pack(map(to_form, init, forms)), forms
-    forms = list(
-        _handed(carry_forms(lambda carry: _handed(shape_of(turn, carry)), init, length))
-    )
-    return pack(map(to_form, init, forms)), forms
+    else:
+        step = lambda carry: _handed(shape_of(turn, carry))
+        forms = list(_handed(carry_forms(step, init, length)))
+    return _carried(map(to_form, init, forms), avals), forms
+
+
+def _carried(parts: Iterable[Any], avals: Sequence[Any]) -> list[Any]:
+    """Return a packed carry, split over a mesh as the plain program splits it."""
+    return pack(map(v.typed_as, parts, avals))
 
 
 def _slices(x: Any) -> tuple[Any, Any]:

@@ -38,7 +38,6 @@ unscaled(
     "ormqr", "symmetric_product",
     "fft",
 )  # fmt: skip
-unscaled("custom_linear_solve", as_traced=True)
 
 
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
@@ -109,7 +108,7 @@ structural(
     "reduce_window_max",
     "reduce_window_min",
 )
-unscaled("reduce_prod", "cumprod", "cumlogsumexp")
+unscaled("reduce", "reduce_window", "reduce_prod", "cumprod", "cumlogsumexp")
 
 
 def summed(eqn: Any, x: Value, count: float) -> Value:

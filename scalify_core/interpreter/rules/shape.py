@@ -18,7 +18,7 @@ structural(
     "slice", "sort", "split", "squeeze", "stage", "tie", "tile", "top_k", "transpose",
     "unstack",
 )  # fmt: skip
-unscaled("scatter-mul", as_traced=True)
+unscaled("scatter-mul")
 
 
 @rule("concatenate", "pad", "stack")

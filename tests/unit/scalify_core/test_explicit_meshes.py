@@ -1,0 +1,52 @@
+"""On a mesh with explicit axes, which JAX tracks in types, programs run as plain ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from scalify_core import as_scaled_array, asarray, scalify
+
+
+def rnn(x, w):
+    step = lambda carry, row: (jnp.tanh(carry @ w + row), None)
+    return jnp.sum(lax.scan(step, jnp.zeros_like(x), jnp.stack([x, x]))[0] ** 2)
+
+
+def counted(x, w):
+    step = lambda carry: (carry[0] + 1, carry[1] @ w + x)
+    return lax.while_loop(lambda carry: carry[0] < 3, step, (0, jnp.zeros_like(x)))[1]
+
+
+PROGRAMS = {
+    "a constant": lambda x, w: jnp.where(x > 0, x @ w, 0),
+    "gradient of relu": jax.grad(lambda x, w: jnp.sum(jax.nn.relu(x @ w) ** 2), (0, 1)),
+    "scan from zeros": jax.grad(rnn, (0, 1)),
+    "while from zeros": counted,
+    "branches": lambda x, w: lax.cond(w[0, 0] > 0, lambda: x * 2, lambda: x * 0),
+    "causal": lambda x, w: jax.nn.dot_product_attention(
+        *[(x @ w).reshape(8, 4, 1, 2)] * 3, is_causal=True
+    ),
+    "automatic axes": lambda x, w: x.at[jnp.array([0, 1])].get(out_sharding=P()),
+    "another split": lambda x, w: jnp.clip(reshard(x, P(None, "d")) * 2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_programs_run_as_on_automatic_axes(program, scales):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split, whole = (NamedSharding(mesh, spec) for spec in (P("d"), P()))
+        x = jax.device_put(jnp.linspace(-1, 1, 64).reshape(8, 8), split)
+        w = jax.device_put(jnp.eye(8) + 0.125, whole)
+        args = as_scaled_array((x, w), dtype=jnp.float16)
+        actual = asarray(jax.jit(scalify(program, scales=scales))(*args))
+        expected = program(*asarray(args))
+    for y, exact in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert jax.typeof(y) == jax.typeof(exact)
+        limit = 2.0**-8 * np.linalg.norm(exact)
+        assert np.linalg.norm(np.asarray(y) - np.asarray(exact)) < limit
