@@ -270,8 +270,8 @@ class Explanation:
             )
         reason = (
             self.turned
-            or "roundings are left where larger numbers cancel, the format is coarse, or"
-            " plain 16-bit arrays, which have no scale, were computed with"
+            or "roundings are left where larger numbers cancel, the format is coarse,"
+            " or plain 16-bit arrays, which have no scale, were computed with"
         )
         return (
             f"no equation loses much (beyond {self.tolerance:.1%}), but a result is off"
