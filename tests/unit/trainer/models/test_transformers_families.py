@@ -127,7 +127,17 @@ def test_parameter_counts_are_the_published_ones(preset, published):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not"),
+        # layer_types go first, and the file's are full attention
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+                "layer_types": None,
+            },
+            "use_sliding_window=True is not",
+        ),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "'sliding_attention'"),
         (
             "llama_llama3",
