@@ -7,8 +7,12 @@ the old content of a file that was replaced; these readers read the file.
 
 import base64
 import binascii
+import functools
+import itertools
 import re
+import sys
 import types
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 
 TokenIds = dict[bytes, int]
+Pair = tuple[bytes, bytes]
 
 # GPT-2 spells printable bytes as themselves, and others as characters from U+0100 on.
 _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
@@ -108,15 +113,16 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
             f" otherwise than GPT-2; {SAVE_AGAIN}"
         )
     ids = {bytes([byte]): i for i, byte in enumerate(SPELLING)}
+    merges: list[Pair] = []
     lines = read(path).decode(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.startswith("#version") or not line:
             continue
-        pair = line.split()
-        token = unspell("".join(pair))
-        if len(pair) != 2 or token is None:
+        pair = pair_of(line)
+        if pair is None:
             raise UserError(f"{path}, line {number}: expected two tokens to merge")
-        ids[token] = len(ids)
+        merges.append(pair)
+        ids[b"".join(pair)] = len(ids)
     given, special = ids, {ENDOFTEXT: len(ids)}
     if ids_path.is_file():
         given, special = {}, {}
@@ -133,7 +139,7 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
             f"{directory} has no tokenizer.json, and its documents end with {end!r},"
             f" not with {ENDOFTEXT!r}; {SAVE_AGAIN}"
         )
-    if not is_in_order(given, list(ids)[256:]):
+    if not merges_alike(given, merges):
         raise UserError(
             f"{ids_path} does not belong to {path}: its ids are not those of the"
             " merges, in their order"
@@ -141,23 +147,59 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
     return encoding(path, given, special_tokens=special)
 
 
-def is_in_order(
-    ids: TokenIds, merged: Sequence[bytes | None], *, ignore_merges: bool = False
+def pair_of(merge: Any) -> Pair | None:
+    """Return the tokens of a merge, a pair of spellings or a text with a space between;
+    None: it is something else.
+    """
+    spellings = merge.split() if isinstance(merge, str) else merge
+    tokens = [token for token in map(unspell, spellings) if token is not None]
+    return (tokens[0], tokens[1]) if len(tokens) == len(spellings) == 2 else None
+
+
+def merges_alike(
+    ids: TokenIds, merges: Sequence[Pair], *, ignore_merges: bool = False
 ) -> bool:
-    """Return whether tiktoken, which takes ids for priorities, merges in this order.
+    """Return whether tiktoken encodes as these merges do.
+
+    It takes ids for priorities, and merges whatever makes a token.
 
     Args:
       ids: of bytes and tokens.
-      merged: the token that each merge makes.
+      merges: in the order of their priorities.
       ignore_merges: whether a word that is a token is not merged up, so that a token
           needs no merge.
     """
-    merged_ids = [ids.get(token or b"", -1) for token in merged]
-    return (
-        all(bytes([byte]) in ids for byte in range(256))
-        and merged_ids == sorted(merged_ids)
-        and (ignore_merges or len(ids) == 256 + len(merged))
-    )
+    merged_ids = [ids.get(left + right, -1) for left, right in merges]
+    if not all(bytes([byte]) in ids for byte in range(256)):
+        return False
+    if ignore_merges:
+        # A token may have more merges, of which its other parts are never left.
+        return merged_ids == sorted(merged_ids) and set(merges_of(ids)) <= set(merges)
+    return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
+
+
+def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
+    """Return the merges of a byte-pair encoding, in order.
+
+    The merge of a token is the two parts that lower ranks leave of it. A token that is
+    left in more parts is only matched as a whole word, which needs no merge.
+    """
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pair_ranks = [
+                ranks.get(left + right, rank)
+                for left, right in itertools.pairwise(parts)
+            ]
+            lowest = min(pair_ranks)
+            if lowest >= rank:
+                break
+            at = pair_ranks.index(lowest)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
 
 
 def byte_level(
@@ -192,9 +234,14 @@ def byte_level(
     )
     if words or end != ENDOFTEXT:
         return None
-    # A merge is a pair, or a text with a space between.
-    merged = [unspell("".join(merge).replace(" ", "")) for merge in model["merges"]]
-    if is_in_order(ids, merged, ignore_merges=bool(model.get("ignore_merges"))):
+    pairs = [pair_of(merge) for merge in model["merges"]]
+    merges = [pair for pair in pairs if pair is not None]
+    ignore = bool(model.get("ignore_merges"))
+    if (
+        pattern
+        and len(merges) == len(pairs)
+        and merges_alike(ids, merges, ignore_merges=ignore)
+    ):
         return result
     return None
 
@@ -217,16 +264,42 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
         return None
     if not words:
         return r50k_pat_str if last.get("use_regex", True) else ""
-    regex = words[0].get("pattern", {}).get("Regex")
-    is_split = len(words) == 1 and words[0].get("type") == "Split"
+    split = words[0]
+    regex = split.get("pattern", {}).get("Regex")
+    is_split = len(words) == 1 and split.get("type") == "Split"
     if not is_split or last.get("use_regex", True) or not isinstance(regex, str):
+        return None
+    if split.get("behavior") == "Removed" and split.get("invert"):
+        return regex
+    if split.get("behavior") != "Isolated" or split.get("invert"):
         return None
     # tiktoken's spelling of the same pattern, for an equal fingerprint
     for name in tiktoken.list_encoding_names():
         pattern = known_settings(name, {}).get("pat_str", "")
         if pattern and for_hugging_face(pattern) == regex:
             return pattern
-    return regex
+    return regex if matches_all(regex) else None
+
+
+@functools.cache
+def matches_all(pattern: str) -> bool:
+    """Return whether a word pattern matches every character, so that tiktoken, which
+    leaves out what it does not match, loses none.
+    """
+    characters = map(chr, range(sys.maxunicode + 1))
+    # Of those without a name, surrogates are no characters, and others are alike.
+    named = (c for c in characters if unicodedata.category(c)[0] != "C" or c < "\xad")
+    text = " ".join([*named, "\u0378", "\ue000"])
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    try:
+        probe = tiktoken.Encoding(
+            "probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+    except ValueError:  # a pattern of another engine
+        return False
+    # A search may take the square of a text's length.
+    parts = (text[i : i + 256] for i in range(0, len(text), 256))
+    return all(bytes(probe.encode_ordinary(part)) == part.encode() for part in parts)
 
 
 def for_hugging_face(pattern: str) -> str:

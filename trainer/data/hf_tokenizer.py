@@ -4,7 +4,6 @@ A tokenizer.json holds everything: the vocabulary with bytes in GPT-2's printabl
 spelling, the merges, the word pattern, special tokens, and the decoder.
 """
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from trainer.data.bpe_files import (
     SPELLING,
     TokenIds,
     for_hugging_face,
+    merges_of,
 )
 from trainer.data.json_tokenizer import (
     FILE,
@@ -133,30 +133,6 @@ def split_by(pattern: str) -> dict[str, Any]:
     """Return the pre-tokenizer that splits a text into the words of a pattern."""
     regex = {"Regex": for_hugging_face(pattern)}
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
-
-
-def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
-    """Return the merges of a byte-pair encoding, in order.
-
-    The merge of a token is the two parts that lower ranks leave of it. A token that is
-    left in more parts is only matched as a whole word, which needs no merge.
-    """
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pair_ranks = [
-                ranks.get(left + right, rank)
-                for left, right in itertools.pairwise(parts)
-            ]
-            lowest = min(pair_ranks)
-            if lowest >= rank:
-                break
-            at = pair_ranks.index(lowest)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2:
-            merges.append((parts[0], parts[1]))
-    return merges
 
 
 def ids_beside(directory: Path) -> TokenIds | None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainer.cli.export import copy_original_tokenizer
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import known_settings
+from trainer.data.bpe_files import SPELLING, known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
@@ -169,6 +169,24 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
     assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
 
 
+def split_by(tree, regex, behavior="Isolated"):
+    """Split words by another pattern."""
+    split = {"type": "Split", "pattern": {"Regex": regex}, "invert": False}
+    tree["pre_tokenizer"]["pretokenizers"][0] = split | {"behavior": behavior}
+
+
+def merge_otherwise(tree):
+    """Leave three tokens, of which "the" is merged of "t" and "he", which are gone when
+    "th" was merged first."""
+    tokens = [*SPELLING.values(), "th", "he", "the", "<|endoftext|>"]
+    tree["model"] |= {
+        "ignore_merges": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": [["t", "h"], ["h", "e"], ["t", "he"]],
+    }
+    tree["added_tokens"][0]["id"] = tree["model"]["vocab"]["<|endoftext|>"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -186,6 +204,15 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
             t["added_tokens"][0] | {"id": len(t["model"]["vocab"]), "content": "</s>"}
         ),
         lambda t: t["model"]["merges"].reverse(),
+        # tiktoken would lose what a pattern leaves between its matches
+        lambda t: split_by(t, r"\d"),
+        lambda t: split_by(t, r"[\x00-\x7f]+"),
+        lambda t: split_by(t, r"\s+", behavior="Removed"),
+        lambda t: split_by(t, r"\s", behavior="MergedWithPrevious"),
+        lambda t: t.update(pre_tokenizer=t["pre_tokenizer"]["pretokenizers"][-1]),
+        # tiktoken merges all that makes a token
+        lambda t: t["model"]["vocab"].update({"\u00cc\u0123": 60000}),
+        lambda t: merge_otherwise(t),
     ],
 )
 def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
