@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scripts.bench.cases import TORCH, parse_case
 from scripts.bench.compare import Comparison, Results, Settings, say
@@ -25,7 +25,9 @@ class Arguments:
 
     cases: str = argument("model:precision[:batch=8] and so on, separated by commas")
     steps: int = argument("steps that are profiled", 3)
-    platform: str = argument("what JAX must run on: gpu, or cpu to rehearse", "gpu")
+    platform: Literal["gpu", "cpu"] = argument(
+        "what JAX must run on; cpu: to rehearse", "gpu"
+    )
     sequence: int = argument("tokens per sequence; 0: the model's", 0)
     minutes: float = argument("no other case is begun after so many", 8.0)
     compile_cache: str = argument(

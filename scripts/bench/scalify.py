@@ -5,7 +5,6 @@ compiling it, and of taking it. The scaled step has static scales: those of para
 by their RMS, that of moments fixed.
 """
 
-import functools
 import gc
 import statistics
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 
 from scalify_core import PrecisionWarning, as_scaled_array, asarray, scalify, tree
+from scripts.bench.interleave import interleave
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
 
@@ -34,14 +34,14 @@ class TimedStep:
         self.state, self.tokens = state, tokens
         self.compiled: Any = None
 
-    def trace(self) -> float:
-        """Return the seconds of tracing the step, with empty caches."""
+    def trace(self, _: int) -> float:
+        """Return the seconds of tracing the step once, with empty caches."""
         jax.clear_caches()
         gc.collect()
         return _seconds(lambda: self.jitted.trace(self.state, self.tokens))
 
-    def compile(self) -> float:
-        """Return the seconds of compiling the step, without tracing and lowering.
+    def compile(self, _: int) -> float:
+        """Return the seconds of compiling the step once, without tracing and lowering.
 
         The program is stored for `take`.
         """
@@ -112,17 +112,6 @@ def scaled(state: State, dtype: str) -> State:
     return params, as_scaled_array(opt_state, MOMENT_SCALE, dtype=dtype)
 
 
-def in_turns(
-    measures: dict[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
-    """Return the seconds of each, one figure a round; the first one alternates."""
-    seconds: dict[str, list[float]] = {name: [] for name in measures}
-    for i in range(rounds):
-        for name in list(measures)[:: 1 if i % 2 else -1]:
-            seconds[name].append(measures[name]())
-    return seconds
-
-
 def ratios(over: list[float], under: list[float]) -> dict[str, float]:
     """Return median and extremes of the ratios of each round, which share its load."""
     values = [a / b for a, b in zip(over, under, strict=True)]
@@ -149,16 +138,12 @@ def compare(
     """
     timed = timed_steps(spec, batch_size, formats)
     for step in timed.values():
-        step.trace()  # imports, and Python's own caches
-    trace = in_turns({name: step.trace for name, step in timed.items()}, rounds)
-    compile_ = in_turns({name: step.compile for name, step in timed.items()}, compiles)
+        step.trace(1)  # imports, and Python's own caches
+    trace = interleave({name: step.trace for name, step in timed.items()}, rounds, 1)
+    compile_ = interleave({n: step.compile for n, step in timed.items()}, compiles, 1)
     for step in timed.values():
         step.take(2)
-    take = in_turns(
-        {name: functools.partial(step.take, steps) for name, step in timed.items()},
-        rounds,
-    )
-    take = {name: [s / steps for s in values] for name, values in take.items()}
+    take = interleave({name: step.take for name, step in timed.items()}, rounds, steps)
     times = {"trace": trace, "compile": compile_, "step": take}
     out: dict[str, Any] = {
         "plain": {f"{k}_s": statistics.median(t["plain"]) for k, t in times.items()}

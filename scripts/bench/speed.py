@@ -17,7 +17,7 @@ import json
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scripts.bench.compare import Settings, run_cases
 from scripts.bench.interleave import (
@@ -70,11 +70,11 @@ class Arguments:
         " separated by commas, or gpu: all peers at three sizes",
         "",
     )
-    platform: str = argument(
-        "with cases=, what JAX must run on: gpu, or cpu to rehearse", "gpu"
+    platform: Literal["gpu", "cpu"] = argument(
+        "with cases=, what JAX must run on; cpu: to rehearse", "gpu"
     )
-    compile_only: str = argument(
-        "with cases=, true: only compile them, into the compilation cache", "false"
+    compile_only: bool = argument(
+        "with cases=, only compile them, into the compilation cache", False
     )
     compile_cache: str = argument(
         "with cases=, the directory of compiled programs; empty: none",
@@ -160,14 +160,6 @@ def main(args: Arguments) -> None:
 
 def compare_cases(args: Arguments) -> None:
     """Compare full steps in worker processes; UserError names those that failed."""
-    for key, choices in (
-        ("platform", ("gpu", "cpu")),
-        ("compile_only", ("true", "false")),
-    ):
-        if getattr(args, key) not in choices:
-            raise UserError(
-                f"{key}={getattr(args, key)}: expected {' or '.join(choices)}"
-            )
     results = run_cases(
         ON_A_GPU if args.cases == "gpu" else args.cases,
         Settings(args.rounds, args.steps or 20, args.sequence or None, args.platform),
@@ -175,7 +167,7 @@ def compare_cases(args: Arguments) -> None:
         python=torch_interpreter(args.torch_python),
         out=args.out,
         cache=args.compile_cache or None,
-        compile_only=args.compile_only == "true",
+        compile_only=args.compile_only,
     )
     if results.failed:
         listed = "; ".join(f"{name}: {why}" for name, why in results.failed.items())

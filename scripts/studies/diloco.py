@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,6 @@ from trainer.compiled.exchange import exchanges_of
 from trainer.config.composition import compose_config
 from trainer.config.schema import Config
 from trainer.data.corpus import EmbeddedSource, PythonSource, open_corpus
-from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.replicas import DiLoCoStep
@@ -62,7 +61,6 @@ from trainer.workload import (
 )
 
 DATA = "data"
-SOURCES = ("none", "apart")
 MOST = 4_000_000  # characters of a text that is cut into parts: about the Bible
 SIZES = "model.n_layer=2 model.d_model=64 model.n_head=2 model.context=64"
 
@@ -77,8 +75,8 @@ class Arguments:
     )
     base: str = argument("the way that the others are compared with", DATA)
     warm: int = argument("steps of each run that are data parallel, before all else", 0)
-    sources: str = argument(
-        "none, or apart: each replica has a text of its own, of the Bible or of Python",
+    sources: Literal["none", "apart"] = argument(
+        "apart: each replica has a text of its own, of the Bible or of Python",
         "none",
     )
     overrides: str = argument(
@@ -157,8 +155,6 @@ class Compiled:
 
 def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other, so that pairs come early."""
-    if args.sources not in SOURCES:
-        raise UserError(f"sources={args.sources}; valid: {', '.join(SOURCES)}")
     jobs = [
         DiLoCoTrial(way, seed)
         for seed in range(args.seeds)

@@ -50,7 +50,7 @@ class Arguments:
     rounds: int = argument(
         "traces and compilations that the ratios are medians of; 0: none", 3
     )
-    again: str = argument("yes: rows that other code has measured do not count", "no")
+    again: bool = argument("whether rows of other code are measured again", False)
 
 
 def main(args: Arguments) -> None:
@@ -66,7 +66,7 @@ def main(args: Arguments) -> None:
         row["model"]: row
         for row in rows.read(lines)
         if {key: row[key] for key in settings} == settings
-        and (args.again != "yes" or row["code"] == version)
+        and (not args.again or row["code"] == version)
     }
     columns = [(format, way) for format in formats for way in scales]
     for number, model in enumerate(models, 1):

@@ -90,7 +90,7 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
 
     class Way:
         def __init__(self, seconds):
-            self.trace = self.compile = lambda: seconds
+            self.trace = self.compile = lambda _: seconds
             self.take = lambda steps: steps * seconds
 
     ways = {"plain": Way(2.0), "float16": Way(4.0)}

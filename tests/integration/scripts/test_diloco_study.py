@@ -73,5 +73,5 @@ def test_clients_have_consecutive_parts_of_two_texts(tmp_path, monkeypatch):
 
 
 def test_unknown_sources_are_refused(tmp_path):
-    with pytest.raises(UserError, match="valid: none, apart"):
+    with pytest.raises(UserError, match="sources=other: Valid: apart, none"):
         diloco.main(read(diloco.Arguments, [f"out={tmp_path}", "sources=other"]))
