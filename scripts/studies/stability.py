@@ -4,17 +4,15 @@ which FP32 itself diverges.
 The runs are like those of `scripts.studies.parity`: items of `presets=` are named
 alike, each is `python -m trainer` in OUT/LR/ITEM/SEED, a study that is called again
 continues, and jobs run beside each other. After every run OUT/stability.json and
-stability.md are written anew. They have the final loss against the
-learning rate with all seeds, the share of diverged runs with its interval, spikes, the
-largest stable rate, and the learning-rate sensitivity of arXiv 2309.14322. Both
-sharpnesses over time follow, with the steps by which they rose before a divergence. The
-module `stable` defines these figures.
+stability.md are written anew. They have the final loss against the learning rate with
+all seeds, the share of diverged runs with its interval, the largest stable rate, and
+the learning-rate sensitivity of arXiv 2309.14322. The module `stable` defines these
+figures.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from scripts.studies.runs import (
     Study,
@@ -32,7 +30,6 @@ from scripts.studies.runs import (
 )
 from scripts.studies.stable import Run, figures, markdown, run_of
 from trainer.cli.arguments import argument, run_script
-from trainer.errors import UserError
 from trainer.files import finite
 from trainer.observe.records import read_rows
 
@@ -41,31 +38,22 @@ from trainer.observe.records import read_rows
 class Arguments(Study):
     """Settings of the study; see `--help`."""
 
-    fixed: ClassVar[tuple[str, ...]] = (*Study.fixed, "looks")
     seeds: int = argument("runs at each learning rate", 4)
     lr: str = argument(
         "learning rates, as multiples of model.lr, separated by commas", "0.3,1,3,10,30"
     )
     steps: int = argument("steps of each run", 400)
-    looks: int = argument(
-        "looks at the sharpnesses during a run, evenly spaced; 0: none", 20
-    )
     out: str = argument("where the runs and the tables go", "runs/stability")
 
     @property
     def logged(self) -> list[str]:
-        """Return arguments that log every step's loss, for spikes and divergences."""
-        every = self.steps // self.looks if self.looks else 0
-        return ["train.log_every=1", f"metrics.numerics_every={every}"]
+        """Return arguments that log every step's loss: the first one counts."""
+        return ["train.log_every=1", "metrics.numerics_every=0"]
 
 
 def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other."""
     rates = sorted(parse(args)[1])
-    if args.looks and (args.looks < 0 or args.steps % args.looks):
-        raise UserError(
-            f"looks={args.looks}: expected a divisor of steps={args.steps}, or 0"
-        )
     jobs, out = jobs_of(args), Path(args.out)
     claim(out, args)
     model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
@@ -102,18 +90,9 @@ def report(
     figures_of_runs = {
         "code": code_of(folder(out, job) for job in runs),
         "tokens": args.steps * args.batch_tokens,
-        "table": [
-            finite(row._asdict())
-            | {"leads": {k: finite(lead._asdict()) for k, lead in row.leads.items()}}
-            for row in rows
-        ],
+        "table": [finite(row._asdict()) for row in rows],
         "runs": [
-            job._asdict()
-            | finite(result._asdict())
-            | {
-                "logits": finite(result.logits),
-                "edge": finite(result.edge),
-            }
+            job._asdict() | finite(result._asdict())
             for job, result in sorted(runs.items())
         ],
     }

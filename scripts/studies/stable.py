@@ -2,8 +2,8 @@
 seeds.
 
 References: Wortsman et al. 2023, arXiv 2309.14322 (learning-rate sensitivity); Lee et
-al. 2024, arXiv 2405.18710 (divergence and sharpness over seeds and rates); Wilson 1927
-(the interval of a share).
+al. 2024, arXiv 2405.18710 (divergence over seeds and rates); Wilson 1927 (the interval
+of a share).
 """
 
 import math
@@ -15,13 +15,6 @@ from scipy.special import ndtri
 
 from trainer.tasks.intervals import half_width
 
-# steps before a loss that it is held against; how far above them a spike begins
-WINDOW, SIGMAS, LEAST = 33, 6.0, 0.1
-SMOOTH = 9  # steps whose median tells where a run is
-EDGE = 1.0  # learning rate over the critical one from which that sharpness has risen
-RISEN = 2.0  # times the median of all looks before, from which the logits' has
-LOOKS = 3  # before which nothing is said of it
-
 
 class Run(NamedTuple):
     """The figures of one run.
@@ -30,21 +23,13 @@ class Run(NamedTuple):
       first: training loss (nats) of the first step, at the initial weights.
       final: mean of the last validations; infinite where it was stopped or not finite.
       diverged: see `has_diverged`.
-      onset: the step from which it was lost; None: it was not.
-      spikes: of the training loss, before that.
       skipped: steps that were not finite.
-      logits: by step, the sharpness of the logits in percent.
-      edge: by step, the learning rate over the critical one.
     """
 
     first: float
     final: float
     diverged: bool
-    onset: int | None
-    spikes: int
     skipped: int
-    logits: dict[int, float]
-    edge: dict[int, float]
 
     @property
     def clipped(self) -> float:
@@ -60,7 +45,6 @@ class StabilityRow(NamedTuple):
       runs: how many have ended.
       diverged: of them.
       low, high: the 95% interval of their share, by Wilson.
-      spikes: a run, on average.
       skipped: steps that were not finite, over all runs.
       largest: the largest learning rate up to which no run diverged, as a multiple;
           None: the least one does.
@@ -69,9 +53,6 @@ class StabilityRow(NamedTuple):
       half_width: of its 95% interval.
       ratio: of the sensitivity to the base's, mean over seeds that both have; and
       ratio_half_width.
-      leads: for each sharpness by name, the median number of steps by which it rose
-        before a divergence, of how many divergences it rose, of how many it was looked
-        at in, and in what share of the other runs it rose as well.
     """
 
     item: str
@@ -79,7 +60,6 @@ class StabilityRow(NamedTuple):
     diverged: int
     low: float
     high: float
-    spikes: float
     skipped: int
     largest: float | None
     seeds: int
@@ -87,16 +67,6 @@ class StabilityRow(NamedTuple):
     half_width: float
     ratio: float
     ratio_half_width: float
-    leads: dict[str, "Lead"]
-
-
-class Lead(NamedTuple):
-    """The median lead of a sharpness; see `StabilityRow.leads`."""
-
-    steps: float
-    rose: int
-    of: int
-    otherwise: float
 
 
 def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool:
@@ -113,48 +83,6 @@ def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool
     return best >= first or curve[-1] - best > (first - best) / 2
 
 
-def onset_of(losses: Mapping[int, float], diverged: bool) -> int | None:
-    """Return the first step from which a diverged run stays above the mean of its first
-    and its lowest loss.
-    """
-    if not diverged or not losses:
-        return None
-    steps = sorted(losses)
-    if len(steps) < SMOOTH:
-        return steps[-1]
-    medians = [
-        statistics.median(
-            [
-                losses[s] if math.isfinite(losses[s]) else math.inf
-                for s in steps[max(0, i - SMOOTH) : i]
-            ]
-        )
-        for i in range(1, len(steps) + 1)
-    ]
-    lowest = min(range(len(medians)), key=medians.__getitem__)
-    middle = (medians[0] + medians[lowest]) / 2
-    lost = [i for i in range(lowest, len(medians)) if medians[i] > middle]
-    return steps[lost[0]] if lost else steps[-1]
-
-
-def spikes_in(losses: Mapping[int, float], end: int | None) -> int:
-    """Count how often the loss leaves the course of the WINDOW steps before it.
-
-    A spike is SIGMAS of their scatter away, and LEAST nats. Steps in a row are one
-    spike; `end` bounds the steps. The scatter is 1.4826 times the median distance to
-    the median: the standard deviation of normal numbers, robust against spikes.
-    """
-    steps = [step for step in sorted(losses) if end is None or step < end]
-    count, inside = 0, False
-    for i in range(WINDOW, len(steps)):
-        window = [losses[step] for step in steps[i - WINDOW : i]]
-        middle = statistics.median(window)
-        scatter = 1.4826 * statistics.median([abs(x - middle) for x in window])
-        above = not losses[steps[i]] <= middle + max(SIGMAS * scatter, LEAST)
-        count, inside = count + (above and not inside), above
-    return count
-
-
 def run_of(
     rows: Sequence[Mapping[str, Any]], *, steps: int, last: int, stopped: bool
 ) -> Run | None:
@@ -168,23 +96,14 @@ def run_of(
     first, values = losses[min(losses)], [curve[step] for step in sorted(curve)]
     diverged = has_diverged(first, values, stopped=stopped)
     final = statistics.fmean(values[-last:]) if values and not stopped else math.inf
-    onset = onset_of(losses, diverged)
-    looks = [row for row in rows if "sharpness/critical" in row]
     return Run(
         first,
         final if math.isfinite(final) else math.inf,
         diverged,
-        onset,
-        spikes_in(losses, onset),
         max(
             (int(row["watchdog/skipped"]) for row in rows if "watchdog/skipped" in row),
             default=0,
         ),
-        {row["step"]: float(row["sharpness/logits"]) for row in looks},
-        {
-            row["step"]: float(row["lr"]) * float(row["sharpness/critical"]) / 2
-            for row in looks
-        },
     )
 
 
@@ -212,57 +131,6 @@ def sensitivity(runs: Sequence[Run]) -> float:
     """
     losses = [run.clipped for run in runs]
     return statistics.fmean(losses) - min(losses)
-
-
-def alarm(series: Mapping[int, float], kind: str) -> list[bool]:
-    """Return for each look at a sharpness whether it has risen: above EDGE, or for the
-    logits RISEN times the earlier looks.
-    """
-    values = [series[step] for step in sorted(series)]
-    if kind == "edge":
-        return [not value < EDGE for value in values]
-    return [
-        i >= LOOKS and not value < RISEN * statistics.median(values[:i])
-        for i, value in enumerate(values)
-    ]  # what is not a number has risen
-
-
-def lead_of(run: Run, kind: str) -> int | None:
-    """Return the steps by which a sharpness rose before the onset and stayed up, or
-    None where it did not.
-    """
-    series: dict[int, float] = getattr(run, kind)
-    assert run.onset is not None
-    looks = [step for step in sorted(series) if step <= run.onset]
-    up = alarm({step: series[step] for step in looks}, kind)
-    if not up or not up[-1]:
-        return None
-    since = next((i + 1 for i in range(len(up) - 1, -1, -1) if not up[i]), 0)
-    return run.onset - looks[since]
-
-
-def leads(runs: Sequence[Run]) -> dict[str, Lead]:
-    """Return the `StabilityRow.leads` of every sharpness that was looked at."""
-    by_kind = {}
-    for kind in ("logits", "edge"):
-        lost = [
-            run
-            for run in runs
-            if run.onset is not None
-            and any(step <= run.onset for step in getattr(run, kind))
-        ]
-        stable = [run for run in runs if not run.diverged and getattr(run, kind)]
-        ahead = [steps for run in lost if (steps := lead_of(run, kind)) is not None]
-        false = [any(alarm(getattr(run, kind), kind)) for run in stable]
-        if lost or stable:
-            steps = statistics.median(ahead) if ahead else math.nan
-            by_kind[kind] = Lead(
-                steps,
-                len(ahead),
-                len(lost),
-                statistics.fmean(false) if false else math.nan,
-            )
-    return by_kind
 
 
 def figures(
@@ -311,7 +179,6 @@ def row_of(
         lost,
         low,
         high,
-        statistics.fmean([run.spikes for run in item_runs.values()]),
         sum(run.skipped for run in item_runs.values()),
         largest_stable(item_runs, rates),
         len(values),
@@ -319,7 +186,6 @@ def row_of(
         half_width(list(values.values())),
         statistics.fmean(ratios) if ratios else math.nan,
         half_width(ratios),
-        leads(list(item_runs.values())),
     )
 
 
@@ -352,16 +218,10 @@ def markdown(
         "runs",
         "diverged",
         "share, 95%",
-        "spikes a run",
         "skipped steps",
         "largest stable rate",
     ]
-    head += [
-        "sensitivity, nats",
-        f"over that of {base}",
-        "logits rose before",
-        "edge passed before",
-    ]
+    head += ["sensitivity, nats", f"over that of {base}"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         sensitivity = (
@@ -377,17 +237,13 @@ def markdown(
             str(row.runs),
             str(row.diverged),
             f"{row.low:.0%} to {row.high:.0%}",
-            f"{row.spikes:.1f}",
         ]
         cells += [
             str(row.skipped),
             "none" if row.largest is None else f"{row.largest:g}x",
             sensitivity,
         ]
-        cells += [
-            "-" if row.item == base else ratio,
-            *(words(row.leads.get(kind)) for kind in ("logits", "edge")),
-        ]
+        cells.append("-" if row.item == base else ratio)
         lines.append(f"| {' | '.join(cells)} |")
     head = ["precision", *(f"{lr:g}x" for lr in rates)]
     lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -409,20 +265,6 @@ def markdown(
 def interval(width: float, digits: int) -> str:
     """Format a half width to be appended; empty where it is not finite."""
     return f" ± {width:.{digits}f}" if math.isfinite(width) else ""
-
-
-def words(lead: Lead | None) -> str:
-    """Format a lead as a cell of the table."""
-    if lead is None:
-        return "-"
-    ahead = (
-        f"{lead.steps:g} steps, {lead.rose} of {lead.of}"
-        if lead.rose
-        else f"{lead.rose} of {lead.of}"
-    )
-    return ahead + (
-        f"; {lead.otherwise:.0%} of others" if math.isfinite(lead.otherwise) else ""
-    )
 
 
 def at_rate(runs: Sequence[Run]) -> str:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 
 from scripts.studies import stability, stable
-from scripts.studies.runs import Trial
 from scripts.studies.stability import Arguments
 from scripts.studies.stable import Run
 from trainer.errors import UserError
@@ -16,17 +15,8 @@ from trainer.errors import UserError
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
 
-def ended(
-    first=5.0,
-    final=2.0,
-    onset=None,
-    spikes=0,
-    logits=None,
-    edge=None,
-    *,
-    diverged=False,
-):
-    return Run(first, final, diverged, onset, spikes, 0, logits or {}, edge or {})
+def ended(first=5.0, final=2.0, *, diverged=False):
+    return Run(first, final, diverged, 0)
 
 
 @pytest.mark.parametrize(
@@ -47,29 +37,6 @@ def test_a_run_has_diverged_that_was_stopped_learnt_nothing_or_lost_half_of_it(
     assert stable.has_diverged(5.0, curve, stopped=stopped) == right
 
 
-def test_the_onset_is_where_the_loss_begins_to_stay_above_the_middle():
-    losses = {
-        step: max(2.0, 5.0 - 0.1 * step) for step in range(1, 101)
-    } | dict.fromkeys(range(101, 151), 4.8)
-    onset = stable.onset_of(losses, True)
-    assert 101 <= onset <= 101 + stable.SMOOTH
-    assert stable.onset_of(losses, False) is None
-    assert (
-        stable.onset_of(losses | dict.fromkeys(range(120, 151), math.nan), True)
-        == onset
-    )
-
-
-def test_spikes_are_counted_once_each_and_only_before_the_onset():
-    losses = {step: 2.0 + 0.01 * (step % 3) for step in range(1, 201)}
-    assert stable.spikes_in(losses, None) == 0
-    losses |= {80: 3.0, 81: 3.5, 120: math.nan, 160: 2.3}
-    assert stable.spikes_in(losses, None) == 3
-    assert stable.spikes_in(losses, 120) == 1
-    # within the least that counts
-    assert stable.spikes_in(losses | {40: 2.05}, 120) == 1
-
-
 @pytest.mark.parametrize(
     ("count", "of", "low", "high"),
     [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (1, 1, 0.2065, 1)],
@@ -81,23 +48,6 @@ def test_wilsons_interval_is_that_of_the_tables(count, of, low, high):
 def test_sensitivity_is_the_mean_over_rates_of_the_clipped_loss_above_the_best():
     runs = [ended(final=2.5), ended(final=2.0), ended(final=math.inf, diverged=True)]
     assert stable.sensitivity(runs) == pytest.approx((0.5 + 0 + 3.0) / 3)
-
-
-def test_a_sharpness_leads_by_the_steps_since_it_rose_for_good():
-    edge = {10: 0.2, 20: 1.4, 30: 0.3, 40: 1.2, 50: 3.0, 60: 9.0}
-    run = ended(
-        onset=55,
-        diverged=True,
-        edge=edge,
-        logits={10: 0.1, 20: 0.1, 30: 0.1, 40: 0.15, 50: 0.3, 60: 0.1},
-    )
-    assert stable.lead_of(run, "edge") == 15
-    assert stable.lead_of(run, "logits") == 5
-    calm = ended(edge={10: 0.2, 20: 0.3}, logits={10: 0.1})
-    actual = stable.leads([run, calm, ended(edge={10: math.inf})])
-    assert actual["edge"] == (15, 1, 1, 0.5)
-    assert actual["logits"] == (5, 1, 1, 0.0)
-    assert stable.leads([ended()]) == {}
 
 
 def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitivities_by_seed():
@@ -114,9 +64,7 @@ def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitiv
             (10.0, 2.2, math.inf),
         ):
             runs[Key(lr, "fp32", seed)] = ended(final=base)
-            runs[Key(lr, "sim", seed)] = ended(
-                final=other, diverged=math.isinf(other), onset=7, spikes=seed
-            )
+            runs[Key(lr, "sim", seed)] = ended(final=other, diverged=math.isinf(other))
     runs[Key(1.0, "sim", 2)] = ended()  # a seed that is not slow
     base, other = stable.figures(runs, "fp32", [1.0, 3.0, 10.0])
     assert (base.largest, other.largest) == (10.0, 3.0)
@@ -134,11 +82,6 @@ def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitiv
     assert text.rstrip().endswith("| 2 diverged |")
 
 
-def test_looks_that_do_not_divide_the_steps_are_refused_before_anything_runs(tmp_path):
-    with pytest.raises(UserError, match="looks=7: expected a divisor of steps=400"):
-        stability.main(Arguments("bf16", looks=7, out=str(tmp_path)))
-
-
 @pytest.mark.slow  # ten runs; studies that go on: test_parity.py
 def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(
     tmp_path, capsys
@@ -153,7 +96,6 @@ def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_
         evaluations=4,
         eval_batches=2,
         last=1,
-        looks=2,
         jobs=2,
         overrides=(
             f"{TINY} parallel.data=1 data.cache_dir={tmp_path}/data"
@@ -171,28 +113,21 @@ def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_
     assert trained["final"] < trained["first"] - 0.5
     assert not trained["diverged"]
     assert lost["diverged"]
-    assert list(trained["edge"]) == list(trained["logits"]) == ["20", "40"]
     assert "| fp32 | 2 | 1 |" in (out / "stability.md").read_text()
     assert not list(out.glob("*/*/*/checkpoints"))
     finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     stability.main(args)
     assert "2 of 2 runs are finished; 0 to go" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    with pytest.raises(UserError, match=r"looks=4 \(was 2\)"):
-        stability.main(Arguments(**vars(args) | {"looks": 4}))
+    with pytest.raises(UserError, match=r"steps=20 \(was 40\)"):
+        stability.main(Arguments(**vars(args) | {"steps": 20}))
 
 
-def test_a_run_without_looks_has_no_sharpness():
+def test_a_run_has_figures_when_it_has_ended():
     rows = [{"step": s, "train/loss": 5.0 - 0.1 * s} for s in range(1, 11)] + [
         {"step": 10, "val/loss": 4.0}
     ]
     actual = stable.run_of(rows, steps=10, last=1, stopped=False)
-    assert (actual.first, actual.final, actual.logits, actual.edge) == (
-        4.9,
-        4.0,
-        {},
-        {},
-    )
+    assert actual == Run(first=4.9, final=4.0, diverged=False, skipped=0)
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=False) is None
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=True).diverged
-    assert stable.figures({Trial(1.0, "fp32", 0): actual}, "fp32", [1.0])[0].leads == {}
