@@ -238,6 +238,17 @@ WANDB_LINKS = (
 )  # fmt: skip
 
 
+def saved_steps(run_dir: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, ascending, by their directories'
+    names.
+    """
+    return sorted(
+        int(path.name)
+        for path in run_dir.glob("checkpoints/*")
+        if path.name.isdecimal()
+    )
+
+
 def check_files(folder: Path, names: Iterable[str]) -> None:
     """Call `check_regular` for files, some of which a run at work may remove."""
     for name in names:

@@ -73,6 +73,11 @@ def refuse_twice(arguments: Sequence[str]) -> None:
             )
 
 
+def key_of(override: str) -> str:
+    """Return the key that an override sets or removes, without the signs of Hydra."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def merge_overrides(*layers: Sequence[str]) -> list[str]:
     """Return the `key=value` arguments of all layers, the last one of each key."""
     merged = {}

@@ -346,9 +346,8 @@ def table(args: Arguments, losses: dict[DiLoCoTrial, float]) -> str:
             " the same seed with 95% intervals."
         ),
         "",
-        "| way | seeds | loss | difference, % |",
-        "|---|---|---|---|",
     ]
+    body = []
     for way in dict.fromkeys(job.way for job in losses):
         way_losses = {job.seed: loss for job, loss in losses.items() if job.way == way}
         differences = [
@@ -362,8 +361,9 @@ def table(args: Arguments, losses: dict[DiLoCoTrial, float]) -> str:
                 f"{statistics.fmean(differences):+.2f} ± {half_width(differences):.2f}"
             )
         mean = statistics.fmean(way_losses.values())
-        lines.append(f"| {way} | {len(way_losses)} | {mean:.4f} | {cell} |")
-    return "\n".join(lines) + "\n"
+        body.append([way, str(len(way_losses)), f"{mean:.4f}", cell])
+    head = ["way", "seeds", "loss", "difference, %"]
+    return "\n".join([*lines, rows.table(head, body)])
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
         "difference, %",
         "at most, %",
     ]
-    out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    body = []
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     for model, way in itertools.product(
         split(args.models), dict.fromkeys(split(args.ways))
@@ -317,7 +317,7 @@ def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
         done = [(a, b) for a, b in pairs if a is not None and b is not None]
         finite = [(a, b) for a, b in done if math.isfinite(a) and math.isfinite(b)]
         if not finite:
-            out.append(f"| {model} | {way} | 0 | {len(done)} | - | - | - | - |")
+            body.append([model, way, "0", str(len(done)), *["-"] * 4])
             continue
         base, ours = (statistics.fmean(x) for x in zip(*finite, strict=True))
         apart = [100 * (b - a) / a for a, b in finite]
@@ -336,10 +336,10 @@ def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
             f"{ours:.4f}",
             *interval,
         ]
-        out.append(f"| {' | '.join(cells)} |")
+        body.append(cells)
     return (
-        "\n".join(out)
-        + f"\n\n{args.steps} steps, width {args.width}; a final loss is the mean of the"
+        rows.table(head, body)
+        + f"\n{args.steps} steps, width {args.width}; a final loss is the mean of the"
         f" last {args.last} training losses; differences are of pairs with the same"
         " seed, with the 95% interval of their mean.\n"
     )

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from scripts.studies.rows import table
 from trainer.tasks.intervals import half_width
 
 
@@ -167,7 +168,7 @@ def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -
     ]
     if elsewhere:
         head += [f"weights in {elsewhere}: n", "difference, nats", "in %"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    body = []
     for row in rows:
         loss = f"{row.loss:.4f}" if row.n else "-"
         difference = (
@@ -198,5 +199,5 @@ def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -
             ]
         elif elsewhere:
             cells += ["-"] * 3
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        body.append(cells)
+    return table(head, body)

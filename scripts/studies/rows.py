@@ -1,6 +1,7 @@
-"""Rows of finished work as JSON lines: a process killed while writing loses one row."""
+"""Rows of finished work as JSON lines, of which a kill loses one, and their table."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,9 @@ def append(path: Path, row: dict[str, Any]) -> None:
             file.seek(-1, 2)
             text = text if file.read(1) == b"\n" else "\n" + text
         file.write(text.encode() + b"\n")
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in (head, *body)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from scipy.special import ndtri
 
+from scripts.studies.rows import table
 from trainer.tasks.intervals import half_width
 
 
@@ -222,7 +223,7 @@ def markdown(
         "largest stable rate",
     ]
     head += ["sensitivity, nats", f"over that of {base}"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    body = []
     for row in rows:
         sensitivity = (
             f"{row.sensitivity:.4f}{interval(row.half_width, 4)}" if row.seeds else "-"
@@ -244,22 +245,26 @@ def markdown(
             sensitivity,
         ]
         cells.append("-" if row.item == base else ratio)
-        lines.append(f"| {' | '.join(cells)} |")
+        body.append(cells)
+    first = table(head, body)
     head = ["precision", *(f"{lr:g}x" for lr in rates)]
-    lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in rows:
-        cells = [
-            at_rate(
-                [
-                    run
-                    for key, run in runs.items()
-                    if (key.item, key.lr) == (row.item, lr)
-                ]
-            )
-            for lr in rates
+    body = [
+        [
+            row.item,
+            *(
+                at_rate(
+                    [
+                        run
+                        for key, run in runs.items()
+                        if (key.item, key.lr) == (row.item, lr)
+                    ]
+                )
+                for lr in rates
+            ),
         ]
-        lines.append(f"| {' | '.join([row.item, *cells])} |")
-    return "\n".join(lines) + "\n"
+        for row in rows
+    ]
+    return f"{first}\n{table(head, body)}"
 
 
 def interval(width: float, digits: int) -> str:

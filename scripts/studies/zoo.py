@@ -186,7 +186,7 @@ def holds(result: dict[str, Any]) -> bool:
     return result["fits"] and float(result.get("resized", 0)) <= 1
 
 
-def markdown(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> str:
+def markdown(measured: list[dict[str, Any]], columns: list[tuple[str, str]]) -> str:
     """Format the table; a dash where there is no figure."""
     head = [
         "model",
@@ -194,8 +194,8 @@ def markdown(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> str:
         *Cost._fields,
         "verdict",
     ]
-    out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in rows:
+    body = []
+    for row in measured:
         results = [row["found"].get(f"{format} {scales}") for format, scales in columns]
         ratios = row["cost"] or {}
         times = [
@@ -204,10 +204,10 @@ def markdown(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> str:
         fits = all(holds(x) for x in results if x)
         verdict = "fits" if fits else "**fails**"
         cells = [row["model"], *map(cell, results), *times, verdict]
-        out.append(f"| {' | '.join(cells)} |")
+        body.append(cells)
     return (
-        "\n".join(out)
-        + "\n\nError of the worst leaf / that of plain code in the format, with the"
+        rows.table(head, body)
+        + "\nError of the worst leaf / that of plain code in the format, with the"
         " leaves that fail of all, the share of zeros in the leaf with most where"
         " plain code has values, and for FP32 the error over its limit where the loss"
         " or the inputs are multiplied by 2^-120 to 2^120 (resized).\n"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from scalify_core.array.scaled_array import is_scaled_array
 from trainer.assembly.build import (
     build_batch,
     build_learning_rates,
@@ -58,7 +59,7 @@ from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, starting_point
 from trainer.step.state import TrainState, from_stored, to_stored
-from trainer.step.state_tree import parameter_names
+from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import TrainTask, Workload, abstract_state, compile_step
 
@@ -127,10 +128,7 @@ def set_up_process(config: schema.Config) -> Output:
 
 def build_experiment(config: schema.Config, hooks: Hooks) -> Experiment:
     """Prepare the data, and build the model, the optimizer and the mesh."""
-    if hooks.model is None and hooks.data is None:
-        workload = build_workload(config)
-    else:
-        workload = build_workload(config, hooks.data, hooks.model)
+    workload = build_workload(config, hooks.data, hooks.model)
     return Experiment(config, workload, build_phases(config, workload), hooks)
 
 
@@ -337,7 +335,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     watchdog = build_watchdog(
         config.watchdog,
         config.precision.scaling,
-        parameter_names(task.trained(state.params)),
+        leaf_names(task.trained(state.params), is_scaled_array),
         checkpoint.meta.get("watchdog"),
     )
     profile = config.profile.steps

@@ -7,7 +7,7 @@ no cache that its configuration names is used.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,14 +65,8 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
     Raises:
       UserError: there is none, or it is not of this package alone.
     """
-    hide_missing_gpu()
-    with checkpoints_of(run_dir) as checkpointer:
-        chosen = chosen_step(checkpointer, step)
-        meta = checkpointer.meta(chosen)
-        refuse_custom(run_dir, meta)
+    with open_checkpoint(run_dir, step) as (checkpointer, chosen, meta, c):
         taken = checkpointer.newest() if chosen is None else chosen
-        c = phase_at(saved_config(meta), taken)
-        keep_compiled(c)
         tokenizer = tokenizer_of_run(run_dir, meta)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
@@ -90,14 +84,7 @@ def restore_training(
     Raises:
       UserError: there is no checkpoint, it is not finite, or the data have changed.
     """
-    hide_missing_gpu()
-    with checkpoints_of(run_dir) as checkpointer:
-        chosen = chosen_step(checkpointer, step)
-        meta = checkpointer.meta(chosen)
-        refuse_custom(run_dir, meta)
-        taken = checkpointer.newest() if chosen is None else chosen
-        c = phase_at(saved_config(meta), taken)
-        keep_compiled(c)
+    with open_checkpoint(run_dir, step) as (checkpointer, chosen, meta, c):
         # The run may have used more devices than there are here.
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
         c = dataclasses.replace(
@@ -124,6 +111,26 @@ def restore_training(
         where = f"checkpoint {checkpoint.step} of {run_dir}"
         check_finite(checkpoint, where, "bring an earlier one back")
     return c, w, checkpoint._replace(state=from_stored(checkpoint.state))
+
+
+@contextlib.contextmanager
+def open_checkpoint(
+    run_dir: Path, step: str
+) -> Iterator[tuple[Checkpointer, int | None, dict[str, Any], schema.Config]]:
+    """Open a run's checkpoints for reading.
+
+    Yields them, the chosen step (None: the newest that can be read), its meta, and the
+    configuration in its phase. Arguments and errors are those of `restore_training`.
+    """
+    hide_missing_gpu()
+    with checkpoints_of(run_dir) as checkpointer:
+        chosen = chosen_step(checkpointer, step)
+        meta = checkpointer.meta(chosen)
+        refuse_custom(run_dir, meta)
+        taken = checkpointer.newest() if chosen is None else chosen
+        c = phase_at(saved_config(meta), taken)
+        keep_compiled(c)
+        yield checkpointer, chosen, meta, c
 
 
 def chosen_step(checkpointer: Checkpointer, step: str) -> int | None:

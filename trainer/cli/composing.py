@@ -1,5 +1,6 @@
 """Commands that take the keys of training beside their own."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from trainer.cli.arguments import (
@@ -16,7 +17,7 @@ from trainer.cli.arguments import (
 from trainer.config.composition import is_override
 from trainer.config.reference import Group, reference
 from trainer.errors import UserError
-from trainer.text import refuse_twice, show
+from trainer.text import key_of, note, refuse_twice, show
 
 CONFIG = "config"  # config=FILE, which is no key of the schema
 
@@ -61,6 +62,28 @@ def run_composing[T](
     return answer(show_help if asks_for_help(argv) else call)
 
 
+def run_on_text[T](
+    cls: type[T],
+    program: str,
+    about: str,
+    main: Callable[[T, list[str]], None],
+    argv: Sequence[str],
+    stopped: str,
+) -> int:
+    """Run a command that takes the keys of the group `data`, and return the exit code.
+
+    `stopped`: what a Ctrl-C means for its result.
+    """
+    logger = logging.getLogger("trainer")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
+    try:
+        return run_composing(cls, program, about, main, argv, only="data")
+    except KeyboardInterrupt:
+        note(f"stopped; {stopped}")
+        return 130
+
+
 def split_arguments[T](
     cls: type[T], argv: Sequence[str], only: str | None = None
 ) -> tuple[T, list[str]]:
@@ -94,11 +117,6 @@ def split_arguments[T](
 def _keys_in(only: str | None) -> list[str]:
     keys = training_keys()
     return keys if only is None else [k for k in keys if k.split(".")[0] == only]
-
-
-def key_of(text: str) -> str:
-    """Return the key of an argument, without the signs of Hydra."""
-    return text.partition("=")[0].lstrip("+~")
 
 
 def explained(overrides: Sequence[str], only: str | None = None) -> Iterator[str]:

@@ -12,18 +12,17 @@ prepare it in advance, or on another machine. Train on the result with data=prep
 data.prepared_dir=DIRECTORY. After an interruption the same command continues.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_composing
+from trainer.cli.composing import run_on_text
 from trainer.config.composition import compose_config
 from trainer.config.schema import Data
 from trainer.data import Manifest
 from trainer.errors import UserError
-from trainer.text import note, show
+from trainer.text import show
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,11 @@ def prepared(c: Data) -> Manifest:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    logging.getLogger("trainer").setLevel(logging.INFO)
-    logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    name = "scalify-trainer prepare-data"
-    try:
-        return run_composing(Arguments, name, __doc__ or "", main, argv, only="data")
-    except KeyboardInterrupt:
-        note("stopped; re-run the same command to continue")
-        return 130
+    return run_on_text(
+        Arguments,
+        "scalify-trainer prepare-data",
+        __doc__ or "",
+        main,
+        argv,
+        "re-run the same command to continue",
+    )

@@ -47,7 +47,6 @@ from trainer.config.composition import (
     explain,
     is_override,
     long_forms,
-    override_key,
     resolved_yaml,
 )
 from trainer.config.continuing import CommandLine, with_saved
@@ -56,7 +55,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError, broken_pipe_code, complain, leave
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY, NOTHING_TRAINED
-from trainer.text import refuse_twice, show
+from trainer.text import key_of, refuse_twice, show
 
 # Hydra's, which stay as they are.
 FLAGS = (
@@ -149,7 +148,7 @@ def overrides_of(keys: Collection[str]) -> list[str]:
     run.
     """
     overrides = HydraConfig.get().overrides.task
-    return [override for override in overrides if override_key(override) in keys]
+    return [override for override in overrides if key_of(override) in keys]
 
 
 def remove_empty_output_dir() -> None:
@@ -244,7 +243,7 @@ def main(argv: list[str]) -> int:
         show(resolved_yaml(line), end="")
         return 0
     jobs: list[Job] = []
-    given_keys = {override_key(argument) for argument in long_forms(argv)}
+    given_keys = {key_of(argument) for argument in long_forms(argv)}
 
     files = [argument for argument in argv if argument.startswith("config=")]
 

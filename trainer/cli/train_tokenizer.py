@@ -13,7 +13,6 @@ Hugging Face's tokenizer.json and tokenizer_config.json, which
 """
 
 import json
-import logging
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_composing
+from trainer.cli.composing import run_on_text
 from trainer.cli.prepare_data import text_settings
 from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import known_settings
@@ -31,7 +30,7 @@ from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
 from trainer.errors import UserError
-from trainer.text import note, show
+from trainer.text import show
 
 END = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document
@@ -160,11 +159,11 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    logging.getLogger("trainer").setLevel(logging.INFO)
-    logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    name = "scalify-trainer train-tokenizer"
-    try:
-        return run_composing(Arguments, name, __doc__ or "", main, argv, only="data")
-    except KeyboardInterrupt:
-        note("stopped; nothing was written")
-        return 130
+    return run_on_text(
+        Arguments,
+        "scalify-trainer train-tokenizer",
+        __doc__ or "",
+        main,
+        argv,
+        "nothing was written",
+    )

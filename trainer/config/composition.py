@@ -25,7 +25,7 @@ from trainer.config.phases import phases_of
 from trainer.config.renamed import refuse_old_names
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.text import nearest, without_braces
+from trainer.text import key_of, nearest, without_braces
 
 LEADING_TILDE = re.compile(
     r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)"
@@ -42,8 +42,7 @@ def compose_config(arguments: Sequence[str]) -> Config:
     """
     try:
         line = expand_arguments(arguments)
-        with initialize_config_dir(CONFIGS, version_base=None):
-            return build_config(compose("config", line.overrides), line.saved)
+        return build_config(compose_tree(line.overrides), line.saved)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, long_forms(arguments))) from None
     except OSError as error:
@@ -52,15 +51,18 @@ def compose_config(arguments: Sequence[str]) -> Config:
         ) from error
 
 
+def compose_tree(overrides: Sequence[str], **settings: Any) -> DictConfig:
+    """Return the configuration as Hydra composes it, unchecked."""
+    with initialize_config_dir(CONFIGS, version_base=None):
+        return compose("config", list(overrides), **settings)
+
+
 def resolved_yaml(line: CommandLine) -> str:
     """Return the resolved configuration of a command line as YAML, with the settings of
     a continued run.
     """
-    given = overrides_in(line.overrides)
-    with initialize_config_dir(CONFIGS, version_base=None):
-        return yaml.safe_dump(
-            with_saved(compose("config", given), line.saved), sort_keys=False
-        )
+    tree = compose_tree(overrides_in(line.overrides))
+    return yaml.safe_dump(with_saved(tree, line.saved), sort_keys=False)
 
 
 def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> Config:
@@ -207,11 +209,6 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return bool({"-m", "--multirun"} & set(arguments))
 
 
-def override_key(override: str) -> str:
-    """Return the key that an override sets."""
-    return override.partition("=")[0].lstrip("+~")
-
-
 def overrides_in(arguments: Sequence[str]) -> list[str]:
     """Return the arguments `key=value`, without flags."""
     return [a for a in arguments if "=" in a and not a.startswith("-")]
@@ -269,11 +266,10 @@ class Sweep(NamedTuple):
             overrides = [
                 argument
                 for argument in arguments
-                if not override_key(argument).startswith(("hydra.", "hydra/"))
+                if not key_of(argument).startswith(("hydra.", "hydra/"))
             ]
             try:
-                with initialize_config_dir(CONFIGS, version_base=None):
-                    build_config(compose("config", overrides), saved)
+                build_config(compose_tree(overrides), saved)
             except UserError as error:
                 problem = str(error)
             except (HydraException, OmegaConfBaseException) as error:
@@ -319,7 +315,7 @@ def explain(error: Exception, argv: list[str]) -> str:
         text = text.split(" See https://")[0]
         for argument in argv:
             if (
-                override_key(argument) in PATTERNS
+                key_of(argument) in PATTERNS
                 and (listed := without_braces(argument)) != argument
             ):
                 return (
@@ -349,10 +345,8 @@ def explain(error: Exception, argv: list[str]) -> str:
         for argument in argv
         if re.fullmatch(r"\w+=\w+", argument) and is_group(argument)
     ]
-    with initialize_config_dir(CONFIGS, version_base=None):
-        return describe_wrong_key(
-            wrong.group(1), OmegaConf.to_container(compose("config", choices))
-        )
+    valid = OmegaConf.to_container(compose_tree(choices))
+    return describe_wrong_key(wrong.group(1), valid)
 
 
 def _is_unreadable(argument: str) -> bool:

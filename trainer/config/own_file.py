@@ -17,7 +17,7 @@ from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import path_of, read_mapping
-from trainer.text import nearest
+from trainer.text import key_of, nearest
 
 # Keys whose value in a group names a choice of it, the first one that does.
 NAMED_BY = ("source", "kind", "name")
@@ -45,7 +45,7 @@ def over_defaults(
       UserError: no such file, no YAML, or a key of another kind than those.
     """
     choices, tree = _read(path, groups, families)
-    given = {text.partition("=")[0].lstrip("+~") for text in arguments}
+    given = {key_of(text) for text in arguments}
     if "experiment" in given:
         raise UserError(
             f"experiment= and config={path}: which wins is not clear; put experiment"

@@ -11,13 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.bounds import OneOf, Variants, annotations
-from trainer.config.composition import choices_of_groups, explain, long_forms
+from trainer.config.composition import (
+    choices_of_groups,
+    compose_tree,
+    explain,
+    long_forms,
+)
 from trainer.config.continuing import CONFIGS
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -72,8 +76,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
     """
     given = long_forms(overrides)
     try:
-        with initialize_config_dir(CONFIGS, version_base=None):
-            tree = compose("config", given, return_hydra_config=True)
+        tree = compose_tree(given, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, given)) from None
     chosen = dict(tree.hydra.runtime.choices)

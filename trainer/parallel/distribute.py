@@ -10,6 +10,7 @@ Legend: D model, F width of a group of columns, n devices of the tensor-parallel
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -152,15 +153,9 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
 
     Scaled gradients become plain FP32.
     """
-    paths = [
-        path
-        for path, _ in jax.tree_util.tree_leaves_with_path(
-            grads, is_leaf=is_scaled_array
-        )
-    ]
-    numbers = {path: i for i, path in enumerate(paths)}
+    numbers = itertools.count()
 
-    def reduce_leaf(path: Any, grad: Any, spec: PartitionSpec, role: Role) -> Any:
+    def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
         def arrange(x: jax.Array) -> jax.Array:
             return reshard_fused_qkv(x, role) if role.groups > 1 else x
 
@@ -170,14 +165,12 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
                 fsdp_axis(spec),
                 comm.wire_format(role),
                 seed=seed,
-                leaf=numbers[path],
+                leaf=next(numbers),
                 arrange=arrange,
             )
         return out if is_scaled_array(grad) else out.astype(grad.dtype)
 
-    return jax.tree_util.tree_map_with_path(
-        reduce_leaf, grads, specs, comm.roles, is_leaf=is_scaled_array
-    )
+    return map_arrays(reduce_leaf, grads, specs, comm.roles)
 
 
 def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:

@@ -5,7 +5,7 @@ little less than a device reports. Limits of threads, registers and shared memor
 from the tables of compute capabilities in the CUDA C++ Programming Guide.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.errors import UserError
 from trainer.text import nearest
@@ -96,6 +96,23 @@ device_description_str: "{self.device}"
 CUDNN_VERSION = 91000  # the one of `Target.text_proto`
 
 KIB, MIB = 2**10, 2**20
+# NVIDIA H100 data sheet (SXM) and H100 Tensor Core GPU Architecture (white paper); DGX
+# H100 data sheet.
+H100 = Target(
+    "NVIDIA H100 80GB HBM3",
+    (9, 0),
+    cores=132,
+    lanes=128,
+    clock_ghz=1.98,
+    memory=80 * 10**9,
+    bandwidth=3.35e12,
+    l2=50 * MIB,
+    shared=228 * KIB,
+    threads=2048,
+    links=18,
+    link_bandwidth=450e9,
+    network=50e9,
+)
 TARGETS = {
     # NVIDIA A100 data sheet (80GB SXM) and A100 Tensor Core GPU Architecture (white
     # paper); DGX A100 data sheet.
@@ -131,39 +148,9 @@ TARGETS = {
         link_bandwidth=32e9,
         network=25e9,
     ),
-    # NVIDIA H100 data sheet (SXM) and H100 Tensor Core GPU Architecture (white paper);
-    # DGX H100 data sheet.
-    "h100": Target(
-        "NVIDIA H100 80GB HBM3",
-        (9, 0),
-        cores=132,
-        lanes=128,
-        clock_ghz=1.98,
-        memory=80 * 10**9,
-        bandwidth=3.35e12,
-        l2=50 * MIB,
-        shared=228 * KIB,
-        threads=2048,
-        links=18,
-        link_bandwidth=450e9,
-        network=50e9,
-    ),
+    "h100": H100,
     # NVIDIA H200 data sheet (SXM); the processor is the H100's. DGX H200 data sheet.
-    "h200": Target(
-        "NVIDIA H200",
-        (9, 0),
-        cores=132,
-        lanes=128,
-        clock_ghz=1.98,
-        memory=141 * 10**9,
-        bandwidth=4.8e12,
-        l2=50 * MIB,
-        shared=228 * KIB,
-        threads=2048,
-        links=18,
-        link_bandwidth=450e9,
-        network=50e9,
-    ),
+    "h200": replace(H100, device="NVIDIA H200", memory=141 * 10**9, bandwidth=4.8e12),
     # NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB
     # and 64 TB/s over eight.
     "b200": Target(

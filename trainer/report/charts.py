@@ -4,7 +4,7 @@ import bisect
 import colorsys
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -220,17 +220,7 @@ def chart_figure(chart: Chart, drawn: str = "") -> str:
     """
     shown = chart.shown
     named = [line for line in shown if not line.faint]
-    swatches = {
-        x.name: f'<i style="background:{x.color}"></i>' for x in named if x.name
-    }
-    legend = "".join(
-        f"<span>{swatch}{html.escape(name)}</span> "
-        for name, swatch in swatches.items()
-    )
-    head = (
-        f"<figcaption><b>{html.escape(chart.title)}</b>"
-        f" <small>{html.escape(chart.unit)}</small> {legend}</figcaption>"
-    )
+    head = caption(chart.title, chart.unit, {x.name: x.color for x in named})
     if not shown:
         return f"<figure>{head}<p>not recorded</p></figure>"
     xs = [x for line in shown for x in line.xs]
@@ -248,11 +238,7 @@ def chart_figure(chart: Chart, drawn: str = "") -> str:
         parts.append(
             f'<text x="{WIDTH - RIGHT}" y="11" text-anchor="end">{clipped}</text>'
         )
-    label = html.escape(f"{chart.title} by step", quote=True)
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-        f' aria-label="{label}">{"".join(parts)}</svg>'
-    )
+    svg = picture(f"{chart.title} by step", parts)
     if drawn:
         note = f"<small>{clipped}</small>" if above else ""
         return f"<figure>{head}{drawn}{note}<noscript>{svg}</noscript></figure>"
@@ -269,15 +255,7 @@ def by_choice(
     shown = [p for p in points if math.isfinite(p.y)]
     groups = dict.fromkeys(p.group for p in shown)
     colors = {group: color_number(i) for i, group in enumerate(groups)}
-    legend = "".join(
-        f'<span><i style="background:{color}"></i>{html.escape(group)}</span> '
-        for group, color in colors.items()
-        if group
-    )
-    head = (
-        f"<figcaption><b>{html.escape(title)}</b>"
-        f" <small>{html.escape(unit)}</small> {legend}</figcaption>"
-    )
+    head = caption(title, unit, colors)
     if not shown:
         return f"<figure>{head}<p>not recorded</p></figure>"
     across = Scale(-0.5, len(choices) - 0.5, LEFT, WIDTH - RIGHT)
@@ -285,7 +263,7 @@ def by_choice(
         [Line("", [0.0] * len(shown), [p.y for p in shown], dots=True)], from_zero=False
     )
     up = Scale(low, high, HEIGHT - BOTTOM, TOP)
-    parts = [*heights(up)]
+    parts = list(heights(up))
     for group, color in colors.items():
         best: dict[int, float] = {}
         for p in sorted(p for p in shown if p.group == group):
@@ -301,15 +279,29 @@ def by_choice(
     for i, choice in enumerate(choices):
         place = f'x="{across(i):.1f}" y="{HEIGHT - BOTTOM + 15}"'
         parts.append(f'<text {place} text-anchor="middle">{html.escape(choice)}</text>')
-    parts.append(
-        f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
+    return f"<figure>{head}{picture(title, parts)}</figure>"
+
+
+def caption(title: str, unit: str, colors: Mapping[str, str]) -> str:
+    """Return the caption of a figure, with a legend of the names and their colors."""
+    legend = "".join(
+        f'<span><i style="background:{color}"></i>{html.escape(name)}</span> '
+        for name, color in colors.items()
+        if name
     )
-    label = html.escape(title, quote=True)
-    svg = (
+    return (
+        f"<figcaption><b>{html.escape(title)}</b>"
+        f" <small>{html.escape(unit)}</small> {legend}</figcaption>"
+    )
+
+
+def picture(label: str, parts: Iterable[str]) -> str:
+    """Return a plot as SVG: its parts and its frame."""
+    frame = f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
+    return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-        f' aria-label="{label}">{"".join(parts)}</svg>'
+        f' aria-label="{html.escape(label, quote=True)}">{"".join(parts)}{frame}</svg>'
     )
-    return f"<figure>{head}{svg}</figure>"
 
 
 def heights(up: Scale) -> Iterator[str]:
@@ -329,7 +321,7 @@ def heights(up: Scale) -> Iterator[str]:
 
 
 def axes(across: Scale, up: Scale) -> Iterator[str]:
-    """Yield grid, frame and numbers of both axes."""
+    """Yield grid and numbers of both axes."""
     yield from heights(up)
     for value in ticks(across.low, across.high):
         if value == int(value):
@@ -338,7 +330,6 @@ def axes(across: Scale, up: Scale) -> Iterator[str]:
                 f' text-anchor="middle">{int(value):,}</text>'
             )
     yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>'
-    yield f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
 
 
 def mark(m: Mark, across: Scale) -> str:

@@ -18,7 +18,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.session import Run
 from trainer.step.kernels import promise
-from trainer.text import program_command
+from trainer.text import key_of, program_command
 from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
@@ -312,7 +312,7 @@ def describe_skipped(manifest: Manifest) -> str:
 
 def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
     """Return a line for each given override that changes nothing in this precision."""
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    given = set(map(key_of, overrides))
     return [
         f"precision.{name} has no effect here: {why}"
         for name, why in without_effect(policy).items()

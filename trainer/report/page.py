@@ -35,6 +35,16 @@ BEYOND = (
     " measures the loss of the weights in other precisions."
 )
 SHARP = "% that the last tokens' loss rises at most when logits move by 0.05%"
+# Charts of a comparison: title, key and unit.
+COMPARED = (
+    ("Training loss", "train/loss", "nats per token, lower is better"),
+    ("Validation loss", "val/loss", "nats per token, lower is better"),
+    ("Gradient norm", "grad_norm", "before clipping"),
+    ("Throughput", "perf/tokens_per_s", "tokens per second"),
+    ("Learning rate", "lr", ""),
+    ("Memory", "memory/host_peak_gib", "GiB of the host"),
+)
+SMOOTHED = ("train/loss", "grad_norm", "perf/tokens_per_s")
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1200px;padding:20px}
 h1{font-size:22px;margin:0} h2{font-size:17px;margin:26px 0 6px} p{margin:4px 0} small,.sub{color:#5b6570}
@@ -336,45 +346,16 @@ def comparison(
     names = {h.name: h.name for h in histories}
     names |= {name: f"{name} (other validation text)" for name in unranked}
 
-    def over(key: str, *, smooth: bool) -> list[Line]:
+    def over(key: str) -> list[Line]:
         pairs = [(h, color_number(i)) for i, h in enumerate(histories)]
-        if smooth:
+        if key in SMOOTHED:
             return [h.smooth(key, names[h.name], color)[1] for h, color in pairs]
-        return [
-            h.line(key, names[h.name], color, dots=key.startswith("val/"))
-            for h, color in pairs
-        ]
+        is_validation = key.startswith("val/")
+        return [h.line(key, names[h.name], c, dots=is_validation) for h, c in pairs]
 
     drawn = [
-        Chart(
-            "Training loss",
-            over("train/loss", smooth=True),
-            unit="nats per token, lower is better",
-        ),
-        Chart(
-            "Validation loss",
-            over("val/loss", smooth=False),
-            unit="nats per token, lower is better",
-        ),
-        Chart(
-            "Gradient norm",
-            over("grad_norm", smooth=True),
-            unit="before clipping",
-            from_zero=True,
-        ),
-        Chart(
-            "Throughput",
-            over("perf/tokens_per_s", smooth=True),
-            unit="tokens per second",
-            from_zero=True,
-        ),
-        Chart("Learning rate", over("lr", smooth=False), from_zero=True),
-        Chart(
-            "Memory",
-            over("memory/host_peak_gib", smooth=False),
-            unit="GiB of the host",
-            from_zero=True,
-        ),
+        Chart(title, over(key), unit, from_zero=not key.endswith("loss"))
+        for title, key, unit in COMPARED
     ]
     title = f"{len(histories)} runs"
     body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in verdict)]

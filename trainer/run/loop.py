@@ -1,7 +1,8 @@
 """The training loop: batches in, metrics out, callbacks, stop requests, rollbacks.
 
 The metrics of step n are read after step n+1 was dispatched, so that the device never
-waits for the host. "Step n" in a row, a checkpoint or a message means: after n steps.
+waits for the host. Steps are counted from 1: step n takes the batch at position n - 1,
+and its row, its checkpoint and its messages are of the state after it.
 `trainer.run.callbacks` says what happens between two steps, and why each effect happens
 exactly once.
 """
@@ -102,21 +103,21 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
     batches = run.data.batches(run.step)
     wait_started = time.perf_counter()
     guard.beat(f"waiting for the batch of step {run.step + 1}")
-    for step, batch in batches:
+    for taken, batch in batches:
+        step = taken + 1
         run.throughput.waited(time.perf_counter() - wait_started)
-        guard.beat(f"in step {step + 1}")
+        guard.beat(f"in step {step}")
         tokens = run.data.place(batch)
-        profiler.before(step + 1)
+        profiler.before(step)
         # Asynchronous: the host reads the metrics of the step before in the meantime.
         run.state, metrics = run.train_step(run.state, tokens, run.plan.hyper(step))
-        if profiler.after(step + 1, run.state.params):
+        if profiler.after(step, run.state.params):
             run.session.display.event(
-                step + 1, f"profile of steps up to {step + 1}: {profiler.directory}"
+                step, f"profile of steps up to {step}: {profiler.directory}"
             )
         if pending is not None:
             log(run, pending.step, observe(run, pending))
-        pending = Pending(step + 1, metrics, batch)
-        run.step = step + 1
+        pending, run.step = Pending(step, metrics, batch), step
         # All processes ask, once a step and before any of them leaves early.
         if stop(f"in step {run.step}") or needs_metrics_now(run):
             row = observe(run, pending)

@@ -67,15 +67,15 @@ class StepPlan(NamedTuple):
     profile: tuple[int, int] | None
 
     def hyper(self, step: int) -> Hyper:
-        """Return the inputs of the step after `step` steps, as host scalars."""
-        return Hyper(self.learning_rates[step], np.int32(step), self.seed)
+        """Return the inputs of a step, counted from 1, as host scalars."""
+        return Hyper(self.learning_rates[step - 1], np.int32(step - 1), self.seed)
 
 
 class TrainData(NamedTuple):
     """The batches of a phase.
 
     Attributes:
-      batches: yields (step, host batch) from a step on.
+      batches: yields (steps taken before, host batch) from so many steps on.
       place: `place(batch)` returns a host batch as sharded global arrays.
     """
 

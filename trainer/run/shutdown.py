@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from trainer.files import no_follow
+from trainer.files import no_follow, saved_steps
 
 HUNG = 4  # exit code
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -185,12 +185,7 @@ class Guard:
             self._report(text)
 
     def _checkpoints(self) -> str:
-        steps = sorted(
-            int(p.name)
-            for p in (self._run_dir / "checkpoints").glob("*")
-            if p.name.isdecimal()
-        )
-        return ", ".join(map(str, steps)) or "none"
+        return ", ".join(map(str, saved_steps(self._run_dir))) or "none"
 
     def _end(self, code: int, why: str) -> None:
         """End the process without the main thread, which may hold any lock."""

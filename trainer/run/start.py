@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from trainer.config.schema import Resume
 from trainer.errors import UserError
+from trainer.files import saved_steps
 from trainer.models.other_formats import check_format
 from trainer.models.weight_files import weight_files
 from trainer.parallel.diloco import DiLoCoSettings
@@ -98,17 +99,6 @@ def check_weights(init_from: Path) -> None:
     check_format(init_from)
     if init_from.is_dir():
         weight_files(init_from)
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    """Return the steps of a run's checkpoints, ascending, by their directories'
-    names.
-    """
-    return sorted(
-        int(path.name)
-        for path in run_dir.glob("checkpoints/*")
-        if path.name.isdecimal()
-    )
 
 
 def runs_below(directory: Path) -> str:

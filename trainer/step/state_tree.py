@@ -3,7 +3,7 @@ bits.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,24 +21,11 @@ from scalify_core.numerics import compiler_hints
 from trainer.errors import UserError
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the path of every leaf, such as `params/h_0/attn/kernel`, in the order of
     `jax.tree.leaves`.
     """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-
-
-def parameter_names(tree: Any) -> list[str]:
-    """Return the paths of the parameters as `leaf_names` does; a ScaledArray is one
-    parameter.
-    """
-    paths = [
-        path
-        for path, _ in jax.tree_util.tree_leaves_with_path(
-            tree, is_leaf=is_scaled_array
-        )
-    ]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 

@@ -32,9 +32,9 @@ from scripts.faults import faulty
 from trainer.assembly import run as build
 from trainer.cli.train import main
 from trainer.data import Batch
+from trainer.files import saved_steps
 from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
-from trainer.run.start import saved_steps
 from trainer.step.state import TrainState
 from trainer.text import merge_overrides
 

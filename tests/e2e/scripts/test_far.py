@@ -18,7 +18,7 @@ from scripts.far import Arguments, Supervisor, end_orphan
 from scripts.members import Members, Round, beating
 from trainer.cli.arguments import read
 from trainer.errors import UserError
-from trainer.run.start import saved_steps
+from trainer.files import saved_steps
 
 # In place of the trainer: it stops as that does, and else goes on until its machine is
 # gone.
