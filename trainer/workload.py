@@ -57,7 +57,7 @@ from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
 from trainer.step.moments import stacks_of, store_moments
 from trainer.step.state import TrainState
-from trainer.step.state_tree import part_of
+from trainer.step.state_tree import subtree_like
 from trainer.step.step import Hyper, StepReductions, Tokens, Update, make_train_step
 
 if TYPE_CHECKING:  # its tokenizers take long to import
@@ -254,7 +254,7 @@ class TrainTask(NamedTuple):
 
     def trained(self, params: Params) -> Params:
         """Return the trained part of parameters, or of a tree like them."""
-        return part_of(params, self.trained_roles)
+        return subtree_like(params, self.trained_roles)
 
     def optimizer(
         self, seed: Any = 0, stacks: Stacks = NO_STACKS

@@ -13,7 +13,7 @@ class Hooks(NamedTuple):
     """A program's own parts of a run; see `trainer.assembly.library.train`.
 
     Attributes:
-      model: makes the model, instead of the configuration's.
+      make_model: makes the model, instead of the configuration's.
       data: instead of the configuration's.
       tracker: beside the trackers of the configuration.
       callbacks: beside the built-in ones.
@@ -21,7 +21,7 @@ class Hooks(NamedTuple):
         it.
     """
 
-    model: MakeModel | None = None
+    make_model: MakeModel | None = None
     data: CustomData | None = None
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()

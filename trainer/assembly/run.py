@@ -128,7 +128,7 @@ def set_up_process(config: schema.Config) -> Output:
 
 def build_experiment(config: schema.Config, hooks: Hooks) -> Experiment:
     """Prepare the data, and build the model, the optimizer and the mesh."""
-    workload = build_workload(config, hooks.data, hooks.model)
+    workload = build_workload(config, hooks.data, hooks.make_model)
     return Experiment(config, workload, build_phases(config, workload), hooks)
 
 

@@ -197,10 +197,10 @@ def run_script[T](
     cls: type[T], name: str, about: str, main: Callable[[T], None]
 ) -> int:
     """Run `main` as `python -m scripts.NAME`, and return the exit code."""
-    return run(cls, f"python -m scripts.{name}", about, main, sys.argv[1:])
+    return run_command(cls, f"python -m scripts.{name}", about, main, sys.argv[1:])
 
 
-def run[T](
+def run_command[T](
     cls: type[T],
     program: str,
     about: str,

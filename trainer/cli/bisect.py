@@ -17,7 +17,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import argument, at_least, run
+from trainer.cli.arguments import argument, at_least, run_command
 from trainer.files import write_text
 from trainer.text import show
 
@@ -65,4 +65,4 @@ def main(arguments: Arguments) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run(Arguments, "scalify-trainer bisect", __doc__ or "", main, argv)
+    return run_command(Arguments, "scalify-trainer bisect", __doc__ or "", main, argv)

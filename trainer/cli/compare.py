@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_command
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import show
@@ -93,4 +93,4 @@ def main(args: Arguments) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run(Arguments, "scalify-trainer compare", __doc__ or "", main, argv)
+    return run_command(Arguments, "scalify-trainer compare", __doc__ or "", main, argv)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.arguments import STEP, argument, at_least, run, split
+from trainer.cli.arguments import STEP, argument, at_least, run_command, split
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import finite, write_text
@@ -229,4 +229,4 @@ def table_row(result: "Result", reference: float) -> str:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run(Arguments, "scalify-trainer evaluate", __doc__ or "", main, argv)
+    return run_command(Arguments, "scalify-trainer evaluate", __doc__ or "", main, argv)

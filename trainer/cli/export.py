@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trainer.cli.arguments import STEP, argument, run
+from trainer.cli.arguments import STEP, argument, run_command
 from trainer.errors import UserError
 from trainer.files import read_mapping, write_text
 from trainer.text import show
@@ -129,4 +129,4 @@ def main(args: Arguments) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run(Arguments, "scalify-trainer export", __doc__ or "", main, argv)
+    return run_command(Arguments, "scalify-trainer export", __doc__ or "", main, argv)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import STEP, argument, at_least, run
+from trainer.cli.arguments import STEP, argument, at_least, run_command
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note, show
@@ -110,4 +110,4 @@ def main(args: Arguments) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run(Arguments, "scalify-trainer generate", __doc__ or "", main, argv)
+    return run_command(Arguments, "scalify-trainer generate", __doc__ or "", main, argv)

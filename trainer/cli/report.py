@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import argument, run
+from trainer.cli.arguments import argument, run_command
 from trainer.text import show
 
 
@@ -27,4 +27,4 @@ def main(args: Arguments) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run(Arguments, "scalify-trainer report", __doc__ or "", main, argv)
+    return run_command(Arguments, "scalify-trainer report", __doc__ or "", main, argv)

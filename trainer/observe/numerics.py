@@ -364,7 +364,7 @@ def make_numerics(
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     pull = jit(functools.partial(stored_gradients, task))
     measure = jit(tensor_figures, static_argnums=3)
-    everywhere = jit(lambda params: params)
+    gather = jit(lambda params: params)
     forward, _ = casts(model.policy, "")
     kernels = {
         name for name, role in named(model.roles).items() if model.is_narrow(role)
@@ -391,7 +391,7 @@ def make_numerics(
         return measured
 
     def numerics(split: TrainState, batch: Tokens, step: int) -> dict[str, float]:
-        state = dataclasses.replace(split, params=everywhere(split.params))
+        state = dataclasses.replace(split, params=gather(split.params))
         moments = tree.unpack(state.opt_state)
         mu, nu = (fields_of(moments, optimizer, key) for key in KEYS)
         narrow = {

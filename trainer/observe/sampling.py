@@ -35,7 +35,5 @@ def make_sample(
 
 def on_one_device(task: TrainTask) -> Callable[[Any], Any]:
     """Return a function that gathers a tree of arrays on the process's first device."""
-    everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
-    return lambda arrays: jax.tree.map(
-        lambda x: x.addressable_data(0), everywhere(arrays)
-    )
+    gather = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
+    return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), gather(arrays))

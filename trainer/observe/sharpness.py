@@ -38,7 +38,7 @@ from trainer.parallel.distribute import largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import parameter_partitions
 from trainer.step.state import TrainState
-from trainer.step.state_tree import with_part
+from trainer.step.state_tree import with_subtree
 from trainer.step.step import Tokens
 from trainer.workload import Model, TrainTask
 
@@ -241,7 +241,8 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
         )
         first: Tokens = jax.tree.map(lambda x: x[0], batch)
         return losses(
-            dataclasses.replace(state, params=with_part(state.params, params)), *first
+            dataclasses.replace(state, params=with_subtree(state.params, params)),
+            *first,
         )
 
     get_direction = task.jit(direction)

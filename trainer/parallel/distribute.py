@@ -29,6 +29,7 @@ from scalify_core.optim import Largest, largest_of_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import (
     BATCH_AXES,
+    REPLICATED,
     Sizes,
     batch_axes,
     devices_of_replica,
@@ -59,7 +60,6 @@ from trainer.step.step import (
 
 LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
 MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
-EVERYWHERE = PartitionSpec()
 
 
 class GradReduceConfig(NamedTuple):
@@ -227,11 +227,11 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
             mesh,
             in_specs=(
                 partitions(params, mesh, comm.roles),
-                EVERYWHERE,
+                REPLICATED,
                 MICRO_BATCHES,
                 MICRO_BATCHES,
             ),
-            out_specs=(EVERYWHERE, specs, EVERYWHERE),
+            out_specs=(REPLICATED, specs, REPLICATED),
         )(params, scaling, batch, keys_AxB)
 
     return gradient
@@ -278,11 +278,11 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
             mesh,
             in_specs=(
                 partitions(state.params, mesh, comm.roles),
-                EVERYWHERE,
+                REPLICATED,
                 rows,
                 rows,
             ),
-            out_specs=EVERYWHERE,
+            out_specs=REPLICATED,
         )(state.params, state.scaling, tokens, segments)
 
     return mean_loss
@@ -309,7 +309,7 @@ def largest_over(mesh: Mesh, roles: Any) -> Largest:
         def on_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
             return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
 
-        return over_devices(on_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
+        return over_devices(on_device, mesh, in_specs=(specs,), out_specs=REPLICATED)(
             groups
         )
 
@@ -339,7 +339,7 @@ def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
             order = [i for group in groups.values() for i in group]
             return jnp.concatenate(parts)[np.argsort(order)]
 
-        return over_devices(on_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
+        return over_devices(on_device, mesh, in_specs=(specs,), out_specs=REPLICATED)(
             tree
         )
 

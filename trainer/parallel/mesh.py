@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # its tokenizers take long to import
 
 # Mesh axes over which a replica's batch is split.
 BATCH_AXES = ("data", "fsdp")
+# Of an array that every device holds whole.
+REPLICATED = PartitionSpec()
 # The outermost mesh axis of a run with DiLoCo.
 REPLICA = "replica"
 
@@ -162,7 +164,7 @@ def batch_shards(mesh: Mesh, replicas: int = 1) -> int:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding in which every device holds the whole array."""
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, REPLICATED)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -29,10 +29,16 @@ from trainer.parallel.diloco import (
     exchange,
     fragments_of,
 )
-from trainer.parallel.mesh import BATCH_AXES, REPLICA, over_devices
+from trainer.parallel.mesh import (
+    BATCH_AXES,
+    REPLICA,
+    REPLICATED,
+    over_devices,
+    replicated,
+)
 from trainer.parallel.sharding import parameter_partitions
 from trainer.step.state import Replicas, TrainState
-from trainer.step.state_tree import with_part
+from trainer.step.state_tree import with_subtree
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
 OUTER_STREAM = 0x165667B1  # random bits of the rounding of outer weights
@@ -294,8 +300,7 @@ def make_inner(
         )(states, jax.tree.map(rows_of_replicas, batch), numbers, participating, hyper)
         # Every device gets all metrics, so that the order of the sum does not depend on
         # which device has which replica.
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        metrics = lax.with_sharding_constraint(metrics, everywhere)
+        metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
         return states, combine_metrics(metrics, participating)
 
     return inner
@@ -361,17 +366,16 @@ def make_exchange(
         specs = jax.tree.leaves(parameter_partitions(outer, mesh, roles))
         specs_of_fragment = [specs[i] for i in numbers]
         replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs_of_fragment]
-        everywhere = PartitionSpec()
         means, lost, scales = over_devices(
             lambda deltas, seed, step: tuple(
                 exchange(deltas, diloco, seed, step, numbers)
             ),
             mesh,
-            in_specs=(replica_specs, everywhere, everywhere),
+            in_specs=(replica_specs, REPLICATED, REPLICATED),
             out_specs=(
                 specs_of_fragment,
                 replica_specs if diloco.feedback else [],
-                everywhere,
+                REPLICATED,
             ),
         )(deltas, seed, step)
         # A mean that is not finite changes nothing: the replicas go on from the outer
@@ -408,11 +412,11 @@ def make_exchange(
             return jax.tree.unflatten(structure, leaves) if leaves else ()
 
         states = dataclasses.replace(
-            states, params=with_part(states.params, build(replica_leaves))
+            states, params=with_subtree(states.params, build(replica_leaves))
         )
         return dataclasses.replace(
             state,
-            params=with_part(state.params, build(outer_leaves)),
+            params=with_subtree(state.params, build(outer_leaves)),
             scaling=jax.tree.map(lambda x: jnp.max(x, axis=0), states.scaling),
             diloco=Replicas(states, build(residuals), build(momenta)),
         )

@@ -12,7 +12,7 @@ from trainer.precision.arrays import kahan_compensation, store_weights
 from trainer.precision.policy import Policy
 from trainer.step.moments import convert_moments
 from trainer.step.state import TrainState
-from trainer.step.state_tree import part_of, with_part
+from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.workload import TrainTask
 
 
@@ -47,10 +47,10 @@ def exact_weights(state: TrainState) -> Params:
         return params
     compensated = jax.tree.map(
         lambda p, c: p + c.astype(jnp.float32),
-        part_of(params, compensation),
+        subtree_like(params, compensation),
         compensation,
     )
-    return with_part(params, compensated)
+    return with_subtree(params, compensated)
 
 
 def rounded_weights(task: TrainTask, exact: Params) -> tuple[Params, Any]:

@@ -259,9 +259,10 @@ def restore_replicas(
             task.mesh.axis_names,
             axis_types=task.mesh.axis_types,
         )
-        everywhere = replicated(task.mesh)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=replicated(task.mesh)
+            ),
             abstract_state(task._replace(diloco=saved, mesh=first_device)),
         )
 

@@ -101,15 +101,15 @@ def to_stored(state: TrainState) -> TrainState:
     def place(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
             return x
-        everywhere = NamedSharding(x.data.sharding.mesh, PartitionSpec())
+        on_all_devices = NamedSharding(x.data.sharding.mesh, PartitionSpec())
         scale = x.scale
-        if scale.sharding == everywhere:
+        if scale.sharding == on_all_devices:
             return x
         number = np.asarray(scale.addressable_data(0))
         return ScaledArray(
             x.data,
             jax.make_array_from_callback(
-                number.shape, everywhere, lambda index: number[index]
+                number.shape, on_all_devices, lambda index: number[index]
             ),
         )
 

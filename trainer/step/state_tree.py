@@ -29,21 +29,21 @@ def leaf_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
-def part_of(tree: Any, like: Any) -> Any:
+def subtree_like(tree: Any, like: Any) -> Any:
     """Return the part of nested dictionaries whose keys `like` has, in the order of
     `tree`.
     """
     if not isinstance(like, dict):
         return tree
-    return {key: part_of(x, like[key]) for key, x in tree.items() if key in like}
+    return {key: subtree_like(x, like[key]) for key, x in tree.items() if key in like}
 
 
-def with_part(tree: Any, part: Any) -> Any:
-    """Return nested dictionaries with the leaves of a `part_of` them replaced."""
+def with_subtree(tree: Any, part: Any) -> Any:
+    """Return nested dictionaries with the leaves of a `subtree_like` them replaced."""
     if not isinstance(part, dict):
         return part
     return {
-        key: with_part(x, part[key]) if key in part else x for key, x in tree.items()
+        key: with_subtree(x, part[key]) if key in part else x for key, x in tree.items()
     }
 
 

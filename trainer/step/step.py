@@ -21,7 +21,7 @@ from scalify_core.optim.stacking import NONE as NO_STACKS
 from scalify_core.optim.stacking import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
 from trainer.step.state import TrainState
-from trainer.step.state_tree import with_part
+from trainer.step.state_tree import with_subtree
 
 
 class Hyper(NamedTuple):
@@ -215,7 +215,7 @@ def make_train_step(
             leaf_indices=stacks.leaf_indices(params),
         )
         new_state = TrainState(
-            with_part(state.params, stacks.unstack(new_params, params)),
+            with_subtree(state.params, stacks.unstack(new_params, params)),
             new_opt_state,
             state.key,
             differentiate.update(state.scaling, observed, finite),

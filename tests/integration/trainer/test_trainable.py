@@ -20,7 +20,7 @@ from trainer.models.roles import select_roles
 from trainer.parallel.distribute import GradReduceConfig
 from trainer.run.compatibility import check_same_trainable
 from trainer.step.clip_and_decay import make_optimizer
-from trainer.step.state_tree import part_of, with_part
+from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.workload import abstract_state, compile_step, first_state
 
 SCANNED = GPT2Spec(
@@ -71,7 +71,7 @@ def test_names_stand_for_groups_and_patterns_in_the_order_of_the_model():
     ]
     every = select_roles(roles, ["biases", "kernels", "gains", "embeddings"])
     assert leaves_of(every) == leaves_of(roles)
-    assert leaves_of(part_of(roles, every)) == leaves_of(roles)
+    assert leaves_of(subtree_like(roles, every)) == leaves_of(roles)
     assert all(
         name.startswith("h.0.mlp.")
         for name in leaves_of(select_roles(roles, ["h.0.mlp.*"]))
@@ -95,9 +95,9 @@ def leaves_of(roles):
 
 def test_a_part_goes_back_to_its_place():
     whole = {"a": {"b": 1, "c": 2}, 3: {"d": 4}}
-    part = part_of(whole, {"a": {"c": None}, 3: {"d": None}})
+    part = subtree_like(whole, {"a": {"c": None}, 3: {"d": None}})
     assert part == {"a": {"c": 2}, 3: {"d": 4}}
-    assert with_part(whole, {"a": {"c": 5}}) == {"a": {"b": 1, "c": 5}, 3: {"d": 4}}
+    assert with_subtree(whole, {"a": {"c": 5}}) == {"a": {"b": 1, "c": 5}, 3: {"d": 4}}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from families import quick
 
-from trainer.cli.arguments import argument, read, run, usage
+from trainer.cli.arguments import argument, read, run_command, usage
 from trainer.errors import UserError, run_and_flush
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -57,7 +57,7 @@ def test_help_lists_every_argument_with_its_default():
 
 def test_user_errors_are_one_line_and_exit_code_2(capsys):
     argv = ["run_dir=a", "seed=x"]
-    assert run(Arguments, "generate", "", lambda args: None, argv) == 2
+    assert run_command(Arguments, "generate", "", lambda args: None, argv) == 2
     assert capsys.readouterr().err == "error: seed=x: expected a whole number\n"
 
 
