@@ -1,11 +1,10 @@
 import math
-import statistics
 
 import pytest
 
 from scripts.studies.pairs import Outcome, compare, markdown
 from scripts.studies.runs import Trial
-from trainer.tasks.intervals import half_width, interval_of
+from trainer.tasks.intervals import half_width
 
 
 def outcome(*losses, diverged=False, skipped=0):
@@ -118,8 +117,3 @@ def test_the_upper_end_is_of_the_interval_not_of_the_mean():
     row = compare(outcomes, "fp32", last=1)[1]
     assert row.half_width == pytest.approx(12.706 * 0.005, rel=1e-3)
     assert row.upper_percent == pytest.approx(100 * (0.005 + row.half_width) / 2)
-
-
-def test_an_interval_by_scatter_is_that_of_values_with_it():
-    values = [0.1, -0.3, 0.2, 0.4, -0.1]
-    assert interval_of(statistics.stdev(values), 5) == pytest.approx(half_width(values))
