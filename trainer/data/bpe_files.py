@@ -25,6 +25,7 @@ from trainer.data.settings_beside import (
     SAVE_AGAIN,
     SETTINGS,
     check_added_later,
+    check_overrides,
     end_token,
     read,
     read_beside,
@@ -106,6 +107,9 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
     Its pattern of words is GPT-2's. Raises UserError for a tokenizer that has another.
     """
     directory = path.parent
+    check_overrides(
+        directory, path.name, {"pre_tokenizer": {"add_prefix_space": False}}
+    )
     kind = read_beside(directory, SETTINGS).get("tokenizer_class")
     if isinstance(kind, str) and not kind.startswith(WITH_GPT2_PATTERN):
         raise UserError(

@@ -37,7 +37,10 @@ FORMATS: dict[str, Format] = {
     ".pq": "parquet",
 }
 # Text between marks or separators, which would be trained on, too.
-NOT_PLAIN = dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), "markup")
+MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".srt", ".vtt")
+NOT_PLAIN = dict.fromkeys(MARKUP, "markup")
+NOT_PLAIN |= dict.fromkeys((".warc", ".wet", ".wat"), "an archive of pages")
+NOT_PLAIN[".ipynb"] = "a notebook"
 NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), "a table")
 # the first bytes of what git leaves in the place of a file that it did not fetch
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -143,6 +146,12 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             matches = sorted(glob.glob(pattern, recursive=True))
         else:
             matches = sorted(glob.glob(path, recursive=True))
+        for match in matches:
+            if os.path.isdir(match) and not os.access(match, os.R_OK | os.X_OK):
+                raise UserError(
+                    f"{match} is a directory that you may not read; change its"
+                    " permissions, or list the others in data.paths"
+                )
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
             raise no_match(path)
@@ -207,28 +216,43 @@ def format_of(path: Path, given: Format | None) -> Format:
             f"{path} is {other} by its name: extract its text, leave it out of"
             " data.paths, or set data.format=text to train on it as it stands"
         )
-    if named is None and given is None and begins_like_json_lines(path):
+    start = b"" if named or given else beginning(path)
+    if begins_like_json(start):
         raise UserError(
             f"{path} looks like JSON lines, but not by its name: set data.format=jsonl"
             " to train on one column of it, or data.format=text to train on it as it"
             " stands"
         )
+    if re.match(rb"(?i)<(!doctype html|html|\?xml)\b", start):
+        raise UserError(
+            f"{path} looks like markup, but not by its name: extract its text, leave it"
+            " out of data.paths, or set data.format=text to train on it as it stands"
+        )
     return named or given or "text"
 
 
-def begins_like_json_lines(path: Path) -> bool:
-    """Return whether a file begins with a JSON object, or with a list of objects."""
+def beginning(path: Path) -> bytes:
+    """Return the first bytes of a file, without a mark of byte order and white space.
+
+    They are empty if it cannot be read, which `read_through` reports.
+    """
     try:
         with path.open("rb") as file:
-            start = file.read(BLOCK)
+            return file.read(BLOCK).removeprefix(codecs.BOM_UTF8).lstrip()
     except OSError:
-        return False  # `read_through` reports it
-    start = start.removeprefix(codecs.BOM_UTF8).lstrip()
+        return b""
+
+
+def begins_like_json(start: bytes) -> bool:
+    """Return whether a file that starts so begins with a JSON object, or with a list of
+    objects.
+    """
     if re.match(rb'\[\s*\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start):
         return True
     line, end, _ = start.partition(b"\n")
-    if not end and len(start) > BLOCK // 2:  # a first row that is not whole
-        return bool(re.match(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:', line))
+    is_open = line.strip() == b"{"  # over several lines
+    if is_open or (not end and len(start) > BLOCK // 2):  # or a row that is not whole
+        return bool(re.match(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start))
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

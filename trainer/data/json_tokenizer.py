@@ -20,6 +20,7 @@ from trainer.data.settings_beside import (
     ENDS,
     SETTINGS,
     check_added_later,
+    check_overrides,
     end_token,
     read_json,
 )
@@ -268,7 +269,7 @@ def check_added(
     """Raise UserError for an added token to which the library gives another id.
 
     It does so where another token has the id, or where the ids have a gap. And for one
-    that only the files beside have.
+    that only the files beside have, or settings there that change the file's.
     """
     for token, i in special_in(tree).items():
         given = tokenizer.token_to_id(token)
@@ -278,6 +279,7 @@ def check_added(
                 f" `tokenizers` gives it {given}; write {given} there"
             )
     check_added_later(path.parent, path.name, tokenizer.get_vocab())
+    check_overrides(path.parent, path.name, tree)
 
 
 def end_of_document(path: Path, tree: dict[str, Any]) -> str:

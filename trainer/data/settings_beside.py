@@ -18,6 +18,14 @@ SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 # of a model, the one of its generation first
 CONFIGS = ("generation_config.json", "config.json")
+# Keys of tokenizer_config.json by which transformers changes a tokenizer.json, and what
+# they change.
+OVERRIDES = {
+    "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
+    "do_lower_case": ("normalizer", "lowercase"),
+    "strip_accents": ("normalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
+}
 NUL = "\0"  # the end where ids are bytes
 # end tokens, where no file names one
 ENDS = (ENDOFTEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", NUL)
@@ -84,6 +92,27 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, int]) -> Non
             raise UserError(
                 f"{directory}: {ADDED} or {SETTINGS} adds {token!r} with the id {i},"
                 f" which {file} has not; {SAVE_AGAIN}"
+            )
+
+
+def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer.json that transformers changes by the settings beside it.
+
+    Args:
+      directory: of the tokenizer.
+      file: name of the file.
+      tree: its content.
+
+    Raises:
+      UserError: a setting differs.
+    """
+    settings = read_beside(directory, SETTINGS)
+    for key, (part, name) in OVERRIDES.items():
+        given, own = settings.get(key), (tree.get(part) or {}).get(name)
+        if isinstance(given, bool) and isinstance(own, bool) and given != own:
+            raise UserError(
+                f"{directory}: {SETTINGS} has {key}={given}, and {file} {name}={own} in"
+                f" its {part}; make them equal, or {SAVE_AGAIN}"
             )
 
 

@@ -154,6 +154,35 @@ def test_markup_is_not_silently_text(tmp_path):
     assert read(tmp_path, tmp_path / "a.html", format="text") == ["<p>text</p>"]
 
 
+@pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.svg", "a.warc", "a.wet"])
+def test_text_in_a_container_is_not_silently_text(tmp_path, name):
+    (tmp_path / name).write_text("words")
+    with pytest.raises(UserError, match=r"is a?n? ?[a-z ]+ by its name: extract"):
+        read(tmp_path, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "start", ["<!DOCTYPE html>", "\ufeff \n<html lang=en>", "<?xml "]
+)
+def test_markup_by_another_name_is_not_silently_text(tmp_path, start):
+    (tmp_path / "a.txt").write_text(f"{start}<p>text</p>")
+    with pytest.raises(UserError, match="looks like markup, but not by its name"):
+        read(tmp_path, tmp_path)
+    assert len(read(tmp_path, tmp_path, format="text")) == 1
+    (tmp_path / "a.txt").write_text("<htmlish> text, <html>")
+    assert read(tmp_path, tmp_path)
+
+
+def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkeypatch):
+    (tmp_path / "texts" / "closed").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    assert expand((f"{tmp_path}/texts",))
+    # the superuser may read all
+    monkeypatch.setattr("os.access", lambda path, _: not str(path).endswith("closed"))
+    with pytest.raises(UserError, match=r"closed is a directory that you may not read"):
+        expand((f"{tmp_path}/texts",))
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.TSV"])
 def test_tables_of_text_are_not_silently_text(tmp_path, name):
     (tmp_path / name).write_text("text\nwords\n")
@@ -273,6 +302,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         b'{"text": "a"} \n{"text": "b"}\n',
         b'[{"text": "a"}]',
         b'[\n  {\n    "text": "a"\n  }\n]\n',
+        b'{\n  "text": "a"\n}\n',
         b'{"text": "' + b"a" * (1 << 22) + b'"}\n',
     ],
 )

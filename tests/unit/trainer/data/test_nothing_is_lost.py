@@ -245,6 +245,47 @@ def test_tokens_that_only_a_file_beside_adds_are_refused(tmp_path, name, kind):
         add("<new>", 300)
 
 
+def byte_level_model(prefix):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return {
+        "model": models.BPE({char: i for i, char in enumerate(letters)}, []),
+        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=prefix),
+    }
+
+
+SETTINGS = {
+    "add_prefix_space": byte_level_model(True),
+    "do_lower_case": {
+        "model": models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"),
+        "normalizer": normalizers.BertNormalizer(),
+        "pre_tokenizer": pre_tokenizers.BertPreTokenizer(),
+    },
+}
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_settings_by_which_transformers_changes_a_tokenizer_are_refused(tmp_path, key):
+    saved(tmp_path, **SETTINGS[key])
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({key: True}))
+    get_tokenizer(str(tmp_path))
+    settings.write_text(json.dumps({key: False}))
+    with pytest.raises(UserError, match=f"has {key}=False, .*=True in its .*; make"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_a_space_in_front_is_refused_for_a_pair_of_files(tmp_path):
+    pair(tmp_path, END)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    with pytest.raises(UserError, match=r"has add_prefix_space=True, and merges\.txt"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_spaces_that_are_cut_off_a_text_are_among_what_changes(tmp_path):
+    saved(tmp_path, **byte_level_model(False), normalizer=normalizers.Strip())
+    assert changed_characters(get_tokenizer(str(tmp_path))) == " \t\n\r\x0b\x0c"
+
+
 @pytest.mark.parametrize("folder", ["a::b", "a[b]", "a b", "http:", "a,b=c"])
 def test_names_of_files_and_directories_mean_nothing(tmp_path, folder):
     inside = tmp_path / folder
