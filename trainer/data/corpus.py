@@ -8,20 +8,15 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.compressed import decompressed, refuse_twins
 from trainer.data.files import (
-    FORMATS,
     File,
     Format,
-    NoColumn,
     examine,
     expand,
     explain_columns,
@@ -29,24 +24,28 @@ from trainer.data.files import (
     format_of,
     reading,
 )
+from trainer.data.hub_data import (
+    check_column,
+    hub_errors,
+    load_hub,
+    local_files,
+    open_builder,
+    refuse_builder,
+)
 from trainer.data.jsonl import read_jsonl
 from trainer.data.parquet import check_parquet, is_text, not_text_column, read_parquet
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
 from trainer.files import path_of
-from trainer.text import note
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
+    from datasets import DatasetBuilder, IterableDataset
 
 Position = Any  # JSON; where reading continues
 
 ROWS = 256  # documents read at a time
 FILES_PER_READ = 16  # text files read at a time
-DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
-# what `datasets.save_to_disk` writes beside the rows
-SAVED_TO_DISK = ("dataset_dict.json", "dataset_info.json", "state.json")
 PIECE = 1 << 21  # characters of a single text read at a time
 AROUND = 1 << 12  # characters before a piece that its tokens may depend on
 
@@ -379,22 +378,21 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     files = examine(local, text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
 
+    content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
+
     @functools.cache
-    def say_unread() -> None:
-        if local:
-            say_unread_files(source, local)
+    def opened() -> "DatasetBuilder":
+        return open_builder(source, local, content)
 
     def read(position: Position) -> Iterator[Rows]:
         with hub_errors(source):
-            dataset = load_hub(source)
-            say_unread()
+            dataset = load_hub(source, opened())
             check_column(dataset, source.column)
             yield from rows(
                 dataset, source.column, source.max_documents, position, ROWS
             )
 
     description = {"kind": "hub"} | asdict(source) | {"digests": digests}
-    content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
     return Corpus(
         source.name,
         description,
@@ -405,107 +403,11 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     )
 
 
-def refuse_builder(name: str) -> None:
-    """Raise UserError for `text`, `json` and other readers of `datasets`.
-
-    `datasets` lets them read whatever is in the working directory.
-    """
-    if name.isidentifier() and find_spec(f"datasets.packaged_modules.{name}"):
-        raise UserError(
-            f"data.name={name} is a file format of the package datasets, not a data"
-            " set; data=text data.paths=[FILE,...] reads files"
-        )
-
-
-def local_files(folder: Path) -> list[Path]:
-    """Return the files below a directory; none if it is none.
-
-    Raises:
-      UserError: a link that `datasets` would not follow, or read a second time.
-    """
-    instead = f"remove it, or read data=text data.paths=[{folder}/]"
-    files: dict[Path, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() and path.is_symlink():
-            raise UserError(
-                f"data.name={folder}: {path} is a link to a directory, which data=hf"
-                f" does not follow; {instead}"
-            )
-        if not path.is_file():
-            continue
-        first = files.setdefault(path.resolve(), path)
-        if first != path:
-            raise UserError(
-                f"data.name={folder}: {path} is {first} by a link, and would be read"
-                f" twice; {instead}"
-            )
-    return list(files.values())
-
-
 def fingerprint(*parts: Any) -> str:
     """Return a hash of JSON values."""
     return hashlib.blake2b(
         json.dumps(parts, sort_keys=True).encode(), digest_size=16
     ).hexdigest()
-
-
-def load_hub(source: HubSource) -> "IterableDataset":
-    """Return the rows of a hub data set.
-
-    Raises:
-      UserError: it names files elsewhere, which its README.md may do.
-    """
-    import datasets
-
-    builder = datasets.load_dataset_builder(
-        source.name, source.config, revision=source.revision
-    )
-    folder = path_of(source.name)
-    place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
-    for files in (builder.config.data_files or {}).values():
-        for file in files:
-            if not os.path.normpath(file).startswith(place):
-                raise UserError(
-                    f"data.name={source.name} takes {file} for its own data, which is"
-                    " elsewhere; correct its README.md"
-                )
-    if source.streaming:
-        return builder.as_streaming_dataset(split=source.split)
-    builder.download_and_prepare()
-    return builder.as_dataset(split=source.split).to_iterable_dataset()
-
-
-def say_unread_files(source: HubSource, local: Sequence[Path]) -> None:
-    """Print which data files of a directory `datasets` leaves out.
-
-    It reads one format, and finds splits, patterns and URLs in names.
-    """
-    import datasets
-
-    builder = datasets.load_dataset_builder(source.name, source.config)
-    splits = (builder.config.data_files or {}).values()
-    known = {os.path.realpath(path) for paths in splits for path in paths}
-    data = [
-        path
-        for path in local
-        if path.suffix in DATA_SUFFIXES and path.name not in SAVED_TO_DISK
-    ]
-    unread = [path for path in data if os.path.realpath(path) not in known]
-    if unread:
-        note(
-            f"data.name={source.name}: `datasets` leaves out {unread[0]}"
-            f" ({len(unread):,} of {len(data):,} data files); data=text"
-            f" data.paths=[{source.name}] reads all"
-        )
-
-
-def check_column(dataset: "IterableDataset", column: str) -> None:
-    """Raise UserError for a missing column."""
-    names = dataset.column_names or list(next(iter(dataset), {}))
-    if not names:
-        raise UserError("the corpus is empty: it has no rows")
-    if column not in names:
-        raise NoColumn(column, names)
 
 
 def rows(
@@ -546,41 +448,3 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
             size += len(line)
     if piece:
         yield Rows(["".join(piece)], number + 1, before)
-
-
-@contextmanager
-def hub_errors(source: HubSource) -> Iterator[None]:
-    """Turn errors of a hub data set into a UserError with advice."""
-    from datasets.exceptions import DatasetNotFoundError, DatasetsError
-
-    try:
-        yield
-    except DatasetNotFoundError as error:
-        raise UserError(
-            f"there is no data set {source.name!r} on the hub, or it needs a login (`hf"
-            " auth login`); correct data.name"
-        ) from error
-    except ConnectionError as error:
-        raise UserError(
-            f"data set {source.name!r} cannot be reached ({error}); check the network"
-            " and HF_HUB_OFFLINE, or prepare it elsewhere with "
-            "`scalify-trainer prepare-data` and use data=prepared"
-        ) from error
-    except DatasetsError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise UserError(
-            f"data set {source.name!r}, split {source.split!r}, column"
-            f" {source.column!r}: {' '.join(str(cause).split())}; data=text"
-            " data.paths=[FILE,...] reads files of any columns and types"
-        ) from error
-    except UserError:
-        raise
-    except Exception as error:  # whatever `datasets` meets in a stranger's files
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        instead = f"; data=text data.paths=[{source.name}] reads files of any names"
-        raise UserError(
-            f"data set {source.name!r}, split {source.split!r}: {lines[0]}"
-            f"{instead if path_of(source.name).is_dir() else ''}"
-        ) from error

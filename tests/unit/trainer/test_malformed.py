@@ -21,7 +21,7 @@ from trainer.cli.arguments import answer
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare, shards
-from trainer.data.files import begins_like_json_lines
+from trainer.data.files import beginning, begins_like_json
 from trainer.data.hf_tokenizer import ids_beside, save_hf
 from trainer.data.json_tokenizer import parse
 from trainer.data.shards import MANIFEST
@@ -481,7 +481,7 @@ def test_a_tokenizer_with_dropout_is_refused(tmp_path):
 def test_a_text_of_deeply_nested_lists_is_no_json_lines(tmp_path):
     path = tmp_path / "deep.txt"
     path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
-    assert not begins_like_json_lines(path)
+    assert not begins_like_json(beginning(path))
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """No text ends another or loses a character without a word, whatever the tokenizer."""
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ from tokenizers import (
 )
 
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
-from trainer.data.corpus import HubSource
+from trainer.data.corpus import HubSource, open_corpus
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.tokenizer import changed_characters
 from trainer.errors import UserError
@@ -326,3 +327,20 @@ def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, monkeypatch, 
     prepared(tmp_path, HubSource(str(folder)), "byte")
     line = f"`datasets` leaves out {folder / other} (1 of 4 data files); data=text"
     assert capsys.readouterr().err.count(line) == 1
+
+
+def test_a_local_data_set_that_changed_within_its_time_is_read_again(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for text in ("one", "two"):
+        (folder / "train.txt").write_text(f"{text}\nmore\n")
+        os.utime(folder / "train.txt", (1, 1))  # as `rsync --times` may do
+        corpus = open_corpus(HubSource(str(folder)), tmp_path / "cache")
+        for _ in range(2):
+            texts = [text for rows in corpus.read(None) for text in rows.texts]
+            assert texts == [text, "more"]
+    line = f"data.name={folder}: `datasets` makes each line a document; data=text"
+    assert capsys.readouterr().err.count(line) == 2

@@ -1,0 +1,173 @@
+"""Data sets that package `datasets` reads: their builder, rows and errors."""
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data.files import FORMATS, NoColumn
+from trainer.errors import UserError
+from trainer.files import path_of
+from trainer.text import note
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder, IterableDataset
+
+    from trainer.data.corpus import HubSource
+
+DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
+# what `datasets.save_to_disk` writes beside the rows
+SAVED_TO_DISK = ("dataset_dict.json", "dataset_info.json", "state.json")
+
+
+def refuse_builder(name: str) -> None:
+    """Raise UserError for `text`, `json` and other readers of `datasets`.
+
+    `datasets` lets them read whatever is in the working directory.
+    """
+    if name.isidentifier() and find_spec(f"datasets.packaged_modules.{name}"):
+        raise UserError(
+            f"data.name={name} is a file format of the package datasets, not a data"
+            " set; data=text data.paths=[FILE,...] reads files"
+        )
+
+
+def local_files(folder: Path) -> list[Path]:
+    """Return the files below a directory; none if it is none.
+
+    Raises:
+      UserError: a link that `datasets` would not follow, or read a second time.
+    """
+    instead = f"remove it, or read data=text data.paths=[{folder}/]"
+    files: dict[Path, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and path.is_symlink():
+            raise UserError(
+                f"data.name={folder}: {path} is a link to a directory, which data=hf"
+                f" does not follow; {instead}"
+            )
+        if not path.is_file():
+            continue
+        first = files.setdefault(path.resolve(), path)
+        if first != path:
+            raise UserError(
+                f"data.name={folder}: {path} is {first} by a link, and would be read"
+                f" twice; {instead}"
+            )
+    return list(files.values())
+
+
+def open_builder(
+    source: "HubSource", local: Sequence[Path], content: str
+) -> "DatasetBuilder":
+    """Return the reader of a hub data set, and print what it reads otherwise.
+
+    Args:
+      source: the data set.
+      local: the files of a directory.
+      content: the fingerprint of these.
+
+    Raises:
+      UserError: it names files elsewhere, which its README.md may do.
+    """
+    import datasets
+
+    # `datasets` tells changed files by their times only.
+    cache = Path(datasets.config.HF_DATASETS_CACHE, content) if local else None
+    builder = datasets.load_dataset_builder(
+        source.name, source.config, revision=source.revision, cache_dir=cache
+    )
+    splits = (builder.config.data_files or {}).values()
+    folder = path_of(source.name)
+    place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
+    for file in itertools.chain(*splits):
+        if not os.path.normpath(file).startswith(place):
+            raise UserError(
+                f"data.name={source.name} takes {file} for its own data, which is"
+                " elsewhere; correct its README.md"
+            )
+    if builder.name == "text":
+        note(
+            f"data.name={source.name}: `datasets` makes each line a document; data=text"
+            " data.paths=[FILE] reads a file as it stands"
+        )
+    if local:
+        say_unread_files(source.name, local, itertools.chain(*splits))
+    return builder
+
+
+def say_unread_files(name: str, local: Sequence[Path], read: Iterable[str]) -> None:
+    """Print which data files of a directory `datasets` leaves out.
+
+    It reads one format, and finds splits, patterns and URLs in names.
+    """
+    known = set(map(os.path.realpath, read))
+    data = [
+        path
+        for path in local
+        if path.suffix in DATA_SUFFIXES and path.name not in SAVED_TO_DISK
+    ]
+    unread = [path for path in data if os.path.realpath(path) not in known]
+    if unread:
+        note(
+            f"data.name={name}: `datasets` leaves out {unread[0]} ({len(unread):,} of"
+            f" {len(data):,} data files); data=text data.paths=[{name}] reads all"
+        )
+
+
+def load_hub(source: "HubSource", builder: "DatasetBuilder") -> "IterableDataset":
+    """Return the rows of a hub data set."""
+    if source.streaming:
+        return builder.as_streaming_dataset(split=source.split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=source.split).to_iterable_dataset()
+
+
+def check_column(dataset: "IterableDataset", column: str) -> None:
+    """Raise UserError for a missing column."""
+    names = dataset.column_names or list(next(iter(dataset), {}))
+    if not names:
+        raise UserError("the corpus is empty: it has no rows")
+    if column not in names:
+        raise NoColumn(column, names)
+
+
+@contextmanager
+def hub_errors(source: "HubSource") -> Iterator[None]:
+    """Turn errors of a hub data set into a UserError with advice."""
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    try:
+        yield
+    except DatasetNotFoundError as error:
+        raise UserError(
+            f"there is no data set {source.name!r} on the hub, or it needs a login (`hf"
+            " auth login`); correct data.name"
+        ) from error
+    except ConnectionError as error:
+        raise UserError(
+            f"data set {source.name!r} cannot be reached ({error}); check the network"
+            " and HF_HUB_OFFLINE, or prepare it elsewhere with "
+            "`scalify-trainer prepare-data` and use data=prepared"
+        ) from error
+    except DatasetsError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(
+            f"data set {source.name!r}, split {source.split!r}, column"
+            f" {source.column!r}: {' '.join(str(cause).split())}; data=text"
+            " data.paths=[FILE,...] reads files of any columns and types"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # whatever `datasets` meets in a stranger's files
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        instead = f"; data=text data.paths=[{source.name}] reads files of any names"
+        raise UserError(
+            f"data set {source.name!r}, split {source.split!r}: {lines[0]}"
+            f"{instead if path_of(source.name).is_dir() else ''}"
+        ) from error
