@@ -197,8 +197,7 @@ class Recorder(precision_warnings.Observer):
         if (
             out.row is not None
             and out.figures is not None
-            and precision_warnings.beside_lost(measuring.wide(x.value), asarray(made))
-            > 0
+            and precision_warnings.beside_lost(v.logical(x.value), asarray(made)) > 0
         ):
             out.row.see(out.figures, out.when, loses=True)
         return out
@@ -306,7 +305,7 @@ class Recorder(precision_warnings.Observer):
         row, figures = result.row, result.figures
         if row is None or figures is None:
             return
-        a, b, *rest = [fp32_reference.wide(measuring.wide(x.value)) for x in operands]
+        a, b, *rest = [fp32_reference.wide(v.logical(x.value)) for x in operands]
         units = [float(jnp.max(jnp.abs(x), initial=0.0)) or 1.0 for x in (a, b)]
         squares = [jnp.square(x / unit) for x, unit in zip((a, b), units, strict=True)]
         full = eqn.replace(params={**eqn.params, "precision": IN_FULL})
@@ -314,7 +313,7 @@ class Recorder(precision_warnings.Observer):
             np.asarray(fp32_reference.in_float32(full, *x, *rest)[0], np.float64)
             for x in ((a, b), squares)
         )
-        wrong = np.linalg.norm(np.asarray(measuring.wide(result.value)) - exact)
+        wrong = np.linalg.norm(np.asarray(v.logical(result.value)) - exact)
         expected = units[0] * units[1] * math.sqrt(max(size.sum(), 0.0))
         limit = max(self.tolerance, epsilon(row.dtype, *result.formats))
         if wrong > limit * expected:

@@ -23,10 +23,10 @@ from jax.extend.core import jaxprs_in_params
 
 from scalify_core.interpreter.registry import COMBINERS, bind, wide_equation
 from scalify_core.numerics.formats import (
+    at_least_float32,
     is_narrow,
     is_narrow_dtype,
     materialise,
-    widened,
 )
 from scalify_core.numerics.jaxprs import INLINED
 
@@ -49,7 +49,7 @@ def wide(x: Any) -> Any:
 
     A reference to an array (`jax.new_ref`) is returned unchanged.
     """
-    return widened(x)
+    return at_least_float32(x)
 
 
 def entering(x: Any) -> Any:

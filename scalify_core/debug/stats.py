@@ -15,10 +15,9 @@ from jax import lax
 from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import quantize
-from scalify_core.interpreter.measured.policy import composite_rule as measured_rule
-from scalify_core.interpreter.measured.policy import like, wide
+from scalify_core.interpreter.measured.policy import like, measured_composite
 from scalify_core.interpreter.registry import composite_rule
-from scalify_core.interpreter.value import Value
+from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import formats
 from scalify_core.numerics.formats import FloatFormat, is_float, pow2_floor
 from scalify_core.ops.composite import composite
@@ -243,16 +242,16 @@ def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
     return gradient, bwd(seen, _stored(gradient), **dict(call.static))[1]
 
 
-@measured_rule("probe", "probe.fwd", "probe.bwd")
+@measured_composite("probe", "probe.fwd", "probe.bwd")
 def _measured_probe(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Return the array unchanged; the figures are those of its storage form."""
     number = 1 if call.name == "probe.bwd" else 0
     x = operands[number]
-    data = wide(x)
+    data = logical(x)
     if call.name == "probe":
         return [like(x, data)]
     seen = quantize.result(data, x.dtype) if isinstance(x, Value) else data
-    rest = [wide(y) for i, y in enumerate(operands) if i != number]
+    rest = [logical(y) for i, y in enumerate(operands) if i != number]
     static = dict(call.static)
     if call.name == "probe.fwd":
         return [like(x, data), fwd(seen, *rest, **static)[1]]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.interpreter.measured.products import (
@@ -25,20 +26,13 @@ from scalify_core.interpreter.measured.products import (
     PRODUCTS,
 )
 from scalify_core.numerics.formats import is_narrow
-from scalify_core.numerics.jaxprs import CALLS, per_jaxpr
+from scalify_core.numerics.jaxprs import CONTROL, per_jaxpr
 from scalify_core.numerics.precision_warnings import PrecisionWarning
 
 _LIBRARIES = (
     os.path.dirname(jax.__file__),
     os.path.dirname(os.path.dirname(__file__)),  # scalify_core
 )
-# By primitive: the parameters that are inner jaxprs, whose products are compared.
-_INNER = {
-    **dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr", "call")),
-    "scan": ("jaxpr",),
-    "cond": ("branches",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-}
 
 
 class TraceError(Exception):
@@ -182,12 +176,14 @@ def has_products(jaxpr: Any) -> bool:
 
 
 def _inner_jaxprs(eqn: Any) -> list[tuple[str, Any]]:
-    jaxprs = []
-    for key in _INNER.get(eqn.primitive.name, ()):
-        value = eqn.params.get(key, ())
-        for jaxpr in value if isinstance(value, tuple) else (value,):
-            jaxprs.append((key, jaxpr))
-    return jaxprs
+    if eqn.primitive.name not in CONTROL:
+        return []
+    return [
+        (key, x)
+        for key, value in eqn.params.items()
+        for x in (value if isinstance(value, tuple) else (value,))
+        if isinstance(x, Jaxpr)
+    ]
 
 
 def _reads_less(precision: Any) -> bool:

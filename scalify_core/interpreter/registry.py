@@ -31,7 +31,13 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics.formats import is_float, is_narrow
-from scalify_core.numerics.jaxprs import CALLS, as_traced, inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import (
+    CALLS,
+    CONTROL,
+    as_traced,
+    inner_jaxpr,
+    per_jaxpr,
+)
 
 COMPOSITE = "composite "  # before the names of composites, in keys of the table
 
@@ -173,15 +179,23 @@ def composite_rule(
 def default(eqn: Any, *operands: Any) -> Any:
     """Evaluate a primitive or composite without a rule, as `unscaled` does.
 
-    The result is correct without a rule, so there is no warning. A composite is traced
-    anew with FP32 operands: a user's cast to FP16 in front of it is not to overflow.
+    The result is correct without a rule, so there is no warning.
     """
     if eqn.primitive.name != "scalify_composite":
         return as_traced_dtypes(eqn, *operands)
-    # The composite's own function is traced again, now with FP32.
+    return _of_scale_1(called(eqn, *operands), operands)
+
+
+def called(eqn: Any, *operands: Any) -> list[Any]:
+    """Return the results of a composite on logical values, plain.
+
+    Its function is traced anew with FP32 operands: a user's cast to FP16 in front of it
+    is not to overflow.
+    """
     args = [v.unscaled(x) for x in operands]
-    args = [formats.as_float32(x) if is_float(x) else x for x in args]
-    return _of_scale_1(eqn.params["call"].bind(*args), operands)
+    return eqn.params["call"].bind(
+        *(formats.as_float32(x) if is_float(x) else x for x in args)
+    )
 
 
 DEFAULT = Rule(default, "default", lazy=True)
@@ -230,7 +244,7 @@ def wide_equation(eqn: Any) -> Any:
 @per_jaxpr
 def _wide_jaxpr(jaxpr: Any) -> Any:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
-    wide = jax.eval_shape(lambda xs: list(map(formats.widened, xs)), shapes)
+    wide = jax.eval_shape(lambda xs: list(map(formats.at_least_float32, xs)), shapes)
     return jax.make_jaxpr(functools.partial(_in_wide, jaxpr))(*wide)
 
 
@@ -240,7 +254,9 @@ def _in_wide(jaxpr: Any, *operands: Any) -> list[Any]:
     env = dict(zip(names, (*jaxpr.consts, *operands), strict=True))
 
     def read(atom: Any) -> Any:
-        return formats.widened(atom.val if isinstance(atom, Literal) else env[atom])
+        return formats.at_least_float32(
+            atom.val if isinstance(atom, Literal) else env[atom]
+        )
 
     for eqn in jaxpr.eqns:
         args = list(map(read, eqn.invars))
@@ -276,7 +292,7 @@ def stores(eqn: Any, *operands: Any) -> bool:
     gradient of 1e-9 behind a cast to FP16 would be zero. A uniform constant that the
     format holds needs none.
     """
-    if rule_of(eqn).control:
+    if eqn.primitive.name in CONTROL:
         return any(map(_has_casts, jaxprs_in_params(eqn.params)))
     if not _is_cast(eqn):
         return False

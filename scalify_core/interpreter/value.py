@@ -43,6 +43,7 @@ from scalify_core.numerics.compiler_hints import (
 )
 from scalify_core.numerics.formats import (
     as_float32,
+    at_least_float32,
     materialise,
     pow2_round,
     saturating_cast,
@@ -54,6 +55,7 @@ from scalify_core.numerics.scales import (
     Scale,
     as_number,
     broadcast_scale,
+    has_any_scale,
     is_static,
     largest,
     number_and_rest,
@@ -145,6 +147,10 @@ class Value:
             self, data=data, pre_rescale=None, copies={}, **changes
         )
 
+    def with_scale(self, data: Any, scale: Scale | Multiple) -> Value:
+        """Return a value of this expected RMS, format and factor."""
+        return value(data, scale, self.expected_rms, self.dtype, self.factor)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the data."""
@@ -228,14 +234,14 @@ def lift(x: Any, dtype: np.dtype) -> Value:
         return value(as_float32(x), 1.0, 1.0, dtype)
     # Zeros, infinities and NaN are the same at every scale, so they get the smallest,
     # which a sum or a maximum with other values ignores.
-    any_scale = constant == 0 or not math.isfinite(constant)
+    any_scale = has_any_scale(constant)
     scale = MIN_SCALE if any_scale else pow2_round(constant)
     number = np.float32(constant if any_scale else constant / scale)
     data = lax.full(np.shape(x), number, _F32) if np.shape(x) else number
     return value(data, scale, 1.0 if any_scale else abs(float(number)), dtype)
 
 
-def wide(v: Value) -> Any:
+def data32(v: Value) -> Any:
     """Return the data in FP32, without the factor."""
     return as_float32(v.data)
 
@@ -257,7 +263,7 @@ def exact(v: Value) -> Value:
         return v
     scale, rest = number_and_rest(v.multiple)
     return value(
-        times(wide(v), rest),
+        times(data32(v), rest),
         scale,
         v.expected_rms,
         v.dtype,
@@ -302,10 +308,17 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
     """
     if not isinstance(v, Value):
         return materialise(v)
-    x = wide_at(v, 1.0)
-    if x.dtype == dtype:
-        return x
-    return saturating_cast(x, dtype)
+    return saturating_cast(data32_at(v, 1.0), dtype)
+
+
+def logical(v: Any) -> Any:
+    """Return the logical value as a plain array, in FP64 where the data is.
+
+    Plain operands are materialized.
+    """
+    if not isinstance(v, Value):
+        return materialise(v)
+    return _at_scale(at_least_float32(v.data), v, 1.0)
 
 
 def at_scale(v: Value, scale: Scale) -> Any:
@@ -313,7 +326,7 @@ def at_scale(v: Value, scale: Scale) -> Any:
     return _at_scale(v.data, v, scale)
 
 
-def wide_at(v: Value, scale: Scale) -> Any:
+def data32_at(v: Value, scale: Scale) -> Any:
     """Return the data that `v` would have at `scale`, in FP32."""
     return _at_scale(as_float32(v.data), v, scale)
 
@@ -333,9 +346,7 @@ def as_divisor(v: Value) -> Value:
         return v
     v = exact(v)
     scale = unless_of_zeros(v.scale, 1.0)
-    return value(
-        times(wide(v), ratio(v.scale, scale)), scale, v.expected_rms, v.dtype, v.factor
-    )
+    return v.with_scale(times(data32(v), ratio(v.scale, scale)), scale)
 
 
 def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
@@ -415,7 +426,7 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
     A statistic of 0, infinity or NaN leaves the scale unchanged.
     """
     v = scalar_scale(v)
-    return _rescaled(v, statistic(wide(v)))
+    return _rescaled(v, statistic(data32(v)))
 
 
 def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
@@ -426,9 +437,9 @@ def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
     """
     v = scalar_scale(v)
     if not columns:
-        return _rescaled(v, jnp.sqrt(jnp.mean(jnp.square(wide(v)))))
+        return _rescaled(v, jnp.sqrt(jnp.mean(jnp.square(data32(v)))))
     # The gradient of a bias and the RMS read the same array: one pass for both.
-    sums, squares = column_sums(wide(v), sums_at_once)
+    sums, squares = column_sums(data32(v), sums_at_once)
     return _rescaled(v, jnp.sqrt(jnp.sum(stored(squares)) / v.data.size), sums)
 
 
@@ -439,7 +450,7 @@ def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
     scale, change = in_one_kernel(*_rescaling(v, power))
     sums = None if sums is None else times(sums, change)
     return dataclasses.replace(
-        value(times(wide(v), change), scale, 1.0, v.dtype),
+        value(times(data32(v), change), scale, 1.0, v.dtype),
         pre_rescale=PreRescale(v, power, sums),
     )
 
@@ -471,13 +482,8 @@ def scalar_scale(v: Any) -> Any:
         return v
     # The largest: at a smaller one some data would saturate.
     scale = jnp.max(v.scale)
-    return value(
-        times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)),
-        scale,
-        v.expected_rms,
-        v.dtype,
-        v.factor,
-    )
+    change = ratio(broadcast_scale(v.scale, v.data), scale)
+    return v.with_scale(times(v.data, change), scale)
 
 
 def data_of(x: Any) -> Any:

@@ -487,11 +487,6 @@ def is_narrow_dtype(dtype: Any) -> bool:
     return np.dtype(dtype).itemsize < 4
 
 
-def widened(x: Any) -> Any:
-    """Return an array, in FP32 if it is a narrower float."""
-    return as_float32(x) if is_narrow(x) else x
-
-
 def holds(dtype: Any, number: float) -> bool:
     """Return whether a format has this number."""
     with np.errstate(over="ignore"):
@@ -518,11 +513,7 @@ def as_float32(x: Any) -> Any:
 
 def at_least_float32(x: Any) -> Any:
     """Return `x` in FP32 if it is a narrower float, else as it is."""
-    dtype = jnp.result_type(x)
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    if is_narrow:
-        return as_float32(x)
-    return x
+    return as_float32(x) if is_narrow(x) else x
 
 
 def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:

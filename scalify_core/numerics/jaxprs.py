@@ -147,6 +147,8 @@ INLINED = frozenset(
 )
 # Primitives whose one inner jaxpr takes their operands and gives their results.
 CALLS = INLINED | {"jit", "remat2", "shard_map"}
+# All whose inner jaxprs are evaluated with scales.
+CONTROL = CALLS | {"scan", "while", "cond"}
 
 
 def inner_jaxpr(eqn: Any) -> Any:

@@ -70,6 +70,11 @@ def same_scale(a: Scale, b: Scale) -> bool:
     )
 
 
+def has_any_scale(number: float | None) -> bool:
+    """Return whether a number is the same at every scale: zero, infinite or NaN."""
+    return number is not None and (number == 0 or not math.isfinite(number))
+
+
 def near(scales: Sequence[Scale]) -> bool:
     """Return whether scales are static and near each other.
 

@@ -13,12 +13,11 @@ from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
-    composite_rule,
     like,
     like_composite,
+    measured_composite,
     stored,
     stored_value,
-    wide,
     wide_result,
     wide_value,
 )
@@ -33,7 +32,7 @@ from scalify_core.interpreter.measured.products import (
 )
 from scalify_core.interpreter.rules.composites import in_order
 from scalify_core.interpreter.rules.matmul import call_on_data
-from scalify_core.interpreter.value import Value
+from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat
 from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
@@ -52,25 +51,25 @@ _RESCALES = (
 _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialised")
 
 
-@composite_rule(*map("".join, itertools.product(_SAME, ("", ".fwd", ".bwd"))))
-@composite_rule("stop_scaling.bwd")
-@composite_rule(
+@measured_composite(*map("".join, itertools.product(_SAME, ("", ".fwd", ".bwd"))))
+@measured_composite("stop_scaling.bwd")
+@measured_composite(
     "set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd"
 )
 def _same(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Return the operand: scales are measured anyway, so rescaling is the identity."""
     x = operands[-1]
-    return [like(x, in_order(call, wide(x)))] * len(eqn.outvars)
+    return [like(x, in_order(call, logical(x)))] * len(eqn.outvars)
 
 
-@composite_rule("stop_scaling", "stop_scaling.fwd")
+@measured_composite("stop_scaling", "stop_scaling.fwd")
 def _stop(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
-    return [in_order(call, wide(x))] * len(eqn.outvars)
+    return [in_order(call, logical(x))] * len(eqn.outvars)
 
 
-@composite_rule("set_scaling", "set_scaling.fwd")
+@measured_composite("set_scaling", "set_scaling.fwd")
 def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
-    data = in_order(call, wide(x))
+    data = in_order(call, logical(x))
     if not isinstance(x, Value):
         return [data]
     scale = dict(call.static)["scale"]
@@ -78,25 +77,25 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     return [stored_value(ScaledArray(data, 1.0).rescale(scale).astype(dtype))]
 
 
-@composite_rule("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
+@measured_composite("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
 def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Round to a format at a measured scale, as storing in that format does."""
     fmt: FloatFormat = dict(call.static)["fmt"]
     x = operands[-1]
-    data = in_order(call, wide(x))
+    data = in_order(call, logical(x))
     unit = amax.unit_of(data, int(np.log2(fmt.max)) - 1)
     return [like(x, fmt.quantise(data * (1 / unit)) * unit)]
 
 
-@composite_rule("get_data_scale")
+@measured_composite("get_data_scale")
 def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     if not isinstance(x, Value):
-        return [wide(x), jnp.float32(1)]
-    array = quantize.result(in_order(call, wide(x)), x.dtype)
+        return [logical(x), jnp.float32(1)]
+    array = quantize.result(in_order(call, logical(x)), x.dtype)
     return [formats.as_float32(array.data), jnp.asarray(array.scale, jnp.float32)]
 
 
-@composite_rule("fp8_dot_general", "fp8_dot_general.fwd")
+@measured_composite("fp8_dot_general", "fp8_dot_general.fwd")
 def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Evaluate an FP8 product.
 
@@ -141,7 +140,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     return [value, *residuals, *unused]
 
 
-@composite_rule("fp8_dot_general.bwd")
+@measured_composite("fp8_dot_general.bwd")
 def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     product, last = dict(call.static)["product"], len(operands) - 1
     axis_labels = _labels(call, eqn, product, (0, 1, last))
@@ -151,7 +150,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         _stored(x, np.dtype(dtype), axes)
         for x, dtype, axes in zip(read, formats, shared(axis_labels), strict=True)
     )
-    unused = map(wide, operands[2:-1])
+    unused = map(logical, operands[2:-1])
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         d_lhs = lhs_gradient(rest[-1], rhs8, product.dims, _F32)
@@ -177,7 +176,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     return out
 
 
-@composite_rule("attention", "attention.fwd", "attention.bwd")
+@measured_composite("attention", "attention.fwd", "attention.bwd")
 def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Evaluate attention on FP16 or BF16 operands, which a GPU's fused kernel reads.
 
@@ -189,18 +188,20 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     if dtype.itemsize >= 4:
         return like_composite(eqn, *operands)
     backward = call.name.endswith(".bwd")
-    of_k, of_v = (amax.unit_of(wide(x), 0) for x in (k, values))
+    of_k, of_v = (amax.unit_of(logical(x), 0) for x in (k, values))
     units = [1 / of_k, of_k, of_v]
     if backward:
         *others, gradient = others
-        of_gradient = amax.unit_of(wide(gradient), _GRADIENT_TOP)
+        of_gradient = amax.unit_of(logical(gradient), _GRADIENT_TOP)
     data = [
-        formats.saturating_cast(wide(x) * (1 / unit), dtype)
+        formats.saturating_cast(logical(x) * (1 / unit), dtype)
         for x, unit in zip((q, k, values), units, strict=True)
     ]
     rest = [_in_dtype(x, dtype) for x in others]
     if backward:
-        rest.append(formats.saturating_cast(wide(gradient) * (1 / of_gradient), dtype))
+        rest.append(
+            formats.saturating_cast(logical(gradient) * (1 / of_gradient), dtype)
+        )
         both = of_gradient * of_v
         factors = [both * of_k, both / of_k, of_gradient]
     else:
@@ -215,7 +216,7 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 
 def _in_dtype(x: Any, dtype: np.dtype) -> Any:
     """Return the kernel's own output, a residual, in its dtype; others as they are."""
-    x_wide = wide(x)
+    x_wide = logical(x)
     if isinstance(x, Value) and x.shape[-1:] != (1,):
         return formats.saturating_cast(x_wide, dtype)
     return x_wide

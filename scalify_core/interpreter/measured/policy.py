@@ -37,7 +37,7 @@ from scalify_core.interpreter.measured.products import (
     reads_in,
     scales_of_result,
 )
-from scalify_core.interpreter.value import Value
+from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import is_float, is_narrow
@@ -56,7 +56,7 @@ _READ_FURTHER_ON = (CALLS | MOVES | {"scan"}) - {"shard_map"}
 rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
 
 
-def rule(*keys: str) -> Callable[[Callable], Callable]:
+def measured_rule(*keys: str) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the measured-scale rule of these equations."""
 
     def register(fun: Callable) -> Callable:
@@ -66,7 +66,7 @@ def rule(*keys: str) -> Callable[[Callable], Callable]:
     return register
 
 
-def composite_rule(*names: str) -> Callable:
+def measured_composite(*names: str) -> Callable:
     """Return a decorator that registers the rule of the composite calls of these names.
 
     The rule takes the call, the equation and its operands.
@@ -76,7 +76,7 @@ def composite_rule(*names: str) -> Callable:
         def of_call(eqn: Any, *operands: Any) -> Any:
             return fun(eqn.params["call"], eqn, *operands)
 
-        rule(*(registry.COMPOSITE + name for name in names))(of_call)
+        measured_rule(*(registry.COMPOSITE + name for name in names))(of_call)
         return fun
 
     return register
@@ -108,7 +108,7 @@ def results(
     if eqn.primitive.name == "scalify_composite":
         return like_composite(eqn, *operands)
     if _means_its_dtype(eqn):
-        out = registry.as_traced_dtypes(eqn, *map(widened, operands))
+        out = registry.as_traced_dtypes(eqn, *operands)
         return [like(x, x.data) if isinstance(x, Value) else x for x in out]
     return in_float32(eqn, *operands)
 
@@ -226,26 +226,10 @@ def is_stored(x: Value) -> bool:
     return x.data.dtype.itemsize < 4
 
 
-def wide(x: Any) -> Any:
-    """Return the logical value in FP32; a plain operand is returned as an array."""
-    if not isinstance(x, Value):
-        return formats.materialise(x)
-    return quantize.wide(as_array(x))
-
-
-def widened(x: Any) -> Any:
-    """Return an operand whose data, if it is a value, is FP32 at scale 1."""
-    if not isinstance(x, Value) or not (is_stored(x) or x.static != 1.0):
-        return x
-    return wide_value(wide(x), x.dtype)
-
-
 def as_array(x: Value) -> Any:
     """Return a value as a `ScaledArray` if it is stored, else as an FP32 array."""
     if not is_stored(x):
-        if x.static != 1.0:
-            return quantize.wide(with_scale(x.data, x.scale))
-        return x.data
+        return logical(x)
     return with_scale(x.data, x.scale)
 
 
@@ -261,7 +245,7 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
 
 def _as_wide_as(x: Any, aval: Any) -> Any:
     """Return a logical value in FP32, or in FP64 where the trace has that."""
-    x = wide(x)
+    x = logical(x)
     if isinstance(x, jax.Ref) or not is_float(aval):
         return x
     dtype = aval.dtype if aval.dtype.itemsize > 4 else _F32
@@ -313,7 +297,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     return stored_value(stored(x, dtype, reading, reading, limit_of(var, jaxpr)))
 
 
-@rule(*MOVES)
+@measured_rule(*MOVES)
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
         return in_float32(eqn, x, *rest)
@@ -415,22 +399,20 @@ def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
     if not isinstance(x, Value):
         x = wide_value(formats.materialise(x), eqn.invars[0].aval.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
-        integers = formats.saturating_cast(wide(x), eqn.invars[0].aval.dtype)
+        integers = formats.saturating_cast(logical(x), eqn.invars[0].aval.dtype)
         return registry.bind_all(eqn, integers)
     if dtype.itemsize < 4:  # the user's wish to round
         limit = masks.limit_of(masks.limits_in(jaxpr), eqn.invars[0])
         if limit > masks.NO_MASK:  # a mask is not to set the scale
             return [stored_value(quantize.result(as_array(x), dtype, limit))]
         return [stored_value(quantize.stored(as_array(x), dtype))]
-    return [wide_value(lax.convert_element_type(wide(x), dtype), dtype)]
+    return [wide_value(lax.convert_element_type(logical(x), dtype), dtype)]
 
 
 def like_composite(eqn: Any, *operands: Any) -> list[Any]:
     """Evaluate a composite without a rule on logical values, in FP32."""
-    call = eqn.params["call"]
-    arrays = [formats.as_float32(x) if is_float(x) else x for x in map(wide, operands)]
     dtype = v.result_dtype(*operands)
-    return [wide_result(y, dtype) for y in call.bind(*arrays)]
+    return [wide_result(y, dtype) for y in registry.called(eqn, *operands)]
 
 
 def leaving(
@@ -468,7 +450,7 @@ def leaving(
         with precision_warnings.made_at(observer, jaxpr, var):
             y = quantize.result(as_array(x), dtype, limits[i], nonzero=is_nonzero)
             if observer is not None and quantize.has_own_range(dtype):
-                lost = precision_warnings.beside_lost(wide(x), quantize.wide(y))
+                lost = precision_warnings.beside_lost(logical(x), quantize.unstored(y))
                 observer.returned(str(dtype), lost)
         made.append(y)
     return made

@@ -26,7 +26,7 @@ _MASK = 2.0**10  # the magnitude of a saturated mask: far above that of logits
 _LEAST_MASK = np.float32(2.0**8)
 
 
-def wide(x: Any) -> Any:
+def unstored(x: Any) -> Any:
     """Return the logical value of a stored array, in FP32; other operands unchanged."""
     if not isinstance(x, ScaledArray):
         return x
@@ -66,7 +66,7 @@ def stored(
     if isinstance(x, ScaledArray):
         if x.dtype == dtype and scaled_in(x, parts):
             return x
-        x = wide(x)
+        x = unstored(x)
     x = formats.as_float32(x)
     if not has_own_range(dtype):
         return ScaledArray(formats.saturating_cast(x, dtype), 1.0)
@@ -124,11 +124,11 @@ def result(
     if nonzero and has_own_range(dtype):
         array = result(x, dtype, limit)
         return with_scale(
-            _nonzero(formats.as_float32(wide(x)), array.data), array.scale
+            _nonzero(formats.as_float32(unstored(x)), array.data), array.scale
         )
     if dtype.itemsize >= 4:
-        return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
-    x = formats.as_float32(wide(x))
+        return with_scale(lax.convert_element_type(unstored(x), dtype), jnp.float32(1))
+    x = formats.as_float32(unstored(x))
     if limit > NO_MASK and has_own_range(dtype):
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, None)
         return with_scale(rounded(data, x=x, scale=scale), scale)

@@ -13,11 +13,10 @@ from typing import Any
 from jax.extend.core import Literal
 
 from scalify_core.interpreter.measured.products import MOVES
-from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import CALLS, CONTROL, inner_jaxpr, per_jaxpr
 
 Marks = tuple[bool, ...]
 Question = Callable[[Any, Marks], Sequence[bool] | None]
-_BODIES = CALLS | {"scan", "while", "cond"}
 
 
 @per_jaxpr
@@ -104,7 +103,7 @@ _SCALED = MOVES | {
 def needs_nonzero(eqn: Any, outs: Marks) -> Sequence[bool] | None:
     """Ask for variables of which a root, a logarithm or a reciprocal is taken."""
     name = eqn.primitive.name
-    if name in _BODIES:
+    if name in CONTROL:
         return None
     marks = [False] * len(eqn.invars)
     if name in _NEEDS_NONZERO:

@@ -17,7 +17,6 @@ from scalify_core.interpreter.registry import composite_rule
 from scalify_core.interpreter.rules.composites import (
     SQRT_2,
     as_value,
-    dtype_of,
     is_value,
     kernel_operands,
     moved,
@@ -103,7 +102,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal
     # numbers: up, and down again.
     lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
-    raised = formats.saturating_cast(sc.times(v.wide(gradient), lift), q.data.dtype)
+    raised = formats.saturating_cast(sc.times(v.data32(gradient), lift), q.data.dtype)
     residuals = (q, k, values, segments, kernel_output, log_norm)
     out = on_data(
         call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale
@@ -144,7 +143,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 @composite_rule("rope", wide=True)
 def _rope(call: Any, x: Any, *tables: Any) -> Any:
     x = as_value(x, *tables)
-    out, *_ = on_data(call, v.wide(x), *map(v.unscaled, tables))
+    out, *_ = on_data(call, v.data32(x), *map(v.unscaled, tables))
     return x.with_data(out)
 
 
@@ -156,47 +155,37 @@ def _rope_fwd(call: Any, x: Any, *tables: Any) -> Any:
 @composite_rule("rope.bwd", wide=True)
 def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
     gradient = as_value(gradient, *tables)
-    (out,) = on_data(call, tuple(map(v.unscaled, tables)), v.wide(gradient))
+    (out,) = on_data(call, tuple(map(v.unscaled, tables)), v.data32(gradient))
     return gradient.with_data(out), None, None
 
 
 # Softmax. FP32 inside; of n probabilities the RMS is between 1/n and 1/sqrt(n).
 
 
-@composite_rule("softmax")
-def _softmax(call: Any, x: Value) -> Any:
-    return on_values(call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)], x)
+def _normalizer(name: str, power: float) -> None:
+    """Register softmax or its logarithm: of n numbers the RMS is n**power."""
+
+    def results(call: Any, x: Value) -> list[tuple[float, Any]]:
+        return [(x.shape[dict(call.static)["axis"]] ** power, x.dtype)]
+
+    @composite_rule(name)
+    def _(call: Any, x: Value) -> Any:
+        return on_values(call, results(call, x), x)
+
+    @composite_rule(f"{name}.fwd")
+    def _(call: Any, x: Value) -> Any:
+        y, _ = on_values(call, results(call, x) * 2, x)
+        return y, y
+
+    @composite_rule(f"{name}.bwd")
+    def _(call: Any, y: Any, gradient: Any) -> Any:
+        y, gradient = as_value(y, gradient), as_value(gradient, y)
+        size = size_of(y.size, gradient.size) if power else gradient.size
+        return on_values(call, [(size, y.dtype)], y, gradient)
 
 
-@composite_rule("softmax.fwd")
-def _softmax_fwd(call: Any, x: Value) -> Any:
-    y, _ = on_values(
-        call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)] * 2, x
-    )
-    return y, y
-
-
-@composite_rule("softmax.bwd")
-def _softmax_bwd(call: Any, y: Any, gradient: Any) -> Any:
-    y, gradient = as_value(y, gradient), as_value(gradient, y)
-    return on_values(call, [(size_of(y.size, gradient.size), y.dtype)], y, gradient)
-
-
-@composite_rule("log_softmax")
-def _log_softmax(call: Any, x: Value) -> Any:
-    return on_values(call, [(1.0, x.dtype)], x)
-
-
-@composite_rule("log_softmax.fwd")
-def _log_softmax_fwd(call: Any, x: Value) -> Any:
-    y, _ = on_values(call, [(1.0, x.dtype)] * 2, x)
-    return y, y
-
-
-@composite_rule("log_softmax.bwd")
-def _log_softmax_bwd(call: Any, y: Any, gradient: Any) -> Any:
-    gradient = as_value(gradient, y)
-    return on_values(call, [(gradient.size, dtype_of(y, gradient))], y, gradient)
+_normalizer("softmax", -0.5)
+_normalizer("log_softmax", 0.0)
 
 
 # Losses: an FP32 result of scale 1.
@@ -267,11 +256,11 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         # logit_scale / tokens: here by 1.
         gradient, number = as_value(gradient, dx), 1.0
         wide = (
-            v.wide(dx),
-            v.wide(dhead),
+            v.data32(dx),
+            v.data32(dhead),
             formats.as_float32(v.data_of(like_head)),
         )
-        out = on_data(call, wide, v.wide(gradient), logit_scale=float(tokens))
+        out = on_data(call, wide, v.data32(gradient), logit_scale=float(tokens))
         dx, dhead = (
             v.value(
                 y,
@@ -289,7 +278,7 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
     """Return `x * constant`; the power of two goes into the scale."""
     if constant == 0:
-        return v.value(sc.times(v.wide(x), 0.0), x.scale, x.expected_rms, dtype)
+        return v.value(sc.times(v.data32(x), 0.0), x.scale, x.expected_rms, dtype)
     power = pow2_round(constant)
     return v.settled(
         x.data,
@@ -322,7 +311,7 @@ def _embedding_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     table, ids = residuals
     gradient = as_value(gradient, table)
     (out,) = on_data(
-        call, (v.wide(table) if is_value(table) else table, ids), v.wide(gradient)
+        call, (v.data32(table) if is_value(table) else table, ids), v.data32(gradient)
     )
     per_row = max(math.prod(ids.shape) / table.shape[0], 1.0)
     dtype = table.dtype if is_value(table) else gradient.dtype

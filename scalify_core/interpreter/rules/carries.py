@@ -64,7 +64,7 @@ def common_form(alternatives: tuple) -> Form | None:
     values += [
         v.lift(x, dtype)
         for x in alternatives
-        if not isinstance(x, Value) and not _is_any_scale(x)
+        if not isinstance(x, Value) and not sc.has_any_scale(v.uniform(x))
     ]
     if not sc.near([x.scale for x in values]):
         return Form(None, 1.0, dtype, wide=wide)
@@ -102,11 +102,6 @@ def wide_carry_forms(turn: Callable, init: Sequence[Any]) -> list[Form | None]:
             return [wide_form([x]) for x in carry]
 
 
-def _is_any_scale(x: Any) -> bool:
-    constant = v.uniform(x)
-    return constant is not None and (constant == 0 or not math.isfinite(constant))
-
-
 def to_form(x: Any, form: Form | None) -> Any:
     """Return `x` at the scale and in the format of a form.
 
@@ -126,7 +121,7 @@ def to_form(x: Any, form: Form | None) -> Any:
         scale = np.float32(x.scale) if sc.is_static(x.scale) else x.scale
         return _formed(x.data, jnp.asarray(scale), form)
     return _formed(
-        x.data if sc.same_scale(x.scale, form.scale) else v.wide_at(x, form.scale),
+        x.data if sc.same_scale(x.scale, form.scale) else v.data32_at(x, form.scale),
         form.scale,
         form,
     )
@@ -237,7 +232,7 @@ def _size(x: Any) -> float:
         if sc.is_static(x.scale) and x.scale >= sc.OF_ZEROS:
             return x.size
         return 0.0
-    if _is_any_scale(x):
+    if sc.has_any_scale(v.uniform(x)):
         return 0.0
     return abs(v.uniform(x) or 1.0)
 

@@ -80,9 +80,7 @@ def on_gradient(
     ):
         sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
         return on_values(call, sized, residuals, gradient)
-    data = v.value(
-        gradient.data, 1.0, gradient.expected_rms, gradient.dtype, gradient.factor
-    )
+    data = gradient.with_scale(gradient.data, 1.0)
     out = on_values(
         call,
         [(gradient.expected_rms * size, dtype) for size, dtype in results],
@@ -131,17 +129,15 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
     )
     if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:
         return [v.narrow(x) for x in values], list(scales)
-    return [v.value(v.wide(x), x.scale, x.expected_rms, x.dtype) for x in values], list(
-        scales
-    )
+    return [x.with_scale(v.data32(x), x.scale) for x in values], list(scales)
 
 
 def moved(x: Value, scale: Any) -> Value:
     """Return the same value, with a dynamic scale taken out of its FP32 data."""
     if sc.is_static(scale):
         return x
-    data = sc.times(v.wide(x), sc.ratio(1.0, scale))
-    return v.value(data, sc.product(x.scale, scale), x.expected_rms, x.dtype, x.factor)
+    data = sc.times(v.data32(x), sc.ratio(1.0, scale))
+    return x.with_scale(data, sc.product(x.scale, scale))
 
 
 def in_order(call: Any, x: Any) -> Any:
@@ -400,11 +396,13 @@ def _normalised(
         # could become a separate kernel. The scale of zeros is too far from others.
         near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
         unit = others[0].scale if near else 1.0
-    parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
+    parameters = [
+        None if p is None else v.data32_at(p, unit) for p in (weight, *others)
+    ]
     eps = dict(call.static)["eps"]
     # Not below FP32's smallest number: a row of zeros must stay one.
     out = on_data(
-        call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
+        call, v.data32(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
     )
     return brought(sc.times(out[0], unit), _weight_size(weight), x.dtype), out, x
 
@@ -441,7 +439,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     gradient, (x, scale) = as_value(gradient, x, weight), with_static_scale(x, weight)
     parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
     rest = (*statistics, *parameters[: 1 + has_bias])
-    dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
+    dx, *sums = on_data(call, (v.data32(x), *rest), v.data32(gradient))
     # What the norm divided by: the row's size, or the root of epsilon where that is
     # larger.
     least = math.sqrt(dict(call.static)["eps"])
@@ -499,12 +497,12 @@ def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -
 
 
 def _at_static_scale(x: Value, *, scale: float) -> Value:
-    return v.value(v.wide_at(x, scale), scale, 1.0, x.dtype)
+    return v.value(v.data32_at(x, scale), scale, 1.0, x.dtype)
 
 
 def _rebalanced(x: Value, *, factor: float) -> Value:
     return v.value(
-        sc.times(v.wide(x), 1 / factor),
+        sc.times(v.data32(x), 1 / factor),
         sc.product(x.scale, factor),
         x.expected_rms / factor,
         x.dtype,
@@ -513,7 +511,7 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
 
 def _quantised(x: Value, *, fmt: Any) -> Value:
     return v.value(
-        formats.saturating_cast(fmt.quantise(v.wide(x)), x.dtype),
+        formats.saturating_cast(fmt.quantise(v.data32(x)), x.dtype),
         x.scale,
         x.expected_rms,
         x.dtype,
@@ -540,4 +538,4 @@ _rescaling("dynamic_rescale_max_grad", None, _max)
 def _get_data_scale(call: Any, x: Value) -> Any:
     del call
     x = v.scalar_scale(x)
-    return v.wide(x), jnp.asarray(x.scale, jnp.float32)
+    return v.data32(x), jnp.asarray(x.scale, jnp.float32)

@@ -37,11 +37,6 @@ unscaled(
 logical("nextafter", "reduce_precision")
 
 
-def _has_any_scale(constant: float | None) -> bool:
-    """Return whether a constant is zero or not finite, so that any scale suits."""
-    return constant is not None and (constant == 0 or not math.isfinite(constant))
-
-
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
     """Return the operands as values, and the format of an arithmetic result."""
     dtype = v.result_dtype(*operands)
@@ -61,7 +56,7 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     scale, rms, correction = v.hypot(a, b)
     if correction is None or scale.ndim:
         return v.value(
-            bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)),
+            bind(eqn, v.data32_at(a, scale), v.data32_at(b, scale)),
             scale,
             rms,
             dtype,
@@ -89,7 +84,7 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
     scale, rest = sc.product_and_rest(a.multiple, b.multiple)
-    data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
     return v.settled(
         data, scale, a.expected_rms * b.expected_rms, dtype, factor=a.factor * b.factor
     )
@@ -110,7 +105,7 @@ def _times_constant(x: Value, constant: float) -> Value:
         # near 1.
         scale, rest = sc.product_and_rest(x.multiple, factor)
         return v.value(
-            sc.times(v.wide(x), rest),
+            sc.times(v.data32(x), rest),
             scale,
             size / factor,
             dtype,
@@ -146,12 +141,12 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
-    if _has_any_scale(constant):
+    if sc.has_any_scale(constant):
         b = v.value(b.data, 1.0, 1.0, dtype)
     else:
         b = v.as_divisor(b)
     scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
-    data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
     return v.settled(
         data, scale, a.expected_rms / b.expected_rms, dtype, factor=a.factor / b.factor
     )
@@ -167,7 +162,7 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
         x = v.as_divisor(x)
     if sc.is_static(x.scale):
         return v.settled(
-            bind(eqn, v.wide(x)),
+            bind(eqn, v.data32(x)),
             x.scale**n,
             x.expected_rms**n,
             dtype,
@@ -180,7 +175,7 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
         scale, further = sc.product_and_rest(scale, base)
         rest = sc.product(rest, further)
     return v.settled(
-        sc.times(bind(eqn, v.wide(x)), rest),
+        sc.times(bind(eqn, v.data32(x)), rest),
         scale,
         x.expected_rms**n,
         dtype,
@@ -216,7 +211,7 @@ def _root(degree: int, inverse: bool) -> Any:
             rest = x.scale
             for _ in range(degree):
                 rest = sc.ratio(rest, out)
-        data = bind(eqn, sc.times(v.wide(x), rest))
+        data = bind(eqn, sc.times(v.data32(x), rest))
         rms = x.expected_rms * rest if sc.is_static(rest) else x.expected_rms
         rms = rms ** (-1 / degree if inverse else 1 / degree)
         return v.settled(data, sc.ratio(1.0, out) if inverse else out, rms, dtype)
@@ -279,7 +274,7 @@ def _is_finite(eqn: Any, x: Value) -> Any:
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
-        if _has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
+        if sc.has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
             number = np.asarray(constant, other.data.dtype)
             return bind(
                 eqn, *((number, other.data) if x is a else (other.data, number))
@@ -287,7 +282,7 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
     (a, b), _ = lifted(a, b)
     # At a common scale: numbers of 2^100 are compared without being formed.
     scale = sc.largest(a.scale, b.scale)
-    return bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale))
+    return bind(eqn, v.data32_at(a, scale), v.data32_at(b, scale))
 
 
 def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
@@ -333,7 +328,7 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     data = []
     for x in arrays:
         if isinstance(x, Value):
-            data.append(x.data if keep else v.wide_at(x, scale))
+            data.append(x.data if keep else v.data32_at(x, scale))
         else:
             data.append(constant_at(x, scale, dtype, keep))
     return data, scale, rms, dtype
@@ -353,7 +348,7 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     """
     constant: Any = v.uniform(x)
     out_dtype = dtype if keep else np.dtype(np.float32)
-    if _has_any_scale(constant):
+    if sc.has_any_scale(constant):
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
     # FP32 data of a narrower format leaves room for later operations, such as the
     # difference of two.
@@ -428,7 +423,7 @@ def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
     values = [v.scalar_scale(v.exact(x)) for x in values]
     scale = lax.select_n(which, *(jnp.asarray(x.scale, jnp.float32) for x in values))
     return v.value(
-        bind(eqn, which, *(v.wide(x) for x in values)),
+        bind(eqn, which, *(v.data32(x) for x in values)),
         scale,
         max(x.expected_rms for x in values),
         dtype,

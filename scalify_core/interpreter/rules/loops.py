@@ -167,8 +167,8 @@ def _initial_carry(
         init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
         forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
     else:
-        step = lambda carry: _handed(shape_of(turn, carry))
-        forms = list(_handed(carry_forms(step, init, length)))
+        forms = carry_forms(lambda carry: _handed(shape_of(turn, carry)), init, length)
+        forms = list(_handed(forms))
     return _carried(map(to_form, init, forms), avals), forms
 
 
@@ -192,12 +192,7 @@ def _slices(x: Any) -> tuple[Any, Any]:
         return (x.data, None, copies), x
     if x.scale.shape[0] == 1:
         scale = x.scale[0]
-        return (x.data, None, copies), v.value(
-            x.data,
-            scale.reshape(()) if scale.size == 1 else scale,
-            x.expected_rms,
-            x.dtype,
-        )
+        return (x.data, None, copies), x.with_scale(x.data, _scalar(scale))
     return (x.data, x.scale, copies), x
 
 
@@ -221,9 +216,7 @@ def _of_slice(pieces: Any, stack: Any) -> Any:
     }
     if scale is None:
         scale = stack.scale
-    elif scale.size == 1:
-        scale = scale.reshape(())
-    out = v.value(data, scale, stack.expected_rms, stack.dtype)
+    out = stack.with_scale(data, _scalar(scale))
     if made:
         return dataclasses.replace(out, copies=made)
     return out

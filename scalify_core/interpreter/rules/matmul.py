@@ -114,7 +114,7 @@ unscaled("reduce", "reduce_window", "reduce_prod", "cumprod", "cumlogsumexp")
 def summed(eqn: Any, x: Value, count: float) -> Value:
     """Return a sum of `count` terms."""
     x = v.scalar_scale(x)
-    out = bind(eqn, v.wide(x))
+    out = bind(eqn, v.data32(x))
     rms = x.expected_rms * math.sqrt(max(count, 1))
     return v.settled(
         out, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor
@@ -158,12 +158,12 @@ def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     """
     source = v.lift(source, operand.dtype)
     if isinstance(operand, Value):
-        where = v.wide(v.scalar_scale(operand))
+        where = v.data32(v.scalar_scale(operand))
     else:
         where = formats.as_float32(operand)
     source = v.scalar_scale(source)
     return v.value(
-        bind(eqn, v.wide(source), where),
+        bind(eqn, v.data32(source), where),
         source.scale,
         source.expected_rms,
         source.dtype,

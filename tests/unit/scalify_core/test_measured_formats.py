@@ -21,7 +21,7 @@ def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     actual = quantize.stored(x, np.dtype(dtype))
     fmt = sc.numerics.formats.FloatFormat.of(dtype)
     np.testing.assert_allclose(
-        quantize.wide(actual), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
+        quantize.unstored(actual), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
     )
     if dtype != jnp.bfloat16:
         peak = float(jnp.abs(actual.data.astype(jnp.float32)).max())
@@ -32,7 +32,7 @@ def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
             <= fmt.max
         )
     np.testing.assert_array_equal(
-        quantize.wide(quantize.stored(jnp.zeros(4), np.dtype(dtype))), 0
+        quantize.unstored(quantize.stored(jnp.zeros(4), np.dtype(dtype))), 0
     )
     assert quantize.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
 
