@@ -55,7 +55,7 @@ SMALL = list(
 )
 COVERED = sorted({case.primitive for case in CASES})
 BY_DEFAULT = {
-    "approx_top_k", "complex", "conj", "imag", "reduce", "reduce_window", "select_and_scatter",
+    "approx_top_k", "complex", "conj", "custom_linear_solve", "imag", "select_and_scatter",
 }  # fmt: skip
 ZEROS = (0.0,) * 64
 SPECIAL = (0.0, np.inf, -np.inf, np.nan)
