@@ -11,14 +11,10 @@ any number of devices. So a restored state is the saved state, whatever happened
 files.
 """
 
-import asyncio
 import hashlib
-import inspect
 import json
 import logging
 import shutil
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -32,13 +28,13 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
-from trainer.files import check_files, well_formed
+from trainer.files import check_files, read_file, well_formed, write_atomically
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
 from trainer.run.metadata import ADVICE, check_chunks, check_size, checked, holds_loss
+from trainer.run.orbax_errors import hide_leftovers
 from trainer.step import state_tree
 
 DAMAGED = "damaged"
-ORBAX = str(Path(ocp.__file__).parent)
 # Orbax measures its timeout of a save, 10 minutes, by the wall clock: setting the clock
 # ended the run. Twenty days in seconds, which is less than 2^31 milliseconds.
 SAVE_TIMEOUT = 20 * 86400
@@ -80,46 +76,6 @@ def _digest(document: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _hide_orbax_leftovers() -> None:
-    """Hide the errors of reads and writes that a failed save or restore leaves behind.
-
-    Nobody awaits these; the caller has been told of the failure. Tracebacks reach
-    `sys.unraisablehook` in two ways: from TensorStore, which reports to Orbax's closed
-    event loop without Python code in between; and from discarded coroutines of Orbax.
-    Others reach asyncio's log, from its futures.
-    """
-    default_hook = sys.unraisablehook
-    if getattr(default_hook, "hides_orbax_leftovers", False):
-        return
-
-    def hook(report: Any) -> None:
-        outermost = (
-            report.exc_traceback.tb_frame.f_code if report.exc_traceback else None
-        )
-        from_event_loop = (
-            outermost is asyncio.BaseEventLoop.call_soon_threadsafe.__code__
-            and report.exc_type is RuntimeError
-        )
-        discarded_coroutine = inspect.iscoroutine(
-            report.object
-        ) and report.object.cr_code.co_filename.startswith(ORBAX)
-        if not (from_event_loop or discarded_coroutine):
-            default_hook(report)
-
-    hook.hides_orbax_leftovers = True  # type: ignore[attr-defined]
-    sys.unraisablehook = hook
-    logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
-    warnings.filterwarnings(
-        "ignore", "coroutine 'async_serialize.* was never awaited", RuntimeWarning
-    )
-
-
-def _is_not_from_orbax(record: logging.LogRecord) -> bool:
-    """Return whether a record's exception was raised outside of Orbax."""
-    trace = record.exc_info[2] if isinstance(record.exc_info, tuple) else None
-    return trace is None or not trace.tb_frame.f_code.co_filename.startswith(ORBAX)
-
-
 class Checkpointer:
     """The checkpoints of one run.
 
@@ -143,7 +99,7 @@ class Checkpointer:
         self._read_only = read_only
         self._saving: int | None = None
         self._has_failed = False
-        _hide_orbax_leftovers()
+        hide_leftovers()
         # Orbax logs these options, and the exceptions that it raises as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = LatestN(keep)
@@ -224,8 +180,9 @@ class Checkpointer:
           val_loss: nats, for `keep_best`.
 
         Returns:
-          False if `step` is the newest checkpoint already (a state is a function of its
-            step), else True.
+          False if `step` is the newest checkpoint already, else True. A state is a
+            function of its step, so at most the manifest is written again then:
+            without `unfinished` and with the loss.
 
         Raises:
           UserError: the save before this one failed, this one cannot start, or a later
@@ -233,8 +190,6 @@ class Checkpointer:
         """
         self.wait()
         steps = self.steps()
-        if steps and step == steps[-1]:
-            return False
         if steps and step < steps[-1]:
             raise UserError(
                 f"cannot save step {step}: {self.directory} holds step {steps[-1]}; "
@@ -262,6 +217,9 @@ class Checkpointer:
             val_loss = None  # it cannot be compared
         manifest["val_loss"] = val_loss
         manifest["digest"] = _digest(manifest)
+        if steps and step == steps[-1]:
+            self._complete(step, manifest)
+            return False
         # Orbax refuses empty arrays.
         stored = {
             name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf.size
@@ -280,6 +238,33 @@ class Checkpointer:
         except OSError as error:
             raise self._save_failed(error) from error
         return True
+
+    def _complete(self, step: int, manifest: Mapping[str, Any]) -> None:
+        """Replace the manifest of a checkpoint in whose step a signal interrupted the
+        callbacks, and give it the validation loss.
+
+        It stays as it is if they have changed the arrays, as new scales do.
+        """
+        folder, val_loss = self.directory / str(step), manifest["val_loss"]
+        saved = json.loads(read_file(folder / "manifest" / "metadata"))
+        is_unfinished = saved["meta"].get("unfinished") is not None
+        if not is_unfinished or saved["leaves"] != manifest["leaves"]:
+            return
+        self._saving = step
+        try:
+            if jax.process_index() == 0 and val_loss is not None:
+                (folder / "metrics").mkdir(exist_ok=True)
+                loss = json.dumps({"val_loss": val_loss})
+                write_atomically(folder / "metrics" / "metrics", loss)
+            if jax.process_index() == 0:
+                text = json.dumps(manifest)
+                write_atomically(folder / "manifest" / "metadata", text)
+        except OSError as error:
+            raise self._save_failed(error) from error
+        self._saving = None
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
+        self._manager.reload()
 
     def check(self) -> None:
         """Raise the UserError of a background save that has failed. Cheap; does

@@ -50,6 +50,7 @@ class WatchdogState:
     spikes: Natural = 0
     suspect_since: Natural | None = None
     rollbacks: Natural = 0
+    rolled_back_at: Natural | None = None
     losses: tuple[Loss, ...] = ()
     failure: str | None = None
 

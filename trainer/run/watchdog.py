@@ -77,7 +77,7 @@ class Watchdog:
         self.spikes: int = saved.get("spikes", 0)
         self.suspect_since: int | None = saved.get("suspect_since")
         self.failure: str | None = saved.get("failure")
-        self.rolled_back_at: int | None = None
+        self.rolled_back_at: int | None = saved.get("rolled_back_at")
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); return an
@@ -202,6 +202,7 @@ class Watchdog:
             "spikes": self.spikes,
             "suspect_since": self.suspect_since,
             "rollbacks": self.rollbacks,
+            "rolled_back_at": self.rolled_back_at,
             "losses": list(self._losses),
             "failure": self.failure,
         }

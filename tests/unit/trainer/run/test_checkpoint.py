@@ -271,3 +271,22 @@ def test_a_scale_that_no_trainer_writes_is_refused(open_checkpointer, scale):
     checkpointer.save(1, state, {})
     with pytest.raises(UserError, match=r"w: ScaledArray: scale is .*power of two"):
         checkpointer.restore(abstract(state))
+
+
+def test_a_step_that_was_interrupted_gets_its_validation_loss_later(open_checkpointer):
+    """Otherwise it could not be the best one, which is kept."""
+    settings = {"keep": 1, "keep_best": True}
+    first = open_checkpointer(**settings)
+    row = '{"train/loss": 1.0}'
+    first.save(1, make_state(1), {"unfinished": row})
+    first.close()
+    resumed = open_checkpointer(**settings)
+    assert not resumed.save(1, make_state(1), {"unfinished": None}, val_loss=2.0)
+    assert not resumed.save(1, make_state(1), {"unfinished": None})
+    for step in (2, 3):
+        resumed.save(step, make_state(step), {"unfinished": None}, val_loss=1.0 + step)
+    resumed.close()
+    last = open_checkpointer(**settings)
+    assert (last.steps(), last.best_step) == ([1, 3], 1)
+    assert last.meta(1)["unfinished"] is None
+    assert bits(last.restore(abstract(make_state(1)), 1).state) == bits(make_state(1))

@@ -1,0 +1,53 @@
+"""Tracebacks that Orbax leaves behind when a save or a restore has failed."""
+
+import asyncio
+import inspect
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+ORBAX = str(Path(ocp.__file__).parent)
+
+
+def hide_leftovers() -> None:
+    """Hide the errors of reads and writes that a failed save or restore leaves behind.
+
+    Nobody awaits these; the caller has been told of the failure. Tracebacks reach
+    `sys.unraisablehook` in two ways: from TensorStore, which reports to Orbax's closed
+    event loop without Python code in between; and from discarded coroutines of Orbax.
+    Others reach asyncio's log, from its futures.
+    """
+    default_hook = sys.unraisablehook
+    if getattr(default_hook, "hides_orbax_leftovers", False):
+        return
+
+    def hook(report: Any) -> None:
+        outermost = (
+            report.exc_traceback.tb_frame.f_code if report.exc_traceback else None
+        )
+        from_event_loop = (
+            outermost is asyncio.BaseEventLoop.call_soon_threadsafe.__code__
+            and report.exc_type is RuntimeError
+        )
+        discarded_coroutine = inspect.iscoroutine(
+            report.object
+        ) and report.object.cr_code.co_filename.startswith(ORBAX)
+        if not (from_event_loop or discarded_coroutine):
+            default_hook(report)
+
+    hook.hides_orbax_leftovers = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
+    warnings.filterwarnings(
+        "ignore", "coroutine 'async_serialize.* was never awaited", RuntimeWarning
+    )
+
+
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    """Return whether a record's exception was raised outside of Orbax."""
+    trace = record.exc_info[2] if isinstance(record.exc_info, tuple) else None
+    return trace is None or not trace.tb_frame.f_code.co_filename.startswith(ORBAX)
