@@ -1,5 +1,6 @@
 """Data sets that package `datasets` reads: their builder, rows and errors."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,9 +78,17 @@ def open_builder(
 
     # `datasets` tells changed files by their times only.
     cache = Path(datasets.config.HF_DATASETS_CACHE, content) if local else None
-    builder = datasets.load_dataset_builder(
-        source.name, source.config, revision=source.revision, cache_dir=cache
+    open_builder = functools.partial(
+        datasets.load_dataset_builder,
+        source.name,
+        source.config,
+        revision=source.revision,
+        cache_dir=cache,
     )
+    builder = open_builder()
+    if builder.name == "csv":
+        # Otherwise texts such as NA and null are read as nothing.
+        builder = open_builder(keep_default_na=False)
     splits = (builder.config.data_files or {}).values()
     folder = path_of(source.name)
     place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"

@@ -403,16 +403,19 @@ class Checkpointer:
     def _raise_or_set_aside(
         self, step: int, damage: DamagedCheckpointError, requested_step: int | None
     ) -> None:
+        if self._read_only:
+            _refuse_if_removed(self.directory / str(step))
         if requested_step is not None:
             raise UserError(
                 f"checkpoint {step} in {self.directory} is damaged: {damage}; use"
                 " another one"
             ) from damage
         if self._read_only:
-            logger.warning(
-                "checkpoint %d is damaged (%s): using the one before it", step, damage
-            )
-            return
+            # What was said of it so far would not hold for the one before it.
+            raise UserError(
+                f"checkpoint {step} in {self.directory} is damaged: {damage}; to use"
+                f" the one before it, remove {self.directory / str(step)}"
+            ) from damage
         # Moved away, since the run will save this step again. One process does it for
         # all.
         if jax.process_index() == 0:
@@ -469,6 +472,7 @@ class Checkpointer:
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
         """Move a damaged directory away; a reader, which may not, raises UserError."""
         if self._read_only:
+            _refuse_if_removed(path)
             raise UserError(f"{problem}; remove {path}")
         moved = self._move_to_damaged(path, name)
         logger.warning("%s: moved to %s, %s", problem, moved, effect)
@@ -555,6 +559,15 @@ class Checkpointer:
         state = jax.tree.unflatten(structure, [arrays[name] for name in names])
         state_tree.check_scales(state, f"checkpoint {step} in {self.directory}", ADVICE)
         return state
+
+
+def _refuse_if_removed(path: Path) -> None:
+    """Raise UserError if somebody else has removed what cannot be read."""
+    if not path.exists():
+        raise UserError(
+            f"{path} was removed while it was read, as a run at work removes old"
+            " checkpoints; run the command again"
+        )
 
 
 def _has_metadata(folder: Path) -> bool:

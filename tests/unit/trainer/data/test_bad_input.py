@@ -419,6 +419,14 @@ def test_a_data_set_that_names_files_elsewhere(tmp_path, path, message):
     fails(HubSource(str(tmp_path / "set")), tmp_path, message)
 
 
+def test_texts_that_spell_nothing_are_no_empty_fields(tmp_path):
+    rows = ["NA", "null", "None", "007", "some text"]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.csv").write_text("\n".join(["text", *rows]) + "\n")
+    corpus = open_corpus(HubSource(str(tmp_path / "set")), tmp_path / "cache")
+    assert [text for part in corpus.read(None) for text in part.texts] == rows
+
+
 def test_a_file_format_is_no_data_set(tmp_path, monkeypatch):
     """`datasets` reads the working directory then."""
     monkeypatch.chdir(tmp_path)

@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(open_checkpointer):
 
 
 def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_are(
-    open_checkpointer, caplog
+    open_checkpointer,
 ):
     directory = saved(open_checkpointer(), 1, 2).directory
     flip_a_bit(directory / "2")
@@ -184,9 +184,21 @@ def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_
     in_progress.mkdir()
     before = sorted(directory.rglob("*"))
     with Checkpointer.reading(directory) as reader:
-        assert reader.restore(abstract(make_state())).step == 1
+        # It has named the step already, in a file or a message.
+        assert reader.newest() == 2
+        with pytest.raises(UserError, match=r"2 in .* is damaged: .* remove .*s/2$"):
+            reader.restore(abstract(make_state()))
     assert sorted(directory.rglob("*")) == before
-    assert "checkpoint 2 is damaged" in caplog.text
+
+
+def test_a_checkpoint_that_a_run_at_work_removes_is_not_called_damaged(
+    open_checkpointer,
+):
+    directory = saved(open_checkpointer(), 1).directory
+    with Checkpointer.reading(directory) as reader:
+        shutil.rmtree(directory / "1")
+        with pytest.raises(UserError, match=r"1 was removed while .* run the command"):
+            reader.restore(abstract(make_state()))
 
 
 def test_reading_where_there_is_nothing_is_an_error_and_makes_nothing(tmp_path):
