@@ -45,7 +45,10 @@ SIZES = {
 
 def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     """Return the fields of `LlamaSpec` of a config.json; see `LlamaSpec.of_config`."""
-    config = {**form.defaults, **given}
+    # The base of the rotary positions has two places.
+    defaults = dict(form.defaults)
+    default_theta = defaults.pop("rope_theta", 10_000.0)
+    config = {**defaults, **given}
     if config.get("hidden_act") == "swish":  # transformers' other name of it
         config["hidden_act"] = "silu"
     required = {"model_type": form.model_type, **form.fixed}
@@ -71,7 +74,7 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     else:
         head_dim = whole_number(config, "head_dim")
     check_layers(config, form, sizes["n_layer"])
-    theta, scaling = rope_of(config)
+    theta, scaling = rope_of(config, default_theta)
     return {
         **sizes,
         "context": whole_number(config, "max_position_embeddings", 2048),

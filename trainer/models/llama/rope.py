@@ -139,10 +139,13 @@ _SHARES = {
 }
 
 
-def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def rope_of(
+    config: Mapping[str, Any], default_theta: float = 10_000.0
+) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of the rotary positions.
 
-    They are in `rope_theta` and `rope_scaling`, or both in `rope_parameters`.
+    They are in `rope_theta` and `rope_scaling`, or both in `rope_parameters`. Without a
+    base it is the family's.
 
     Raises:
       UserError: they are not supported, or the two places contradict each other, of
@@ -179,7 +182,7 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     partial = settings.get("partial_rotary_factor")
     if partial not in (None, 1):
         raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
-    theta = number(settings, "rope_theta", 10_000.0)
+    theta = number(settings, "rope_theta", default_theta)
     if theta != config.get("rope_theta", theta):
         raise UserError(
             f"rope_theta={config['rope_theta']} and rope_theta={theta} beside rope_type"

@@ -3,7 +3,9 @@
 import pytest
 
 from trainer.errors import UserError
+from trainer.models.llama.config_json import SIZES
 from trainer.models.llama.rope import rope_of
+from trainer.models.registry import SPECS
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -39,3 +41,19 @@ def test_the_context_before_scaling_may_stand_at_the_top():
     }  # fmt: skip
     assert rope_of({**top, "rope_scaling": llama3})[1].original_context == 32768
     assert rope_of({**config, "rope_scaling": {**YARN, "truncate": True}})[1]
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}, 5e6),
+        ({"rope_theta": 5e6}, 5e6),
+        ({}, 2e6),
+    ],
+)
+def test_the_base_of_a_family_counts_where_no_other_is_given(rope, theta):
+    """transformers 5 writes the base of SmolLM3 in `rope_parameters` alone."""
+    config = {"model_type": "smollm3", **dict.fromkeys(SIZES, 8), **rope}
+    config["num_attention_heads"] = config["num_key_value_heads"] = 4
+    config["hidden_size"] = 32
+    assert SPECS["smollm3"].of_config(config).rope_theta == theta
