@@ -57,7 +57,7 @@ from trainer.run.phases import Phases, enter_phase, saved_task
 from trainer.run.rundir import RunDir, write_environment
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
-from trainer.run.start import check_start, starting_point
+from trainer.run.start import check_start, restore_replicas, starting_point
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
@@ -405,9 +405,12 @@ def make_restore(
     ) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
         jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
-        checkpoint = checkpointer.restore(
-            lambda meta: abstract_state(saved_task(meta, task)), order=order
-        )
+        if task.diloco is not None:
+            checkpoint = restore_replicas(checkpointer, task, order=order)
+        else:
+            checkpoint = checkpointer.restore(
+                lambda meta: abstract_state(saved_task(meta, task)), order=order
+            )
         task_of_checkpoint = saved_task(checkpoint.meta, task)
         restored = from_stored(
             enter_phase(task, checkpoint.state, task_of_checkpoint, seed)

@@ -201,7 +201,13 @@ def report_sweep(jobs: Sequence[Job]) -> None:
     """
     from trainer.report.comparing import write_comparison
 
-    run_dirs = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
+    # A refused job may name the directory of a run that is not of this sweep.
+    run_dirs = [
+        job.run_dir
+        for job in jobs
+        if job.exit_code != UserError.exit_code
+        and (job.run_dir / "metrics.jsonl").exists()
+    ]
     if len(run_dirs) > 1:
         lines = write_comparison(run_dirs, run_dirs[0].parent / "sweep.html")
         show("\n".join(["", *lines]))

@@ -242,7 +242,9 @@ def best_at_end(
     best_values = dict(zip(keys, values, strict=True))
     lines = []
     for key in varied:
-        if key == SEED or matches_any(key, (*MAY_CHANGE, "model", "model.*")):
+        if key == SEED or matches_any(
+            key, (*MAY_CHANGE, "train.eval_batches", "model", "model.*")
+        ):
             continue
         alone = [
             group

@@ -47,8 +47,8 @@ MAY_CHANGE = (
     "compile_cache",
     "train.steps",
     "train.log_every",
+    # But not train.eval_batches, on which the best checkpoint is chosen.
     "train.eval_every",
-    "train.eval_batches",
     "train.final_eval_batches",
     "checkpoint.*",
     "tracker.*",

@@ -3,7 +3,7 @@ new one.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,11 @@ def restore_own(checkpointer: Checkpointer, task: TrainTask) -> Restored:
 
 
 def restore_replicas(
-    checkpointer: Checkpointer, task: TrainTask, step: int | None = None
+    checkpointer: Checkpointer,
+    task: TrainTask,
+    step: int | None = None,
+    *,
+    order: Sequence[int] | None = None,
 ) -> Restored:
     """Restore a state for a task with DiLoCo replicas.
 
@@ -242,6 +246,7 @@ def restore_replicas(
       checkpointer: of the checkpoints.
       task: to continue.
       step: of the checkpoint; None: the newest.
+      order: steps to try instead, as in `Checkpointer.restore`.
     """
     assert task.diloco is not None
     diloco = task.diloco
@@ -266,7 +271,7 @@ def restore_replicas(
             abstract_state(task._replace(diloco=saved, mesh=first_device)),
         )
 
-    checkpoint = checkpointer.restore(saved_form, step)
+    checkpoint = checkpointer.restore(saved_form, step, order=order)
     # Read again: an older checkpoint was restored if the newest is damaged.
     saved = saved_diloco(checkpoint.meta, diloco)
     if has_same_form(saved, diloco):

@@ -158,6 +158,14 @@ def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
     run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": False}})
 
 
+def test_the_size_of_a_validation_may_not_change(run_dir):
+    """Losses of two sizes would be compared for the best checkpoint."""
+    run_dir.adopt(CONFIG | {"train": {"eval_batches": 2, "final_eval_batches": 2}})
+    run_dir.adopt(CONFIG | {"train": {"eval_batches": 2, "final_eval_batches": 9}})
+    with pytest.raises(UserError, match=r"train\.eval_batches=9 \(was 2\)"):
+        run_dir.adopt(CONFIG | {"train": {"eval_batches": 9, "final_eval_batches": 9}})
+
+
 def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
     given = {
         "init_from": "gpt2",
