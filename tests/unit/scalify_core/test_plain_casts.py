@@ -10,8 +10,12 @@ from jax import lax
 from scalify_core import ScaledArray, as_scaled_array, asarray, explain, scalify
 
 F16, F32 = jnp.float16, jnp.float32
-ONES = as_scaled_array(jnp.ones(64), dtype=F16)
 ROUNDING = 2.0**-10
+
+
+@pytest.fixture(scope="module")
+def ones():
+    return as_scaled_array(jnp.ones(64), dtype=F16)
 
 
 def cast(x):
@@ -32,10 +36,10 @@ FORWARD = {
 @pytest.mark.parametrize("scales", ["auto", "static"])
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e7])
 @pytest.mark.parametrize("forward", FORWARD.values(), ids=FORWARD)
-def test_a_bare_sum_of_a_cast_has_its_gradient(forward, size, scales):
+def test_a_bare_sum_of_a_cast_has_its_gradient(forward, size, scales, ones):
     loss = lambda x: jnp.sum(forward(x).astype(F32)) * size
     for scaled in (f := scalify(jax.grad(loss), scales=scales), jax.jit(f)):
-        np.testing.assert_allclose(asarray(scaled(ONES)), size, rtol=ROUNDING)
+        np.testing.assert_allclose(asarray(scaled(ones)), size, rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e7])
@@ -48,17 +52,17 @@ def test_both_gradients_of_a_product_of_casts(size):
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e7])
-def test_a_plain_batch_that_is_cast_keeps_its_range(size):
+def test_a_plain_batch_that_is_cast_keeps_its_range(size, ones):
     batch = jnp.linspace(1.0, 2.0, 64) * size
     f = lambda x, batch: (jnp.dot(x, cast(batch)), cast(batch) * 3)
-    total, tripled = scalify(f)(ONES, batch)
+    total, tripled = scalify(f)(ones, batch)
     np.testing.assert_allclose(asarray(total), batch.sum(), rtol=ROUNDING)
     np.testing.assert_allclose(asarray(tripled), 3 * batch, rtol=2 * ROUNDING)
     assert isinstance(tripled, ScaledArray)
 
 
-def test_constants_that_float16_holds_stay_plain():
-    out = scalify(lambda x: (x, jnp.full(3, 0.5, F32).astype(F16)))(ONES)[1]
+def test_constants_that_float16_holds_stay_plain(ones):
+    out = scalify(lambda x: (x, jnp.full(3, 0.5, F32).astype(F16)))(ones)[1]
     assert not isinstance(out, ScaledArray)
 
 
@@ -85,33 +89,33 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("size", [1e-9, 1e5])
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
-def test_the_body_of_a_reduction_adds_up_logical_numbers(reduction, size):
+def test_the_body_of_a_reduction_adds_up_logical_numbers(reduction, size, ones):
     f = scalify(lambda x: reduction(cast(x * size)))
-    np.testing.assert_allclose(asarray(f(ONES)), 64 * size, rtol=2 * ROUNDING)
+    np.testing.assert_allclose(asarray(f(ones)), 64 * size, rtol=2 * ROUNDING)
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e5])
-def test_an_update_of_the_users_adds_up_logical_numbers(size):
+def test_an_update_of_the_users_adds_up_logical_numbers(size, ones):
     f = lambda x: cast(x * size).at[jnp.arange(4)].apply(lambda y: y * 2)
     np.testing.assert_allclose(
-        asarray(scalify(f)(ONES))[:4], 2 * size, rtol=2 * ROUNDING
+        asarray(scalify(f)(ones))[:4], 2 * size, rtol=2 * ROUNDING
     )
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e5])
-def test_an_outer_product_of_casts_is_of_logical_numbers(size):
+def test_an_outer_product_of_casts_is_of_logical_numbers(size, ones):
     f = lambda x: outer(cast(x * size))
-    np.testing.assert_allclose(asarray(scalify(f)(ONES)), size**2, rtol=4 * ROUNDING)
+    np.testing.assert_allclose(asarray(scalify(f)(ones)), size**2, rtol=4 * ROUNDING)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
-def test_explain_compares_a_reduction_with_float32(reduction):
-    report = explain(lambda x: reduction(cast(x * 1e-9)), ONES)
+def test_explain_compares_a_reduction_with_float32(reduction, ones):
+    report = explain(lambda x: reduction(cast(x * 1e-9)), ones)
     assert report.first_loss is None
     assert max(report.errors) < 2 * ROUNDING
 
 
-def test_explain_compares_a_bare_gradient_with_float32():
-    report = explain(jax.grad(lambda x: jnp.sum(cast(x).astype(F32)) * 1e-9), ONES)
+def test_explain_compares_a_bare_gradient_with_float32(ones):
+    report = explain(jax.grad(lambda x: jnp.sum(cast(x).astype(F32)) * 1e-9), ones)
     assert report.first_loss is None
     assert max(report.errors) < 2 * ROUNDING
