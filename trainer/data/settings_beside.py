@@ -26,6 +26,8 @@ OVERRIDES = {
     "strip_accents": ("normalizer", "strip_accents"),
     "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
 }
+# Classes of transformers that take a tokenizer.json as it is.
+AS_IT_IS = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 NUL = "\0"  # the end where ids are bytes
 # end tokens, where no file names one
 ENDS = (ENDOFTEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", NUL)
@@ -114,6 +116,27 @@ def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None
                 f"{directory}: {SETTINGS} has {key}={given}, and {file} {name}={own} in"
                 f" its {part}; make them equal, or {SAVE_AGAIN}"
             )
+    is_taken = settings.get("tokenizer_class") in AS_IT_IS
+    if settings.get("add_prefix_space") is False and not is_taken and prepends(tree):
+        raise UserError(
+            f"{directory}: {SETTINGS} has add_prefix_space=False, but {file} puts a"
+            f" space before a text; {SAVE_AGAIN}"
+        )
+
+
+def prepends(part: Any) -> bool:
+    """Return whether a part of a tokenizer.json puts SentencePiece's space before a
+    text.
+    """
+    if isinstance(part, list):
+        return any(map(prepends, part))
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    if kind == "Metaspace":
+        return part.get("prepend_scheme", "always") != "never"
+    steps = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
+    return kind == "Prepend" or any(prepends(part.get(step)) for step in steps)
 
 
 def read_beside(directory: Path, name: str) -> dict[str, Any]:

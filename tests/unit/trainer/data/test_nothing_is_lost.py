@@ -344,3 +344,22 @@ def test_a_local_data_set_that_changed_within_its_time_is_read_again(
             assert texts == [text, "more"]
     line = f"data.name={folder}: `datasets` makes each line a document; data=text"
     assert capsys.readouterr().err.count(line) == 2
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": normalizers.Sequence([normalizers.Prepend("\u2581")])},
+        {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
+    ],
+    ids=["prepend", "metaspace"],
+)
+def test_a_space_that_transformers_leaves_out_is_not_put_before_a_text(tmp_path, part):
+    saved(tmp_path, models.BPE(LETTERS | {"\u2581": 10}, []), special=[END], **part)
+    file = tmp_path / "tokenizer_config.json"
+    settings = {"eos_token": END, "add_prefix_space": False}
+    file.write_text(json.dumps(settings))
+    get_tokenizer(str(tmp_path))
+    file.write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(UserError, match=r"add_prefix_space=False, but .* puts a space"):
+        get_tokenizer(str(tmp_path))
