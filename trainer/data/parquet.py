@@ -39,19 +39,31 @@ def check_parquet(file: File, column: str) -> None:
     kind = schema.field(column).type
     if not is_text(kind):
         raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")
-    with (
-        reading([file], "parquet"),
-        # Rows then refer to a dictionary, and repeated text takes no memory.
-        pyarrow.parquet.ParquetFile(file.path, read_dictionary=[column]) as parquet,
-    ):
+    with reading([file], "parquet"), open_column(file, column) as parquet:
         limit = max(SMALL, EXPANSION * file.size)
         if claimed_bytes(parquet.metadata, column) > limit:
             raise too_large(file, limit)
         size = 0
         for batch in parquet.iter_batches(ROWS, columns=[column]):
-            size += text_bytes(batch.column(0))
+            size += text_bytes(batch.column(column))
             if size > limit:
                 raise too_large(file, limit)
+
+
+def open_column(file: File, column: str) -> "pyarrow.parquet.ParquetFile":
+    """Open a file so that rows of a column refer to a dictionary, where it has one.
+
+    Repeated text then takes no memory. Arrow cannot do so for text that is stored by
+    its differences.
+    """
+    import pyarrow.parquet
+
+    chunks = chunks_of(pyarrow.parquet.read_metadata(file.path), column)
+    by_differences = any(
+        encoding.startswith("DELTA") for chunk in chunks for encoding in chunk.encodings
+    )
+    columns = [] if by_differences else [column]
+    return pyarrow.parquet.ParquetFile(file.path, read_dictionary=columns)
 
 
 def is_text(kind: "pyarrow.DataType") -> bool:
@@ -89,7 +101,7 @@ def read_parquet(
             ):
                 if i < start:
                     continue
-                texts = [text or "" for text in batch.column(0).to_pylist()][:left]
+                texts = [text or "" for text in batch.column(column).to_pylist()][:left]
                 left = None if left is None else left - len(texts)
                 yield texts, [number, i + 1, left]
                 if left == 0:
@@ -101,13 +113,18 @@ def claimed_bytes(metadata: "pyarrow.parquet.FileMetaData", column: str) -> int:
 
     Text that several rows share counts once.
     """
+    chunks = chunks_of(metadata, column)
+    sizes = sum(chunk.total_uncompressed_size for chunk in chunks)
+    return OFFSET * metadata.num_rows + sizes
+
+
+def chunks_of(
+    metadata: "pyarrow.parquet.FileMetaData", column: str
+) -> list["pyarrow.parquet.ColumnChunkMetaData"]:
+    """Return the metadata of a column in each group of rows."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    return OFFSET * metadata.num_rows + sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.path_in_schema == column
-    )
+    return [chunk for chunk in chunks if chunk.path_in_schema == column]
 
 
 def text_bytes(rows: "pyarrow.Array") -> int:
@@ -117,9 +134,13 @@ def text_bytes(rows: "pyarrow.Array") -> int:
 
     size = OFFSET * len(rows)
     if isinstance(rows, pyarrow.DictionaryArray):
-        lengths = pyarrow.compute.binary_length(rows.dictionary)
-        size += pyarrow.compute.sum(lengths.take(rows.indices)).as_py() or 0
-    return size
+        lengths = pyarrow.compute.binary_length(rows.dictionary).take(rows.indices)
+    elif isinstance(rows, pyarrow.NullArray):
+        return size
+    else:
+        texts = rows.cast(pyarrow.large_string())
+        lengths = pyarrow.compute.binary_length(texts)
+    return size + (pyarrow.compute.sum(lengths).as_py() or 0)
 
 
 def too_large(file: File, limit: int) -> UserError:

@@ -66,7 +66,8 @@ def vocabulary_of(source: Path) -> Vocabulary:
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
         tokenizer = tokenizer_of_run(source, meta)
-        return Vocabulary(tokenizer.tokens, tokenizer.eot, meta["model"]["vocab_size"])
+        size = meta["model"]["vocab_size"]
+        return Vocabulary(with_special(tokenizer), tokenizer.eot, size)
     directory = huggingface.directory_of(source)
     tokens = ids_beside(directory)
     if tokens is None:
@@ -84,6 +85,12 @@ def vocabulary_of(source: Path) -> Vocabulary:
         end_of(directory, tokens),
         max(tokens.values(), default=-1) + 1,
     )
+
+
+def with_special(tokenizer: Tokenizer) -> dict[bytes, int]:
+    """Return the ids of all tokens, also of those that no text is encoded to."""
+    special = {token.encode(): i for token, i in tokenizer.special_tokens.items()}
+    return special | tokenizer.tokens
 
 
 def end_of(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
@@ -106,7 +113,7 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
     """Return the tokens that both have. Raises UserError if only the end of a document
     is shared.
     """
-    shared = Shared.match(new.tokens, old.tokens, (new.eot, old.end))
+    shared = Shared.match(with_special(new), old.tokens, (new.eot, old.end))
     if len(shared.new) <= (old.end is not None):
         raise UserError(
             f"init_from={source} and data.tokenizer={new.name} have no token in"

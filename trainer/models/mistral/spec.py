@@ -47,7 +47,8 @@ class MistralSpec(LlamaSpec):
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`."""
         given = {**cls.config_json.defaults, **config}
-        if given["sliding_window"] is None:
+        # `check_layers` has seen that the types of layers have no window in them.
+        if given["sliding_window"] is None or config.get("layer_types"):
             return {"window": None}
         return {"window": whole_number(given, "sliding_window")}
 

@@ -371,3 +371,29 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch,
     monkeypatch.undo()
     directory = prepare(source, "byte", tmp_path / "cache", val_fraction=0.1)
     assert b"evil" not in (directory / "train-00000.bin").read_bytes()[::2]
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_text_that_parquet_stores_by_differences(tmp_path, monkeypatch, encoding):
+    def write(name, texts):
+        pq.write_table(
+            pa.table({"text": texts}),
+            tmp_path / name,
+            use_dictionary=False,
+            column_encoding={"text": encoding},
+        )
+        return tmp_path / name
+
+    assert read(tmp_path, write("a.parquet", TEXTS)) == TEXTS
+    monkeypatch.setattr("trainer.data.parquet.SMALL", 1 << 16)
+    monkeypatch.setattr("trainer.data.parquet.EXPANSION", 1)
+    with pytest.raises(UserError, match="bytes of text; if this is intended"):
+        read(tmp_path, write("b.parquet", ["a" * 1000] * 5000))
+
+
+def test_a_parquet_column_with_a_dot_is_no_field_of_another(tmp_path):
+    texts = pa.array(["a", "b"])
+    meta = pa.StructArray.from_arrays([pa.array(["x", "y"])], names=["text"])
+    table = pa.table({"meta": meta, "meta.text": texts})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path, tmp_path / "a.parquet", column="meta.text") == ["a", "b"]

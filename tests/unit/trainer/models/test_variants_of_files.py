@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from trainer.config.inherited import inherit
 from trainer.errors import UserError
 from trainer.models import huggingface
+from trainer.models.mistral.spec import MistralSpec
 from trainer.models.weight_files import read_object
 
 DATA = Path(__file__).parents[3] / "data" / "families"
@@ -117,6 +118,14 @@ def test_a_tensor_with_and_without_the_prefix_is_refused(tmp_path):
 )
 def test_a_window_in_no_layer_is_none(tmp_path, name, config):
     check_same(name, copied(tmp_path, name, config))
+
+
+def test_layers_of_full_attention_have_no_window():
+    """Also of a Mistral, for which transformers and vLLM take the list of layers."""
+    config = read_object(DATA / "mistral_window" / "config.json")
+    assert MistralSpec.of_config(config).window
+    layers = ["full_attention"] * config["num_hidden_layers"]
+    assert MistralSpec.of_config({**config, "layer_types": layers}).window is None
 
 
 @pytest.mark.parametrize(

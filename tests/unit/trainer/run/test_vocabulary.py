@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tokenizers import Tokenizer, models
 
 from trainer.data import TextSource, get_tokenizer, prepare
 from trainer.data.dataset import Dataset
@@ -19,11 +20,16 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
 from trainer.run.vocabulary import (
+    Vocabulary,
     describe_embeddings,
+    shared_with,
     vocabulary_of,
     vocabulary_tables,
     weights_for_tokenizer,
+    with_special,
 )
+
+END = "<|endoftext|>"
 
 TEXT = "the cat sat on the mat and the rat sat on the hat and that was that\n" * 400
 SIZES = {"n_layer": 1, "d_model": 16, "context": 32}
@@ -201,3 +207,21 @@ def test_words_that_were_added_to_a_tokenizer_alone_have_no_rows(tmp_path, data,
     assert (actual.size, b"the" in actual.tokens) == (260, False)
     spec = dataclasses.replace(SPECS["untied"], vocab_size=data.tokenizer.vocab_size)
     weights_for_tokenizer(tmp_path / "hf", spec, data, "focus", 0, initial(spec, 8))
+
+
+def test_special_tokens_that_both_have_keep_their_rows(tmp_path):
+    """Marks of a chat, for example, when words are added to a tokenizer."""
+    letters = {chr(97 + i): i for i in range(26)}
+    for name, special in (("old", ["<a>", "<b>", END]), ("new", ["<c>", "<b>", END])):
+        made = Tokenizer(models.BPE(letters, [], unk_token="a"))
+        made.add_special_tokens(special)
+        (tmp_path / name).mkdir()
+        made.save(str(tmp_path / name / "tokenizer.json"))
+    old = vocabulary_of_tokenizer(get_tokenizer(str(tmp_path / "old")))
+    shared = shared_with(old, get_tokenizer(str(tmp_path / "new")), tmp_path / "old")
+    pairs = dict(zip(shared.new.tolist(), shared.old.tolist(), strict=True))
+    assert pairs == {i: i for i in range(26)} | {27: 27, 28: 28}
+
+
+def vocabulary_of_tokenizer(tokenizer):
+    return Vocabulary(with_special(tokenizer), tokenizer.eot, tokenizer.vocab_size)
