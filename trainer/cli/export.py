@@ -7,7 +7,7 @@ scalify-trainer export run_dir=runs/mine out=exported step=best dtype=bf16
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.cli.arguments import STEP, argument, run_command
 from trainer.errors import UserError
@@ -30,17 +30,13 @@ class Arguments:
     dtype: Literal["fp32", "bf16", "fp16"] = argument("format of the weights", "fp32")
 
 
-def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
-    """Copy the tokenizer of the Hugging Face directory that the run started from.
+def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
+    """Return the Hugging Face directory that a run started from.
 
-    Nothing is copied where the run started otherwise, the directory is gone, or its
-    tokenizer differs from the run's.
-
-    Returns:
-      the paths of the copies.
+    None: it started otherwise, the directory is gone, or its tokenizer differs from the
+    run's.
     """
     from trainer.data.hf_tokenizer import first_difference, ids_beside
-    from trainer.models.weight_files import carry_tokenizer
 
     try:
         init_from = read_mapping(run_dir / "config.yaml").get("init_from")
@@ -52,7 +48,32 @@ def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list
     origin = Path(init_from if isinstance(init_from, str) else "")
     theirs = ids_beside(origin) if (origin / "config.json").is_file() else None
     same = theirs is not None and first_difference(theirs, ours) is None
-    return carry_tokenizer(origin, out) if same else []
+    return origin if same else None
+
+
+def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
+    """Copy the tokenizer of the run's `original_directory`, and return the copies."""
+    from trainer.models.weight_files import carry_tokenizer
+
+    origin = original_directory(run_dir, ours)
+    return [] if origin is None else carry_tokenizer(origin, out)
+
+
+def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
+    """Return the ids with which a generated text begins and ends.
+
+    A model may end its turns of a chat with another token than a document, which only
+    its original directory names.
+    """
+    from trainer.data.settings_beside import CONFIGS, read_beside
+
+    ends = [eot]
+    if origin is not None:
+        for name in CONFIGS:
+            given = read_beside(origin, name).get("eos_token_id")
+            ids = given if isinstance(given, list) else [given]
+            ends += [i for i in ids if isinstance(i, int) and i not in ends]
+    return {"bos_token_id": eot, "eos_token_id": ends if len(ends) > 1 else eot}
 
 
 def model_card(model: "SavedModel", dtype: str) -> str:
@@ -107,9 +128,8 @@ def main(args: Arguments) -> None:
     eot = model.tokenizer.eot
     weights = save(args.out, model.spec, params, eot)
     run_dir, out = Path(args.run_dir), Path(args.out)
-    write_object(
-        out / "generation_config.json", {"bos_token_id": eot, "eos_token_id": eot}
-    )
+    origin = original_directory(run_dir, model.tokenizer)
+    write_object(out / "generation_config.json", generation_config(origin, eot))
     write_text(out / "README.md", model_card(model, args.dtype))
     others = copy_original_tokenizer(run_dir, model.tokenizer, out)
     others = others or save_hf(out, model.tokenizer, model.spec.context)

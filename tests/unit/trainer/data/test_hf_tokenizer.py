@@ -11,7 +11,7 @@ import tokenizers
 from families import slow
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainer.cli.export import copy_original_tokenizer
+from trainer.cli.export import copy_original_tokenizer, generation_config
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import SPELLING, known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
@@ -290,3 +290,11 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (origin / "tokenizer.json").write_text(json.dumps(tree))
     assert copy_original_tokenizer(run_dir, ours, out) == []  # another tokenizer
+
+
+def test_an_export_keeps_the_ends_of_a_turn(tmp_path):
+    assert generation_config(None, 5)["eos_token_id"] == 5
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert generation_config(tmp_path, 5)["eos_token_id"] == 5
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert generation_config(tmp_path, 5)["eos_token_id"] == [5, 7]
