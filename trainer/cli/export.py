@@ -36,7 +36,7 @@ def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
     None: it started otherwise, the directory is gone, or its tokenizer differs from the
     run's.
     """
-    from trainer.data.hf_tokenizer import first_difference, ids_beside
+    from trainer.data import get_tokenizer
 
     try:
         init_from = read_mapping(run_dir / "config.yaml").get("init_from")
@@ -46,9 +46,13 @@ def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
             " again"
         ) from error
     origin = Path(init_from if isinstance(init_from, str) else "")
-    theirs = ids_beside(origin) if (origin / "config.json").is_file() else None
-    same = theirs is not None and first_difference(theirs, ours) is None
-    return origin if same else None
+    if not (origin / "config.json").is_file():
+        return None
+    try:
+        theirs = get_tokenizer(str(origin))
+    except UserError:
+        return None
+    return origin if theirs.fingerprint == ours.fingerprint else None
 
 
 def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:

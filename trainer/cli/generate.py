@@ -50,7 +50,8 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     else:
         file = path_of(args.prompts)
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            # Not splitlines, to which form feeds are ends of lines, too.
+            lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"prompts={args.prompts} cannot be read ({error}); give a text file, a"

@@ -37,6 +37,8 @@ from trainer.errors import UserError
 # Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
 PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 
+# of models whose words are split otherwise than GPT-2's
+TOKENIZERS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Classes of transformers, by their beginnings, that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 
@@ -111,6 +113,9 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
         directory, path.name, {"pre_tokenizer": {"add_prefix_space": False}}
     )
     kind = read_beside(directory, SETTINGS).get("tokenizer_class")
+    if kind is None:  # as transformers, by the model
+        model_type = read_beside(directory, "config.json").get("model_type")
+        kind = TOKENIZERS.get(str(model_type))
     if isinstance(kind, str) and not kind.startswith(WITH_GPT2_PATTERN):
         raise UserError(
             f"{directory} has no tokenizer.json, and a {kind[:100]} may split words"
@@ -219,7 +224,9 @@ def byte_level(
     ids are the bytes themselves, and NUL ends a document.
     """
     model, pattern, special = tree["model"], pattern_of(tree), special_in(tree)
-    if model.get("type") != "BPE" or tree.get("normalizer") or pattern is None:
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    is_plain = model.get("type") == "BPE" and not any(map(model.get, affixes))
+    if not is_plain or tree.get("normalizer") or pattern is None:
         return None
     ids: TokenIds = {}
     for spelling, i in model["vocab"].items():

@@ -36,7 +36,9 @@ def hide_leftovers() -> None:
         discarded_coroutine = inspect.iscoroutine(
             report.object
         ) and report.object.cr_code.co_filename.startswith(ORBAX)
-        if not (from_event_loop or discarded_coroutine):
+        # A Ctrl-C in a library's callback, which the first `Guard` takes over.
+        interrupted = report.exc_type is KeyboardInterrupt
+        if not (from_event_loop or discarded_coroutine or interrupted):
             default_hook(report)
 
     hook.hides_orbax_leftovers = True  # type: ignore[attr-defined]

@@ -42,6 +42,7 @@ REQUIRED = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "tie_word_embeddings": (True,),
     "add_cross_attention": (False,),
+    "is_causal": (True,),
 }
 # causal masks in old files, which are no weights
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")

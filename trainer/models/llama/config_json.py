@@ -51,7 +51,7 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     config = {**defaults, **given}
     if config.get("hidden_act") == "swish":  # transformers' other name of it
         config["hidden_act"] = "silu"
-    required = {"model_type": form.model_type, **form.fixed}
+    required = {"model_type": form.model_type, "is_causal": True, **form.fixed}
     required.pop("use_sliding_window", None)  # see `check_layers`
     for key, valid in required.items():
         if config.get(key, valid) != valid:

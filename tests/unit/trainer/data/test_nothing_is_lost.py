@@ -363,3 +363,16 @@ def test_a_space_that_transformers_leaves_out_is_not_put_before_a_text(tmp_path,
     file.write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizer"}))
     with pytest.raises(UserError, match=r"add_prefix_space=False, but .* puts a space"):
         get_tokenizer(str(tmp_path))
+
+
+def test_merges_of_another_model_are_not_split_as_gpt2_s(tmp_path):
+    """transformers asks the model's configuration where no other names a class."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {char: i for i, char in enumerate([*letters, END])}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    get_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
+        get_tokenizer(str(tmp_path))

@@ -120,6 +120,12 @@ def test_a_window_in_no_layer_is_none(tmp_path, name, config):
     check_same(name, copied(tmp_path, name, config))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
+def test_a_model_that_attends_both_ways_is_refused(tmp_path, name):
+    directory = copied(tmp_path, name, {"is_causal": False})
+    check_refused(directory, r"is_causal=False is not supported")
+
+
 def test_layers_of_full_attention_have_no_window():
     """Also of a Mistral, for which transformers and vLLM take the list of layers."""
     config = read_object(DATA / "mistral_window" / "config.json")
