@@ -91,8 +91,7 @@ class EvalModel:
         """Return a context and its continuation in tokens."""
         encode, eot = self.tokenizer.encode, self.tokenizer.eot
         if not context:
-            ids = encode(continuation)
-            return Question([eot], ids[1:] if ids[:1] == [eot] else ids)
+            return Question([eot], encode(continuation))
         context_ids = encode(context.rstrip())
         continuation_ids = encode(context + continuation)[len(context_ids) :]
         return Question(context_ids or [eot], continuation_ids)

@@ -59,8 +59,8 @@ def test_a_context_and_its_continuation_in_tokens():
     # a space belongs to the word behind it
     assert question("one ", "two") == Question(ids("one"), ids(" two"))
     assert question("", "two") == Question([0], ids("two"))
-    # which the end of a document begins by itself
-    assert question("", "\0two") == Question([0], ids("two"))
+    # no text begins with the end of a document
+    assert question("", "\0two") == Question([0], ids("\ufffdtwo"))
     assert question("  ", "two") == Question([0], ids("  two"))
 
 
