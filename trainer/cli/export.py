@@ -55,14 +55,6 @@ def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
     return origin if theirs.fingerprint == ours.fingerprint else None
 
 
-def copy_original_tokenizer(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
-    """Copy the tokenizer of the run's `original_directory`, and return the copies."""
-    from trainer.models.weight_files import carry_tokenizer
-
-    origin = original_directory(run_dir, ours)
-    return [] if origin is None else carry_tokenizer(origin, out)
-
-
 def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
     """Return the ids with which a generated text begins and ends.
 
@@ -118,7 +110,7 @@ def main(args: Arguments) -> None:
     from trainer.assembly.saved_model import restore_run
     from trainer.data.hf_tokenizer import save_hf
     from trainer.models.huggingface import save
-    from trainer.models.weight_files import write_object
+    from trainer.models.weight_files import carry_tokenizer, write_object
     from trainer.precision.fields import DTYPES
     from trainer.step.state_tree import first_nonfinite_leaf
 
@@ -135,8 +127,10 @@ def main(args: Arguments) -> None:
     origin = original_directory(run_dir, model.tokenizer)
     write_object(out / "generation_config.json", generation_config(origin, eot))
     write_text(out / "README.md", model_card(model, args.dtype))
-    others = copy_original_tokenizer(run_dir, model.tokenizer, out)
-    others = others or save_hf(out, model.tokenizer, model.spec.context)
+    if origin is None:
+        others = save_hf(out, model.tokenizer, model.spec.context)
+    else:
+        others = carry_tokenizer(origin, out)
     files = [
         *(path.name for path in weights),
         "config.json",

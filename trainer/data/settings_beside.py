@@ -1,5 +1,5 @@
-"""What the files beside a vocabulary say: the token that ends a document, and tokens
-that were added later.
+"""Read the files beside a vocabulary: the token that ends a document, and tokens that
+were added later.
 """
 
 import json
@@ -110,11 +110,11 @@ def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None
     """
     settings = read_beside(directory, SETTINGS)
     for key, (part, name) in OVERRIDES.items():
-        given, own = settings.get(key), (tree.get(part) or {}).get(name)
-        if isinstance(given, bool) and isinstance(own, bool) and given != own:
+        given, value = settings.get(key), (tree.get(part) or {}).get(name)
+        if isinstance(given, bool) and isinstance(value, bool) and given != value:
             raise UserError(
-                f"{directory}: {SETTINGS} has {key}={given}, and {file} {name}={own} in"
-                f" its {part}; make them equal, or {SAVE_AGAIN}"
+                f"{directory}: {SETTINGS} has {key}={given}, and {file} {name}={value}"
+                f" in its {part}; make them equal, or {SAVE_AGAIN}"
             )
     is_taken = settings.get("tokenizer_class") in AS_IT_IS
     if settings.get("add_prefix_space") is False and not is_taken and prepends(tree):

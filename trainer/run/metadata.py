@@ -234,7 +234,8 @@ def check_chunks(folder: Path) -> None:
             continue
         if re.fullmatch(r"\d+(\.\d+)*", name) is None:
             raise UserError(
-                f"{folder}: {array} has {name} as no trainer writes it; {ADVICE}"
+                f"{folder}: the file {array}/{name} is not as the trainer writes it;"
+                f" {ADVICE}"
             )
 
 

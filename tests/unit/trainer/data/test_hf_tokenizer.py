@@ -11,12 +11,13 @@ import tokenizers
 from families import slow
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainer.cli.export import copy_original_tokenizer, generation_config
+from trainer.cli.export import generation_config, original_directory
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import SPELLING, known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
+from trainer.models.weight_files import carry_tokenizer
 
 TEXTS = [
     (
@@ -234,6 +235,11 @@ def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
     assert actual.encode(text) == theirs.encode(text).ids
 
 
+def carried_files(run_dir, ours, out):
+    origin = original_directory(run_dir, ours)
+    return [] if origin is None else carry_tokenizer(origin, out)
+
+
 def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     origin, run_dir, out = (tmp_path / name for name in ("origin", "run", "out"))
     for directory in (origin, run_dir, out):
@@ -243,7 +249,7 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     (origin / "config.json").write_text("{}")
     (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
     (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
-    carried = copy_original_tokenizer(run_dir, ours, out)
+    carried = carried_files(run_dir, ours, out)
     assert {path.name for path in carried} >= {
         "tokenizer.json",
         "special_tokens_map.json",
@@ -261,7 +267,7 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
             r"chat_template\.jinja is a link to .*secret; replace it by the file itself"
         ),
     ):
-        copy_original_tokenizer(run_dir, ours, out)
+        carried_files(run_dir, ours, out)
     (origin / "chat_template.jinja").unlink()
     snapshot, blobs = (
         tmp_path / "hub" / "snapshots" / "revision",
@@ -273,24 +279,24 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
     (run_dir / "config.yaml").write_text(f"init_from: {snapshot}\n")
     assert "chat_template.jinja" in {
-        path.name for path in copy_original_tokenizer(run_dir, ours, out)
+        path.name for path in carried_files(run_dir, ours, out)
     }
     shutil.rmtree(blobs)
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "0123").write_text("secret")
     blobs.symlink_to(tmp_path / "keys")
     with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*keys"):
-        copy_original_tokenizer(run_dir, ours, out)
+        carried_files(run_dir, ours, out)
 
     (run_dir / "config.yaml").write_text("init_from: null\n")
-    assert copy_original_tokenizer(run_dir, ours, out) == []
+    assert carried_files(run_dir, ours, out) == []
     (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
     tree = json.loads((origin / "tokenizer.json").read_text())
     vocab = tree["model"]["vocab"]
     first, second = list(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (origin / "tokenizer.json").write_text(json.dumps(tree))
-    assert copy_original_tokenizer(run_dir, ours, out) == []  # another tokenizer
+    assert carried_files(run_dir, ours, out) == []  # another tokenizer
 
 
 def test_an_export_keeps_the_ends_of_a_turn(tmp_path):

@@ -239,9 +239,9 @@ def test_a_few_bytes_do_not_hold_more_than_there_is_memory(open_checkpointer):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chunks": [100_000_000]}, "w has .zarray as no trainer writes it"),
-        ({"dtype": "<V100000000"}, "w has .zarray as no trainer writes it"),
-        (None, "w has zarr.json as no trainer writes it"),
+        ({"chunks": [100_000_000]}, r"w/\.zarray is not as the trainer writes it"),
+        ({"dtype": "<V100000000"}, r"w/\.zarray is not as the trainer writes it"),
+        (None, r"w/zarr\.json is not as the trainer writes it"),
     ],
 )
 def test_a_chunk_is_no_larger_than_its_array(open_checkpointer, change, message):

@@ -1,4 +1,4 @@
-"""What a run may be continued on."""
+"""A run continues on the data that it was trained on."""
 
 import dataclasses
 
