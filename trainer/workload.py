@@ -3,7 +3,7 @@ the compiled step.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
@@ -54,7 +54,12 @@ from trainer.precision.gradients import Differentiate
 from trainer.precision.policy import Policy
 from trainer.step.clip_and_decay import OptimizerFor
 from trainer.step.evaluate import make_eval_step
-from trainer.step.kernels import Kernels, gpu_options, takes_scales
+from trainer.step.kernels import (
+    Kernels,
+    gpu_options,
+    marked_attention,
+    takes_scales,
+)
 from trainer.step.moments import stacks_of, store_moments
 from trainer.step.state import TrainState
 from trainer.step.state_tree import subtree_like
@@ -219,6 +224,35 @@ class Model(NamedTuple):
         )
 
 
+class JittedAsStep:
+    """A jitted function that is traced and compiled in a task's context."""
+
+    def __init__(
+        self, task: "TrainTask", fun: Callable[..., Any], settings: dict[str, Any]
+    ) -> None:
+        """Use `TrainTask.jit`."""
+
+        def traced(*args: Any) -> Any:
+            return fun(*args)
+
+        # The name of the program in profiles; a partial has none.
+        traced.__name__ = getattr(fun, "func", fun).__name__
+        self._jitted: Any = jax.jit(
+            traced, compiler_options=task.compiler_options, **settings
+        )
+        self._tracing = task.tracing
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        with self._tracing():
+            return self._jitted(*args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Trace and lower the function."""
+        with self._tracing():
+            return self._jitted.lower(*args)
+
+
 class TrainTask(NamedTuple):
     """The inputs of the compiled step: model, optimizer, mesh; not the data.
 
@@ -300,25 +334,22 @@ class TrainTask(NamedTuple):
         is_gpu = self.mesh.devices.flat[0].platform == "gpu"
         return gpu_options(self.model.policy, self.kernels) if is_gpu else None
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which programs are traced for `compiler_options`.
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Enter the context in which programs are traced and compiled with
+        `compiler_options`.
 
-        Equal FP8 products become one kernel.
+        Equal FP8 products become one kernel, and attention sums in one order.
         """
-        if takes_scales(self.model.policy):
-            return compiler_hints.scales_in_products()
-        return contextlib.nullcontext()
+        with contextlib.ExitStack() as contexts:
+            if takes_scales(self.model.policy):
+                contexts.enter_context(compiler_hints.scales_in_products())
+            contexts.enter_context(marked_attention(self.kernels))
+            yield
 
-    def jit(self, fun: Callable[..., Any], **settings: Any) -> Any:
+    def jit(self, fun: Callable[..., Any], **settings: Any) -> "JittedAsStep":
         """Return `jax.jit(fun, **settings)`, traced and compiled as the step is."""
-
-        def traced(*args: Any) -> Any:
-            with self.tracing():
-                return fun(*args)
-
-        # The name of the program in profiles; a partial has none.
-        traced.__name__ = getattr(fun, "func", fun).__name__
-        return jax.jit(traced, compiler_options=self.compiler_options, **settings)
+        return JittedAsStep(self, fun, settings)
 
     @property
     def storage(self) -> Storage:
@@ -464,7 +495,8 @@ def compile_step(
     `state`: see `lower_step`.
     """
     options = task.compiler_options
-    step = lower_step(task, batch, state).compile(compiler_options=options)
+    with task.tracing():  # of several devices, the parts of a kernel are lowered here
+        step = lower_step(task, batch, state).compile(compiler_options=options)
     if task.diloco is None:
         return step
     exchanges = [
