@@ -45,7 +45,7 @@ GRADIENT = "jvp("  # in the op_name of everything in the forward and backward pa
 # Tried in this order. cuBLASLt's nvjet kernels have a letter for the type of each
 # operand: q is E4M3, r is E5M2, s is FP32.
 NAMES = (
-    (ATTENTION, r"sdpa|fmha|flash|dot_do_o|convert_dq"),
+    (ATTENTION, r"sdpa|fmha|flash|dot_do_o|convert_dq|matmul_dq"),
     (FP8, r"nvjet_(sm\d+_)?[qr][qr]|e4m3|e5m2|f8f8|fp8.*gemm|gemm.*fp8"),
     (PRODUCTS32, r"nvjet_(sm\d+_)?ss|tf32|sgemm|gemm_f32"),
     (PRODUCTS, r"nvjet|gemm|cutlass|xmma|cublas|splitk|(^|_)dot"),

@@ -10,6 +10,8 @@ References:
     cuBLASLt's and cuDNN's kernels in a program for CUDA.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -177,6 +179,7 @@ class Program:
             op_name,
             executed.instruction.name,
             times=executed.times,
+            accumulates='"beta":1' in product.text,
         )
 
     @cached_property
@@ -220,6 +223,17 @@ class Program:
                 kind = special.get(name) or self._kind(executed, size)
                 kernels.append(Kernel(kind, name, size, executed.times))
         return kernels
+
+    def writes_both_orders(self, executed: Executed) -> bool:
+        """Return whether a kernel writes an array and its transpose."""
+        turned = sum(i.opcode == "transpose" for i, _ in self.inside(executed))
+        shapes = executed.instruction.shapes
+        return 0 < turned < len(shapes) and any(
+            a.dtype == b.dtype
+            and math.prod(a.dims) == math.prod(b.dims)
+            and (a.dims != b.dims or a.dims[0] == a.dims[-1])
+            for a, b in itertools.combinations(shapes, 2)
+        )
 
     def _kind(self, executed: Executed, size: int) -> str:
         instruction = executed.instruction

@@ -35,6 +35,7 @@ class Gemm(NamedTuple):
       op_name: see `Instruction.op_name`.
       name: of the instruction.
       times: runs.
+      accumulates: whether it adds to what its result held.
     """
 
     kernel: str
@@ -44,6 +45,7 @@ class Gemm(NamedTuple):
     op_name: str
     name: str
     times: int
+    accumulates: bool = False
 
     @property
     def flops(self) -> int:

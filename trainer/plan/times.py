@@ -6,20 +6,19 @@ share of the FP32 lanes. Between two kernels there is a gap. The classes are tho
 profile (`scripts.bench.profiling`), which prints predictions beside measurements:
 correct the rates there.
 
+The rates are those of an H100 SXM (jax 0.11.2, cuDNN 9.19, 2026-11-26), of profiles of
+GPT-2 124M in bf16 and in the flagship, and of 774M in bf16, 8 sequences of 1024
+(docs/measurements.md). Not measured, and as published or assumed: FP32 products,
+collectives, copies, other kernels, FP8 products of larger models.
+
 Not modeled: hits in the L2 cache, where a kernel reads the output of the previous one,
-which matter at 124M parameters; clocks that fall under load, except as far as published
+which matter at 124M parameters; clocks that fall under load, except as far as the
 measurements include them; kernels that run concurrently.
 
 References:
     [1] cuBLASLt on an H100 SXM, E4M3 8192 x 8192 x 8192: 1,600 to 1,630 TFLOP/s (0.81);
         by PyTorch's _scaled_mm 1,175 (0.59): measurements of 16 GPUs, published as
         `reports_cublaslt_fp8_crosscheck_20260524` (gitea.d-robotics.cc).
-    [2] S. Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS: H100
-        SXM, BF16, 794 TFLOP/s (0.80), quoted from memory.
-    [3] FlashAttention-3 (arXiv 2407.08608), cuDNN on an H100 SXM, head dim 64, 1024
-        tokens: forward 258 TFLOP/s causal; backward 348 without a mask, for a causal
-        one nothing is published.
-    [4] Copies and triads on an H100 SXM: 3.0 to 3.1 TB/s (0.92).
 """
 
 import math
@@ -67,29 +66,27 @@ class Rate(NamedTuple):
     flops: float
     bytes: float
     lanes: float = 1.0
-    fixed_us: float = 2.0
+    fixed_us: float = 1.5
 
 
-# Published: 0.92 of the memory's bandwidth [4], of which generated kernels reach a
-# little less, and 0.26 for attention's forward pass [3]. Assumed: matmuls reach 0.9 of
-# the published rate for the best sizes [1, 2], between [1]'s two figures for FP8; the
-# backward pass of attention as its forward pass; half of the bandwidth for transposes,
-# whose one-byte elements are written in short pieces; 0.6 for column sums; 0.5 of the
-# lanes; all fixed times and the gap.
 RATES = {
-    FP8: Rate(0.70, 0.85, fixed_us=3.0),
-    PRODUCTS: Rate(0.72, 0.85, fixed_us=3.0),
+    FP8: Rate(0.70, 0.85, fixed_us=3.0),  # between the two figures of [1]
+    PRODUCTS: Rate(0.79, 0.85, fixed_us=3.0),
     PRODUCTS32: Rate(0.70, 0.85, fixed_us=3.0),
-    ATTENTION: Rate(0.26, 0.85, fixed_us=5.0),
+    ATTENTION: Rate(0.30, 0.85, fixed_us=5.0),
     TRANSPOSES: Rate(1.0, 0.50, 0.5),
-    REDUCTIONS: Rate(1.0, 0.60, 0.5),
-    ELEMENTWISE: Rate(1.0, 0.85, 0.5),
-    UPDATE: Rate(1.0, 0.75, 0.5),
+    REDUCTIONS: Rate(1.0, 0.68, 0.60),
+    ELEMENTWISE: Rate(1.0, 0.94, 0.64),
+    UPDATE: Rate(1.0, 0.86, 0.85),
     COLLECTIVES: Rate(1.0, 1.0, fixed_us=10.0),
     COPIES: Rate(1.0, 0.90),
     OTHER: Rate(1.0, 0.50, 0.5),
 }
-GAP_US = 1.0  # between kernels of a CUDA graph; assumed
+# of the peak: the backward pass of attention that sums in one order, in three kernels
+BACKWARD_ATTENTION = 0.19
+# of the bandwidth: a kernel that writes an array and its transpose
+BOTH_ORDERS = 0.24
+GAP_US = 0.9  # between kernels of a CUDA graph
 TILE = 128  # rows and columns of a matmul that a multiprocessor computes at a time
 # contracted elements, at least, of each part of a split-K matmul of cuBLASLt
 SPLIT = 2048
@@ -116,24 +113,30 @@ def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, f
     Of a collective it is the time without the transfer.
     """
     busy: dict[str, float] = defaultdict(float)
+    classes, out = classes_of(program), list[tuple[Kernel, float]]()
     for gemm in program.gemms:
         seconds = gemm_seconds(gemm.flops / gemm.times, gemm.dtype, target)
-        busy[gemm.name] += seconds / fill(gemm, target)
+        busy[gemm.name] += (
+            seconds / fill(gemm, target) / RATES[classes[gemm.name]].flops
+        )
     for call in program.attentions:
-        busy[call.name] += attention_seconds(call, target)
+        share = BACKWARD_ATTENTION if call.backward else RATES[ATTENTION].flops
+        busy[call.name] += attention_seconds(call, target) / share
     executed = {e.instruction.name: e for e in program.executed}
-    classes, out = classes_of(program), list[tuple[Kernel, float]]()
+    accumulating = {gemm.name for gemm in program.gemms if gemm.accumulates}
     lanes = target.cores * target.lanes * target.clock_ghz * 1e9
     for kernel in program.kernels:
-        kind = classes[kernel.name]
-        rate, work = RATES[kind], busy[kernel.name] / RATES[kind].flops
+        kind, work = classes[kernel.name], busy[kernel.name]
+        rate = RATES[kind]
         if kind != COLLECTIVES:
-            clocks = lane_clocks(program, executed[kernel.name])
-            work = max(
-                work,
-                kernel.bytes / target.bandwidth / rate.bytes,
-                clocks / lanes / rate.lanes,
-            )
+            run = executed[kernel.name]
+            both = program.writes_both_orders(run)
+            share = BOTH_ORDERS if both else rate.bytes
+            moved = kernel.bytes / target.bandwidth / share
+            clocks = lane_clocks(program, run)
+            if kernel.name in accumulating:
+                work += moved  # its tiles are read and written after the matmul
+            work = max(work, moved, clocks / lanes / rate.lanes)
         out.append((kernel, kernel.times * (work + 1e-6 * rate.fixed_us)))
     return out
 

@@ -11,13 +11,21 @@ from trainer.compiled.classes import (
     PRODUCTS,
     PRODUCTS32,
     REDUCTIONS,
+    TRANSPOSES,
     UPDATE,
 )
 from trainer.compiled.hlo import Program
 from trainer.compiled.operations import Gemm
 from trainer.plan.figures import Aim
 from trainer.plan.targets import get_target
-from trainer.plan.times import GAP_US, RATES, fill, predicted
+from trainer.plan.times import (
+    BOTH_ORDERS,
+    GAP_US,
+    RATES,
+    fill,
+    kernel_predictions,
+    predicted,
+)
 
 H100 = get_target("h100")
 AIM = Aim(H100, 1, 1, 0.75)
@@ -143,3 +151,53 @@ def test_every_class_has_its_rates():
     # no public measurement has FP8 nearer to its peak
     assert RATES[FP8].flops <= RATES[PRODUCTS].flops
     assert RATES[PRODUCTS32].flops < 1
+
+
+# A matrix of bytes that is transposed, one that is written in both orders, and a product
+# that is added to what its result held.
+ORDERS = """HloModule m
+
+%turn (p: f8e5m2[8192,4096]) -> f8e5m2[4096,8192] {
+  %p = f8e5m2[8192,4096]{1,0} parameter(0)
+  ROOT %t = f8e5m2[4096,8192]{1,0} transpose(%p), dimensions={1,0}
+}
+
+%both (p.1: f16[8192,4096]) -> (f8e5m2[4096,8192], f8e5m2[8192,4096]) {
+  %p.1 = f16[8192,4096]{1,0} parameter(0)
+  %c = f8e5m2[8192,4096]{1,0} convert(%p.1)
+  %t.1 = f8e5m2[4096,8192]{1,0} transpose(%c), dimensions={1,0}
+  ROOT %two = (f8e5m2[4096,8192]{1,0}, f8e5m2[8192,4096]{1,0}) tuple(%t.1, %c)
+}
+
+ENTRY %main (x: f16[8192,4096], h: f16[4096,8192], s: f32[4096,4096]) -> f32[4096,4096] {
+  %x = f16[8192,4096]{1,0} parameter(0)
+  %h = f16[4096,8192]{1,0} parameter(1)
+  %s = f32[4096,4096]{1,0} parameter(2)
+  %fusion.1 = (f8e5m2[4096,8192]{1,0}, f8e5m2[8192,4096]{1,0}) fusion(%x), kind=kInput, calls=%both, metadata={op_name="jvp()/both"}
+  %rows = f8e5m2[8192,4096]{1,0} get-tuple-element(%fusion.1), index=1
+  %fusion.2 = f8e5m2[4096,8192]{1,0} fusion(%rows), kind=kInput, calls=%turn, metadata={op_name="jvp()/turn"}
+  ROOT %sum = f32[4096,4096]{1,0} custom-call(%h, %x, %s), custom_call_target="__cublas$lt$matmul", metadata={op_name="jvp()/d"}, backend_config={"gemm_backend_config":{"beta":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+}
+"""
+
+
+def test_what_a_profile_showed_of_transposes_and_of_sums():
+    program = Program(ORDERS)
+    actual = {k.name: s for k, s in kernel_predictions(program, H100)}
+    elements, us = 8192 * 4096, 1e-6
+    bytes_of = {
+        "fusion.1": 4 * elements / BOTH_ORDERS,
+        "fusion.2": 2 * elements / RATES[TRANSPOSES].bytes,
+    }
+    for name, of in bytes_of.items():
+        assert actual[name] == pytest.approx(
+            of / 3.35e12 + RATES[TRANSPOSES].fixed_us * us
+        )
+    # Its result is read and written after the product.
+    (gemm,) = program.gemms
+    rate = RATES[PRODUCTS]
+    product = 2 * 4096**2 * 8192 / 989.4e12 / rate.flops / fill(gemm, H100)
+    moved = (2 * 2 * elements + 2 * 4 * 4096**2) / 3.35e12 / rate.bytes
+    assert actual["sum"] == pytest.approx(
+        product + moved + rate.fixed_us * us, rel=1e-3
+    )

@@ -252,6 +252,8 @@ def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one, mlp):
     assert (
         sum(g.flops for g in p.gemms if g.dtype == "fp8") == 3 * 2 * 2 * 128 * weights
     )
+    # One that writes an array and its transpose reaches a quarter of the bandwidth.
+    assert [e.instruction for e in p.executed if p.writes_both_orders(e)] == []
     # the head's
     assert (
         sum(g.flops for g in p.gemms if g.dtype != "fp8") == 3 * 2 * 2 * 128 * 256 * 256
