@@ -1,8 +1,8 @@
 """Compute the width from which on FP8 pays, from plans of a layer, without a GPU.
 
-A layer's time is that of its kernels at their rooflines and a fixed time per launch,
-for the flagship and for bf16, at 64 channels a head. It is the difference of steps with
-three layers and with two. `python -m scripts.bench` measures it on a GPU.
+A layer's time is predicted from its kernels (`trainer.plan.times`), for the flagship
+and for bf16, at 64 channels a head. It is the difference of steps with three layers and
+with two. `python -m scripts.bench` measures it on a GPU.
 """
 
 import sys
@@ -20,14 +20,13 @@ DEPTHS = (2, 3)
 class Arguments:
     """See `--help`."""
 
-    target: str = argument("the kind of GPU", "h200")
+    target: str = argument("the kind of GPU", "h100")
     precision: str = argument("the FP8 precision", "scalify_fp8_fp16")
     widths: str = argument(
         "of the model, multiples of 64 separated by commas", "256,512,768,1280"
     )
     context: int = argument("tokens of a sequence", 1024)
     micro_batch: int = argument("sequences a device", 8)
-    launch_us: float = argument("microseconds that a kernel takes beside its work", 2.0)
 
 
 class LayerCost(NamedTuple):
@@ -35,27 +34,26 @@ class LayerCost(NamedTuple):
 
     kernels: int
     roofline_us: float
+    predicted_us: float
 
 
 def main(args: Arguments) -> None:
     """Print one row per width, as soon as it is known."""
     widths = widths_of(args)
     print(
-        f"| width | kernels: {args.precision} / bf16 | roofline, us | with launches, us"
-        " | times as fast |"
+        f"| width | kernels: {args.precision} / bf16 | roofline, us | predicted, us |"
+        " times as fast |"
     )
     print("|---|---|---|---|---|", flush=True)
     for width in widths:
         narrow, wide = (
             layer_cost(args, width, precision) for precision in (args.precision, "bf16")
         )
-        us, us_bf16 = (
-            cost.roofline_us + cost.kernels * args.launch_us for cost in (narrow, wide)
-        )
+        faster = wide.predicted_us / narrow.predicted_us
         print(
             f"| {width} | {narrow.kernels} / {wide.kernels} | {narrow.roofline_us:.0f}"
-            f" / {wide.roofline_us:.0f} | {us:.0f} / {us_bf16:.0f} |"
-            f" {us_bf16 / us:.2f} |",
+            f" / {wide.roofline_us:.0f} | {narrow.predicted_us:.0f} /"
+            f" {wide.predicted_us:.0f} | {faster:.2f} |",
             flush=True,
         )
 
@@ -84,10 +82,14 @@ def layer_cost(args: Arguments, width: int, precision: str) -> LayerCost:
         f"target={args.target}",
         "search=no",
         "compare=no",
+        "predict=yes",
     ]
     few, more = (plan_of([*arguments, f"model.n_layer={n}"]).as_json() for n in DEPTHS)
-    us = 1e6 * (more["roofline_seconds"] - few["roofline_seconds"])
-    return LayerCost(more["kernels"] - few["kernels"], us)
+    return LayerCost(
+        more["kernels"] - few["kernels"],
+        1e6 * (more["roofline_seconds"] - few["roofline_seconds"]),
+        1e6 * (more["predicted"]["seconds"] - few["predicted"]["seconds"]),
+    )
 
 
 if __name__ == "__main__":

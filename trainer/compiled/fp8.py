@@ -21,9 +21,9 @@ from trainer.workload import Model
 # rows and columns, the smaller first, as in the transposed matmul; contracted elements
 Product = tuple[int, int, int]
 Join = tuple[Product, ...]  # of matmuls with a common operand
-# The width from which on an H200 takes no longer than in bf16, as computed by `python
-# -m scripts.bench.crossover`; not yet measured.
-PAYS_FROM_WIDTH = 512
+# The width from which on a layer takes no longer than in bf16 on an H100, predicted by
+# `python -m scripts.bench.crossover`
+PAYS_FROM_WIDTH = 768
 PRODUCTS = ("its output", "the gradient of its input", "the gradient of its weight")
 
 
@@ -287,6 +287,6 @@ def check_step(
         lines.append(
             "FP8 is not expected to be faster than bf16 at"
             f" model.d_model={model.spec.d_model}: it pays from {PAYS_FROM_WIDTH} on"
-            " (an estimate for an H200, docs/results.md)"
+            " (an estimate for an H100, docs/results.md)"
         )
     return StepReport(share, lines)

@@ -246,7 +246,7 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
         ),
         (
             "FP8 is not expected to be faster than bf16 at model.d_model=64: it pays"
-            " from 512 on (an estimate for an H200, docs/results.md)"
+            " from 768 on (an estimate for an H100, docs/results.md)"
         ),
     ]
     c = compose_config([*overrides, "model.n_layer=2"])
@@ -323,7 +323,7 @@ def test_a_missing_product_is_told_by_its_size():
     _, missing, slow = check_step(model, program, 128, ada, require=None).lines
     assert "not FP8: h.0.attn.c_attn" in missing
     assert (
-        "not expected to be faster than bf16 at model.d_model=64: it pays from 512 on"
+        "not expected to be faster than bf16 at model.d_model=64: it pays from 768 on"
         in slow
     )
     with pytest.raises(UserError, match="for NVIDIA L4"):
