@@ -304,12 +304,18 @@ def well_formed(what: object, advice: str) -> Iterator[None]:
 
     Raises:
       UserError: for every error that malformed data can cause, also panics of libraries
-        in Rust.
+        in Rust; and for a missing package, which says nothing about the data.
     """
     try:
         yield
     except (UserError, OSError, MemoryError):
         raise
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        raise UserError(
+            f"a package is missing or broken ({error}); install it: pip install"
+            f" --upgrade {package or 'scalify-trainer'}"
+        ) from error
     except Exception as error:
         raise _malformed(what, error, advice) from error
     except BaseException as error:

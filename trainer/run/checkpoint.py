@@ -487,6 +487,8 @@ class Checkpointer:
                 and manifest["step"] == step
                 and "format" in manifest
             )
+        except ImportError:
+            raise
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(
                 f"manifest unreadable: {type(error).__name__}"
@@ -543,8 +545,8 @@ class Checkpointer:
                 for name, x in placed.items()
             }
             values = state_tree.checksums([arrays[name] for name in names])
-        except (UserError, MemoryError, jax.errors.JaxRuntimeError):
-            raise  # too large for this machine is not damage
+        except (UserError, ImportError, MemoryError, jax.errors.JaxRuntimeError):
+            raise  # too large for this machine, or a missing package, is not damage
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(
                 f"state unreadable: {type(error).__name__}"

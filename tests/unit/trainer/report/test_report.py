@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from histories import FALLING, FP8, history, rows, tensor
@@ -218,6 +219,14 @@ def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts
     assert actual.numerics == [(200, tensor(underflow=0.125))]
     assert actual.line("numerics/activations/underflow_max").ys == [0.125]
     assert actual.facts == {"parameters": "2"}
+
+
+def test_a_missing_package_is_named_and_not_a_record(run_dir, monkeypatch):
+    monkeypatch.delitem(sys.modules, "trainer.report.interactive", raising=False)
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    with pytest.raises(UserError, match=r"pip install --upgrade bokeh$") as error:
+        write_report(run_dir)
+    assert "damaged" not in str(error.value)
 
 
 def test_a_directory_without_a_log_is_an_error(tmp_path):

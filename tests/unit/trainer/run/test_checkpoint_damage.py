@@ -229,3 +229,16 @@ def test_the_meta_alone_can_be_read_and_skips_a_damaged_one(open_checkpointer):
     alter_the_meta(checkpointer.directory / "2")
     assert checkpointer.meta() == META
     assert checkpointer.steps() == [1]
+
+
+def test_a_missing_package_is_no_damage(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    saved(checkpointer, 1)
+
+    def missing(*_, **__):
+        raise ModuleNotFoundError("No module named 'tensorstore'")
+
+    monkeypatch.setattr(checkpointer._manager, "restore", missing)
+    with pytest.raises(ModuleNotFoundError):
+        checkpointer.restore(abstract(make_state(1)))
+    assert checkpointer.steps() == [1]
