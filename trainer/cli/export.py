@@ -25,9 +25,31 @@ class Arguments:
     """See `--help`."""
 
     run_dir: str = argument("the run's directory")
-    out: str = argument("directory to write to; made if absent")
+    out: str = argument("new or empty directory to write to")
     step: str = argument(STEP, "newest")
     dtype: Literal["fp32", "bf16", "fp16"] = argument("format of the weights", "fp32")
+
+
+def check_out(out: Path) -> None:
+    """Refuse a directory whose files would mix with the export's.
+
+    A reader would take shards or a tokenizer of an earlier export for a part of this
+    one. Hidden files, such as a clone's `.git`, are no part of a model.
+
+    Raises:
+      UserError: there are other files, or `out` is no directory.
+    """
+    if not out.is_dir():
+        if out.exists() or out.is_symlink():
+            raise UserError(f"out={out} is no directory; choose another one")
+        return
+    names = sorted(path.name for path in out.iterdir() if path.name[0] != ".")
+    if names:
+        listed = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+        raise UserError(
+            f"out={out} is not empty ({listed}), and a reader would mix these files"
+            " with the export; choose a new directory, or empty this one"
+        )
 
 
 def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
@@ -114,6 +136,7 @@ def main(args: Arguments) -> None:
     from trainer.precision.fields import DTYPES
     from trainer.step.state_tree import first_nonfinite_leaf
 
+    check_out(Path(args.out))
     model = restore_run(Path(args.run_dir), args.step)
     params = jax.tree.map(lambda x: x.astype(DTYPES[args.dtype]), model.params)
     name = first_nonfinite_leaf(params)
