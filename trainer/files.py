@@ -267,15 +267,21 @@ def refuse_links(run_dir: Path) -> None:
             path = os.path.join(folder, name)
             inside = Path("/", os.path.relpath(path, run_dir))
             is_of_wandb = any(map(inside.match, WANDB_LINKS))
-            if os.path.islink(path) and not is_of_wandb:
-                raise UserError(
-                    f"{path} is a symbolic link; a run only writes"
-                    " inside its own directory: replace the link by what it points to,"
-                    " or choose another run_dir"
-                )
+            if not is_of_wandb:
+                refuse_link(path)
         if Path(folder) == run_dir:
             folders[:] = [name for name in folders if name in FOLDERS]
         check_files(Path(folder), files)
+
+
+def refuse_link(path: str | os.PathLike[str]) -> None:
+    """Refuse a symbolic link in a run directory. Raises UserError."""
+    if os.path.islink(path):
+        raise UserError(
+            f"{path} is a symbolic link; a run only writes"
+            " inside its own directory: replace the link by what it points to,"
+            " or choose another run_dir"
+        )
 
 
 def write_text(path: Path, text: str) -> None:

@@ -54,7 +54,7 @@ from trainer.run.compatibility import architecture, check_same_run
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
-from trainer.run.rundir import RunDir, write_environment
+from trainer.run.rundir import RunDir, RunDirLost, write_environment
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
@@ -267,7 +267,8 @@ class Ending:
 def closing(session: Session) -> Iterator[Ending]:
     """Finish the tracker with the exit code, write the report, close the checkpoints.
 
-    Each is done even if the one before it fails.
+    Each is done even if the one before it fails. In a run directory that is lost,
+    neither log nor report is written.
     """
     ending = Ending()
     with contextlib.ExitStack() as stack:
@@ -275,15 +276,33 @@ def closing(session: Session) -> Iterator[Ending]:
         stack.callback(session.checkpointer.close)
         stack.callback(report_on, session.run_dir, session.display, ending)
         stack.callback(lambda: session.tracker.finish(ending.exit_code))
-        stack.enter_context(leave_after_error(session.timeouts.stop))
         try:
-            yield ending
+            with (
+                leave_after_error(session.timeouts.stop),
+                explain_lost_directory(session),
+            ):
+                yield ending
+        except RunDirLost:
+            stack.pop_all()
+            with contextlib.suppress(UserError, OSError):  # of a save that went on
+                session.checkpointer.close()
+            raise
         except UserError as error:
             ending.exit_code = error.exit_code
             raise
         except OSError:
             ending.exit_code = UserError.exit_code
             raise
+
+
+@contextlib.contextmanager
+def explain_lost_directory(session: Session) -> Iterator[None]:
+    """Turn an error of files into that of the run directory, if the run lost it."""
+    try:
+        yield
+    except (UserError, OSError):
+        session.protect()
+        raise
 
 
 def report_on(run_dir: Path, display: Display, ending: Ending) -> None:

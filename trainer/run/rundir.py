@@ -24,10 +24,12 @@ from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import (
+    FOLDERS,
     check_regular,
     no_follow,
     read_file,
     read_mapping,
+    refuse_link,
     refuse_links,
     remove_partial,
     write_text,
@@ -83,6 +85,10 @@ IMPLICIT = {"model.family": FIRST, "init.embeddings": None}
 logger = logging.getLogger(__name__)
 
 
+class RunDirLost(UserError):
+    """The run directory is no longer this process's: it must not write there."""
+
+
 class RunDir:
     """A run directory that this process holds until `release`, or until it ends in any
     way.
@@ -101,6 +107,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
+        self._status: os.stat_result | None = None
         self._made = False
         self._config = ""  # the content of config.yaml, once it is adopted
         self._first = jax.process_index() == 0
@@ -114,6 +121,7 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
+            self._status = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UserError(
@@ -161,19 +169,36 @@ class RunDir:
             return False
         return os.path.samestat(there, os.fstat(self._lock))
 
-    def protect(self) -> None:
-        """Refuse to go on in a directory whose lock is gone, and restore config.yaml.
+    def _is_here(self) -> bool:
+        """Return whether the directory is still the one that this process opened."""
+        try:
+            there = self.path.stat()
+        except OSError:
+            return False
+        return self._status is not None and os.path.samestat(there, self._status)
 
-        Call it before each checkpoint.
+    def protect(self) -> None:
+        """Refuse to go on in a directory that is lost, and restore config.yaml.
+
+        Call it before each checkpoint, and after an error, which it may explain.
 
         Raises:
-          UserError: `.lock` was removed or replaced, so that another trainer may be at
-            work in the directory.
+          RunDirLost: the directory was moved, or `.lock` was removed or replaced, so
+            that another trainer may be at work in the directory.
+          UserError: a link has replaced one of its folders.
         """
         if self._lock < 0:
             return
+        if not self._is_here():
+            raise RunDirLost(
+                f"run_dir={self.path} was moved, removed or replaced during the run; to"
+                " resume from its newest checkpoint, give the same command its new"
+                " place as run_dir"
+            )
+        for name in FOLDERS:
+            refuse_link(self.path / name)
         if not self._is_held():
-            raise UserError(
+            raise RunDirLost(
                 f"{self.path / '.lock'} was removed or replaced during the run, so that"
                 f" another trainer may use run_dir={self.path}; stop that one, or run"
                 " the same command again to resume"
@@ -261,7 +286,8 @@ class RunDir:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._first and not (self.path / "config.yaml").exists():
+        has_started = (self.path / "config.yaml").exists()
+        if self._first and self._is_held() and not has_started:
             checkpoints = self.path / "checkpoints"
             if checkpoints.is_dir() and not any(checkpoints.iterdir()):
                 checkpoints.rmdir()

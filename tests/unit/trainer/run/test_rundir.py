@@ -12,7 +12,13 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.rundir import RunDir, environment, is_held, write_environment
+from trainer.run.rundir import (
+    RunDir,
+    RunDirLost,
+    environment,
+    is_held,
+    write_environment,
+)
 from trainer.text import redact
 
 CONFIG = {
@@ -351,6 +357,25 @@ def test_a_trainer_whose_lock_was_removed_stops_before_its_next_checkpoint(tmp_p
             second.protect()
             with pytest.raises(UserError, match=r"\.lock was removed or replaced"):
                 first.protect()
+
+
+def test_a_run_directory_that_is_moved_is_said_to_be(tmp_path):
+    path = tmp_path / "run"
+    with RunDir(path) as held:
+        held.adopt(CONFIG)
+        path.rename(tmp_path / "moved")
+        (path / "checkpoints").mkdir(parents=True)  # as a save in progress makes it
+        with pytest.raises(RunDirLost, match="was moved, removed"):
+            held.protect()
+    assert [entry.name for entry in path.iterdir()] == ["checkpoints"]
+
+
+def test_a_folder_that_a_link_replaces_is_named_before_the_next_checkpoint(tmp_path):
+    with RunDir(tmp_path / "run") as held:
+        held.adopt(CONFIG)
+        (held.path / "checkpoints").symlink_to(tmp_path)
+        with pytest.raises(UserError, match="checkpoints is a symbolic link"):
+            held.protect()
 
 
 def test_a_lock_that_is_removed_while_it_is_taken_does_not_count(tmp_path, monkeypatch):
