@@ -169,6 +169,14 @@ class JsonlTracker(Tracker):
                 self._warn(
                     step, f"{path} is not what the run wrote up to step {step}: {text}"
                 )
+        last = step - start.redo_row
+        if start.written is None and 0 <= self._logged < last:
+            # An event of the next step, which is cut if the run starts here again.
+            self._warn(
+                last + 1,
+                f"{self.path} has no rows after step {self._logged} up to step {last}:"
+                " the run took these steps without this log (tracker=none)",
+            )
 
     def _warn(self, step: int, text: str) -> None:
         logger.warning("%s", text)

@@ -77,10 +77,10 @@ def test_a_resumed_run_goes_on_after_its_step_as_if_never_stopped(tmp_path):
 def test_a_line_torn_anywhere_is_repaired(tmp_path, kept):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(encode_row(1, {}) + encode_row(2, {"x": 123456789012})[:kept])
-    tracker = jsonl(tmp_path, start=2)
-    tracker.row(3, {})
+    tracker = jsonl(tmp_path, start=1)
+    tracker.row(2, {})
     tracker.finish()
-    assert [row["step"] for row in read_rows(path)] == [1, 3]
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
@@ -132,6 +132,35 @@ def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
         assert "4 were written" in text
     if lines is not None and "step" in damage:
         assert len(rows) >= len(lines)  # one row is lost, and no other
+
+
+def test_steps_that_were_taken_without_the_log_are_named_once(tmp_path, caplog):
+    before = jsonl(tmp_path, start=0)
+    for step in (1, 2):
+        before.row(step, loss(step))
+    before.finish()
+    for _ in range(2):  # the second start is from the same checkpoint
+        tracker = jsonl(tmp_path, start=5)
+        tracker.row(6, loss(6))
+        tracker.finish()
+    assert "has no rows after step 2 up to step 5: " in caplog.text
+    written = read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], "event" in row) for row in written] == [
+        (1, False),
+        (2, False),
+        (6, True),
+        (6, False),
+    ]
+
+
+@pytest.mark.parametrize(("start", "again"), [(2, False), (3, True)])
+def test_a_log_without_a_gap_is_not_spoken_of(tmp_path, caplog, start, again):
+    before = jsonl(tmp_path, start=0)
+    for step in (1, 2):
+        before.row(step, loss(step))
+    before.finish()
+    jsonl(tmp_path, start=start, again=again).finish()
+    assert "no rows" not in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["none", "emptied", "changed", "removed"])
