@@ -149,9 +149,7 @@ class Checkpointer:
         """Return the steps of committed checkpoints, ascending, without the one being
         written.
         """
-        return sorted(
-            step for step in self._manager.all_steps() if step != self._saving
-        )
+        return sorted(s for s in self._manager.all_steps() if s != self._saving)
 
     @property
     def best_step(self) -> int | None:
@@ -243,22 +241,28 @@ class Checkpointer:
         """Replace the manifest of a checkpoint in whose step a signal interrupted the
         callbacks, and give it the validation loss.
 
-        It stays as it is if they have changed the arrays, as new scales do.
+        If they have changed the arrays, as new scales do, it stays unfinished, and gets
+        the loss alone, which was measured before.
         """
         folder, val_loss = self.directory / str(step), manifest["val_loss"]
-        saved = json.loads(read_file(folder / "manifest" / "metadata"))
-        is_unfinished = saved["meta"].get("unfinished") is not None
-        if not is_unfinished or saved["leaves"] != manifest["leaves"]:
+        file = folder / "manifest" / "metadata"
+        saved = json.loads(read_file(file))
+        if saved["meta"].get("unfinished") is None:
             return
+        if val_loss is None:
+            val_loss = saved.get("val_loss")
+        new = dict(manifest if saved["leaves"] == manifest["leaves"] else saved)
+        del new["digest"]
+        new["val_loss"] = val_loss
+        new["digest"] = _digest(new)
         self._saving = step
         try:
-            if jax.process_index() == 0 and val_loss is not None:
-                (folder / "metrics").mkdir(exist_ok=True)
-                loss = json.dumps({"val_loss": val_loss})
-                write_atomically(folder / "metrics" / "metrics", loss)
             if jax.process_index() == 0:
-                text = json.dumps(manifest)
-                write_atomically(folder / "manifest" / "metadata", text)
+                if val_loss is not None:
+                    (folder / "metrics").mkdir(exist_ok=True)
+                    loss = json.dumps({"val_loss": val_loss})
+                    write_atomically(folder / "metrics" / "metrics", loss)
+                write_atomically(file, json.dumps(new))
         except OSError as error:
             raise self._save_failed(error) from error
         self._saving = None

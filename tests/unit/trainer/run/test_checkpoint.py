@@ -290,3 +290,23 @@ def test_a_step_that_was_interrupted_gets_its_validation_loss_later(open_checkpo
     assert (last.steps(), last.best_step) == ([1, 3], 1)
     assert last.meta(1)["unfinished"] is None
     assert bits(last.restore(abstract(make_state(1)), 1).state) == bits(make_state(1))
+
+
+def test_an_interrupted_step_that_then_rescales_can_be_the_best_one(open_checkpointer):
+    settings = {"keep": 1, "keep_best": True}
+    row = '{"step": 1, "train/loss": 1.0}'
+    first = open_checkpointer(**settings)
+    first.save(1, make_state(1), {"unfinished": row})
+    first.close()
+    resumed = open_checkpointer(**settings)
+    # the loss is that of the saved arrays: it is measured before a rescale
+    assert not resumed.save(1, make_state(9), {"unfinished": None}, val_loss=2.0)
+    # interrupted once more
+    assert not resumed.save(1, make_state(1), {"unfinished": row})
+    for step in (2, 3):
+        resumed.save(step, make_state(step), {"unfinished": None}, val_loss=1.0 + step)
+    resumed.close()
+    last = open_checkpointer(**settings)
+    assert (last.steps(), last.best_step) == ([1, 3], 1)
+    assert last.meta(1)["unfinished"] == row
+    assert bits(last.restore(abstract(make_state(1)), 1).state) == bits(make_state(1))
