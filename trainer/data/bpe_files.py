@@ -41,6 +41,8 @@ PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 TOKENIZERS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Classes of transformers, by their beginnings, that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
+# tiktoken's functions that download the ranks of an encoding
+LOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
 TokenIds = dict[bytes, int]
 Pair = tuple[bytes, bytes]
@@ -78,7 +80,6 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
 def settings(path: Path, ranks: TokenIds) -> dict[str, Any]:
     """Return pattern and special tokens of a .tiktoken file, which holds only ranks."""
     beside = path.with_suffix(".json")
-    tree = known_settings(path.stem, ranks)
     if beside.is_file():
         tree = read_json(beside)
         if not isinstance(tree.get("pat_str"), str) or not isinstance(
@@ -88,18 +89,30 @@ def settings(path: Path, ranks: TokenIds) -> dict[str, Any]:
                 f"{beside}: expected the keys pat_str (text) and special_tokens (text"
                 " to id)"
             )
-    keys = ("pat_str", "special_tokens")
-    return {key: tree[key] for key in keys if key in tree}
+    else:
+        tree = known_settings(path.stem, ranks)
+        if not tree:
+            names = tiktoken.list_encoding_names()
+            valid = sorted(name for name in names if known_settings(name, {}))
+            raise UserError(
+                f"{path} does not say how a text is split into words; put"
+                f" {beside.name} beside it, with the keys pat_str (a pattern) and"
+                " special_tokens (text to id), or rename it after its encoding:"
+                f" {', '.join(valid)}"
+            )
+    return {key: tree[key] for key in ("pat_str", "special_tokens")}
 
 
 def known_settings(name: str, ranks: TokenIds) -> dict[str, Any]:
     """Return tiktoken's own settings of encoding `name`; empty for an unknown one."""
     tiktoken.list_encoding_names()  # fills the registry
     constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
-    if constructor is None or "load_tiktoken_bpe" not in constructor.__code__.co_names:
+    if constructor is None or not LOADERS & set(constructor.__code__.co_names):
         return {}
     # The same function, with these ranks in place of a download.
-    names = constructor.__globals__ | {"load_tiktoken_bpe": lambda *_, **__: ranks}
+    names = constructor.__globals__ | {
+        loader: lambda *_, **__: ranks for loader in LOADERS
+    }
     return types.FunctionType(constructor.__code__, names)()
 
 

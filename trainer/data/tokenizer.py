@@ -254,9 +254,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         - `byte`;
         - a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by
           tiktoken (TIKTOKEN_CACHE_DIR);
-        - a `.tiktoken` file: pattern and special tokens are those of the encoding it is
-          named after, or are in a `.json` file beside it (`pat_str`, `special_tokens`),
-          or are GPT-2's;
+        - a `.tiktoken` file: pattern and special tokens are in a `.json` file beside it
+          (`pat_str`, `special_tokens`), or are those of the encoding it is named after;
         - a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt`
           and `vocab.json`, or the first file of such a pair: GPT-2's pattern, and the
           ids of the .json file if there is one;

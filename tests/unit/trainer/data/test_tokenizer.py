@@ -79,9 +79,19 @@ def test_merges_alone_or_with_ids_in_either_naming_are_the_same_tokenizer(
 
 
 def test_a_tiktoken_file_of_gpt2_s_ranks_is_gpt2(gpt2, tmp_path):
-    path = tmp_path / "mine.tiktoken"
+    for name in ("gpt2", "r50k_base"):
+        path = tmp_path / f"{name}.tiktoken"
+        path.write_bytes(tiktoken_file(gpt2.tokens))
+        assert get_tokenizer(str(path)).fingerprint == gpt2.fingerprint
+
+
+def test_a_tiktoken_file_that_nothing_gives_a_pattern_is_refused(gpt2, tmp_path):
+    path = tmp_path / "qwen.tiktoken"
     path.write_bytes(tiktoken_file(gpt2.tokens))
-    assert get_tokenizer(str(path)).fingerprint == gpt2.fingerprint
+    with pytest.raises(
+        UserError, match=r"put qwen\.json beside it.* cl100k_base, gpt2"
+    ):
+        get_tokenizer(str(path))
 
 
 def test_a_tiktoken_file_named_after_an_encoding_has_its_pattern_and_special_tokens(
@@ -240,7 +250,7 @@ def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_p
             b"IQ== 0\nnot base64 at all\n",
             r"x\.tiktoken, line 2: expected a token in base64",
         ),
-        ("x.tiktoken", b"IQ== 0\n", "255 of the 256 bytes have no id"),
+        ("gpt2.tiktoken", b"IQ== 0\n", "255 of the 256 bytes have no id"),
         (
             "vocab.bpe",
             b"#version: 0.2\na b c\n",
