@@ -136,7 +136,8 @@ def tokenizer_of_weights(init_from: str | None) -> str:
     files = ("tokenizer.json", "tokenizer.tiktoken", "merges.txt", "vocab.bpe")
     if init_from is None or not any((Path(init_from) / f).is_file() for f in files):
         return ""
-    return f"; that of the weights is data.tokenizer={init_from}"
+    # Without the slash a directory `gpt2` would be the encoding of that name.
+    return f"; that of the weights is data.tokenizer={init_from.rstrip('/')}/"
 
 
 def open_dataset(directory: Path, c: schema.Config) -> Dataset:

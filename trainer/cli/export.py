@@ -58,7 +58,7 @@ def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
     None: it started otherwise, the directory is gone, or its tokenizer differs from the
     run's.
     """
-    from trainer.data import get_tokenizer
+    from trainer.data.hf_tokenizer import tokenizer_beside
 
     try:
         init_from = read_mapping(run_dir / "config.yaml").get("init_from")
@@ -70,11 +70,9 @@ def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
     origin = Path(init_from if isinstance(init_from, str) else "")
     if not (origin / "config.json").is_file():
         return None
-    try:
-        theirs = get_tokenizer(str(origin))
-    except UserError:
-        return None
-    return origin if theirs.fingerprint == ours.fingerprint else None
+    theirs = tokenizer_beside(origin)
+    is_ours = theirs is not None and theirs.fingerprint == ours.fingerprint
+    return origin if is_ours else None
 
 
 def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:

@@ -22,8 +22,19 @@ from trainer.data.json_tokenizer import (
     spelled_ids,
 )
 from trainer.data.settings_beside import SETTINGS, added_later, read_json
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, get_tokenizer
+from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
+
+# Texts that tokenizers of one vocabulary may split otherwise: by letter case, digits,
+# spaces, signs, composed characters and other scripts.
+PROBES = (
+    *("Hello", "HELLO", "DON'T", "don't", " a", "a  b", "  a", "a ", "\tb", "\n\n\na"),
+    *("a\r\nb", "1234567", "3.14", "a1", "!=", "a_b", "x)\n", "...", "//a", "'ll"),
+    *("\u00e9", "e\u0301", "\ufb01", "\uff21", "\u201ca\u201d", "\u65e5\u672c\u8a9e"),
+    *("\ud55c\uad6d", "\u041f\u0440", "\u0645\u0631", "\U0001f642"),
+)
+PROBED_TOKENS = 500  # about as many are encoded as texts of their own
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
@@ -149,6 +160,43 @@ def ids_beside(directory: Path) -> TokenIds | None:
         for _, name in PAIRS:
             if (directory / name).is_file():
                 return spelled_ids(read_json(directory / name) | added_later(directory))
+    return None
+
+
+def tokenizer_beside(directory: Path) -> Tokenizer | None:
+    """Return the tokenizer in a Hugging Face directory; None: none that is read
+    here.
+    """
+    try:
+        # The relative path of a directory may be the name of an encoding, as `gpt2`.
+        return get_tokenizer(str(directory.absolute()))
+    except UserError:
+        return None
+
+
+def other_ids(theirs: Tokenizer, ours: Tokenizer) -> str | None:
+    """Describe a text to which tokenizers of one vocabulary give different ids.
+
+    None: they are the same, or no difference was found in `PROBES` and in the texts of
+    tokens of all ranks.
+    """
+    if theirs.fingerprint == ours.fingerprint:
+        return None
+
+    def encode(tokenizer: Tokenizer, text: str) -> list[int] | None:
+        try:
+            return tokenizer.encode(text)
+        except UserError:  # a character without a token
+            return None
+
+    tokens = [token.decode(errors="ignore") for token in ours.tokens]
+    for text in (*PROBES, *tokens[:: max(1, len(tokens) // PROBED_TOKENS)]):
+        their_ids, our_ids = encode(theirs, text), encode(ours, text)
+        if their_ids != our_ids:
+            return (
+                f"{text!r} is {their_ids or 'nothing'} there, {our_ids or 'nothing'}"
+                " here"
+            )
     return None
 
 

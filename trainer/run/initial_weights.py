@@ -12,7 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import tree, weights
-from trainer.data.hf_tokenizer import first_difference, ids_beside
+from trainer.data.hf_tokenizer import (
+    first_difference,
+    ids_beside,
+    other_ids,
+    tokenizer_beside,
+)
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -203,10 +208,14 @@ def other_tokenizer_beside(source: Path, spec: Spec, tokenizer: Tokenizer) -> li
     if ids is not None:
         difference = first_difference(ids, tokenizer)
         if difference is None:
+            # A vocabulary does not say how a text is split or normalized.
+            theirs = tokenizer_beside(directory)
+            difference = None if theirs is None else other_ids(theirs, tokenizer)
+        if difference is None:
             return []
         return [
             f"has another tokenizer ({difference})",
-            f"set data.tokenizer={directory}, the data's is {tokenizer.name} of"
+            f"set data.tokenizer={directory}/, the data's is {tokenizer.name} of"
             f" {tokenizer.vocab_size:,} ids{NEW_ROWS}",
         ]
     if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
@@ -248,7 +257,14 @@ def describe_init(
         context = other_context(theirs, spec)
     else:
         context = ""
-    if ids_beside(huggingface.directory_of(source)) is not None:
+    directory = huggingface.directory_of(source)
+    if ids_beside(directory) is not None:
+        if tokenizer_beside(directory) is None:
+            return (
+                f"{weights_line}the vocabulary beside them is that of the data,"
+                f" {tokenizer.name}, but their tokenizer cannot be read, so nobody"
+                f" checked whether it splits texts alike{context}"
+            )
         return (
             f"{weights_line}the tokenizer beside them is that of the data,"
             f" {tokenizer.name}{context}"

@@ -506,7 +506,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(
         build_data(compose_config(settings))
     assert (
         str(caught.value).endswith(
-            f"; that of the weights is data.tokenizer={tmp_path}"
+            f"; that of the weights is data.tokenizer={tmp_path}/"
         )
         == has_tokenizer
     )

@@ -3,6 +3,7 @@ tokenizer it was made of."""
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from trainer.cli.export import generation_config, original_directory
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import SPELLING, known_settings
-from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
+from trainer.data.hf_tokenizer import (
+    first_difference,
+    ids_beside,
+    save_hf,
+    tokenizer_beside,
+)
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
 from trainer.models.weight_files import carry_tokenizer
@@ -119,6 +125,13 @@ def test_ids_are_compared_with_those_beside_weights(ours, gpt2_dir, tmp_path):
     byte, gpt2 = get_tokenizer("byte"), get_tokenizer(str(gpt2_dir))
     other = gpt2 if ours.name == "byte" else byte
     assert first_difference(beside, other) is not None
+
+
+def test_a_directory_named_as_an_encoding_has_its_own_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    save_hf(Path("gpt2"), get_tokenizer("byte"), None)
+    assert tokenizer_beside(Path("gpt2")).name == "byte"
 
 
 def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(

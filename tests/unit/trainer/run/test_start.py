@@ -4,6 +4,7 @@ all that differs.
 What no run can start from is refused before anything is prepared for it.
 """
 
+import json
 import logging
 import re
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from scalify_core import ScaledArray
 from trainer.cli.train import main
 from trainer.config.inherited import inherit
 from trainer.data import get_tokenizer
-from trainer.data.hf_tokenizer import save_hf
+from trainer.data.hf_tokenizer import byte_level, save_hf
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.run.checkpoint import Restored
@@ -107,6 +108,33 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
             f"weights from {source} (Hugging Face, gpt2): 2 tensors; the tokenizer"
         )
         assert line.endswith(f"is that of the data, {first.name}")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "'Hello'"),
+        ({"pre_tokenizer": byte_level()}, "don't"),  # without a pattern
+        ({"model": {"merges": ["t h"]}}, "'the'"),
+    ],
+)
+def test_a_tokenizer_of_the_same_vocabulary_that_splits_otherwise_is_refused(
+    change, text, tmp_path
+):
+    ours = bpe(tmp_path / "a", "t h", "th e", "n '")
+    spec = GPT2Spec(vocab_size=ours.vocab_size)
+    save_hf(tmp_path, ours, 1024)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["model"]["ignore_merges"] = False
+    for key, value in change.items():
+        tree[key] = tree[key] | value if key == "model" else value
+    file.write_text(json.dumps(tree))
+    assert text in other_tokenizer_beside(tmp_path, spec, ours)[0]
+    file.write_text(json.dumps(tree | {"decoder": {"type": "Unknown"}}))
+    assert other_tokenizer_beside(tmp_path, spec, ours) == []
+    line = describe_init(tmp_path, ours, spec, PARAMS)
+    assert "but their tokenizer cannot be read" in line
 
 
 @pytest.mark.parametrize(
