@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from scalify_core import optim
+from scalify_core import optim, weights
 from scalify_core.numerics.formats import FP32, FloatFormat
 from scalify_core.optim.stacking import NONE as NO_STACKS
 from scalify_core.optim.stacking import Stacks
@@ -34,20 +34,26 @@ def store_moments(
       UserError: the policy asks for what the optimizer does not have; from `init`: the
         state is not what the entry says.
     """
-    fields = stored_fields(name, policy)
+    check_moments(name, policy)
+
+    def stored(state: Any) -> optax.GradientTransformationExtraArgs:
+        fields = stored_fields(name, policy, state)
+        if policy.propagated_update:
+            formats = {field: how.format for field, how in fields.items()}
+            return optim.propagated_state(
+                tx, fields=formats, compute=DTYPES[policy.compute]
+            )
+        return optim.scaled_state(tx, seed=seed, fields=fields)
 
     def init(params: Any) -> Any:
-        state = tx.init(params)
+        state = jax.eval_shape(tx.init, weights.wide(params))
         check_entry(name, OPTIMIZERS[name], state)
-        return state
+        return stored(state).init(params)
 
-    checked = tx._replace(init=init)
-    if policy.propagated_update:
-        formats = {field: how.format for field, how in fields.items()}
-        return optim.propagated_state(
-            checked, fields=formats, compute=DTYPES[policy.compute]
-        )
-    return optim.scaled_state(checked, seed=seed, fields=fields)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return stored(state).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
@@ -84,7 +90,8 @@ def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
             f" {entry.__name__} in trainer.step.optimizers says nothing; add it to"
             " `moments`, or to `unstored`"
         )
-    for field in sorted(moments - float_fields):
+    required = {moment.field for moment in entry.moments if moment.of_all}
+    for field in sorted(required - float_fields):
         raise UserError(
             f"optimizer={name} has no {field!r} in its state, which its entry"
             f" {entry.__name__} in trainer.step.optimizers names among its `moments`;"
@@ -92,18 +99,23 @@ def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
         )
 
 
-def stored_fields(name: str, policy: Policy) -> dict[str, optim.Stored]:
-    """Return how the optimizer `name` stores its moments: `fields` of
-    `scalify_core.optim`.
+def stored_fields(name: str, policy: Policy, state: Any) -> dict[str, optim.Stored]:
+    """Return how the optimizer `name` stores the moments that its state has: `fields`
+    of `scalify_core.optim`.
 
-    Raises UserError as `check_moments` does.
+    The state of a part of the parameters may lack a moment; `state` may be shapes.
     """
-    check_moments(name, policy)
+    present = {
+        key.name
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+        for key in path
+        if isinstance(key, jax.tree_util.GetAttrKey)
+    }
     formats = {key: FloatFormat.parse(getattr(policy, key)) for key in KEYS}
     narrow = {
         moment.field: (moment, formats[moment.key])
         for moment in OPTIMIZERS[name].moments
-        if formats[moment.key] is not FP32
+        if formats[moment.key] is not FP32 and moment.field in present
     }
     # Its moments are scaled arrays anyway, rounded to nearest.
     if policy.propagated_update:
@@ -133,5 +145,7 @@ def convert_moments(
     """Convert an optimizer's state from the storage of one policy to that of
     another.
     """
-    wide = optim.wide_state(state, fields=stored_fields(name, source))
-    return optim.narrow_state(wide, seed=seed, fields=stored_fields(name, policy))
+    wide = optim.wide_state(state, fields=stored_fields(name, source, state))
+    return optim.narrow_state(
+        wide, seed=seed, fields=stored_fields(name, policy, state)
+    )

@@ -28,7 +28,7 @@ Epsilon = Annotated[
 
 
 class Moment(NamedTuple):
-    """An average that an optimizer keeps for every parameter it updates.
+    """An average that an optimizer keeps for the parameters it updates.
 
     Attributes:
       field: its name in the optimizer's state.
@@ -38,12 +38,14 @@ class Moment(NamedTuple):
         are never negative.
       relative_to: the field of the second moment. In eight bits the moment is stored
         divided by its root. None: it is stored as it is.
+      of_all: whether every parameter has it; else a state may have none.
     """
 
     field: str
     key: Literal["mu", "nu"]
     root: bool
     relative_to: str | None = None
+    of_all: bool = True
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,10 @@ class Muon(Optimizer):
     b1: ShareBelow1
     b2: ShareBelow1
     eps: Epsilon
-    moments = (Moment("mu", "mu", root=False), Moment("nu", "nu", root=True))
+    moments = (
+        Moment("mu", "mu", root=False),
+        Moment("nu", "nu", root=True, of_all=False),  # of Adam's part
+    )
     unstored = ("ns_coeffs",)  # of the Newton-Schulz iteration
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":

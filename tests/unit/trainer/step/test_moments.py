@@ -29,10 +29,16 @@ def policy(**changes):
     return dataclasses.replace(compose_config([]).precision.policy, **changes)
 
 
-def plain(name):
+def select(whole, part):
+    if not isinstance(part, dict):
+        return whole
+    return {key: select(whole[key], part[key]) for key in part}
+
+
+def plain(name, roles=ROLES):
     own = {field.name for field in dataclasses.fields(OPTIMIZERS[name])}
     settings = {key: value for key, value in SETTINGS.items() if key in own}
-    return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)(ROLES)
+    return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)(roles)
 
 
 def stored(name, **changes):
@@ -73,25 +79,38 @@ def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(
     assert fields(stored(name, **changes)) == found
 
 
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ({"h": {0: {"c_fc": {"kernel": 0}}}}, {("mu", "bfloat16")}),
+        ({"wte": {"embedding": 0}}, {("mu", "bfloat16"), ("nu", "float16")}),
+    ],
+)
+def test_muon_may_train_only_one_of_its_two_parts(part, found):
+    params, roles = select(PARAMS, part), select(ROLES, part)
+    narrow = policy(mu="bf16", nu="fp16")
+    tx = store_moments(plain("muon", roles), "muon", narrow, 0)
+    state = tx.init(params)
+    assert fields(state) == found
+    updates, _ = tx.update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
 def test_roots_and_quotients_are_stored_of_those_moments_that_say_so():
-    how = stored_fields("adamw", policy(mu="e4m3", nu="e5m2"))
+    def storage(name, **changes):
+        return stored_fields(name, policy(**changes), stored(name))
+
+    how = storage("adamw", mu="e4m3", nu="e5m2")
     assert (how["mu"].sqrt, how["mu"].relative_to, how["nu"].sqrt) == (
         False,
         "nu",
         True,
     )
-    assert (
-        stored_fields("adamw", policy(mu="fp16", nu="fp16"))["mu"].relative_to is None
-    )
-    assert stored_fields("adamw", policy(mu="e4m3"))["mu"].relative_to is None
-    assert stored_fields("muon", policy(mu="e4m3", nu="e5m2"))["mu"].relative_to is None
-    assert [
-        x.rounding
-        for x in stored_fields("adamw", policy(mu="fp16", nu="fp16")).values()
-    ] == [
-        "nearest",
-        "stochastic",
-    ]
+    wider = storage("adamw", mu="fp16", nu="fp16")
+    assert wider["mu"].relative_to is None
+    assert storage("adamw", mu="e4m3")["mu"].relative_to is None
+    assert storage("muon", mu="e4m3", nu="e5m2")["mu"].relative_to is None
+    assert [x.rounding for x in wider.values()] == ["nearest", "stochastic"]
 
 
 def test_what_an_entry_forgets_is_an_error_when_the_state_is_made(monkeypatch):
