@@ -20,6 +20,8 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 BRACES = re.compile(r"([^,\[\]'\"{}=]*)\{([^{}]*,[^{}]*)\}([^,\[\]'\"{}]*)")
+# what Hydra reads without quotes
+UNQUOTED = re.compile(r"[\w./\-]([\w./\- ]*[\w./\-])?", re.ASCII)
 LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -76,6 +78,25 @@ def refuse_twice(arguments: Sequence[str]) -> None:
 def key_of(override: str) -> str:
     """Return the key that an override sets or removes, without the signs of Hydra."""
     return override.partition("=")[0].lstrip("+~")
+
+
+def override(key: str, value: object) -> str:
+    """Return `key=value` as it is typed in a shell.
+
+    Hydra, which reads it, needs quotes of its own around unusual characters.
+    """
+    text = str(value)
+    if not UNQUOTED.fullmatch(text):
+        text = "'" + text.replace("'", r"\'") + "'"
+    return shlex.quote(f"{key}={text}")
+
+
+def unquoted(value: str) -> str:
+    """Return the text of an override's value, without the quotes that Hydra reads."""
+    for quote in ("'", '"'):
+        if len(value) > 1 and value[0] == value[-1] == quote:
+            return value[1:-1].replace(f"\\{quote}", quote)
+    return value
 
 
 def merge_overrides(*layers: Sequence[str]) -> list[str]:

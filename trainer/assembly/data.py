@@ -27,6 +27,7 @@ from trainer.data.tokenizer import DownloadFailed, is_missing, vocabulary_file
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.observe.preparing import show_progress
+from trainer.text import override
 
 # given by a program
 CustomData = Iterable[str] | Batches
@@ -137,7 +138,8 @@ def tokenizer_of_weights(init_from: str | None) -> str:
     if init_from is None or not any((Path(init_from) / f).is_file() for f in files):
         return ""
     # Without the slash a directory `gpt2` would be the encoding of that name.
-    return f"; that of the weights is data.tokenizer={init_from.rstrip('/')}/"
+    directory = f"{init_from.rstrip('/')}/"
+    return f"; that of the weights is {override('data.tokenizer', directory)}"
 
 
 def open_dataset(directory: Path, c: schema.Config) -> Dataset:

@@ -30,7 +30,7 @@ from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
 from trainer.errors import UserError
-from trainer.text import show
+from trainer.text import override, show
 
 END = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document
@@ -154,7 +154,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     if tokenizer.vocab_size < args.vocab_size:
         fewer = ": the text has no more pairs"
     show(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
-    show(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
+    show(f"wrote {args.out}; train with it: {override('data.tokenizer', args.out)}")
 
 
 def command(argv: Sequence[str]) -> int:

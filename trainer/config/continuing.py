@@ -21,7 +21,7 @@ from trainer.config.schema import DATA_KEYS, Config
 from trainer.errors import UserError
 from trainer.files import read_mapping
 from trainer.models.registry import FIRST
-from trainer.text import nearest
+from trainer.text import nearest, unquoted
 
 # Not settings of the training.
 NOT_TAKEN = ("run_dir", "resume", "dry_run")
@@ -78,13 +78,13 @@ def continue_run(
     pairs = (argument.partition("=") for argument in arguments)
     given = {key.lstrip("+~"): value for key, _, value in pairs}
     written = given.get("resume.source", "auto")
-    source = written.strip("'\"")
+    source = unquoted(written)
     file = Path(source) / "config.yaml"
     if source in ("auto", "none") or not file.is_file():
         return CommandLine(list(arguments), {})
     _refuse_contradictions(given, source)
     tree = read_saved(file)
-    run_dir = given.get("run_dir", source)
+    run_dir = unquoted(given.get("run_dir", source))
     # A link to the run's directory is the run, too.
     is_same_run = not is_sweep and os.path.realpath(run_dir) == os.path.realpath(source)
     if is_same_run and given.get("resume.step", "null") != "null":

@@ -25,7 +25,7 @@ from typing import Literal
 from trainer.data.shards import read_json
 from trainer.errors import UserError
 from trainer.files import path_of, write_atomically
-from trainer.text import note, without_braces
+from trainer.text import note, override, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
 # formats by suffix; all other files are text
@@ -201,8 +201,8 @@ def format_of(path: Path, given: Format | None) -> Format:
             folder = folder.parent
         raise UserError(
             f"{path} is an Arrow table, such as `datasets.save_to_disk` writes; read"
-            f" its directory by data=hf data.name={folder}, or leave it out of"
-            " data.paths"
+            f" its directory by data=hf {override('data.name', folder)}, or leave"
+            " it out of data.paths"
         )
     named = FORMATS.get(path.suffix.lower())
     if named is not None and given not in (None, named):

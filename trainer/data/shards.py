@@ -10,6 +10,7 @@ verified.json          sizes and times of shards that were verified
 import hashlib
 import json
 import os
+import shlex
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -266,7 +267,7 @@ def digest(tree: Any) -> str:
 
 def repair(directory: Path) -> str:
     """Return the advice for damaged data."""
-    return f"remove it (rm -r {directory}) and prepare the data again"
+    return f"remove it (rm -r {shlex.quote(str(directory))}) and prepare the data again"
 
 
 def crc32(path: Path) -> int:

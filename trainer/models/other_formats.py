@@ -1,18 +1,12 @@
 """Weights in other formats than safetensors, refused with what converts them."""
 
+import json
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.errors import UserError
 
-CONVERT = (
-    'python -c "from transformers import AutoModelForCausalLM as A; '
-    "A.from_pretrained('{0}'{1}).save_pretrained('{0}-safetensors')\""
-)
-MERGE = (
-    'python -c "from peft import AutoPeftModelForCausalLM as A; '
-    "A.from_pretrained('{0}').merge_and_unload().save_pretrained('{0}-merged')\""
-)
 BY_ITS_PROGRAM = (
     "write it as a Hugging Face directory (config.json and model.safetensors) by the"
     " program that made it; for Meta's, transformers 4 has `python -m"
@@ -21,9 +15,9 @@ BY_ITS_PROGRAM = (
 # by suffix the option of `from_pretrained`, and the version that has it
 OPTIONS = {
     ".bin": ("", ""),
-    ".gguf": (", gguf_file='{0}'", ""),
-    ".msgpack": (", from_flax=True", " by transformers 4"),
-    ".h5": (", from_tf=True", " by transformers 4"),
+    ".gguf": ("gguf_file={0}", ""),
+    ".msgpack": ("from_flax=True", " by transformers 4"),
+    ".h5": ("from_tf=True", " by transformers 4"),
 }
 OF_PROGRAMS = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index")
 # ends of names of tensors in quantized files, of GPTQ, AWQ, bitsandbytes, MLX, FP8
@@ -31,6 +25,30 @@ QUANTIZED = (
     ".qweight", ".qzeros", ".scales", ".absmax", ".SCB", ".weight_scale",
     ".weight_scale_inv", ".weight_packed",
 )  # fmt: skip
+
+
+def convert(directory: Path, option: str) -> str:
+    """Return the command that writes a directory's weights as safetensors."""
+    # JSON's spelling of a text is also Python's, and leaves ' to the shell.
+    source = json.dumps(str(directory), ensure_ascii=False)
+    arguments = f"{source}, {option}" if option else source
+    target = json.dumps(f"{directory}-safetensors", ensure_ascii=False)
+    code = (
+        "from transformers import AutoModelForCausalLM as A;"
+        f" A.from_pretrained({arguments}).save_pretrained({target})"
+    )
+    return f"python -c {shlex.quote(code)}"
+
+
+def merge(directory: Path) -> str:
+    """Return the command that merges a LoRA adapter into its model."""
+    source = json.dumps(str(directory), ensure_ascii=False)
+    target = json.dumps(f"{directory}-merged", ensure_ascii=False)
+    code = (
+        "from peft import AutoPeftModelForCausalLM as A;"
+        f" A.from_pretrained({source}).merge_and_unload().save_pretrained({target})"
+    )
+    return f"python -c {shlex.quote(code)}"
 
 
 def check_format(source: Path) -> None:
@@ -47,7 +65,7 @@ def check_format(source: Path) -> None:
         if (directory / name).is_file():
             raise UserError(
                 f"{directory} is a LoRA adapter by its {name}; merge it into its model:"
-                f" {MERGE.format(directory)}, or remove {name} if the weights beside it"
+                f" {merge(directory)}, or remove {name} if the weights beside it"
                 " are whole"
             )
     if not source.is_dir():
@@ -68,7 +86,7 @@ def refuse_format(file: Path) -> None:
     has_config = (file.parent / "config.json").is_file()
     if file.suffix in OPTIONS and (has_config or file.suffix not in OF_PROGRAMS):
         option, version = OPTIONS[file.suffix]
-        command = CONVERT.format(file.parent, option.format(file.name))
+        command = convert(file.parent, option.format(json.dumps(file.name)))
         raise UserError(
             f"{file} is no safetensors file; convert it{version}: {command}"
         )

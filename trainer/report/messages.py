@@ -18,7 +18,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.session import Run
 from trainer.step.kernels import promise
-from trainer.text import key_of, program_command
+from trainer.text import key_of, override, program_command
 from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
@@ -346,12 +346,12 @@ def schedule_change(
 
 def farewell(run: Run, code: int, *, has_report: bool) -> None:
     """Show where the results are, and the commands for the next steps."""
-    say, run_dir = run.session.display.message, shlex.quote(str(run.session.run_dir))
+    say, run_dir = run.session.display.message, str(run.session.run_dir)
     program = program_command()
-    resume = f"{program} resume={run_dir}"
+    resume = f"{program} {override('resume', run_dir)}"
     if code:
         saved = max(run.session.checkpointer.steps(), default=0)
-        how = f"the same command with run_dir={run_dir}"
+        how = f"the same command with {override('run_dir', run_dir)}"
         if not run.session.own_process:
             how = "the same call"
         elif saved:
@@ -374,5 +374,7 @@ def farewell(run: Run, code: int, *, has_report: bool) -> None:
     say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
     if not run.session.own_process:
         return  # the program that called knows what to do next
-    say(f"sample more:  {program} generate run_dir={run_dir} prompt='And God said'")
+    # which reads its arguments as they are
+    here = shlex.quote(f"run_dir={run_dir}")
+    say(f"sample more:  {program} generate {here} prompt='And God said'")
     say(f"train longer: {resume} train.steps={2 * run.plan.steps}")

@@ -11,6 +11,7 @@ from trainer.models.registry import FIRST, family_of
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Restored
 from trainer.run.metadata import saved_config, saved_trainable
+from trainer.text import override
 from trainer.workload import TrainTask
 
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
@@ -102,7 +103,7 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
         raise UserError(
             f"resume={source} was trained with {saved_key}, this is {key}: its"
             f" optimizer has moments of other parameters; set {saved_key}, or take the"
-            f" weights alone: init_from={source}"
+            f" weights alone: {override('init_from', source)}"
         )
 
 

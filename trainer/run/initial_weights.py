@@ -28,6 +28,7 @@ from trainer.models.weight_files import config_beside, read_object
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
+from trainer.text import override
 
 NEW_ROWS = ", or init.embeddings=focus to make table rows for the data's tokens"
 
@@ -193,7 +194,7 @@ def other_tokenizer_of_run(
         f"was trained with tokenizer {meta['tokenizer']} of"
         f" {meta['model']['vocab_size']:,} ids (the data's is {tokenizer.name},"
         f" {tokenizer.vocab_size:,} ids)",
-        f"set data.tokenizer={file}{NEW_ROWS}",
+        f"set {override('data.tokenizer', file)}{NEW_ROWS}",
     ]
 
 
@@ -215,8 +216,8 @@ def other_tokenizer_beside(source: Path, spec: Spec, tokenizer: Tokenizer) -> li
             return []
         return [
             f"has another tokenizer ({difference})",
-            f"set data.tokenizer={directory}/, the data's is {tokenizer.name} of"
-            f" {tokenizer.vocab_size:,} ids{NEW_ROWS}",
+            f"set {override('data.tokenizer', f'{directory}/')}, the data's is"
+            f" {tokenizer.name} of {tokenizer.vocab_size:,} ids{NEW_ROWS}",
         ]
     if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
         return []

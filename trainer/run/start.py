@@ -3,6 +3,7 @@ new one.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from trainer.run.converting import convert_state
 from trainer.run.metadata import saved_config, saved_policy
 from trainer.run.phases import Phases, saved_task
 from trainer.step.state import TrainState, first_nonfinite
+from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
 
 # What another run's checkpoint says of that run's own log.
@@ -114,7 +116,7 @@ def runs_below(directory: Path) -> str:
         listed += ", ..."
     return (
         f"name one of the runs in it: {listed}; `scalify-trainer compare"
-        f" runs={directory}` says which is the best"
+        f" {shlex.quote(f'runs={directory}')}` says which is the best"
     )
 
 
@@ -153,8 +155,8 @@ def starting_point(
         checkpoint = restore_own(checkpointer, task)
         where = f"checkpoint {checkpoint.step} of run_dir={run_dir}"
         advice = (
-            f"start another run from an earlier checkpoint: resume={run_dir}"
-            " resume.step=STEP run_dir=NEW"
+            "start another run from an earlier checkpoint:"
+            f" {override('resume', run_dir)} resume.step=STEP run_dir=NEW"
         )
     elif resume.source in ("auto", "none"):
         checkpoint = Restored(0, first_state(), {})

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.models.registry import SPECS
+from trainer.text import override
 
 
 @functools.cache
@@ -356,6 +358,14 @@ def test_what_cannot_be_meant_is_refused(run_dir, tmp_path):
         match=r"old/config\.yaml is damaged \(.*\); give all settings and run_dir=old",
     ):
         compose_config(["resume=old"])
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "it's", "a(1)", "a=b", "a,b", "[a]", "a~", "é"]
+)
+def test_a_run_goes_on_by_the_command_that_it_prints(run_dir, name):
+    Path("old").rename(name)
+    assert compose_config(shlex.split(override("resume", name))).run_dir == name
 
 
 def test_what_is_no_run_is_left_to_who_restores_it():

@@ -3,7 +3,9 @@ do."""
 
 import json
 import os
+import shlex
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +39,11 @@ def flip(path, offset=-1):
 
 
 REPAIR = r"remove it \(rm -r .*\) and prepare the data again"
+
+
+def test_the_command_that_removes_a_directory_removes_no_other():
+    command = shards.repair(Path("my data")).partition("(")[2].partition(")")[0]
+    assert shlex.split(command) == ["rm", "-r", "my data"]
 
 
 @pytest.mark.parametrize(

@@ -359,8 +359,8 @@ def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path, 
     )
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     convert = (
-        r"convert it: python -c \"from transformers"
-        r" .*from_pretrained\('.*'\)\.save_pretrained\('.*'\)\"$"
+        r"convert it: python -c 'from transformers"
+        r" .*from_pretrained\(\".*\"\)\.save_pretrained\(\".*\"\)'$"
     )
     with pytest.raises(UserError, match=convert):
         load(tmp_path)

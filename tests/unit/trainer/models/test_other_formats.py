@@ -1,5 +1,8 @@
+import ast
 import json
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from safetensors.numpy import save_file
 
 from trainer.config.inherited import inherit
 from trainer.errors import UserError
+from trainer.models.other_formats import convert, merge
 from trainer.models.weight_files import read_tensors
 from trainer.run.start import check_start
 
@@ -44,9 +48,9 @@ def check_refused(source, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pytorch_model.bin", r"convert it: python .*from_pretrained\('.*'\)\.save_"),
+        ("pytorch_model.bin", r"convert it: python .*from_pretrained\(\".*\"\)\.save_"),
         ("pytorch_model-00001-of-00002.bin", "convert it: python"),
-        ("model.gguf", r"convert it: .*from_pretrained\('.*', gguf_file='model.gguf'"),
+        ("model.gguf", r"convert it: .*_pretrained\(\".*\", gguf_file=\"model.gguf\""),
         ("flax_model.msgpack", "convert it by transformers 4: .*, from_flax=True"),
         ("tf_model.h5", "convert it by transformers 4: .*, from_tf=True"),
         ("consolidated.00.pth", "as a Hugging Face directory .*for Meta's"),
@@ -61,6 +65,16 @@ def test_other_formats_are_refused_with_what_converts_them(
 ):
     directory = written(tmp_path / "a", name)
     check_refused(directory / name if as_file else directory, message)
+
+
+@pytest.mark.parametrize("name", ["mine", "mine (1)", 'it\'s "mine"'])
+def test_the_commands_are_those_of_any_directory(name):
+    for command in (convert(Path(name), ""), merge(Path(name))):
+        python, flag, code = shlex.split(command)
+        assert (python, flag) == ("python", "-c")
+        texts = [x.value for x in ast.walk(ast.parse(code)) if type(x) is ast.Constant]
+        assert name in texts
+        assert len({f"{name}-safetensors", f"{name}-merged"} & set(texts)) == 1
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "ckpt.pt", "pytorch_model.bin"])
