@@ -9,6 +9,7 @@ import jax
 from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
 from trainer.config.fields import flatten, to_tree
+from trainer.data.dataset import Dataset
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
@@ -37,7 +38,22 @@ def describe_run(
         accum=c.train.grad_accum_steps,
         step=step,
     )
-    return [f"scalify-trainer {__version__}", *lines]
+    return [f"scalify-trainer {__version__}", *lines, *describe_validation(c, w.data)]
+
+
+def describe_validation(c: schema.Config, data: Dataset) -> list[str]:
+    """Return a line where validations during the training may read only some of the
+    files.
+    """
+    files = len(data.manifest.source.get("digests", ()))
+    batches = c.train.eval_batches
+    if files < 2 or not c.train.eval_every or data.val.steps_per_epoch <= batches:
+        return []
+    return [
+        f"a validation reads the first {batches * c.train.batch_tokens:,} of"
+        f" {data.manifest.tokens('val'):,} validation tokens, in the order of the"
+        f" {files:,} files; train.eval_batches={data.val.steps_per_epoch} reads all"
+    ]
 
 
 def describe_phase(phases: Phases, stage: TrainingPhase) -> list[str]:

@@ -1,14 +1,16 @@
 """What a run says of itself."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from trainer.assembly.startup_log import describe_change
+from trainer.assembly.startup_log import describe_change, describe_validation
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import EmbeddedSource, Manifest, TextSource, prepare
+from trainer.data.dataset import Dataset
 from trainer.report.messages import describe_data, schedule_change, text_of
 from trainer.run.checkpoint import Restored
 
@@ -97,6 +99,28 @@ def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
     assert describe_data(
         Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))
     ).startswith("the King James Bible;")
+
+
+def test_a_validation_of_the_first_of_several_files_is_told(tmp_path):
+    for name in "ab":
+        rows = [{"text": f"{name} {i} words"} for i in range(300)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+
+    def lines(pattern, **train):
+        source = TextSource((str(tmp_path / pattern),))
+        directory = prepare(source, "byte", tmp_path / "cache")
+        c = compose_config(["train.batch_tokens=128", "model.context=64"])
+        c = dataclasses.replace(c, train=dataclasses.replace(c.train, **train))
+        data = Dataset.open(directory, seed=0, context=64, batch_size=2)
+        return describe_validation(c, data)
+
+    [line] = lines("*.jsonl", eval_batches=2)
+    assert line.startswith("a validation reads the first 256 of ")
+    batches = int(line.partition("eval_batches=")[2].partition(" ")[0])
+    assert lines("*.jsonl", eval_batches=batches) == []
+    assert lines("*.jsonl", eval_batches=2, eval_every=0) == []
+    assert lines("a.jsonl", eval_batches=2) == []
 
 
 def test_a_document_that_both_parts_have_a_piece_of_is_counted_once(tmp_path):
