@@ -4,6 +4,7 @@ All readers go on from a position in a file, which compressed bytes do not have.
 """
 
 import hashlib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
             raise UserError(
                 f"{path} needs more memory to decompress than is allowed, as written"
                 " with `zstd --long`; decompress it yourself: `zstd -d --long=31"
-                f" {path}`"
+                f" {shlex.quote(str(path))}`"
             ) from error
         raise UserError(
             f"{path} is no {codec} file, or a damaged one"

@@ -251,10 +251,10 @@ def test_a_large_window_of_zstd_is_a_line_with_the_command(tmp_path):
     # A frame whose window is 2 GiB, with one raw block.
     text = b"some text"
     frame = b"\x28\xb5\x2f\xfd\x00\xa8" + (len(text) << 3 | 1).to_bytes(3, "little")
-    (tmp_path / "a.txt.zst").write_bytes(frame + text)
-    message = r"decompress it yourself: `zstd -d --long=31 .*a\.txt\.zst`$"
+    (tmp_path / "a b.txt.zst").write_bytes(frame + text)
+    message = r"decompress it yourself: `zstd -d --long=31 '.*a b\.txt\.zst'`$"
     with pytest.raises(UserError, match=message):
-        read(tmp_path, tmp_path / "a.txt.zst")
+        read(tmp_path, tmp_path / "a b.txt.zst")
 
 
 @pytest.mark.parametrize("splits", [False, True])
