@@ -3,16 +3,19 @@
 All readers go on from a position in a file, which compressed bytes do not have.
 """
 
+import gzip
 import hashlib
 import shlex
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.data.files import BLOCK, File
 from trainer.errors import UserError
 from trainer.files import replaced_atomically
 
-# Arrow's codecs by suffix
+# names of formats by suffix
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 # A file may hold so many times its bytes, and at least the second number. Text is
 # compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
@@ -60,15 +63,23 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     return target
 
 
-def blocks(path: Path, codec: str) -> Iterator[bytes]:
-    """Yield the content of a compressed file."""
+def opened(path: Path, codec: str) -> Any:
+    """Return a stream of the content of a compressed file."""
+    if codec == "gzip":
+        # Arrow refuses the zeros that tapes and block devices put behind a file.
+        return gzip.open(path)
     import pyarrow
 
+    return pyarrow.input_stream(str(path), compression=codec)
+
+
+def blocks(path: Path, codec: str) -> Iterator[bytes]:
+    """Yield the content of a compressed file."""
     try:
-        with pyarrow.input_stream(str(path), compression=codec) as stream:
+        with opened(path, codec) as stream:
             while block := stream.read(BLOCK):
                 yield block
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         if "too much memory" in str(error):
             raise UserError(
                 f"{path} needs more memory to decompress than is allowed, as written"

@@ -225,6 +225,12 @@ def test_compressed_text_is_read_as_what_it_holds(tmp_path, suffix):
         read(tmp_path, tmp_path / f"c.html.{suffix}")
 
 
+def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"text") + bytes(1000))
+    assert read(tmp_path, path) == ["text"]
+
+
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_compressed_bomb_is_refused_and_leaves_nothing(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(compressed, "SMALL", 1 << 20)
