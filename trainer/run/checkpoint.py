@@ -247,6 +247,8 @@ class Checkpointer:
         folder, val_loss = self.directory / str(step), manifest["val_loss"]
         file = folder / "manifest" / "metadata"
         saved = json.loads(read_file(file))
+        # No process writes before all have read.
+        multihost_utils.sync_global_devices(f"checkpoint {step} is read")
         if saved["meta"].get("unfinished") is None:
             return
         if val_loss is None:
@@ -266,8 +268,7 @@ class Checkpointer:
         except OSError as error:
             raise self._save_failed(error) from error
         self._saving = None
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
+        multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
         self._manager.reload()
 
     def check(self) -> None:
@@ -430,8 +431,7 @@ class Checkpointer:
                 damage,
                 moved,
             )
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
+        multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
         self._manager.reload()
 
     def _move_to_damaged(self, path: Path, name: str) -> Path:
@@ -470,8 +470,7 @@ class Checkpointer:
                     f"the validation loss of checkpoint {folder.name} is damaged",
                     "it cannot be the best one",
                 )
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoints are readable")
+        multihost_utils.sync_global_devices("checkpoints are readable")
 
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
         """Move a damaged directory away; a reader, which may not, raises UserError."""
