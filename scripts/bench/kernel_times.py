@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,23 @@ from trainer.plan.times import kernel_predictions
 
 CONTAINERS = ("while", "call", "conditional")  # as long as the instructions inside
 TOP = 20
+
+
+@dataclass
+class Row:
+    """A kernel and those that are the same one, in a step.
+
+    Attributes:
+      name: of the first instruction, or of the kernel.
+      kind: its class.
+      ms: milliseconds of all launches.
+      launches: their number.
+    """
+
+    name: str
+    kind: str
+    ms: float = 0.0
+    launches: float = 0.0
 
 
 class Span(NamedTuple):
@@ -77,6 +95,15 @@ def busy(spans: Iterable[Span]) -> float:
     return total
 
 
+def same_kernels(program: Program) -> dict[str, str]:
+    """Return, for each instruction, the one whose kernel it runs."""
+    same = {}
+    for executed in program.executed:
+        of = re.search(r'deduplicated_name="([^"]+)"', executed.instruction.text)
+        same[executed.instruction.name] = of[1] if of else executed.instruction.name
+    return same
+
+
 def table_of(
     spans: Sequence[Span], program: Program | None, steps: int, target: Target | None
 ) -> dict[str, Any]:
@@ -86,10 +113,11 @@ def table_of(
     then add up to more than the step.
     """
     classes = {} if program is None else classes_of(program)
+    same = {} if program is None else same_kernels(program)
     # A kernel has its instruction's name, except for characters that are invalid in
     # function names.
-    by_op = {re.sub(r"\W", "_", name): kind for name, kind in classes.items()}
-    by_op |= classes
+    valid = {re.sub(r"\W", "_", name): name for name in classes}
+    by_op = {name: classes[of] for name, of in valid.items()} | classes
     containers = set()
     if program is not None:
         for computation in program.computations.values():
@@ -97,20 +125,27 @@ def table_of(
                 if instruction.opcode in CONTAINERS:
                     containers.add(instruction.name)
     spans = [span for span in spans if span.op not in containers]
-    ms, launches, single, roofline, expected = (
+    ms, launches, roofline, expected, forecast = (
         defaultdict[str, float](float) for _ in range(5)
     )
+    kernels: dict[str, Row] = {}
     for span in spans:
         kind = class_of(span, by_op)
         span_ms = (span.end - span.start) / 1e6 / steps
         ms[kind] += span_ms
         launches[kind] += 1 / steps
-        single[f"{kind}: {span.op or span.name}"] += span_ms
+        # Inside a CUDA graph `op` is the graph.
+        name = span.op if span.op in same else valid.get(span.name, span.name)
+        name = same.get(name, name)
+        row = kernels.setdefault(name, Row(name, kind))
+        row.ms += span_ms
+        row.launches += 1 / steps
     if program is not None and target is not None:
         for kernel, seconds in kernel_rooflines(program, target):
             roofline[classes[kernel.name]] += 1e3 * seconds
         for kernel, seconds in kernel_predictions(program, target):
             expected[classes[kernel.name]] += 1e3 * seconds
+            forecast[same[kernel.name]] += 1e3 * seconds
     total = 0.0
     if spans:
         total = max(s.end for s in spans) - min(s.start for s in spans)
@@ -128,7 +163,10 @@ def table_of(
             for kind in CLASSES
             if ms[kind] or roofline[kind]
         },
-        "longest": dict(sorted(single.items(), key=lambda item: -item[1])[:TOP]),
+        "longest": [
+            asdict(row) | {"predicted_ms": forecast.get(row.name)}
+            for row in sorted(kernels.values(), key=lambda row: -row.ms)[:TOP]
+        ],
     }
 
 
@@ -166,4 +204,13 @@ def lines_of(name: str, table: Mapping[str, Any]) -> list[str]:
             f" {others[0]} | {others[1]} |"
         )
     gaps = table["gaps_ms"]
-    return [*lines, f"| {GAPS} | {gaps:.2f} | {gaps / step:.0%} | | | |"]
+    lines += [f"| {GAPS} | {gaps:.2f} | {gaps / step:.0%} | | | |", ""]
+    lines += ["| longest kernels | class | ms | launches | predicted, ms |"]
+    lines += ["|---" * 5 + "|"]
+    for row in table["longest"]:
+        predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
+        lines.append(
+            f"| {row['name'][:60]} | {row['kind']} | {row['ms']:.2f} |"
+            f" {row['launches']:.0f} | {predicted} |"
+        )
+    return lines

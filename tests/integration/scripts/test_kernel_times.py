@@ -55,6 +55,7 @@ NAMES = [
         ATTENTION,
     ),
     ("void cudnn::fusion::compute_dot_do_o_specialized<true, __half>", ATTENTION),
+    ("void cudnn::fusion::matmul_dq<true, 64>(void const*, void*)", ATTENTION),
     ("input_transpose_fusion_4", TRANSPOSES),
     ("input_reduce_fusion_77", REDUCTIONS),
     ("loop_multiply_fusion_2", ELEMENTWISE),
@@ -94,7 +95,7 @@ ENTRY %main (x: f8e4m3fn[1024,1024], y: f32[1024,1024]) -> f32[1024,1024] {
   %dot.1 = f32[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="jit(f)/jvp()/dot"}
   %fusion.2 = f32[1024,1024]{1,0} fusion(%dot.1), kind=kInput, calls=%turn, metadata={op_name="jit(f)/transpose(jvp())/t"}
   %fusion.3 = f32[1024]{0} fusion(%fusion.2), kind=kInput, calls=%total, metadata={op_name="jit(f)/jvp()/reduce_sum"}
-  ROOT %fusion.4 = f32[1024,1024]{1,0} fusion(%y), kind=kInput, calls=%turn, metadata={op_name="jit(f)/mul"}
+  ROOT %fusion.4 = f32[1024,1024]{1,0} fusion(%y), kind=kInput, calls=%turn, metadata={op_name="jit(f)/mul" deduplicated_name="fusion.2"}
 }
 """
 
@@ -118,7 +119,7 @@ def test_a_table_counts_a_step_with_its_gaps_and_its_roofline():
             Span("nvjet_something", "dot.1", start, start + 4_000),
             # in a CUDA graph: the kernel's name alone
             Span("fusion_2", "", start + 5_000, start + 7_000),
-            Span("fusion_3", "", start + 6_000, start + 8_000),
+            Span("fusion_3", "command_buffer_1", start + 6_000, start + 8_000),
             Span("fusion_4", "", start + 8_000, start + 10_000),
         ]
     target = get_target("h100")
@@ -143,7 +144,18 @@ def test_a_table_counts_a_step_with_its_gaps_and_its_roofline():
         + RATES[FP8].fixed_us / 1e3
     )
     assert classes[FP8]["predicted_ms"] == pytest.approx(product)
-    assert "| FP8 products | 0.00 | 40% | 1 | 0.00 | 0.01 |" in lines_of("case", table)
+    # The update's transpose runs the kernel of the gradient's.
+    assert [(row["name"], row["ms"], row["launches"]) for row in table["longest"]] == [
+        ("dot.1", pytest.approx(0.004), 1),
+        ("fusion.2", pytest.approx(0.004), 2),
+        ("fusion.3", pytest.approx(0.002), 1),
+    ]
+    assert table["longest"][1]["predicted_ms"] == pytest.approx(
+        classes[TRANSPOSES]["predicted_ms"] + classes[UPDATE]["predicted_ms"]
+    )
+    lines = lines_of("case", table)
+    assert "| FP8 products | 0.00 | 40% | 1 | 0.00 | 0.01 |" in lines
+    assert "| dot.1 | FP8 products | 0.00 | 1 | 0.01 |" in lines
 
 
 def test_a_profile_of_a_cpu_is_read_to_its_end():
