@@ -4,9 +4,9 @@ manifest.json          written last, so a directory that has one is complete
 train-00000.bin ...    little-endian uint16 or uint32 token ids, without a header; a
 val-00000.bin ...      split is its shards in order
 tokenizer.json, ...    the tokenizer itself, so that training needs no other file
-verified.json          sizes and times of shards that were verified
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,14 +22,22 @@ import numpy.typing as npt
 
 from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
-from trainer.files import check_regular, read_file, well_formed, write_atomically
+from trainer.files import (
+    check_regular,
+    path_of,
+    read_file,
+    well_formed,
+    write_atomically,
+)
 
 FORMAT = 2
 SHARD_FORMAT = 1  # of the ids themselves, a part of fingerprints
 READABLE = (1, FORMAT)  # 1: without a digest of its content
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
-VERIFIED = "verified.json"
+# Where this user's runs note which shards they have verified: what a directory of data
+# says of itself is no proof.
+VERIFIED = "~/.cache/scalify-trainer/verified"
 JOURNAL = "journal.jsonl"  # of an unfinished preparation
 # Up to this many bytes all shards are verified at every opening, which takes a tenth of
 # a second.
@@ -202,7 +210,9 @@ class Manifest:
         """Raise UserError for the first shard that differs from the manifest."""
         stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
         small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
-        known = {} if small or thorough else read_json(self.directory / VERIFIED)
+        name = hashlib.blake2b(bytes(self.directory.resolve()), digest_size=16)
+        memory = path_of(VERIFIED) / f"{name.hexdigest()}.json"
+        known = {} if small or thorough else read_json(memory)
         unknown = [
             shard
             for shard in self.shards
@@ -212,8 +222,11 @@ class Manifest:
             # An error of a worker is only raised when its result is read.
             for _ in pool.map(self._check_crc, unknown):
                 pass
-        if unknown and not small and os.access(self.directory, os.W_OK):
-            write_atomically(self.directory / VERIFIED, json.dumps(stamps).encode())
+        if unknown and not small:
+            # Without a memory they are read again at the next start.
+            with contextlib.suppress(OSError):
+                memory.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(memory, json.dumps(stamps))
 
     def stamp(self, shard: Shard) -> list[int] | None:
         """Return size, times and inode of a shard's file; None: it is gone.
@@ -280,8 +293,8 @@ def crc32(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a cached JSON dictionary; empty when it is missing or torn."""
+    """Return a cached JSON dictionary; empty when it cannot be read, or is torn."""
     try:
         return dict(json.loads(read_file(path)))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}

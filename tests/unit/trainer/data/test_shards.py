@@ -74,8 +74,17 @@ def test_a_missing_shard_is_named(directory):
         Manifest.load(directory)
 
 
-def test_large_data_is_read_through_once_and_again_when_touched(directory, monkeypatch):
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """All data count as large, and are noted here once they are verified."""
     monkeypatch.setattr(shards, "ALWAYS_VERIFY", 0)
+    monkeypatch.setattr(shards, "VERIFIED", str(tmp_path / "verified"))
+    return tmp_path / "verified"
+
+
+def test_large_data_is_read_through_once_and_again_when_touched(
+    directory, memory, monkeypatch
+):
     read = []
     crc32 = shards.crc32
     monkeypatch.setattr(
@@ -95,11 +104,34 @@ def test_large_data_is_read_through_once_and_again_when_touched(directory, monke
         Manifest.load(directory)
 
 
-def test_a_torn_memory_of_what_was_verified_only_costs_time(directory, monkeypatch):
-    monkeypatch.setattr(shards, "ALWAYS_VERIFY", 0)
+def test_a_torn_memory_of_what_was_verified_only_costs_time(directory, memory):
     Manifest.load(directory)
-    (directory / "verified.json").write_text('{"train-000')
+    (file,) = memory.iterdir()
+    file.write_text('{"train-000')
     assert Manifest.load(directory).tokens("train") > 0
+
+
+def test_without_a_place_for_the_memory_data_are_read_again(directory, memory):
+    memory.write_text("no directory")
+    assert Manifest.load(directory).tokens("train") > 0
+
+
+def test_a_directory_does_not_vouch_for_its_own_shards(directory, memory):
+    """Its owner may have overwritten a shard, and have noted the new time."""
+    Manifest.load(directory)
+    (file,) = memory.iterdir()
+    flip(directory / "train-00001.bin")
+    stamps = json.loads(file.read_text())
+    stat = (directory / "train-00001.bin").stat()
+    stamps["train-00001.bin"] = [
+        stat.st_size,
+        stat.st_mtime_ns,
+        stat.st_ctime_ns,
+        stat.st_ino,
+    ]
+    (directory / "verified.json").write_text(json.dumps(stamps))
+    with pytest.raises(UserError, match=r"train-00001\.bin has checksum"):
+        Manifest.load(directory)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "[]"])
