@@ -92,7 +92,17 @@ def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
     return {"bos_token_id": eot, "eos_token_id": ends if len(ends) > 1 else eot}
 
 
-def model_card(model: "SavedModel", dtype: str) -> str:
+def tokenizer_class(out: Path) -> str:
+    """Return the class of transformers that reads the exported tokenizer as it is.
+
+    AutoTokenizer builds some tokenizers anew, with a word pattern of its own: in
+    transformers 5 every one beside a Qwen2.
+    """
+    has_file = (out / "tokenizer.json").is_file()
+    return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
+
+
+def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     """Return the text of README.md, as Hugging Face's hub shows it."""
     from trainer.models.flops import param_count
 
@@ -115,10 +125,10 @@ weights in {dtype}.
 - Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, {tokenizer_class}
 
 model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(".")
+tokenizer = {tokenizer_class}.from_pretrained(".")
 ```
 """
 
@@ -147,11 +157,12 @@ def main(args: Arguments) -> None:
     run_dir, out = Path(args.run_dir), Path(args.out)
     origin = original_directory(run_dir, model.tokenizer)
     write_object(out / "generation_config.json", generation_config(origin, eot))
-    write_text(out / "README.md", model_card(model, args.dtype))
     if origin is None:
         others = save_hf(out, model.tokenizer, model.spec.context)
     else:
         others = carry_tokenizer(origin, out)
+    reader = tokenizer_class(out)
+    write_text(out / "README.md", model_card(model, args.dtype, reader))
     files = [
         *(path.name for path in weights),
         "config.json",
@@ -162,7 +173,7 @@ def main(args: Arguments) -> None:
     show(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
     show(
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
-        " transformers.AutoTokenizer likewise"
+        f" transformers.{reader} likewise"
     )
 
 

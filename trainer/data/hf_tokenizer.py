@@ -38,7 +38,7 @@ PROBED_TOKENS = 500  # about as many are encoded as texts of their own
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
-    """Write the files from which `transformers.AutoTokenizer` reads the tokenizer.
+    """Write the files from which transformers reads the tokenizer.
 
     Two differences remain. In Hugging Face's library a text that spells the end-of-text
     token becomes that token. And a tokenizer that puts a token before each text, as

@@ -70,7 +70,9 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
     with path.open("rb") as file:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
-        read_rows = _rows_of_list if _is_list(file, column) else _rows_of_lines
+        read_rows = _rows_of_lines
+        if _is_list(file, column):
+            read_rows = partial(_rows_of_list, column)
         keys: dict[str, None] = {}  # of rows without the column
         has_column, number = start > 0, 0
         for row, place, after in read_rows(path, file, start):
@@ -111,14 +113,18 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
         yield row, place, end
 
 
-def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
-    """Yield the objects of a list from an index on."""
+def _rows_of_list(
+    column: str, path: Path, file: BinaryIO, start: int
+) -> Iterator[JsonRow]:
+    """Yield the objects of a list from an index on; of one with the column, itself."""
     try:
         rows = json.load(file)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read as jsonl, nor as a list of objects ({error})"
         ) from error
+    if isinstance(rows, dict) and column in rows:
+        rows = [rows]
     if isinstance(rows, dict):
         lists = [value for value in rows.values() if _is_rows(value)]
         if len(lists) != 1:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.cli.export import command
+from trainer.cli.export import command, tokenizer_class
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,10 @@ def test_hidden_files_as_of_a_clone_may_be_there(tmp_path, capsys):
     (tmp_path / ".gitattributes").write_text("mine")
     assert command(["run_dir=nowhere", f"out={tmp_path}"]) == 2
     assert "nowhere" in capsys.readouterr().err.partition(";")[0]
+
+
+def test_the_tokenizer_is_loaded_as_its_file_says(tmp_path):
+    """AutoTokenizer gives one beside a Qwen2 the word pattern of Qwen2."""
+    assert tokenizer_class(tmp_path) == "AutoTokenizer"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert tokenizer_class(tmp_path) == "PreTrainedTokenizerFast"

@@ -133,6 +133,14 @@ def test_json_lines_of_objects_with_lists_are_lines(tmp_path):
     assert read(tmp_path, tmp_path / "a.jsonl") == TEXTS
 
 
+@pytest.mark.parametrize("more", [{}, {"entities": [{"text": "Ann"}, {"text": "Bob"}]}])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_with_the_column_is_one_document(tmp_path, more, indent):
+    tree = {"id": 1, "text": TEXTS[0]} | more
+    (tmp_path / "a.json").write_text(json.dumps(tree, indent=indent))
+    assert read(tmp_path, tmp_path / "a.json") == TEXTS[:1]
+
+
 def test_a_column_that_no_row_has_is_named_with_those_that_rows_have(tmp_path):
     rows = [{"a": 1}, {"b": 2}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
