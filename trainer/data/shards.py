@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shlex
+import typing
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -39,6 +40,20 @@ MANIFEST = "manifest.json"
 # says of itself is no proof.
 VERIFIED = "~/.cache/scalify-trainer/verified"
 JOURNAL = "journal.jsonl"  # of an unfinished preparation
+# Types of what a source is told by; lists are of texts.
+SOURCE = {
+    "kind": str,
+    "name": str,
+    "paths": list,
+    "digests": list,
+    "sources": list,
+    "formats": dict,
+    "implementation": str,
+    "version": str,
+    "digest": str,
+    "files": int,
+    "bytes": int,
+}
 # Up to this many bytes all shards are verified at every opening, which takes a tenth of
 # a second.
 ALWAYS_VERIFY = 256 << 20
@@ -145,21 +160,31 @@ class Manifest:
 
     def _check(self) -> None:
         """Raise ValueError for content that `save` cannot have written."""
+        shards = [shard for split in self.splits.values() for shard in split.shards]
+        for record in (self, *self.splits.values(), *shards):
+            _check_types(record)
+        _check_source(self.source)
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"splits {[*self.splits]}, dtype {self.dtype}")
         limit = 2 ** (8 * np.dtype(self.dtype).itemsize)
-        if not 0 <= self.eot < self.vocab_size <= limit:
+        if (
+            not 0 <= self.eot < self.vocab_size <= limit
+            or not 0 <= self.val_fraction < 1
+        ):
             raise ValueError(
-                f"vocab_size={self.vocab_size}, eot={self.eot}, dtype {self.dtype}"
+                f"vocab_size={self.vocab_size}, eot={self.eot}, dtype {self.dtype},"
+                f" val_fraction={self.val_fraction}"
             )
         for name, split in self.splits.items():
             for shard in split.shards:
                 if shard.name != os.path.basename(shard.name):
                     raise ValueError(f"a shard of {name} is in another directory")
             tokens = sum(shard.tokens for shard in split.shards)
-            if split.tokens != tokens or min(split.tokens, split.bytes) < 0:
+            is_empty = any(shard.tokens < 1 for shard in split.shards)
+            if split.tokens != tokens or is_empty or split.bytes < bool(tokens):
                 raise ValueError(
-                    f"{name} has {split.tokens} tokens, its shards {tokens}"
+                    f"{name} has {split.tokens} tokens of {split.bytes} bytes, its"
+                    f" shards {tokens}"
                 )
 
     def save(self) -> None:
@@ -270,6 +295,26 @@ class Manifest:
                 f"shard {self.directory / shard.name} has checksum {crc:08x}, its"
                 f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
             )
+
+
+def _check_types(record: Any) -> None:
+    """Raise ValueError for a field of another type than its annotation."""
+    for name, hint in typing.get_type_hints(type(record)).items():
+        kind, value = typing.get_origin(hint) or hint, getattr(record, name)
+        is_number = kind is float and type(value) is int
+        if not is_number and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise ValueError(f"{name}={value!r} is no {kind.__name__}")
+
+
+def _check_source(source: dict[str, Any]) -> None:
+    """Raise ValueError or KeyError where a description cannot be told."""
+    if source["kind"] == "python":
+        source["implementation"], source["files"], source["bytes"]
+    for name, kind in SOURCE.items():
+        value = source.get(name, kind())
+        texts = value if isinstance(value, list) else []
+        if not isinstance(value, kind) or not all(isinstance(x, str) for x in texts):
+            raise ValueError(f"source.{name}={value!r}")
 
 
 def digest(tree: Any) -> str:

@@ -157,6 +157,53 @@ def test_an_altered_manifest_is_refused(directory):
         Manifest.load(directory)
 
 
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("fingerprint",), ["x"]),
+        (("source",), []),
+        (("source", "kind"), 5),
+        (("source", "paths"), 5),
+        (("source", "paths"), [5]),
+        (("source", "digests"), 7),
+        (("source",), {"kind": "python"}),
+        (("eot",), 0.5),
+        (("val_fraction",), "x"),
+        (("val_fraction",), float("nan")),
+        (("splits", "val", "bytes"), float("inf")),
+        (("splits", "val", "bytes"), 0),
+        (("splits", "train", "documents"), True),
+        (("splits", "train", "tokens"), 1e3),
+        (("splits", "train", "shards", 0, "crc32"), "0"),
+    ],
+)
+def test_a_manifest_with_a_right_digest_may_hold_other_types(directory, keys, value):
+    """Whoever makes a directory can compute the digest."""
+    path = directory / "manifest.json"
+    tree = json.loads(path.read_text())
+    del tree["digest"]
+    part = tree
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = value
+    tree["digest"] = shards.digest(tree)
+    path.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=rf"manifest\.json is damaged .*{REPAIR}"):
+        Manifest.load(directory)
+
+
+def test_an_empty_shard_is_refused(directory):
+    path = directory / "manifest.json"
+    tree = json.loads(path.read_text())
+    del tree["digest"]
+    (directory / "e.bin").touch()
+    tree["splits"]["val"]["shards"].append({"name": "e.bin", "tokens": 0, "crc32": 0})
+    tree["digest"] = shards.digest(tree)
+    path.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        Manifest.load(directory)
+
+
 def test_a_manifest_of_the_first_format_is_read_without_a_digest(directory):
     path, whole = directory / "manifest.json", Manifest.load(directory)
     tree = json.loads(path.read_text()) | {"format": 1}
