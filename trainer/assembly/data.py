@@ -95,21 +95,28 @@ def build_data(c: schema.Config, custom: CustomData | None = None) -> Dataset:
     return open_dataset(directory, c)
 
 
+def start_directory(c: schema.Config, run_dir: Path) -> Path:
+    """Return the directory in which a run was started.
+
+    A saved configuration holds paths relative to it. It is the path of the run
+    directory without the saved `run_dir` at its end: `runs/a` that is now /x/runs/a was
+    started in /x. It is the working directory if the saved `run_dir` is absolute, or
+    leads to the same place from here.
+    """
+    end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
+    is_here = Path(c.run_dir).exists() and Path(c.run_dir).samefile(path)
+    if not is_here and path.parts[-len(end) :] == end:
+        return Path(*path.parts[: -len(end)])
+    return Path.cwd()
+
+
 @contextlib.contextmanager
 def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
     """Change to the directory in which a run was started, and yield its configuration.
 
-    A saved configuration holds paths relative to that directory. It is the path of the
-    run directory without the saved `run_dir` at its end: `runs/a` that is now /x/runs/a
-    was started in /x. It is the working directory if the saved `run_dir` is absolute,
-    or leads to the same place from here. A tokenizer whose files are gone is replaced
-    by the run's copy.
+    A tokenizer whose files are gone is replaced by the run's copy.
     """
-    end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
-    is_here = Path(c.run_dir).exists() and Path(c.run_dir).samefile(path)
-    start_dir = Path.cwd()
-    if not is_here and path.parts[-len(end) :] == end:
-        start_dir = Path(*path.parts[: -len(end)])
+    path, start_dir = Path(os.path.abspath(run_dir)), start_directory(c, run_dir)
     data, tokenizer = c.data, c.data.tokenizer
     if start_dir != Path.cwd():
 

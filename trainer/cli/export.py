@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.cli.arguments import STEP, argument, run_command
 from trainer.errors import UserError
-from trainer.files import read_mapping, write_text
+from trainer.files import path_of, write_text
 from trainer.text import show
 from trainer.version import __version__
 
 if TYPE_CHECKING:
     from trainer.assembly.saved_model import SavedModel
+    from trainer.config import schema
     from trainer.data import Tokenizer
 
 
@@ -52,22 +53,20 @@ def check_out(out: Path) -> None:
         )
 
 
-def original_directory(run_dir: Path, ours: "Tokenizer") -> Path | None:
+def original_directory(
+    c: "schema.Config", run_dir: Path, ours: "Tokenizer"
+) -> Path | None:
     """Return the Hugging Face directory that a run started from.
 
     None: it started otherwise, the directory is gone, or its tokenizer differs from the
     run's.
     """
+    from trainer.assembly.data import start_directory
     from trainer.data.hf_tokenizer import tokenizer_beside
 
-    try:
-        init_from = read_mapping(run_dir / "config.yaml").get("init_from")
-    except ValueError as error:
-        raise UserError(
-            f"{run_dir / 'config.yaml'} is damaged ({error}); restore it, then export"
-            " again"
-        ) from error
-    origin = Path(init_from if isinstance(init_from, str) else "")
+    if c.init_from is None:
+        return None
+    origin = start_directory(c, run_dir) / path_of(c.init_from)
     if not (origin / "config.json").is_file():
         return None
     theirs = tokenizer_beside(origin)
@@ -155,7 +154,7 @@ def main(args: Arguments) -> None:
     eot = model.tokenizer.eot
     weights = save(args.out, model.spec, params, eot)
     run_dir, out = Path(args.run_dir), Path(args.out)
-    origin = original_directory(run_dir, model.tokenizer)
+    origin = original_directory(model.config, run_dir, model.tokenizer)
     write_object(out / "generation_config.json", generation_config(origin, eot))
     if origin is None:
         others = save_hf(out, model.tokenizer, model.spec.context)
@@ -171,6 +170,14 @@ def main(args: Arguments) -> None:
         *(path.name for path in others),
     ]
     show(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
+    if origin is not None:
+        show(f"tokenizer files, chat template and ends of texts are those of {origin}")
+    elif model.config.init_from is not None:
+        show(
+            f"init_from={model.config.init_from} is not here, is no Hugging Face"
+            " directory, or has another tokenizer: no chat template and no further ends"
+            " of texts are exported"
+        )
     show(
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         f" transformers.{reader} likewise"

@@ -13,6 +13,7 @@ from families import slow
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainer.cli.export import generation_config, original_directory
+from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import SPELLING, known_settings
 from trainer.data.hf_tokenizer import (
@@ -248,8 +249,9 @@ def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
     assert actual.encode(text) == theirs.encode(text).ids
 
 
-def carried_files(run_dir, ours, out):
-    origin = original_directory(run_dir, ours)
+def carried_files(init_from, run_dir, ours, out):
+    c = compose_config([f"init_from={init_from}", f"run_dir={run_dir}"])
+    origin = original_directory(c, run_dir, ours)
     return [] if origin is None else carry_tokenizer(origin, out)
 
 
@@ -261,8 +263,7 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     save_hf(origin, ours, 32)
     (origin / "config.json").write_text("{}")
     (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
-    (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
-    carried = carried_files(run_dir, ours, out)
+    carried = carried_files(origin, run_dir, ours, out)
     assert {path.name for path in carried} >= {
         "tokenizer.json",
         "special_tokens_map.json",
@@ -280,7 +281,7 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
             r"chat_template\.jinja is a link to .*secret; replace it by the file itself"
         ),
     ):
-        carried_files(run_dir, ours, out)
+        carried_files(origin, run_dir, ours, out)
     (origin / "chat_template.jinja").unlink()
     snapshot, blobs = (
         tmp_path / "hub" / "snapshots" / "revision",
@@ -290,26 +291,37 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     blobs.mkdir()
     (blobs / "0123").write_text("{}")
     (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
-    (run_dir / "config.yaml").write_text(f"init_from: {snapshot}\n")
     assert "chat_template.jinja" in {
-        path.name for path in carried_files(run_dir, ours, out)
+        path.name for path in carried_files(snapshot, run_dir, ours, out)
     }
     shutil.rmtree(blobs)
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "0123").write_text("secret")
     blobs.symlink_to(tmp_path / "keys")
     with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*keys"):
-        carried_files(run_dir, ours, out)
+        carried_files(snapshot, run_dir, ours, out)
 
-    (run_dir / "config.yaml").write_text("init_from: null\n")
-    assert carried_files(run_dir, ours, out) == []
-    (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
+    assert carried_files("null", run_dir, ours, out) == []
     tree = json.loads((origin / "tokenizer.json").read_text())
     vocab = tree["model"]["vocab"]
     first, second = list(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (origin / "tokenizer.json").write_text(json.dumps(tree))
-    assert carried_files(run_dir, ours, out) == []  # another tokenizer
+    assert carried_files(origin, run_dir, ours, out) == []  # another tokenizer
+
+
+def test_the_original_is_sought_where_the_run_began(tmp_path, monkeypatch):
+    ours = get_tokenizer("byte")
+    for place in ("here", "there"):
+        origin = tmp_path / place / "base"
+        origin.mkdir(parents=True)
+        save_hf(origin, ours, 32)
+        (origin / "config.json").write_text("{}")
+    run_dir = tmp_path / "here" / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    c = compose_config(["init_from=base", "run_dir=runs/a"])
+    monkeypatch.chdir(tmp_path / "there")
+    assert original_directory(c, run_dir, ours) == tmp_path / "here" / "base"
 
 
 def test_an_export_keeps_the_ends_of_a_turn(tmp_path):
