@@ -3,16 +3,17 @@
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.files import FORMATS, NoColumn
+from trainer.data.shards import read_json
 from trainer.errors import UserError
 from trainer.files import path_of
-from trainer.text import note
+from trainer.text import note, override
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from trainer.data.corpus import HubSource
 
 DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
-# what `datasets.save_to_disk` writes beside the rows
-SAVED_TO_DISK = ("dataset_dict.json", "dataset_info.json", "state.json")
+# what `datasets.save_to_disk` writes beside the rows: splits, columns, names of files
+DICT, STATE = "dataset_dict.json", "state.json"
+SAVED_TO_DISK = (DICT, "dataset_info.json", STATE)
 
 
 def refuse_builder(name: str) -> None:
@@ -89,7 +91,8 @@ def open_builder(
     if builder.name == "csv":
         # Otherwise texts such as NA and null are read as nothing.
         builder = open_builder(keep_default_na=False)
-    splits = (builder.config.data_files or {}).values()
+    data_files = builder.config.data_files or {}
+    splits = data_files.values()
     folder = path_of(source.name)
     place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
     for file in itertools.chain(*splits):
@@ -103,9 +106,53 @@ def open_builder(
             f"data.name={source.name}: `datasets` makes each line a document; data=text"
             " data.paths=[FILE] reads a file as it stands"
         )
+    if builder.name == "arrow":
+        refuse_unsaved(folder, itertools.chain(*splits), local)
+        refuse_joined_splits(folder, data_files)
     if local:
         say_unread_files(source.name, local, itertools.chain(*splits))
     return builder
+
+
+def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> None:
+    """Raise UserError for an Arrow file that is no part of a saved data set.
+
+    `datasets` reads all files in its directory, also those that `map` writes there and
+    those of a larger data set that was saved there before. The state.json names those
+    that `load_from_disk` reads.
+    """
+    whole = [path for path in local if path == folder / STATE]
+    states = whole or [path for path in local if path.name == STATE]
+    saved = {
+        os.path.realpath(state.parent / entry["filename"])
+        for state in states
+        for entry in read_json(state).get("_data_files", [])
+    }
+    for file in read:
+        is_cache = Path(file).name.startswith("cache-")
+        if os.path.realpath(file) not in saved if states else is_cache:
+            raise UserError(
+                f"data.name={folder}: {file} is no part of the data set that `datasets`"
+                " saved there, but the result of a `map` or of an earlier data set;"
+                " move it elsewhere"
+            )
+
+
+def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) -> None:
+    """Raise UserError where saved splits would be read as one, such as `a` and `b`.
+
+    `datasets` finds splits by the words train, validation and test in names.
+    """
+    if not (folder / DICT).is_file():
+        return
+    for split, files in data_files.items():
+        first, *others = dict.fromkeys(Path(file).parent for file in files)
+        if others:
+            raise UserError(
+                f"data.name={folder}: `datasets` reads {first.name} and"
+                f" {others[0].name} as one split, {str(split)!r}; choose one by"
+                f" {override('data.name', folder / first.name)}"
+            )
 
 
 def say_unread_files(name: str, local: Sequence[Path], read: Iterable[str]) -> None:

@@ -285,6 +285,53 @@ def test_what_datasets_saved_to_disk_is_refused_with_its_setting(
     assert "leaves out" not in capsys.readouterr().err
 
 
+def saved_to_disk(folder, texts=TEXTS, **settings):
+    """Save texts, and return them as `load_from_disk` does."""
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder, **settings)
+    return datasets.load_from_disk(folder)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("change", ["map", "fewer", "cache"])
+def test_files_that_are_no_part_of_a_saved_data_set_are_refused(
+    tmp_path, monkeypatch, splits, change
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "saved"
+    place = folder / "train" if splits else folder
+    if splits:
+        folder.mkdir()
+        (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    rows = saved_to_disk(place, num_shards=2)
+    assert read_hub(tmp_path, folder) == TEXTS
+    if change == "fewer":
+        saved_to_disk(place, TEXTS[:1])
+        name = "data-00000-of-00002"
+    else:
+        rows.map(lambda row: {"text": row["text"].upper()})
+        name = "cache-.*"
+    if change == "cache":  # as in the directories of `load_dataset`
+        (place / "state.json").unlink()
+    message = rf"{place}/{name}.arrow is no part of .*; move it elsewhere$"
+    with pytest.raises(UserError, match=message):
+        read_hub(tmp_path, folder)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("train", "train_more")])
+def test_saved_splits_that_would_be_read_as_one_are_refused(tmp_path, names):
+    folder = tmp_path / "saved"
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict(dict.fromkeys(names, rows)).save_to_disk(folder)
+    first, second = names
+    message = (
+        f"reads {first} and {second} as one split, 'train'; choose one by"
+        f" data.name={folder / first}$"
+    )
+    with pytest.raises(UserError, match=message):
+        read_hub(tmp_path, folder)
+    assert read_hub(tmp_path, folder / first) == TEXTS
+
+
 def test_a_compressed_file_beside_its_own_text_is_refused(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} text")
