@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.files import FORMATS, NoColumn
 from trainer.data.shards import read_json
@@ -16,6 +16,7 @@ from trainer.files import path_of
 from trainer.text import note, override
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import DatasetBuilder, IterableDataset
 
     from trainer.data.corpus import HubSource
@@ -24,6 +25,7 @@ DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
 # what `datasets.save_to_disk` writes beside the rows: splits, columns, names of files
 DICT, STATE = "dataset_dict.json", "state.json"
 SAVED_TO_DISK = (DICT, "dataset_info.json", STATE)
+INDEX = "__index_level_0__"  # the column of pandas' index in Arrow
 
 
 def refuse_builder(name: str) -> None:
@@ -91,6 +93,7 @@ def open_builder(
     if builder.name == "csv":
         # Otherwise texts such as NA and null are read as nothing.
         builder = open_builder(keep_default_na=False)
+    check_tables(builder)
     data_files = builder.config.data_files or {}
     splits = data_files.values()
     folder = path_of(source.name)
@@ -112,6 +115,27 @@ def open_builder(
     if local:
         say_unread_files(source.name, local, itertools.chain(*splits))
     return builder
+
+
+def check_tables(builder: "DatasetBuilder") -> None:
+    """Have a builder raise UserError for a table that it would read wrongly.
+
+    Each table passes `_cast_table` after it is read, streaming or not.
+    """
+    cast = getattr(builder, "_cast_table", None)
+    if cast is None:
+        return
+
+    def checked(table: "pyarrow.Table", **settings: Any) -> "pyarrow.Table":
+        # pandas takes the first of too many fields for the names of rows.
+        if builder.name == "csv" and INDEX in table.column_names:
+            raise UserError(
+                "a row of the CSV file has more fields than its header has names; put"
+                " fields that hold commas in double quotes"
+            )
+        return cast(table, **settings)
+
+    vars(builder)["_cast_table"] = checked
 
 
 def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> None:
@@ -213,6 +237,8 @@ def hub_errors(source: "HubSource") -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
         raise UserError(
             f"data set {source.name!r}, split {source.split!r}, column"
             f" {source.column!r}: {' '.join(str(cause).split())}; data=text"

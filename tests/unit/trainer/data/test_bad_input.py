@@ -427,6 +427,30 @@ def test_texts_that_spell_nothing_are_no_empty_fields(tmp_path):
     assert [text for part in corpus.read(None) for text in part.texts] == rows
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["text", "half a, half b", "half c, half d"],
+        ["text", "half a, half b", "without a comma"],
+        ["text,label", "half a, half b,1"],
+        ["label,text", "1,half a, half b"],
+    ],
+)
+def test_a_csv_whose_rows_have_more_fields_than_its_header(tmp_path, lines, streaming):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train-1.csv").write_text("text,label\nsome,1\n" * streaming)
+    (tmp_path / "set" / "train-2.csv").write_text("\n".join(lines) + "\n")
+    if not streaming:
+        (tmp_path / "set" / "train-1.csv").unlink()
+    source = HubSource(
+        str(tmp_path / "set"),
+        streaming=streaming,
+        max_documents=9 if streaming else None,
+    )
+    fails(source, tmp_path, "^a row of the CSV file has more fields than its header")
+
+
 def test_a_file_format_is_no_data_set(tmp_path, monkeypatch):
     """`datasets` reads the working directory then."""
     monkeypatch.chdir(tmp_path)
