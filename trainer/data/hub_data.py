@@ -91,8 +91,10 @@ def open_builder(
     )
     builder = open_builder()
     if builder.name == "csv":
-        # Otherwise texts such as NA and null are read as nothing.
-        builder = open_builder(keep_default_na=False)
+        # Otherwise texts such as NA and null are read as nothing, and 10,000 rows of
+        # numbers or of truth values are written anew: 007 as 7, True as true.
+        converters = {source.column: str}
+        builder = open_builder(keep_default_na=False, converters=converters)
     check_tables(builder)
     data_files = builder.config.data_files or {}
     splits = data_files.values()

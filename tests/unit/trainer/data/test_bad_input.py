@@ -427,6 +427,18 @@ def test_texts_that_spell_nothing_are_no_empty_fields(tmp_path):
     assert [text for part in corpus.read(None) for text in part.texts] == rows
 
 
+@pytest.mark.parametrize("before", [[], ["one", "two"]])
+@pytest.mark.parametrize("texts", [["007", "1e5", "3.10"], ["True", "FALSE"]])
+def test_numbers_of_a_csv_stay_as_they_are_spelled(tmp_path, texts, before):
+    (tmp_path / "set").mkdir()
+    for number, rows in enumerate(filter(None, [before, texts])):
+        lines = ["label,text", *(f"1,{row}" for row in rows)]
+        (tmp_path / "set" / f"train-{number}.csv").write_text("\n".join(lines) + "\n")
+    corpus = open_corpus(HubSource(str(tmp_path / "set")), tmp_path / "cache")
+    read = [text for part in corpus.read(None) for text in part.texts]
+    assert read == [*before, *texts]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     "lines",
