@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.files import FORMATS, NoColumn
+from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json
 from trainer.errors import UserError
 from trainer.files import path_of
@@ -95,7 +96,7 @@ def open_builder(
         # numbers or of truth values are written anew: 007 as 7, True as true.
         converters = {source.column: str}
         builder = open_builder(keep_default_na=False, converters=converters)
-    check_tables(builder)
+    check_tables(builder, source.column)
     data_files = builder.config.data_files or {}
     splits = data_files.values()
     folder = path_of(source.name)
@@ -119,10 +120,11 @@ def open_builder(
     return builder
 
 
-def check_tables(builder: "DatasetBuilder") -> None:
+def check_tables(builder: "DatasetBuilder", column: str) -> None:
     """Have a builder raise UserError for a table that it would read wrongly.
 
-    Each table passes `_cast_table` after it is read, streaming or not.
+    Each table passes `_cast_table` after it is read, streaming or not. That turns the
+    numbers, dates and objects of a later file into text, where the first file has text.
     """
     cast = getattr(builder, "_cast_table", None)
     if cast is None:
@@ -135,9 +137,25 @@ def check_tables(builder: "DatasetBuilder") -> None:
                 "a row of the CSV file has more fields than its header has names; put"
                 " fields that hold commas in double quotes"
             )
+        if table.column_names:  # none: a JSON file whose rows are {}
+            check_text_column(table, column)
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked
+
+
+def check_text_column(table: "pyarrow.Table", column: str) -> None:
+    """Raise UserError if a column is missing, or holds something else than text."""
+    from pyarrow import types
+
+    if column not in table.column_names:
+        raise NoColumn(column, table.column_names)
+    kind = table.schema.field(column).type
+    if not is_text(kind):
+        message = not_text_column(column, str(kind))
+        if types.is_timestamp(kind):
+            message += "; data=text data.paths=[FILE,...] reads dates of JSON as text"
+        raise UserError(message)
 
 
 def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> None:

@@ -285,6 +285,43 @@ def test_what_datasets_saved_to_disk_is_refused_with_its_setting(
     assert "leaves out" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 7}, "column 'text' holds int64, not text"),
+        ({"text": True}, "column 'text' holds bool, not text"),
+        ({"text": {"a": 1}}, "column 'text' holds struct.*, not text"),
+        ({"text": "2020-01-01T00:00"}, "holds timestamp.*reads dates of JSON as text"),
+        ({"n": 1}, "there is no column 'text'; valid for data.column: n"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_later_file_whose_column_is_no_text_is_refused(
+    tmp_path, monkeypatch, row, message, streaming
+):
+    """`datasets` writes it as text, or as nothing where there is no column."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train-1.jsonl").write_text('{"text": "one", "n": 1}\n')
+    (folder / "train-2.jsonl").write_text(json.dumps({"n": 2} | row))
+    limit = 9 if streaming else None
+    source = HubSource(str(folder), streaming=streaming, max_documents=limit)
+    corpus = open_corpus(source, tmp_path / "cache")
+    with pytest.raises(UserError, match=message):
+        list(corpus.read(None))
+
+
+def test_a_later_parquet_file_of_numbers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": ["one"]}), folder / "train-1.parquet")
+    pq.write_table(pa.table({"text": [1.5]}), folder / "train-2.parquet")
+    with pytest.raises(UserError, match="column 'text' holds double, not text"):
+        read_hub(tmp_path, folder)
+
+
 def saved_to_disk(folder, texts=TEXTS, **settings):
     """Save texts, and return them as `load_from_disk` does."""
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder, **settings)
