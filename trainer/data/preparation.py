@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
+from trainer.data.corpus import (
+    Corpus,
+    Position,
+    PreparedSource,
+    Rows,
+    Source,
+    open_corpus,
+)
 from trainer.data.encode import EncodedTexts, Encoder, Tokens, split_texts
 from trainer.data.shards import (
     JOURNAL,
@@ -38,7 +45,7 @@ from trainer.data.shards import (
     digest,
     repair,
 )
-from trainer.data.tokenizer import changed_characters, get_tokenizer
+from trainer.data.tokenizer import Tokenizer, changed_characters, get_tokenizer
 from trainer.errors import UserError
 from trainer.files import (
     LOG_BYTES,
@@ -53,6 +60,7 @@ from trainer.text import note
 SHARD_BYTES = 64 << 20  # of text
 EXPECTED = 5  # validation documents below which a hash may choose none
 LOOKED_AT = 1000  # documents that are counted at most to find that out
+USUAL_END = "<|endoftext|>"  # separates documents in many files
 
 log = logging.getLogger("trainer")
 
@@ -266,7 +274,8 @@ def run(
     if budget is not None:
         budget -= resumed_tokens
     chunk = Chunk()
-    for batch in job.encoder.encode(job.corpus.read(job.position), job.chars, budget):
+    rows = say_special_tokens(job.corpus.read(job.position), job.encoder.tokenizer)
+    for batch in job.encoder.encode(rows, job.chars, budget):
         chunk.add(batch)
         seconds = time.monotonic() - started
         progress(progress_of(job, chunk, resumed_tokens, seconds))
@@ -276,6 +285,29 @@ def run(
     if chunk.position is not None:
         commit(job, chunk)
     finish(job)
+
+
+def say_special_tokens(rows: Iterator[Rows], tokenizer: Tokenizer) -> Iterator[Rows]:
+    """Yield rows, and print which special token the first of them spell most.
+
+    Other trainers encode it as that token, which ends a document or a turn of a chat.
+    """
+    names = {*tokenizer.special_tokens, USUAL_END} - {"", "\0"}  # NUL ends `byte`
+    for number, part in enumerate(rows):
+        if number == 0:
+            spelled = {
+                name: sum(text.count(name) for text in part.texts)
+                for name in sorted(names)
+            }
+            name = max(spelled, key=lambda name: spelled[name])
+            if spelled[name]:
+                chars = sum(map(len, part.texts))
+                note(
+                    f"the text spells {name!r} ({spelled[name]:,} times in {chars:,}"
+                    " characters), which is encoded as ordinary characters; where it"
+                    " separates documents, write each as a row of JSON lines"
+                )
+        yield part
 
 
 class Chunk:

@@ -105,6 +105,28 @@ def test_a_character_without_a_token_is_refused_and_others_are_not(tmp_path, kin
             encode("eaéf")
 
 
+@pytest.mark.parametrize("mark", [END, "<|im_end|>", "<|other|>"])
+@pytest.mark.parametrize("tokenizer", ["byte", "with marks"])
+def test_a_text_that_spells_a_special_token_is_said(tmp_path, capsys, mark, tokenizer):
+    """Elsewhere TinyStories' separator is the token that ends a document."""
+    known = {"byte": {END}, "with marks": {END, "<|im_end|>"}}[tokenizer]
+    if tokenizer == "with marks":
+        saved(
+            tmp_path,
+            models.BPE(LETTERS, [], unk_token="a"),
+            special=(END, "<|im_end|>"),
+            pre_tokenizer=pre_tokenizers.Whitespace(),
+        )
+        tokenizer = str(tmp_path)
+    path = tmp_path / "stories.txt"
+    path.write_text(f"\n{mark}\n".join(["abcdefgh"] * 50))
+    prepared(tmp_path, TextSource((str(path),)), tokenizer)
+    said = capsys.readouterr().err
+    line = f"the text spells {mark!r} (49 times in "
+    assert said.count(line) == (mark in known)
+    assert "the text spells" not in said.replace(line, "")
+
+
 def test_a_character_in_an_added_word_needs_no_other_token(tmp_path):
     made = saved(tmp_path, models.BPE(LETTERS, []), words=["漢字"])
     tokenizer = get_tokenizer(str(tmp_path))
