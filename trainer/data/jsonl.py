@@ -1,5 +1,5 @@
-"""Documents in JSON lines, and in files with one JSON list of objects, or with an
-object that has one such list.
+"""Documents in JSON lines, and in files with one JSON list of objects, with one object,
+or with an object that has one such list.
 
 Rows may have different keys, and only the text column is checked. A reader of tables,
 such as Arrow's, would need one schema for all rows.
@@ -7,12 +7,13 @@ such as Arrow's, would need one schema for all rows.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.data.files import NoColumn
 from trainer.errors import UserError
+from trainer.text import note
 
 BOM = b"\xef\xbb\xbf"
 SOME = 1000  # rows, of which one must have the column
@@ -70,12 +71,13 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
     with path.open("rb") as file:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
-        read_rows = _rows_of_lines
         if _is_list(file, column):
-            read_rows = partial(_rows_of_list, column)
+            rows = _rows_of_list(path, file, column, start)
+        else:
+            rows = _rows_of_lines(path, file, start)
         keys: dict[str, None] = {}  # of rows without the column
         has_column, number = start > 0, 0
-        for row, place, after in read_rows(path, file, start):
+        for row, place, after in rows:
             has_column, number = has_column or column in row, number + 1
             if not has_column:
                 keys |= dict.fromkeys(row)
@@ -114,31 +116,46 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
 
 
 def _rows_of_list(
-    column: str, path: Path, file: BinaryIO, start: int
+    path: Path, file: BinaryIO, column: str, start: int
 ) -> Iterator[JsonRow]:
-    """Yield the objects of a list from an index on; of one with the column, itself."""
+    """Yield the objects of a list from an index on; an object is a row or has them."""
     try:
         rows = json.load(file)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read as jsonl, nor as a list of objects ({error})"
         ) from error
-    if isinstance(rows, dict) and column in rows:
-        rows = [rows]
     if isinstance(rows, dict):
-        lists = [value for value in rows.values() if _is_rows(value)]
-        if len(lists) != 1:
-            raise UserError(
-                f"{path}: holds one object with {len(lists)} lists of objects; expected"
-                " JSON lines, a list of objects, or an object with one such list"
-            )
-        rows = lists[0]
+        rows = [rows] if column in rows else _only_list(path, rows)
     for i, row in enumerate(rows[start:], start + 1):
         if not isinstance(row, dict):
             raise UserError(
                 f"{path}, row {i}: expected an object, found {kind_of(row)}"
             )
         yield row, partial("row {}".format, i), i
+
+
+def _only_list(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an object; UserError unless it has one list of objects."""
+    lists = [key for key, rows in value.items() if _is_rows(rows)]
+    if len(lists) != 1:
+        raise UserError(
+            f"{path}: holds one object with {len(lists)} lists of objects; expected"
+            " JSON lines, a list of objects, or an object with one such list"
+        )
+    texts = {key: len(text) for key, text in value.items() if isinstance(text, str)}
+    if texts:
+        _say_list(path.parent, lists[0], max(texts, key=lambda key: texts[key]))
+    return value[lists[0]]
+
+
+@cache  # once for all files of a directory, which are read twice
+def _say_list(folder: Path, rows: str, column: str) -> None:
+    """Print that a text of an object is left out, beside the list that is read."""
+    note(
+        f"{folder}: a JSON file with one object is read by its list {rows!r}, without"
+        f" {column!r} beside that; data.column={column} would read {column!r} alone"
+    )
 
 
 def _is_list(file: BinaryIO, column: str) -> bool:

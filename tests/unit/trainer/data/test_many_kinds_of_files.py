@@ -127,6 +127,28 @@ def test_json_in_the_forms_that_people_have(tmp_path, form):
     assert actual in (TEXTS, ["", *TEXTS])
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("more", [{}, {"spans": [{"text": "Anna"}]}, {"tags": ["a"]}])
+def test_a_json_file_of_one_object_with_the_column_is_one_document(
+    tmp_path, indent, more
+):
+    """As tools for labels write them, on one line or on many."""
+    for text in ("one", "two"):
+        row = json.dumps({"id": 1, "text": text} | more, indent=indent)
+        (tmp_path / f"{text}.json").write_text(row)
+    assert read(tmp_path, f"{tmp_path}/*.json") == ["one", "two"]
+
+
+@pytest.mark.parametrize("beside", [{"body": "a text"}, {"version": 1}])
+def test_a_text_beside_the_list_that_is_read_is_said_once(tmp_path, capsys, beside):
+    for name in "ab":
+        row = beside | {"comments": [{"text": f"me too, {name}"}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(row))
+    assert read(tmp_path, f"{tmp_path}/*.json") == ["me too, a", "me too, b"]
+    line = "is read by its list 'comments', without 'body' beside that; data.column=bo"
+    assert capsys.readouterr().err.count(line) == ("body" in beside)
+
+
 def test_json_lines_of_objects_with_lists_are_lines(tmp_path):
     rows = [{"text": text, "spans": [{"a": 1}]} for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
