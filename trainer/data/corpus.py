@@ -17,6 +17,7 @@ from trainer.data.compressed import decompressed, refuse_twins
 from trainer.data.files import (
     File,
     Format,
+    check_shards,
     examine,
     expand,
     explain_columns,
@@ -225,8 +226,10 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
 
     All are read once, so that errors are raised before anything long starts.
     """
-    opened = {decompressed(path, cache_dir): path for path in expand(source.paths)}
-    origins = {path: given for path, given in opened.items() if path != given}
+    given = expand(source.paths)
+    check_shards(given)
+    opened = {decompressed(path, cache_dir): path for path in given}
+    origins = {path: origin for path, origin in opened.items() if path != origin}
     formats = {path: format_of(path, source.format) for path in opened}
     files = examine(
         list(formats),

@@ -54,6 +54,9 @@ OTHER_COLUMNS = (
 )
 # Files of at least this size are read once and then recognized by size and times.
 REMEMBER = 64 << 20
+# names such as train-00000-of-00002.parquet, perhaps with a hash that is another one
+# when the data set is written again
+SHARD = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
 # the first bytes of compressed files
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -164,6 +167,36 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         more = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
         note(f"data.paths: {other}{more} is {first} by a link, and is read once")
     return list(files.values())
+
+
+def check_shards(paths: Iterable[Path]) -> None:
+    """Print where shards are missing, by their names.
+
+    Raises:
+      UserError: shards of two sets of one name; what is left of an earlier one would
+          be read a second time.
+    """
+    totals: dict[tuple[Path, str, str], tuple[int, Path]] = {}
+    shards: dict[tuple[Path, str, str], dict[int, Path]] = {}
+    for path in paths:
+        if (match := SHARD.fullmatch(path.name)) is None:
+            continue
+        name, index, total, suffix = match.groups()
+        place = (path.parent, name, suffix)
+        expected, first = totals.setdefault(place, (int(total), path))
+        same = shards.setdefault(place, {}).setdefault(int(index), path)
+        other = same if int(total) == expected else first
+        if other != path:
+            raise UserError(
+                f"{other} and {path} are shards of two sets, the earlier of which would"
+                " be read beside the later; move one set elsewhere"
+            )
+    for place, (expected, first) in totals.items():
+        if len(shards[place]) < expected:
+            note(
+                f"{first} is one of {len(shards[place]):,} shards that are read, of"
+                f" {expected:,} by its name"
+            )
 
 
 def no_match(path: str) -> UserError:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.files import FORMATS, NoColumn
+from trainer.data.files import FORMATS, NoColumn, check_shards
 from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json
 from trainer.errors import UserError
@@ -116,6 +116,7 @@ def open_builder(
         refuse_unsaved(folder, itertools.chain(*splits), local)
         refuse_joined_splits(folder, data_files)
     if local:
+        check_shards(map(Path, itertools.chain(*splits)))
         say_unread_files(source.name, local, itertools.chain(*splits))
     return builder
 

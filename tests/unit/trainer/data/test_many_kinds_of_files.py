@@ -344,6 +344,47 @@ def test_a_later_parquet_file_of_numbers_is_refused(tmp_path, monkeypatch):
         read_hub(tmp_path, folder)
 
 
+HASHES = "-0123456789abcdef", "-0123456789abcdee"
+
+
+@pytest.mark.parametrize(
+    ("names", "is_read"),
+    [
+        (["train-00000-of-00002", "train-00001-of-00002"], True),
+        (["train-00000-of-00001", "test-00000-of-00001"], True),
+        (["train-00000-of-00001", "train-00000-of-00002"], False),
+        (["train-00000-of-00002", "train-00001-of-00004"], False),
+        ([f"train-00000-of-00001{end}" for end in HASHES], False),
+    ],
+)
+def test_shards_of_an_earlier_data_set_beside_those_of_a_later(
+    tmp_path, monkeypatch, capsys, names, is_read
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in names:
+        pq.write_table(pa.table({"text": TEXTS}), folder / f"{name}.parquet")
+    for read_folder in (read, read_hub):
+        if is_read:
+            assert len(read_folder(tmp_path, folder)) >= len(TEXTS)
+        else:
+            with pytest.raises(UserError, match="are shards of two sets, the earlier"):
+                read_folder(tmp_path, folder)
+    assert "shards" not in capsys.readouterr().err
+
+
+def test_shards_that_are_missing_by_their_names_are_said(tmp_path, capsys):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("train-00001-of-00003", "train-00002-of-00003", "test-00000-of-00001"):
+        pq.write_table(pa.table({"text": TEXTS}), folder / f"{name}.parquet")
+    line = "train-00001-of-00003.parquet is one of 2 shards that are read, of 3 by its "
+    for read_folder in (read, read_hub):
+        read_folder(tmp_path, folder)
+        assert capsys.readouterr().err.count(line) == 1
+
+
 def saved_to_disk(folder, texts=TEXTS, **settings):
     """Save texts, and return them as `load_from_disk` does."""
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder, **settings)
