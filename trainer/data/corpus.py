@@ -39,6 +39,7 @@ from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
 from trainer.files import path_of
+from trainer.text import note
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
@@ -248,6 +249,14 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     groups = [
         (kind, [file for file in files if formats[file.path] == kind]) for kind in kinds
     ]
+    if len(groups) > 1:  # such as the README.md of a data set, a text
+        counts = (
+            f"{len(members):,} {kind} ({origins.get(members[0].path, members[0].path)})"
+            for kind, members in groups
+        )
+        note(
+            f"data.paths: files of {len(groups)} formats are read: {', '.join(counts)}"
+        )
     if source.column != TextSource.column and set(kinds) == {"text"}:
         raise UserError(
             f"data.column={source.column}, but text files have no columns; leave it out"

@@ -374,6 +374,17 @@ def test_shards_of_an_earlier_data_set_beside_those_of_a_later(
     assert "shards" not in capsys.readouterr().err
 
 
+def test_files_of_several_formats_are_said(tmp_path, capsys):
+    """As the README.md of a downloaded data set, which is no text of it."""
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    assert read(tmp_path, f"{tmp_path}/*.*") == TEXTS
+    assert "formats" not in capsys.readouterr().err
+    (tmp_path / "README.md").write_text("license: mit")
+    assert read(tmp_path, f"{tmp_path}/*.*") == ["license: mit", *TEXTS]
+    line = f"2 formats are read: 1 text ({tmp_path}/README.md), 1 parquet ({tmp_path}/a"
+    assert capsys.readouterr().err.count(line) == 1
+
+
 def test_shards_that_are_missing_by_their_names_are_said(tmp_path, capsys):
     folder = tmp_path / "set"
     folder.mkdir()
