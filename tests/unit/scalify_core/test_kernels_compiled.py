@@ -15,8 +15,8 @@ from scalify_core.ops.functional import gelu, layer_norm, materialised
 from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
 
 
-def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
-    """In one kernel: it is not transposed later from where it was kept."""
+def test_an_activation_is_written_in_fp8_and_then_transposed(h200):
+    """A kernel that writes both orders takes longer than two, on an H100."""
 
     def step(x, bias, w, gradient):
         hidden = lambda x, bias, w: fp8_dot_general(gelu(x, bias), w, MATRIX)
@@ -35,18 +35,9 @@ def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
     assert_all_fp8(text, forward=1, backward=2)
     entry = text[text.index("ENTRY ") :]
     fusions = re.findall(r" = (\(.*?\)|\S+) fusion\(", entry)
-    both = [
-        out
-        for out in fusions
-        if "f8e4m3fn[4096,1024]" in out and "f8e4m3fn[1024,4096]" in out
-    ]
-    assert len(both) == 1, fusions
-    assert not [
-        out
-        for out in fusions
-        if out.startswith("f8e4m3fn[4096,1024]")
-        or out.startswith("f8e4m3fn[1024,4096]")
-    ]
+    orders = ("f8e4m3fn[4096,1024]", "f8e4m3fn[1024,4096]")
+    actual = [[order for order in orders if order in out] for out in fusions]
+    assert sorted(filter(None, actual)) == sorted([order] for order in orders), fusions
 
 
 def written(text):
@@ -94,10 +85,7 @@ def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
     ), written(text)
 
 
-def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200):
-    """At the width of GPT-2 124M XLA's estimate for it is 4 ns from that for two
-    kernels."""
-
+def test_the_output_of_a_layer_norm_is_written_in_fp8_and_then_transposed(h200):
     def step(x, weight, bias, w, gradient):
         out, pull = jax.vjp(
             lambda *args: fp8_dot_general(layer_norm(*args[:3]), args[3], MATRIX),
@@ -122,12 +110,9 @@ def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200
         **AS_TRAINED,
     )
     assert_all_fp8(text, forward=1, backward=1)
-    actual = [
-        out
-        for out in written(text)
-        if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out
-    ]
-    assert len(actual) == 1, written(text)
+    orders = ("f8e4m3fn[8192,768]", "f8e4m3fn[768,8192]")
+    actual = [[order for order in orders if order in out] for out in written(text)]
+    assert sorted(filter(None, actual)) == sorted([order] for order in orders)
 
 
 def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
@@ -154,7 +139,7 @@ def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_weight_that_is_kept_is_cast_once_in_both_orders(h200, kept):
+def test_a_weight_is_written_once_in_each_order(h200, kept):
     dot = Fp8DotGeneral(keep_rhs=kept)
 
     def step(x, w, gradient):
@@ -171,9 +156,7 @@ def test_a_weight_that_is_kept_is_cast_once_in_both_orders(h200, kept):
     assert_all_fp8(text, forward=1, backward=2)
     orders = ("f8e4m3fn[2304,768]", "f8e4m3fn[768,2304]")
     actual = [[order for order in orders if order in out] for out in written(text)]
-    assert sorted(filter(None, actual)) == (
-        [[*orders]] if kept else [[order] for order in orders]
-    )
+    assert sorted(filter(None, actual)) == [[order] for order in orders]
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
