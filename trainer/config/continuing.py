@@ -111,7 +111,7 @@ def continue_run(
                 f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
                 f" {TASKS}= yourself"
             )
-    # Only these two groups have keys that depend on their choice.
+    # The keys of these three groups depend on their choice, or which of them are null.
     choices = []
     if "model" not in chosen_groups:
         family = tree["model"]["family"]
@@ -121,9 +121,10 @@ def continue_run(
                 f" {nearest(family, list(families))}"
             )
         choices.append(f"model={families[family]}")
-    optimizer = tree["optimizer"]["name"]
-    if "optimizer" not in chosen_groups and optimizer in groups["optimizer"]:
-        choices.append(f"optimizer={optimizer}")
+    for group, key in (("optimizer", "name"), ("data", "source")):
+        choice = tree[group][key]
+        if group not in chosen_groups and choice in groups[group]:
+            choices.append(f"{group}={choice}")
     place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
     return CommandLine([*choices, *arguments, *place], saved, not_trusted, is_same_run)
 

@@ -18,6 +18,7 @@ from trainer.cli import train as command
 from trainer.config.composition import (
     Sweep,
     choice_of_each_family,
+    choices_of_groups,
     compose_config,
     expand_arguments,
 )
@@ -130,6 +131,7 @@ def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir, tmp_path):
     choices = choice_of_each_family()
     assert expand_arguments(["resume=old"]).overrides == [
         f"model={choices['gpt2']}",
+        "data=embedded",
         "resume.source=old",
         "run_dir=old",
         "resume.source=auto",
@@ -268,6 +270,34 @@ def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir, tmp_path
     assert compose_config(["resume=old"]).data == run_dir.data
 
 
+SOURCES = {
+    "embedded": ["data.val_fraction=0.2"],
+    "python": [],
+    "text": ["data.paths=[a.txt]", "data.column=body"],
+    "hf": ["data.name=OWNER/NAME", "data.split=test"],
+    "prepared": ["data.prepared_dir=prepared"],
+    "mix": ["data.sources=[a.txt,prepared]", "data.tokenizer=byte"],
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_run_of_every_source_of_data_goes_on_and_is_forked(
+    tmp_path, monkeypatch, source
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    saved = compose_config([f"data={source}", *SOURCES[source]])
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(to_tree(saved)))
+    for place in ([], ["run_dir=new"]):
+        assert compose_config(["resume=old", *place]).data == saved.data
+    changed = compose_config(["resume=old", "data.prefetch=4"])
+    assert changed.data == dataclasses.replace(saved.data, prefetch=4)
+
+
+def test_every_source_of_data_has_a_choice_and_a_test():
+    assert set(SOURCES) == set(choices_of_groups()["data"])
+
+
 def test_a_run_of_before_there_were_families_goes_on(run_dir, tmp_path):
     tree = to_tree(run_dir)
     del tree["model"]["family"]
@@ -279,7 +309,11 @@ def test_a_run_goes_on_with_the_keys_of_its_family(run_dir, tmp_path):
     tree = to_tree(run_dir)
     tree["model"] = {"name": "mine", "family": "tiny", "depth": 3}
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
-    groups = {"model": ["tiny_1m", "gpt2_nano"], "optimizer": ["sgd"]}
+    groups = {
+        "model": ["tiny_1m", "gpt2_nano"],
+        "optimizer": ["sgd"],
+        "data": ["embedded"],
+    }
     taken = continue_run(
         ["resume.source=old"],
         groups,
