@@ -94,20 +94,43 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def filter_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
-    """Drop rows of later steps from a log whose rows may be out of order.
+    """Drop rows of later steps from a log whose rows may be out of order or there
+    twice, and sort it.
 
     Arguments and result are those of `cut_rows`, which needs rows in order.
     """
-    remaining, begin, last = [], 0, -1
-    data = read_log(path)
+    remaining: list[tuple[int, bytes]] = []
+    logged: set[int] = set()
+    begin, data = 0, read_log(path)
     for row, end in list(_rows(path)):
-        is_event = "event" in row
-        if row["step"] < start or (row["step"] == start and (is_event or not redo_row)):
-            remaining.append(data[begin:end])
-            last = last if is_event else row["step"]
-        begin = end
-    write_atomically(path, b"".join(remaining))
-    return last
+        step, line, begin = row["step"], data[begin:end], end
+        if "event" in row:
+            if step <= start:
+                remaining.append((step, line))
+        elif step <= start - redo_row and step not in logged:
+            remaining.append((step, line))
+            logged.add(step)
+    # The sort is stable: the events of a step stay before or after its row.
+    remaining.sort(key=lambda pair: pair[0])
+    write_atomically(path, b"".join(line for _, line in remaining))
+    return max(logged, default=-1)
+
+
+def rows_behind(path: Path, size: int, last: int) -> int:
+    """Return how many rows of metrics of steps <= `last` end behind byte `size`.
+
+    A run writes no such row after the checkpoint of step `last`, but may write events.
+    """
+    return sum(
+        end > size and "event" not in row and row["step"] <= last
+        for row, end in _rows(path)
+    )
+
+
+def samples_behind(path: Path, size: int, last: int) -> int:
+    """Return how many samples of steps <= `last` end behind byte `size`."""
+    matches = SAMPLE.finditer(read_log(path))
+    return sum(match.end() > size and int(match[1]) <= last for match in matches)
 
 
 def is_row(row: Any) -> bool:

@@ -17,6 +17,7 @@ from trainer.files import parse_yaml, read_file, refuse_links, well_formed
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLORS, Clock, Line, Mark, smoothed
+from trainer.text import override
 
 # Colors of events, by the first of these phrases in them.
 KINDS = {
@@ -71,6 +72,21 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
     return evaluation
 
 
+def refuse_out_of_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
+    """Raise UserError where a step has two rows of metrics, or an earlier one
+    follows.
+    """
+    steps = [row["step"] for row in rows if "event" not in row]
+    for before, step in itertools.pairwise(steps):
+        if step <= before:
+            raise UserError(
+                f"{run_dir}/metrics.jsonl has a row of step {step} after that of step"
+                f" {before}, which no run writes; {override('resume', run_dir)} removes"
+                " rows that were added behind its newest checkpoint; else remove that"
+                " line"
+            )
+
+
 @dataclass(frozen=True)
 class History:
     """The records of a run.
@@ -108,6 +124,7 @@ class History:
         if run_dir.is_dir():
             refuse_links(run_dir)
         rows = read_rows(run_dir / "metrics.jsonl")
+        refuse_out_of_order(rows, run_dir)
         if all("event" in row for row in rows):
             raise UserError(
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run"

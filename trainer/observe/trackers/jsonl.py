@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -26,6 +26,8 @@ from trainer.observe.records import (
     read_log,
     read_rows,
     read_samples,
+    rows_behind,
+    samples_behind,
 )
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
@@ -121,14 +123,38 @@ class Log:
         self._file.close()
 
 
-def problem(path: Path, expected: Digest | None) -> str | None:
-    """Return how a log differs from what was written before a checkpoint."""
-    data = read_log(path)
-    if expected is None or Digest.from_data(data[: expected.size]) == expected:
+def check_log(
+    path: Path,
+    expected: Digest | None,
+    count_behind: Callable[[Path, int, int], int],
+    last: int,
+) -> str | None:
+    """Return how a log differs from what was written before a checkpoint; None: not.
+
+    Cuts what somebody added behind the digest.
+
+    Args:
+      path: the log.
+      expected: its digest at the checkpoint; None: the checkpoint has none.
+      count_behind: `count_behind(path, size, last)` returns the number of records of
+        steps <= `last` behind byte `size`.
+      last: the last step whose records were all written before the checkpoint.
+    """
+    if expected is None:
         return None
+    data = read_log(path)
+    if Digest.from_data(data[: expected.size]) != expected:
+        return (
+            f"it has {Digest.from_data(data).rows} lines, {expected.rows} were written;"
+            " the missing lines are lost, the weights are complete"
+        )
+    added = count_behind(path, expected.size, last)
+    if not added:
+        return None
+    os.truncate(path, expected.size)
     return (
-        f"it has {Digest.from_data(data).rows} lines, {expected.rows} were written;"
-        " the missing lines are lost, the weights are complete"
+        f"records were added behind its {expected.rows} lines that no run writes there"
+        f" ({added}); all behind these lines was removed"
     )
 
 
@@ -148,17 +174,21 @@ class JsonlTracker(Tracker):
         run_dir, step = start.run_dir, start.step
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
+        last = step - start.redo_row
         written = start.written or {}
+        digests = [
+            Digest.from_checkpoint(saved) for saved in (written, written.get("samples"))
+        ]
         try:
             problems = {
-                self.path: problem(self.path, Digest.from_checkpoint(written)),
-                self.samples_path: problem(
-                    self.samples_path, Digest.from_checkpoint(written.get("samples"))
+                self.path: check_log(self.path, digests[0], rows_behind, last),
+                self.samples_path: check_log(
+                    self.samples_path, digests[1], samples_behind, last
                 ),
             }
             cut = filter_rows if problems[self.path] else cut_rows
             self._logged = cut(self.path, step, redo_row=start.redo_row)
-            cut_samples(self.samples_path, step - start.redo_row)
+            cut_samples(self.samples_path, last)
             self._rows, self._samples = Log(self.path), Log(self.samples_path)
         except OSError as error:
             raise UserError(
@@ -169,7 +199,6 @@ class JsonlTracker(Tracker):
                 self._warn(
                     step, f"{path} is not what the run wrote up to step {step}: {text}"
                 )
-        last = step - start.redo_row
         if start.written is None and 0 <= self._logged < last:
             # An event of the next step, which is cut if the run starts here again.
             self._warn(

@@ -12,7 +12,7 @@ from histories import FALLING, FP8, history, rows, tensor
 
 from trainer.cli.compare import Arguments, main
 from trainer.errors import UserError
-from trainer.observe.records import encode_row
+from trainer.observe.records import encode_row, read_rows
 from trainer.report.comparing import short_names
 from trainer.report.history import History
 from trainer.report.page import render, write_report
@@ -329,3 +329,14 @@ def test_lines_that_are_flat_by_design_have_no_chart():
         assert ("<b>Underflow</b>" in page) == shown
         assert ("<b>Saturation</b>" in page) == shown
         assert "<b>Scales</b>" not in page  # all are one
+
+
+def test_a_log_with_a_step_twice_is_refused(run_dir):
+    log = run_dir / "metrics.jsonl"
+    last = read_rows(log)[-1]["step"]
+    with log.open("ab") as file:
+        file.write(encode_row(last, {"val/loss": 0.5}))
+    with pytest.raises(
+        UserError, match=rf"a row of step {last} after that of step {last}, which no"
+    ):
+        History.read(run_dir)

@@ -132,6 +132,54 @@ def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
         assert "4 were written" in text
     if lines is not None and "step" in damage:
         assert len(rows) >= len(lines)  # one row is lost, and no other
+    if damage == "a row twice":
+        assert [row["step"] for row in rows if "event" not in row] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_rows_that_were_added_behind_the_checkpoint_are_removed_and_spoken_of(
+    tmp_path, step
+):
+    tracker = jsonl(tmp_path, start=0)
+    tracker.row(4, loss(4))
+    tracker.sample(4, "sample", "some text")
+    written = tracker.written()
+    tracker.event(4, "stalled")
+    tracker.event(3, "an event of before, such as of a removed log")
+    tracker.row(5, loss(5))
+    tracker.finish()
+
+    def resumed():
+        tracker = JsonlTracker()
+        tracker.start(TrackerStart(tmp_path, 4, False, {}, None, None, written))
+        tracker.finish()
+        return [row.get("event", row["step"]) for row in read_rows(log)]
+
+    log, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.txt"
+    assert len(resumed()) == 3  # what the run itself writes there is right
+    with log.open("ab") as file:
+        file.write(encode_row(step, {"val/loss": 0.5}))
+    with samples.open("ab") as file:
+        file.write(encode_sample(Sample(step, "sample", "forged")))
+    first, *events = resumed()
+    assert first == 4
+    for name, text in zip(("metrics.jsonl", "samples.txt"), events, strict=True):
+        assert f"{name} is not what the run wrote up to step 4: records were" in text
+        assert "no run writes there (1); all behind these lines was removed" in text
+    assert len(read_samples(samples)) == 1
+    assert resumed() == [first, *events]  # spoken of once
+
+
+def test_a_row_that_comes_again_may_stand_behind_the_checkpoint(tmp_path):
+    tracker = jsonl(tmp_path, start=0)
+    tracker.row(1, loss(1))
+    written = tracker.written()  # a signal interrupted step 2
+    tracker.row(2, loss(2))
+    tracker.finish()
+    resumed = JsonlTracker()
+    resumed.start(TrackerStart(tmp_path, 2, True, {}, None, None, written))
+    resumed.finish()
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, **loss(1)}]
 
 
 def test_steps_that_were_taken_without_the_log_are_named_once(tmp_path, caplog):
