@@ -177,7 +177,11 @@ def beside(finished_run):
 
 def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     tmp_path, rows = finished_run
+    # of an attempt that died before its first checkpoint
+    (tmp_path / "F").mkdir()
+    shutil.copy(tmp_path / "A" / "metrics.jsonl", tmp_path / "F")
     output = here(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl")
+    assert "its old log is now metrics.jsonl.old" in output
     assert (
         f"train.steps=25, was 20): the learning rate goes from {rows[-1]['lr']:.2e} in"
         " step 20 to " in output

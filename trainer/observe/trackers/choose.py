@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.observe.trackers.jsonl import JsonlTracker
+from trainer.observe.trackers.jsonl import JsonlTracker, set_logs_aside
 from trainer.observe.trackers.protocol import Several, Tracker, TrackerStart
 from trainer.observe.trackers.tensorboard import TensorboardTracker, check_installed
 from trainer.observe.trackers.wandb import WandbTracker
@@ -28,6 +28,7 @@ def make_tracker(
     config: Mapping[str, Any],
     run_id: str | None = None,
     written: Mapping[str, Any] | None = None,
+    is_fork: bool = False,
     init: Mapping[str, Any] | None = None,
     custom: Tracker | None = None,
 ) -> Tracker:
@@ -42,6 +43,7 @@ def make_tracker(
       config: nested plain values.
       run_id: W&B's id from the checkpoint; None: the run directory's, or a new one.
       written: `Tracker.written` of the checkpoint that the run resumes from, or None.
+      is_fork: whether `start` is a step of another run, of which this is a fork.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
       custom: the user's own tracker, which records everything too.
     """
@@ -56,5 +58,11 @@ def make_tracker(
     if custom is not None:
         trackers.append(custom)
     tracker = Several(trackers)
-    tracker.start(TrackerStart(run_dir, start, redo_row, config, run_id, log, written))
+    beginning = TrackerStart(
+        run_dir, start, redo_row, config, run_id, log, written, is_fork
+    )
+    if beginning.is_new:
+        # Also with tracker=none: they would become the history of this run.
+        set_logs_aside(run_dir, start)
+    tracker.start(beginning)
     return tracker

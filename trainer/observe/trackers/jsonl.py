@@ -158,6 +158,45 @@ def check_log(
     )
 
 
+def set_logs_aside(run_dir: Path, step: int) -> None:
+    """Rename the logs of an earlier attempt that left no checkpoint to `NAME.old`.
+
+    They are not the history of the run that starts here. The longest log stays: an
+    attempt that is killed early repeats the rows of the one before it.
+
+    Args:
+      run_dir: of the run, which has no checkpoint of its own.
+      step: of the state that it starts from.
+
+    Raises:
+      UserError: the log is damaged, or cannot be renamed.
+    """
+    log, samples = run_dir / "metrics.jsonl", run_dir / "samples.txt"
+    steps = [row["step"] for row in read_rows(log) if "event" not in row]
+    old = log.with_name(f"{log.name}.old")
+    try:
+        is_longest = bool(steps) and (
+            not old.exists() or log.stat().st_size >= old.stat().st_size
+        )
+        for path in (log, samples):
+            if is_longest and path.exists():
+                path.replace(path.with_name(f"{path.name}.old"))
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot rename {log} to {old}: {error.strerror}; choose another run_dir"
+        ) from error
+    if steps:
+        logger.warning(
+            "run_dir=%s has rows up to step %d, but no checkpoint of its own: starting"
+            " after step %d; %s",
+            run_dir,
+            max(steps),
+            step,
+            f"its old log is now {old.name}" if is_longest else f"{old.name} is longer",
+        )
+
+
 class JsonlTracker(Tracker):
     """`metrics.jsonl`, one object per line, and `samples.txt`.
 

@@ -40,11 +40,13 @@ class TrackerStart:
     Attributes:
       run_dir: the run's directory; it exists.
       step: steps taken so far; 0: a new run. Records of later steps will come again.
+        A run with `is_new` has none of earlier steps either.
       redo_row: whether the row of `step` itself comes again too, with its sample.
       config: nested plain values.
       id: the tracker's attribute `id` at the newest checkpoint, or None.
       log: the run's own log; None: it has none.
       written: `Tracker.written` at the newest checkpoint, or None.
+      is_fork: whether the run starts here from another run's checkpoint.
     """
 
     run_dir: Path
@@ -54,6 +56,15 @@ class TrackerStart:
     id: str | None
     log: Log | None
     written: Mapping[str, Any] | None = None
+    is_fork: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether the run starts here without a checkpoint of its own.
+
+        Records that are there are those of an earlier attempt.
+        """
+        return self.step == 0 or self.is_fork
 
 
 class Tracker:

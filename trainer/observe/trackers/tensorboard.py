@@ -54,7 +54,7 @@ class TensorboardTracker(Tracker):
         with file_errors(folder):
             folder.mkdir(exist_ok=True)
             files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
-            first_step = start.step if start.redo_row else start.step + 1
+            first_step = 0 if start.is_new else start.step + 1 - start.redo_row
             for path in files:
                 cut(path, first_step, event_pb2.Event.FromString)
             self._writer = EventsWriter(str(folder / f"part-{len(files):05d}"))

@@ -66,7 +66,7 @@ class WandbTracker(Tracker):
         import wandb  # takes half a second, and is only needed with tracker=wandb
 
         self._wandb = wandb
-        self.id = run_id = choose_run_id(run_dir, start.id)
+        self.id = run_id = choose_run_id(run_dir, start.id, is_fork=start.is_fork)
         # guards the row: the watchdog's thread reports a stall beside the loop
         self._lock = threading.Lock()
         self._step = -1
@@ -245,16 +245,18 @@ def _leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def choose_run_id(run_dir: Path, run_id: str | None) -> str:
+def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -> str:
     """Return the W&B id of a run: the checkpoint's, the directory's, or a new one.
 
-    A file stores it too, for a run that is killed before its first checkpoint.
+    A file stores it too, for a run that is killed before its first checkpoint. Where a
+    fork starts, the file may be of an attempt that was not this fork, and W&B takes no
+    step twice: it gets a new one.
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
     known = run_id or ""
     # Through a link any secret could become the id, which is public.
-    if not known and file.is_file() and not file.is_symlink():
+    if not known and not is_fork and file.is_file() and not file.is_symlink():
         known = read_file(file).decode(errors="replace")
     if not RUN_ID.fullmatch(known):  # W&B uses it in a path
         known = uuid.uuid4().hex[:8]

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from trainer.observe.records import read_rows, read_samples
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.protocol import Several, Tracker, TrackerStart
 
@@ -97,3 +98,50 @@ def test_a_tracker_of_ones_own_gets_the_runs_record_of_what_it_lacks(tmp_path):
     tracker.row(3, {"train/loss": 1 / 3})
     tracker.finish()
     assert own.steps == [1, 2, 3]
+
+
+def attempt(run_dir, steps, *, kind="jsonl", start=0, is_fork=False):
+    """A run that ends without a checkpoint after these steps."""
+    tracker = make_tracker(kind, run_dir, start=start, config={}, is_fork=is_fork)
+    for step in steps:
+        tracker.row(step, {"train/loss": 1 / step})
+        tracker.sample(step, "sample", f"text of {step}")
+    tracker.event(start, "FP8 is used")
+    tracker.finish()
+
+
+def logged(run_dir, end=""):
+    rows = read_rows(run_dir / f"metrics.jsonl{end}")
+    samples = read_samples(run_dir / f"samples.txt{end}")
+    return [row.get("event", row["step"]) for row in rows], len(samples)
+
+
+@pytest.mark.parametrize(
+    ("start", "is_fork", "steps"), [(0, False, [1, 2]), (3, True, [4])]
+)
+def test_rows_of_an_attempt_without_a_checkpoint_are_set_aside(
+    tmp_path, caplog, start, is_fork, steps
+):
+    attempt(tmp_path, range(1, 6))
+    assert "no checkpoint" not in caplog.text
+    attempt(tmp_path, steps, start=start, is_fork=is_fork)
+    assert (
+        f"run_dir={tmp_path} has rows up to step 5, but no checkpoint of its own:"
+        f" starting after step {start}; its old log is now metrics.jsonl.old"
+        in caplog.text
+    )
+    assert logged(tmp_path) == ([*steps, "FP8 is used"], len(steps))
+    assert logged(tmp_path, ".old") == ([1, 2, 3, 4, 5, "FP8 is used"], 5)
+    # The next attempt repeats these few rows: the long log stays.
+    attempt(tmp_path, [], kind="none", start=start, is_fork=is_fork)
+    assert "metrics.jsonl.old is longer" in caplog.text
+    assert logged(tmp_path) == ([], 0)
+    assert len(logged(tmp_path, ".old")[0]) == 6
+
+
+def test_an_attempt_without_a_row_leaves_nothing(tmp_path, caplog):
+    for _ in range(2):
+        attempt(tmp_path, [], start=3, is_fork=True)
+    assert logged(tmp_path) == (["FP8 is used"], 0)
+    assert not (tmp_path / "metrics.jsonl.old").exists()
+    assert not caplog.text

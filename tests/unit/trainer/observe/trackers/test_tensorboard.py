@@ -152,6 +152,17 @@ def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on
     }
 
 
+def test_a_fork_does_not_show_an_earlier_attempt_in_its_directory(tmp_path):
+    for start, loss in ((0, 0.5), (2, 0.25)):
+        tracker = make_tracker(
+            "tensorboard", tmp_path, start=start, is_fork=start > 0, config={}
+        )
+        for step in (start + 1, start + 2):
+            tracker.row(step, {"train/loss": loss})
+        tracker.finish()
+    assert shown(tmp_path) == {("train/loss", 3): [0.25], ("train/loss", 4): [0.25]}
+
+
 def test_a_directory_that_is_not_there_is_an_error_in_a_line(tmp_path):
     tracker = tensorboard.TensorboardTracker()
     with pytest.raises(

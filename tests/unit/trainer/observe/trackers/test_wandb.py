@@ -16,6 +16,7 @@ from trainer.observe.records import read_rows
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import TrackerStart
+from trainer.observe.trackers.wandb import choose_run_id
 from trainer.observe.trackers.wandb_files import (
     last_local_step,
     read_history,
@@ -314,6 +315,14 @@ def test_what_is_told_late_leaves_the_row_whole_that_is_being_collected(
     tracker.finish()
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1] | {"events": "stalled", "picture": str(tmp_path)} == rows[1]
+
+
+def test_a_fork_does_not_go_on_in_the_wandb_run_of_an_earlier_attempt(tmp_path):
+    earlier = choose_run_id(tmp_path, None)
+    assert choose_run_id(tmp_path, None) == earlier
+    fork = choose_run_id(tmp_path, None, is_fork=True)
+    assert fork != earlier
+    assert choose_run_id(tmp_path, fork) == fork  # its checkpoint's
 
 
 def test_wandb_that_is_disabled_leaves_the_files(tmp_path):
