@@ -12,8 +12,10 @@ other precision's format. last_word and word_order are made of the validation te
 other tasks are lm-evaluation-harness's.
 """
 
+import glob
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,11 +184,26 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     show(f"all digits: {path}")
     if files:
-        same = f"--include_path {folder} --tasks {','.join(tasks.items)}"
-        show(
-            "the same for an export: lm_eval --model hf --model_args pretrained=EXPORT"
-            f" {same}"
+        show(harness_command(files))
+
+
+def harness_command(files: Sequence[Path]) -> str:
+    """Return a line with the command that runs these YAML files for an export.
+
+    `--include_path` would load every file of the folder, and a task of the harness may
+    run Python: a run directory of somebody else may hold one. `--tasks` takes globs,
+    separated by commas.
+    """
+    if any("," in str(file) for file in files):
+        return (
+            f"lm_eval cannot read {files[0].parent}: it splits its arguments at"
+            " commas; rename the directory to run these tasks there"
         )
+    names = ",".join(glob.escape(str(file)) for file in files)
+    return (
+        "the same for an export: lm_eval --model hf --model_args pretrained=EXPORT"
+        f" --tasks {shlex.quote(names)}"
+    )
 
 
 def policy_of(item: str) -> Policy:

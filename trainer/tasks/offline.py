@@ -192,7 +192,7 @@ def items_of(name: str, text: str, limit: int) -> list[Item]:
 def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path:
     """Write a task's files for lm-evaluation-harness, and return the YAML file.
 
-    It runs with `--include_path directory --tasks name`.
+    It runs with `--tasks FILE`.
     """
     import yaml
 

@@ -1,6 +1,8 @@
 """The one command: which command runs, `--key=value`, and answers without JAX."""
 
+import glob
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import nearest_keys, without_dashes
+from trainer.cli.evaluate import harness_command
 from trainer.cli.train import Job, validation_loss
 from trainer.errors import UserError
 
@@ -131,3 +134,19 @@ with open(sys.argv[1], "w") as file:
 """
     subprocess.run([sys.executable, "-c", code, tmp_path / "log"], check=True)
     assert (tmp_path / "log").read_text() == "True\n"
+
+
+def test_the_harness_is_named_our_files_and_no_folder_of_a_run(tmp_path):
+    """Python of a stranger's run directory would run with a folder's tasks."""
+    folder = tmp_path / "a run; [1]" / "tasks"
+    folder.mkdir(parents=True)
+    files = [folder / f"{name}.yaml" for name in ("last_word", "word_order")]
+    for file in [*files, folder / "aaa.yaml"]:
+        file.touch()
+    arguments = shlex.split(harness_command(files))
+    assert "--include_path" not in arguments
+    names = arguments[arguments.index("--tasks") + 1].split(",")
+    assert [glob.glob(name) for name in names] == [[str(file)] for file in files]
+    assert arguments[-1] == ",".join(names)
+    # The harness would take the parts of such a name for files of its own.
+    assert "--tasks" not in harness_command([Path("x,evil.yaml/tasks/last_word.yaml")])
