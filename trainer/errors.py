@@ -6,14 +6,16 @@ lists all codes.
 """
 
 import contextlib
+import errno
 import os
 import re
 import select
 import signal
 import sys
-from collections.abc import Callable
-from typing import ClassVar, NoReturn
+from collections.abc import Callable, Iterator
+from typing import IO, ClassVar, NoReturn
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAKE_ROOM = "make room, then continue with the same run_dir"  # said of a full disk
 
 
@@ -60,14 +62,48 @@ def complain(text: object) -> None:
 def run_and_flush(main: Callable[[], int]) -> int:
     """Return the exit code of `main` after flushing what it printed.
 
-    It is 141, without a message, when nobody reads standard output: `| head`.
+    It is that of a UserError after a line on stderr, as when standard output is a file
+    on a full disk. It is 141, without a message, when nobody reads standard output:
+    `| head`.
     """
     try:
-        code = main()
-        sys.stdout.flush()
+        with explain_full_output():
+            code = main()
+            sys.stdout.flush()
     except BrokenPipeError:
         return broken_pipe_code()
+    except UserError as error:
+        complain(error)
+        return error.exit_code
     return code
+
+
+@contextlib.contextmanager
+def explain_full_output() -> Iterator[None]:
+    """Turn the error of standard output on a full disk into a UserError.
+
+    It names no file. Errors of files that are written do, see `replaced_atomically`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL or error.filename is not None:
+            raise
+        discard(sys.stdout)
+        raise UserError(
+            f"cannot write to standard output: {error.strerror}; make room, or send it"
+            " to another place"
+        ) from error
+
+
+def discard(stream: IO[str]) -> None:
+    """Send what a stream still holds, and all further output, nowhere.
+
+    Python flushes standard output once more at exit.
+    """
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
 def broken_pipe_code() -> int:
@@ -79,10 +115,7 @@ def broken_pipe_code() -> int:
     pipe.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in pipe.poll(0)):
         raise
-    # Python flushes standard output once more at exit.
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
+    discard(sys.stdout)
     return 128 + signal.SIGPIPE
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from trainer.errors import UserError
+from trainer.errors import DISK_FULL, UserError
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
 MOST_BRACKETS = 2000  # of a configuration: nested ones take seconds to parse
@@ -161,8 +161,8 @@ def replaced_atomically(path: Path) -> Iterator[BinaryIO]:
     A symbolic link called `path` is replaced, and its target is left alone.
 
     Raises:
-      OSError: the directory is missing or read-only, or the disk is full. The old
-        content stays.
+      OSError: the directory is missing or read-only, or the disk is full; it names
+        the file. The old content stays.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     descriptor = no_follow(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -172,8 +172,11 @@ def replaced_atomically(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        # Errors of an open file do not name it.
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            error.filename = str(path)
         raise
     sync_directory(path.parent)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from trainer.assembly.startup_log import (
 )
 from trainer.config import schema
 from trainer.config.fields import to_tree
-from trainer.errors import MAKE_ROOM, UserError
+from trainer.errors import DISK_FULL, MAKE_ROOM, UserError
 from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.observe.progress import log_duration
@@ -64,7 +63,6 @@ from trainer.step.step import StepFn, Tokens
 from trainer.workload import TrainTask, Workload, abstract_state, compile_step
 
 COMPILING = "compiling the training step"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Experiment(NamedTuple):

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from trainer.errors import UserError, complain, run_and_flush
+from trainer.errors import UserError, run_and_flush
 from trainer.text import nearest, refuse_twice, show
 
 HELP_WIDTH = 79
@@ -230,16 +230,12 @@ def answer(main: Callable[[], None]) -> int:
     def call() -> int:
         try:
             main()
-        except UserError as error:
-            complain(error)
-            return error.exit_code
         except OSError as error:
             if error.filename is None:
                 raise
-            complain(
-                UserError(f"{error.filename}: {error.strerror}; choose another path")
-            )
-            return UserError.exit_code
+            raise UserError(
+                f"{error.filename}: {error.strerror}; choose another path"
+            ) from error
         return 0
 
     return run_and_flush(call)

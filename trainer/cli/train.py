@@ -52,7 +52,7 @@ from trainer.config.composition import (
 from trainer.config.continuing import CommandLine, with_saved
 from trainer.config.fields import flatten, to_tree
 from trainer.config.schema import Config
-from trainer.errors import UserError, broken_pipe_code, complain, leave
+from trainer.errors import UserError, complain, leave, run_and_flush
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY, NOTHING_TRAINED
 from trainer.text import key_of, refuse_twice, show
@@ -294,7 +294,7 @@ def main(argv: list[str]) -> int:
         complain(explain(error, sys.argv[1:]))
         return 2
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
+        if error.filename is None:  # standard output
             raise
         complain(
             f"cannot write to {error.filename}: {error.strerror}; choose another"
@@ -355,17 +355,14 @@ def command(arguments: list[str]) -> NoReturn:
         leave(answer(lambda: show_help(arguments)))
     EARLY.install()
     long = [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
+
+    def call() -> int:
+        # The shell turns `paths=[*.{a,b}]` into two arguments.
+        refuse_twice(long)
+        return main(arguments)
+
     try:
-        try:
-            # The shell turns `paths=[*.{a,b}]` into two arguments.
-            refuse_twice(long)
-            code = main(arguments)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            code = broken_pipe_code()
-    except UserError as error:
-        complain(error)
-        code = error.exit_code
+        code = run_and_flush(call)
     except Exception as error:
         if not is_distributed():
             raise

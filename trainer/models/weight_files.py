@@ -5,6 +5,7 @@ Names of tensors and required settings are up to each family.
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.files import check_regular, read_file, write_atomically
+from trainer.files import PARTIAL, check_regular, read_file, write_atomically
 from trainer.models.other_formats import check_format, check_tensor_names
 
 CONFIG, INDEX, SINGLE = (
@@ -242,14 +243,27 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Write one safetensors file with the permissions of the process's umask.
+    """Write one safetensors file, completely or not at all, with the permissions of the
+    process's umask.
 
     The library itself makes the file private.
+
+    Raises:
+      UserError: it cannot be written, as on a full disk.
     """
-    save_file(tensors, path, metadata={"format": "pt"})
+    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.chmod(0o666 & ~mask)
+        partial.replace(path)
+    except SafetensorError as error:  # it is no OSError
+        raise UserError(
+            f"cannot write {path}: {error}; make room, or choose another directory"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_tensors(

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainer.errors import printable
+from trainer.errors import DISK_FULL, complain, discard, printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # between plain lines
@@ -25,7 +24,22 @@ RECENT = 64  # steps over which the speed is averaged
 
 
 class Output(Console):
-    """Standard output that survives a broken pipe: after `| head` a run continues."""
+    """Standard output that survives a broken pipe and a full disk: after `| head` a run
+    continues.
+    """
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print as Rich does; on a full disk, discard this and all further output."""
+        try:
+            super().print(*objects, **settings)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            self.on_broken_pipe()
+            complain(
+                f"cannot write to standard output: {error.strerror}; the run continues"
+                " without it"
+            )
 
     def on_broken_pipe(self) -> None:
         """Discard all further output.
@@ -33,9 +47,7 @@ class Output(Console):
         Rich itself would exit, with the code of a crash.
         """
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
+        discard(self.file)
 
 
 class Display:

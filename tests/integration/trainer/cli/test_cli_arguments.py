@@ -61,7 +61,7 @@ def test_user_errors_are_one_line_and_exit_code_2(capsys):
     assert capsys.readouterr().err == "error: seed=x: expected a whole number\n"
 
 
-@pytest.mark.parametrize(
+PRINTING = pytest.mark.parametrize(
     "command",
     quick(
         [
@@ -73,6 +73,28 @@ def test_user_errors_are_one_line_and_exit_code_2(capsys):
         "trainer compare --help",
     ),
 )
+
+
+@PRINTING
+def test_where_a_full_disk_takes_no_output_the_end_is_one_line(command, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", *command.split()],
+            cwd=tmp_path,
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: cannot write to standard output: No space left on device; make room,"
+        " or send it to another place\n",
+    )
+
+
+@PRINTING
 def test_where_nobody_reads_on_the_end_is_without_a_word(command, tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)

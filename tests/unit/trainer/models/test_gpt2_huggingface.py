@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.registry import family_of
+from trainer.models.weight_files import write_file
 
 V, T, D, L, H = 100, 24, 32, 3, 4
 CONFIG = {
@@ -282,3 +284,15 @@ def test_export_refuses_swiglu_and_an_occupied_directory(tmp_path):
         save_gpt2(tmp_path / "out", GPT2Spec(vocab_size=V, mlp="swiglu"), params)
     with pytest.raises(UserError, match="exists"):
         save_gpt2(tmp_path / "gpt2", spec, params)
+
+
+def test_weights_that_a_full_disk_refuses_leave_no_part_of_a_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    path = tmp_path / "model.safetensors"
+    try:
+        with pytest.raises(UserError, match=rf"cannot write {path}: .*; make room"):
+            write_file({"x": np.zeros(1000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -257,3 +257,14 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on():
         display.message("to nobody")
         display.message("to nobody, again")
         assert display.console.quiet
+
+
+def test_a_run_whose_output_goes_to_a_full_disk_goes_on_and_says_so_once(capsys):
+    with open("/dev/full", "w") as full:
+        display = Display(10, console=Output(file=full, soft_wrap=True))
+        display.message("lost")
+        display.message("lost, too")
+    assert capsys.readouterr().err == (
+        "error: cannot write to standard output: No space left on device; the run"
+        " continues without it\n"
+    )
