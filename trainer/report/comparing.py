@@ -5,9 +5,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
@@ -23,9 +24,14 @@ IGNORED = (
     *("train.log_every", "train.eval_every", "eval.*"),
 )
 # What chooses the validation text, where the runs did not note what they read.
-TEXT_KEYS = ("source", "paths", "name", "config", "split", "column", "prepared_dir")
+TEXT_KEYS = (
+    *("source", "sources", "paths", "name", "config", "split", "column"),
+    *("prepared_dir", "tokenizer", "val_fraction"),
+)
 TEXT_FACTS = ("text", "tokenizer", "validation tokens")
+RANKED = "ranked"
 OTHER_TEXT = "other validation text, not ranked"
+NO_FINAL_LOSS = "no final validation loss, not ranked"
 # The value of a configuration group is that of the first of these fields that it has.
 CHOICES = ("source", "kind", "name")
 SEED = "seed"
@@ -34,6 +40,18 @@ TEXT_WIDTH = 120  # characters of a line; what is wider goes on below
 CELL_WIDTH = 40  # of a cell of text; the page has the whole
 
 Table = Mapping[str, Sequence[str]]  # a value for each run
+
+
+class ValidatedText(NamedTuple):
+    """The text of a validation.
+
+    Attributes:
+      source: what the text is made of, with the shares of a mixture.
+      tokens: how many of its first tokens were read; None: unknown.
+    """
+
+    source: tuple[str, ...]
+    tokens: int | None
 
 
 def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
@@ -52,30 +70,47 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
-        texts = [validation_text(h) for h in read]
-        ranked_text = max(texts, key=texts.count)
+        texts = [last_validated(h) for h in read]
+        # of as many runs, the text of which more was read
+        ranked_text = max(texts, key=lambda text: (texts.count(text), text.tokens or 0))
+        marks = [mark_of(h, ranked_text) for h in read]
+        # A run without a final loss counts among the others of its settings, whose mean
+        # would flatter them.
+        counted = [
+            h if mark == RANKED else without_validation(h)
+            for h, mark in zip(read, marks, strict=True)
+        ]
+        is_counted = [mark in (RANKED, NO_FINAL_LOSS) for mark in marks]
         order = sorted(
             range(len(read)),
-            key=lambda i: (texts[i] != ranked_text, final_loss(read[i])),
+            key=lambda i: (
+                not is_counted[i],
+                marks[i] != RANKED,
+                final_loss(counted[i]),
+            ),
         )
-        histories = [read[i] for i in order]
-        count = texts.count(ranked_text)
+        histories, marks = [read[i] for i in order], [marks[i] for i in order]
+        count = sum(is_counted)
         varied = overridden(histories)
         others = {
             k: v for k, v in differences(histories).items() if not in_groups(k, varied)
         }
         table = varied | figures(histories) | others
-        if count < len(histories):
-            marks = ["ranked"] * count + [OTHER_TEXT] * (len(histories) - count)
+        if set(marks) != {RANKED}:
             table = {"validation text": marks} | table
         rows = [["", *(h.name for h in histories)]]
         rows += [[key, *values] for key, values in table.items()]
         if len(histories) > MOST_COLUMNS:
             rows = [list(row) for row in zip(*rows, strict=True)]
-        ranked = histories[:count]
+        ranked = [counted[i] for i in order[:count]]
         set_keys, all_keys = among(varied, count), among(varied | others, count)
         best_run = best(ranked, set_keys or all_keys, run_dirs)
-        best_run += [f"{OTHER_TEXT}: {run_dirs[h.name]}" for h in histories[count:]]
+        unranked = {
+            h.name: mark
+            for h, mark in zip(histories, marks, strict=True)
+            if mark != RANKED
+        }
+        best_run += [f"{mark}: {run_dirs[name]}" for name, mark in unranked.items()]
         means = over_seeds(ranked, all_keys)
         hints = [
             *best_by_mean(ranked, all_keys, means),
@@ -92,7 +127,6 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
             for key, values in set_keys.items()
             if key != SEED and (groups := differing_alone(key, all_keys))
         ]
-        unranked = {h.name for h in histories[count:]}
         page = comparison(
             histories, rows, pictures, [*best_run, *hints], means, unranked
         )
@@ -102,12 +136,57 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     return [*lines, f"{out}, in place of another comparison" if replaced else str(out)]
 
 
-def validation_text(h: History) -> tuple[str, ...]:
-    """Return what tells the validation text of a run from another one."""
+def last_validated(h: History) -> ValidatedText:
+    """Return the text of the last validation of a run, or else of its final one."""
+    steps, _ = finite(h.line("val/loss"))
+    return validated(h, int(steps[-1])) if steps else final_validated(h)
+
+
+def final_validated(h: History) -> ValidatedText:
+    """Return the text that a run validates on after its last step."""
+    return validated(h, h.settings.get("train.steps", 0))
+
+
+def validated(h: History, step: int) -> ValidatedText:
+    """Return the text of the validation after a step."""
     if "text" in h.facts:
-        return tuple(h.facts.get(fact, "") for fact in TEXT_FACTS)
-    keys = (f"data.{key}" for key in (*TEXT_KEYS, "tokenizer", "val_fraction"))
-    return tuple(str(h.settings.get(key)) for key in keys)
+        source = [h.facts.get(fact, "") for fact in TEXT_FACTS]
+    else:
+        source = [str(h.settings.get(f"data.{key}")) for key in TEXT_KEYS]
+    return ValidatedText((*source, *validation_shares(h)), h.validated_tokens(step))
+
+
+def validation_shares(h: History) -> list[str]:
+    """Return the shares of a mixture's sources in every validation, those that the run
+    ends with; empty for another text.
+    """
+    if h.settings.get("data.source") != "mix":
+        return []
+    stages, weights = (h.settings.get(f"data.{key}") for key in ("stages", "weights"))
+    last = (
+        stages[-1][1:] if stages else weights or [1] * len(h.settings["data.sources"])
+    )
+    return [f"{weight / math.fsum(last):.6f}" for weight in last]
+
+
+def mark_of(h: History, ranked: ValidatedText) -> str:
+    """Return RANKED for a run that was last validated on this text, or why it is not
+    ranked.
+    """
+    text = last_validated(h)
+    if text == ranked:
+        return RANKED
+    if final_validated(h) == ranked:
+        return NO_FINAL_LOSS
+    if text.source == ranked.source and text.tokens is not None:
+        return f"validated on {text.tokens:,} tokens, not ranked"
+    return OTHER_TEXT
+
+
+def without_validation(h: History) -> History:
+    """Return a history without its validation losses."""
+    rows = [{k: v for k, v in row.items() if k != "val/loss"} for row in h.rows]
+    return replace(h, rows=rows)
 
 
 def among(settings: Table, count: int) -> dict[str, Sequence[str]]:
@@ -188,9 +267,11 @@ def fitted(rows: Sequence[Sequence[str]]) -> list[str]:
 def best(
     histories: Sequence[History], settings: Table, run_dirs: Mapping[str, Path]
 ) -> list[str]:
-    """Return a line that names the best run, the first; none without validation."""
+    """Return a line that names the best run, the first; none without validation, or
+    where there is no other run to compare it with.
+    """
     first, loss = histories[0], final_loss(histories[0])
-    if not math.isfinite(loss):
+    if not math.isfinite(loss) or len(histories) < 2:
         return []
     values = "".join(f"; {key}={values[0]}" for key, values in settings.items())
     return [f"best: {run_dirs[first.name]} (validation loss {loss:.4f}{values})"]

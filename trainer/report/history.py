@@ -34,6 +34,9 @@ KINDS = {
 OTHER = "#999999"
 # facts of a run that started from another one
 FORKED, WEIGHTS = "forked from", "weights from"
+# A validation that reads this share of the validation text counts as reading all: only
+# whole batches are read.
+WHOLE = 0.9
 AS_TRAINED = "as trained"  # in an evaluation, the precision of the training
 
 
@@ -193,6 +196,24 @@ class History:
         """Return a fact that is an integer; 0: unknown."""
         text = self.facts.get(fact, "").replace(",", "")
         return int(text) if text.isdecimal() else 0
+
+    def validated_tokens(self, step: int) -> int | None:
+        """Return the tokens that the validation after a step read; None: unknown.
+
+        The validation after the last step reads `train.final_eval_batches`. Sizes of a
+        batch hardly change what is read in all: without the part of a batch at the end
+        it is still the whole text.
+        """
+        is_final = step == self.settings.get("train.steps")
+        key = "train.final_eval_batches" if is_final else "train.eval_batches"
+        batches, size = self.settings.get(key), self.settings.get("train.batch_tokens")
+        if not isinstance(batches, int) or not isinstance(size, int) or size < 1:
+            return None
+        available = self.number("validation tokens")
+        read, whole = batches * size, available // size * size
+        if not available or read < whole:
+            return read
+        return available if whole >= WHOLE * available or not whole else whole
 
     @property
     def started_from(self) -> str:

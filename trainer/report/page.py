@@ -341,10 +341,10 @@ def comparison(
     """Return a page that compares runs: verdicts, curves, pictures and tables.
 
     The first row of a table is its head. `means` may be empty. `unranked`: names of the
-    runs with another validation text, which are marked.
+    runs that are marked, because their losses cannot be compared.
     """
     names = {h.name: h.name for h in histories}
-    names |= {name: f"{name} (other validation text)" for name in unranked}
+    names |= {name: f"{name} (not ranked)" for name in unranked}
 
     def over(key: str) -> list[Line]:
         pairs = [(h, color_number(i)) for i, h in enumerate(histories)]

@@ -317,7 +317,82 @@ def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, cap
     out = capsys.readouterr().out
     assert f"best: {tmp_path}/1 (" in out
     assert f"other validation text, not ranked: {tmp_path}/2" in out
-    assert "2 (other validation text)" in (tmp_path / "compare.html").read_text()
+    assert "2 (not ranked)" in (tmp_path / "compare.html").read_text()
+
+
+FACTS = "text: a book\ntokenizer: byte\nvalidation tokens: 100000\n"
+
+
+def compared(folder, capsys, **runs):
+    """What is said of runs, each a loss, the step of its last validation, settings."""
+    for name, (loss, step, train, data) in runs.items():
+        make_run(folder / name, loss, "", train={"steps": 2} | train, data=data)
+        path = folder / name / "metrics.jsonl"
+        first, last = map(json.loads, path.read_text().splitlines())
+        if step == 1:
+            first["val/loss"] = last.pop("val/loss")
+        path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+        with (folder / name / "environment.txt").open("a") as file:
+            file.write(FACTS)
+    main(Arguments(",".join(str(folder / name) for name in runs), "no"))
+    out = capsys.readouterr().out
+    return [line for line in out.splitlines() if re.search(r"^best: |ranked: ", line)]
+
+
+def sizes(batch_tokens, batches, final_batches):
+    return {
+        "batch_tokens": batch_tokens,
+        "eval_batches": batches,
+        "final_eval_batches": final_batches,
+    }
+
+
+def test_runs_that_read_less_of_the_validation_text_are_not_ranked(tmp_path, capsys):
+    more, less = sizes(256, 1, 50), sizes(256, 1, 20)
+    losses = {"a": (3.0, 2, more, {}), "b": (2.5, 2, more, {}), "c": (2.0, 2, less, {})}
+    assert compared(tmp_path, capsys, **losses) == [
+        f"best: {tmp_path}/b (validation loss 2.5000)",
+        f"validated on 5,120 tokens, not ranked: {tmp_path}/c",
+    ]
+    told = compared(tmp_path, capsys, a=losses["a"], c=losses["c"])
+    assert told == [f"validated on 5,120 tokens, not ranked: {tmp_path}/c"]
+    # Batches of another size that read as much, and all of the text.
+    for batches in (13, 1000):
+        few, many = sizes(1024, 1, batches), sizes(256, 1, 4 * batches)
+        runs = {"a": (3.0, 2, many, {}), "b": (2.5, 2, few, {})}
+        [told] = compared(tmp_path, capsys, **runs)
+        assert told.startswith(f"best: {tmp_path}/b (")
+
+
+def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tmp_path, capsys):
+    short, equal = sizes(256, 1, 50), sizes(256, 50, 50)
+    runs = {"a": (3.0, 2, short, {}), "b": (2.5, 2, short, {})}
+    assert compared(tmp_path, capsys, **runs, c=(2.0, 1, short, {})) == [
+        f"best: {tmp_path}/b (validation loss 2.5000)",
+        f"no final validation loss, not ranked: {tmp_path}/c",
+    ]
+    told = compared(tmp_path, capsys, c=(2.0, 1, short, {}), b=runs["b"])
+    assert told[0].startswith(f"best: {tmp_path}/b (")
+    runs = {"a": (3.0, 2, equal, {}), "b": (2.5, 2, equal, {})}
+    assert compared(tmp_path, capsys, **runs, c=(2.0, 1, equal, {})) == [
+        f"best: {tmp_path}/c (validation loss 2.0000)"
+    ]
+
+
+def test_a_mixture_in_other_shares_is_another_validation_text(tmp_path, capsys):
+    mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"], "stages": None}
+    losses = (("a", [1, 1]), ("b", [3, 1]), ("c", None), ("d", [2, 2]))
+    runs = {
+        name: (3.0 - i / 10, 2, {}, mix | {"weights": weights})
+        for i, (name, weights) in enumerate(losses)
+    }
+    told = compared(tmp_path, capsys, **runs)
+    assert told[0].startswith(f"best: {tmp_path}/d (")
+    assert told[1:] == [f"other validation text, not ranked: {tmp_path}/b"]
+    # A later stage decides: every validation has the shares that a run ends with.
+    stages = mix | {"weights": [3, 1], "stages": [[1, 1, 1]]}
+    runs["b"] = (1.0, 2, {}, stages)
+    assert len(compared(tmp_path, capsys, **runs)) == 1
 
 
 def test_a_table_of_text_is_not_wider_than_a_terminal():
