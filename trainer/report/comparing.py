@@ -397,11 +397,17 @@ def final_loss(h: History) -> float:
     return (finite(h.line("val/loss"))[1] or [float("inf")])[-1]
 
 
+def best_loss(h: History) -> str:
+    """Return the lowest comparable validation loss, to four digits; `-`: none."""
+    losses = [loss for _, loss in h.comparable_validations]
+    return f"{min(losses):.4g}" if losses else "-"
+
+
 def figures(histories: Sequence[History]) -> dict[str, list[str]]:
     """Return the final figures of the runs, by name: those that any run has."""
     all_figures = {
         "validation loss": [h.last("val/loss") for h in histories],
-        "best validation loss": [h.best("val/loss") for h in histories],
+        "best loss on train.eval_batches": [best_loss(h) for h in histories],
         "steps": [f"{h.rows[-1]['step']:,}" for h in histories],
         "tokens/s, median": [h.median("perf/tokens_per_s") for h in histories],
         "host memory, GiB": [h.last("memory/host_peak_gib") for h in histories],

@@ -216,6 +216,23 @@ class History:
         return available if whole >= WHOLE * available or not whole else whole
 
     @property
+    def comparable_validations(self) -> list[tuple[int, float]]:
+        """Step and loss of the finite validations that read the same text.
+
+        They are those during the training, and the final one if it reads as much; or
+        all, where there is no other.
+        """
+        steps, losses = finite(self.line("val/loss"))
+        validations = [(int(x), y) for x, y in zip(steps, losses, strict=True)]
+        during = self.validated_tokens(0)
+        same = [
+            (step, loss)
+            for step, loss in validations
+            if self.validated_tokens(step) == during
+        ]
+        return same or validations
+
+    @property
     def started_from(self) -> str:
         """The run that this one started from, in words; empty: from none."""
         for fact in (FORKED, WEIGHTS):
@@ -238,11 +255,6 @@ class History:
         """Return the last value, to four digits; `-`: none."""
         ys = self.line(key).ys
         return f"{ys[-1]:.4g}" if ys else "-"
-
-    def best(self, key: str) -> str:
-        """Return the lowest value, to four digits; `-`: none."""
-        _, ys = finite(self.line(key))
-        return f"{min(ys):.4g}" if ys else "-"
 
     def median(self, key: str) -> str:
         """Return the median, to three digits and a unit; `-`: none."""

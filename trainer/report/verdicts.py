@@ -93,7 +93,8 @@ def learning(h: History) -> Answer:
     if not validation:
         return Answer(question, moved, f"{fell}. There was no validation.{why}")
     at, value = validation[-1]
-    best_at, best = min(validation, key=lambda pair: pair[1])
+    comparable = h.comparable_validations
+    best_at, best = min(comparable, key=lambda pair: pair[1])
     text = f"On unseen text the loss is {value:.3f} nats a token{_bits(h)}."
     weights = _in_other_precisions(h, at)
     if moved == BAD or (value >= first and not h.started_from):
@@ -104,17 +105,19 @@ def learning(h: History) -> Answer:
         )
     if moved == FAIR:
         return Answer(question, FAIR, f"{text}\n{fell}.{why}{weights}")
-    if doubt := _near_guessing(h, value) or _too_few_tokens(h):
+    if doubt := _near_guessing(h, value) or _too_few_tokens(h, at):
         return Answer(question, FAIR, f"{text} {doubt}\n{fell}.{weights}")
-    if value > best * (1 + RISEN):
+    newest_at, newest = comparable[-1]
+    if newest > best * (1 + RISEN):
         over = " It memorizes its training text." if last < best else ""
-        return Answer(
-            question,
-            FAIR,
-            f"{text} It was better, {best:.3f}, after step"
-            f" {best_at:,}.\n{fell}.{over}{weights}",
-        )
-    course = _course(validation, h.rows[0]["step"] - 1)
+        was = f"It was better, {best:.3f}, after step {best_at:,}"
+        if newest_at != at:
+            was = (
+                f"On its first train.eval_batches the loss was better, {best:.3f},"
+                f" after step {best_at:,} than after step {newest_at:,}, {newest:.3f}"
+            )
+        return Answer(question, FAIR, f"{text} {was}.\n{fell}.{over}{weights}")
+    course = _course(comparable, h.rows[0]["step"] - 1)
     apart = _apart(h, value, last)
     return Answer(question, GOOD, f"{text}{course}\n{fell}{apart}.{weights}")
 
@@ -173,18 +176,14 @@ def _near_guessing(h: History, value: float) -> str:
     return ""
 
 
-def _too_few_tokens(h: History) -> str:
-    """Return a sentence where the validation text is too small to judge by.
+def _too_few_tokens(h: History, step: int) -> str:
+    """Return a sentence where the validation after a step read too little to judge by.
 
     The standard deviation of a token's loss is about its mean, so the mean of n tokens
     is known to 2 / sqrt(n) of itself.
     """
-    tokens, batches = (
-        h.number("validation tokens"),
-        h.settings.get("train.final_eval_batches"),
-    )
-    if isinstance(batches, int):
-        tokens = min(tokens, batches * h.settings["train.batch_tokens"])
+    tokens = h.number("validation tokens")
+    tokens = min(tokens, h.validated_tokens(step) or tokens)
     if tokens == 0 or 2 / math.sqrt(tokens) <= UNSURE:
         return ""
     return (

@@ -292,7 +292,9 @@ def test_runs_are_compared_in_a_table_that_names_what_differs(
     printed = capsys.readouterr().out
     assert re.search(r"^seed +0 +1$", printed, re.MULTILINE)
     assert "data.name" not in printed
-    assert re.search(r"^best validation loss +1\.6 +1\.6$", printed, re.MULTILINE)
+    assert re.search(
+        r"^best loss on train\.eval_batches +1\.6 +1\.6$", printed, re.MULTILINE
+    )
     assert "Training loss" in (tmp_path / "out.html").read_text()
 
 

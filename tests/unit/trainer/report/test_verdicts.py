@@ -106,6 +106,24 @@ def test_what_begins_with_weights_is_judged_by_what_it_began_with(
     assert learning(history(rows(losses, val))).grade != GOOD
 
 
+def test_a_validation_of_more_batches_is_not_compared_with_those_before():
+    """The text of the final validation may be harder, or easier."""
+    config = (
+        "train: {steps: 100, eval_batches: 1, final_eval_batches: 9, batch_tokens: 8}"
+    )
+
+    def answer(val):
+        found = learning(history(rows(FALLING, val), config=config))
+        return found.grade, found.text
+
+    grade, text = answer({50: 1.5, 75: 1.49, 100: 1.6})
+    assert (grade, "better" in text) == (GOOD, False)
+    assert "Since step 50 it still fell by 0.7%" in text  # until step 75
+    grade, text = answer({25: 1.4, 50: 1.5, 100: 1.3})
+    assert grade == FAIR
+    assert "better, 1.400, after step 25 than after step 50, 1.500." in text
+
+
 def test_the_course_of_a_fork_is_that_of_its_own_steps():
     actual = [
         row | {"step": row["step"] + 900} for row in rows(LEVEL, {50: 3.0, 100: 2.1})
@@ -269,7 +287,9 @@ def test_learning_its_training_text_alone_is_not_learning(
 def test_what_was_validated_counts_not_what_there_was():
     actual, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
     for batches, grade in ((1, FAIR), (16, GOOD)):
-        config = f"train: {{final_eval_batches: {batches}, batch_tokens: 512}}"
+        config = (
+            f"train: {{steps: 100, final_eval_batches: {batches}, batch_tokens: 512}}"
+        )
         assert learning(history(actual, config=config, **facts)).grade == grade
 
 
