@@ -11,7 +11,7 @@ from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
 from trainer.parallel.mesh import abstract_batch
 from trainer.report.messages import describe_idle, describe_precision
-from trainer.step.moments import stored_fields
+from trainer.step.optimizers import check_moments
 from trainer.workload import (
     Model,
     abstract_state,
@@ -296,7 +296,7 @@ def test_a_moment_that_the_optimiser_does_not_have_is_refused():
     with pytest.raises(
         UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment"
     ):
-        stored_fields("lion", policy("scalify_fp8_fp16"), ())
+        check_moments("lion", policy("scalify_fp8_fp16"))
 
 
 def test_an_update_in_fp16_has_moments_that_are_not_wider():
@@ -304,4 +304,4 @@ def test_an_update_in_fp16_has_moments_that_are_not_wider():
         UserError,
         match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16",
     ):
-        stored_fields("adamw", policy("scalify_fp8", update="propagate"), ())
+        check_moments("adamw", policy("scalify_fp8", update="propagate"))
