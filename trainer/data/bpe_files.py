@@ -9,10 +9,7 @@ import base64
 import binascii
 import functools
 import itertools
-import re
-import sys
 import types
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
+from trainer.data.byte_spelling import SPELLING, unspell
 from trainer.data.settings_beside import (
     NUL,
     SAVE_AGAIN,
@@ -32,6 +30,7 @@ from trainer.data.settings_beside import (
     read_json,
 )
 from trainer.data.tokenizer_bounds import check_pattern
+from trainer.data.word_patterns import for_hugging_face, split_otherwise
 from trainer.errors import UserError
 
 # Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
@@ -46,21 +45,6 @@ LOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
 TokenIds = dict[bytes, int]
 Pair = tuple[bytes, bytes]
-
-# GPT-2 spells printable bytes as themselves, and others as characters from U+0100 on.
-_PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-_OTHERS = [b for b in range(256) if b not in _PRINTABLE]
-SPELLING = {b: chr(b) for b in _PRINTABLE} | {
-    b: chr(256 + i) for i, b in enumerate(_OTHERS)
-}  # in the order of GPT-2's ids
-_BYTES = {char: byte for byte, char in SPELLING.items()}
-
-
-def unspell(token: str) -> bytes | None:
-    """Return the bytes that GPT-2 spells as `token`; None: it spells none so."""
-    if all(char in _BYTES for char in token):
-        return bytes(_BYTES[char] for char in token)
-    return None
 
 
 def read_tiktoken(path: Path) -> tiktoken.Encoding:
@@ -293,46 +277,26 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     is_split = len(words) == 1 and split.get("type") == "Split"
     if not is_split or last.get("use_regex", True) or not isinstance(regex, str):
         return None
-    if split.get("behavior") == "Removed" and split.get("invert"):
-        return regex
-    if split.get("behavior") != "Isolated" or split.get("invert"):
-        return None
-    # tiktoken's spelling of the same pattern, for an equal fingerprint
-    for name in tiktoken.list_encoding_names():
-        pattern = known_settings(name, {}).get("pat_str", "")
-        if pattern and for_hugging_face(pattern) == regex:
-            return pattern
-    return regex if matches_all(regex) else None
+    matches = split.get("behavior") == "Removed" and split.get("invert")
+    if not matches:
+        if split.get("behavior") != "Isolated" or split.get("invert"):
+            return None
+        # tiktoken's spelling of the same pattern, for an equal fingerprint
+        if known := known_patterns().get(regex):
+            return known
+    is_alike = split_otherwise(regex, regex, matches=bool(matches)) is None
+    return regex if is_alike else None
 
 
 @functools.cache
-def matches_all(pattern: str) -> bool:
-    """Return whether a word pattern matches every character, so that tiktoken, which
-    leaves out what it does not match, loses none.
+def known_patterns() -> dict[str, str]:
+    """Return the patterns of tiktoken's encodings by their spelling in tokenizer.json.
+
+    Both libraries split alike by them.
     """
-    characters = map(chr, range(sys.maxunicode + 1))
-    # Of those without a name, surrogates are no characters, and others are alike.
-    named = (c for c in characters if unicodedata.category(c)[0] != "C" or c < "\xad")
-    text = " ".join([*named, "\u0378", "\ue000"])
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    try:
-        probe = tiktoken.Encoding(
-            "probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
-    except ValueError:  # a pattern of another engine
-        return False
-    # A search may take the square of a text's length.
-    parts = (text[i : i + 256] for i in range(0, len(text), 256))
-    return all(bytes(probe.encode_ordinary(part)) == part.encode() for part in parts)
-
-
-def for_hugging_face(pattern: str) -> str:
-    """Return a pattern in the spelling of tokenizer.json.
-
-    Its regex engine reads `{1,3}+` as a repetition of the repetition. Where tiktoken
-    writes it, at the end of an alternative, the plus can be left out.
-    """
-    return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
+    settings = (known_settings(name, {}) for name in tiktoken.list_encoding_names())
+    patterns = (tree["pat_str"] for tree in settings if tree)
+    return {for_hugging_face(pattern): pattern for pattern in patterns}
 
 
 def encoding(

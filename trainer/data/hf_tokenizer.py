@@ -8,13 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.data.bpe_files import (
-    PAIRS,
-    SPELLING,
-    TokenIds,
-    for_hugging_face,
-    merges_of,
-)
+from trainer.data.bpe_files import PAIRS, TokenIds, known_patterns, merges_of
+from trainer.data.byte_spelling import spell
 from trainer.data.json_tokenizer import (
     FILE,
     JSONTokenizer,
@@ -23,6 +18,7 @@ from trainer.data.json_tokenizer import (
 )
 from trainer.data.settings_beside import SETTINGS, added_later, read_json
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
+from trainer.data.word_patterns import for_hugging_face, split_otherwise
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
@@ -51,6 +47,9 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
 
     Returns:
       the paths of the files.
+
+    Raises:
+      UserError: the library reads the tokenizer's word pattern otherwise.
     """
     end = next(
         token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot
@@ -65,6 +64,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     if isinstance(tokenizer, JSONTokenizer):
         trees = {FILE: tokenizer.tree, SETTINGS: settings}
     else:
+        check_pattern(tokenizer)
         trees = {
             FILE: tokenizer_tree(tokenizer),
             SETTINGS: settings | {"bos_token": end},
@@ -76,18 +76,32 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     return [directory / name for name in trees]
 
 
+def check_pattern(tokenizer: Tokenizer) -> None:
+    """Raise UserError for a word pattern that Hugging Face's library reads otherwise.
+
+    It comes with a .tiktoken file. Those of a tokenizer.json were compared when read.
+    """
+    pattern = tokenizer.pattern
+    if pattern is None or pattern in known_patterns().values():
+        return
+    difference = split_otherwise(pattern, for_hugging_face(pattern))
+    if difference is not None:
+        raise UserError(
+            f"tokenizer {tokenizer.name}: Hugging Face's `tokenizers` reads its word"
+            f" pattern {pattern[:80]!r} otherwise ({difference!r}), so that a {FILE}"
+            " would give other ids, and none was written; the weights need a tokenizer"
+            " of tiktoken"
+        )
+
+
 def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the content of a tokenizer.json."""
-
-    def spelt(token: bytes) -> str:
-        return "".join(SPELLING[byte] for byte in token)
-
     special = set(tokenizer.special_tokens.values())
     tokens = {token: i for token, i in tokenizer.tokens.items() if i not in special}
     # Hugging Face's library gives a special token that is not in the vocabulary the
     # next free id, whatever id stands in `added_tokens`.
     vocabulary = {
-        spelt(token): i for token, i in tokens.items()
+        spell(token): i for token, i in tokens.items()
     } | tokenizer.special_tokens
     words = [] if tokenizer.pattern is None else [split_by(tokenizer.pattern)]
     return {
@@ -124,7 +138,7 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
             "ignore_merges": True,
             "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
             "merges": [
-                [spelt(left), spelt(right)] for left, right in merges_of(tokens)
+                [spell(left), spell(right)] for left, right in merges_of(tokens)
             ],
         },
     }

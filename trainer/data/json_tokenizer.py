@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from trainer.data.bpe_files import TokenIds, special_in, unspell
+from trainer.data.bpe_files import TokenIds, special_in
+from trainer.data.byte_spelling import unspell
 from trainer.data.settings_beside import (
     ENDS,
     SETTINGS,

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from trainer.cli.export import generation_config, original_directory
 from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import SPELLING, known_settings
+from trainer.data.bpe_files import known_settings
+from trainer.data.byte_spelling import SPELLING
 from trainer.data.hf_tokenizer import (
     first_difference,
     ids_beside,

@@ -9,8 +9,9 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import for_hugging_face, known_settings
+from trainer.data.bpe_files import known_settings
 from trainer.data.tokenizer_bounds import check_pattern, check_tree
+from trainer.data.word_patterns import for_hugging_face
 from trainer.errors import UserError
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

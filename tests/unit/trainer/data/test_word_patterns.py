@@ -1,0 +1,104 @@
+"""Word patterns give the words of Hugging Face's library, or are left to it."""
+
+import base64
+import itertools
+import json
+
+import pytest
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
+from tokenizers import Tokenizer
+
+from trainer.data import get_tokenizer
+from trainer.data.bpe_files import known_patterns
+from trainer.data.hf_tokenizer import save_hf, tokenizer_tree
+from trainer.data.json_tokenizer import JSONTokenizer
+from trainer.data.tokenizer import BPETokenizer
+from trainer.data.word_patterns import split_otherwise
+from trainer.errors import UserError
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Each with a text that two regex engines split otherwise.
+READ_OTHERWISE = {
+    "letters of all scripts": (r"[[:alpha:]]+|[^[:alpha:]]+", "caf\u00e9 na\u00efve"),
+    "begin of a line": (r"^ +|[^ \n]+\n?|\n| ", "a\n  b"),
+    "end of a line": (r"[^\n]+$|\n|[^\n]", "one\ntwo\n"),
+    "two letters as one": (r"(?i:strasse)|\s|\S", "a Stra\u00dfe"),
+    "word characters": (r"\w+|\W", "m\u00b2"),
+    "repeated repetition": (r"\p{N}{1,3}+|\P{N}+", "1234"),
+}
+
+
+def saved(tmp_path, pattern, text):
+    """A byte-level encoding in which every part of a text is a token."""
+    ranks = {bytes([i]): i for i in range(256)}
+    for start, end in itertools.combinations(range(len(text) + 1), 2):
+        ranks.setdefault(text[start:end].encode(), len(ranks))
+    encoding = tiktoken.Encoding(
+        "own",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": len(ranks)},
+    )
+    tree = tokenizer_tree(BPETokenizer("own", encoding))
+    tree["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    return Tokenizer.from_str(json.dumps(tree))
+
+
+@pytest.mark.parametrize("kind", READ_OTHERWISE)
+def test_a_pattern_that_tiktoken_reads_otherwise_is_left_to_the_library(tmp_path, kind):
+    pattern, text = READ_OTHERWISE[kind]
+    made = saved(tmp_path, pattern, text)
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert isinstance(tokenizer, JSONTokenizer)
+    assert tokenizer.encode(text) == made.encode(text).ids
+
+
+def test_a_pattern_that_both_read_alike_is_encoded_by_tiktoken(tmp_path):
+    made = saved(tmp_path, QWEN, "don't  12")
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert isinstance(tokenizer, BPETokenizer)
+    text = "I don't\n  12 \u0141\u00f3d\u017a"
+    assert tokenizer.encode(text) == made.encode(text).ids
+
+
+def test_the_patterns_of_tiktoken_s_encodings_are_read_alike():
+    for theirs, ours in known_patterns().items():
+        assert split_otherwise(ours, theirs) is None
+
+
+def test_characters_between_matches_are_left_out_by_both_or_by_none():
+    assert split_otherwise(r"\S+", r"\S+") == "Hello, I'M it's don't we'LL '\u017f"
+    assert split_otherwise(r"[^\u0378]+", r"[^\u0378]+") is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"[[:alpha:]]+|[^[:alpha:]]+", "Hello, I'M"),
+        (r"\s+$|[^\s]+|\s", "def f"),
+        (r"(?s).\n|.|\n", "undefined group option"),
+    ],
+)
+def test_a_pattern_that_the_library_reads_otherwise_is_not_exported(
+    tmp_path, pattern, reason
+):
+    def write(pattern):
+        settings = {"pat_str": pattern, "special_tokens": {"<|endoftext|>": 256}}
+        (tmp_path / "mine.json").write_text(json.dumps(settings))
+        return get_tokenizer(str(tmp_path / "mine.tiktoken"))
+
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
+    (tmp_path / "mine.tiktoken").write_text("".join(lines))
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(UserError, match=rf"reads its word pattern .*{reason}"):
+        save_hf(out, write(pattern), None)
+    assert not list(out.iterdir())
+    save_hf(out, write(QWEN), None)
+    theirs = Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert theirs.encode("\u0141 1").ids == write(QWEN).encode("\u0141 1")

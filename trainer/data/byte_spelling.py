@@ -1,0 +1,21 @@
+"""GPT-2's spelling of bytes as printable characters, as tokenizer.json has it."""
+
+# Printable bytes are spelled as themselves, and others as characters from U+0100 on.
+_PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+_OTHERS = [b for b in range(256) if b not in _PRINTABLE]
+SPELLING = {b: chr(b) for b in _PRINTABLE} | {
+    b: chr(256 + i) for i, b in enumerate(_OTHERS)
+}  # in the order of GPT-2's ids
+_BYTES = {char: byte for byte, char in SPELLING.items()}
+
+
+def spell(token: bytes) -> str:
+    """Return the characters that stand for bytes."""
+    return "".join(SPELLING[byte] for byte in token)
+
+
+def unspell(token: str) -> bytes | None:
+    """Return the bytes that GPT-2 spells as `token`; None: it spells none so."""
+    if all(char in _BYTES for char in token):
+        return bytes(_BYTES[char] for char in token)
+    return None

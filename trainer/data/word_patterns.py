@@ -1,0 +1,168 @@
+"""Word patterns in two regex engines: tiktoken's, and that of Hugging Face's library.
+
+Oniguruma's classes of POSIX hold the letters of all scripts, and Rust's hold ASCII's.
+Its `^` and `$` are the ends of a line, and not of the text. They also differ in the
+characters of `\\w`, in `{1,3}+`, and in letters that are equal but for their case.
+"""
+
+import functools
+import itertools
+import re
+import sys
+import unicodedata
+
+import tiktoken
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from trainer.data.byte_spelling import spell
+
+# Texts that patterns split by spaces, lines, digits, signs, and letter case.
+TEXTS = (
+    *("Hello, I'M it's don't we'LL '\u017f", "  two   spaces\t\ttabs \n\n\n", "a"),
+    *("def f(x):\n    return x\n\n\n  end", "line one\nline two", "x\r\n\r\n y\r", " "),
+    *("1234567 3.14 a1b2 1,000,000 _x_", "camelCase XMLFile //... != -5%", "\n\na\n"),
+)
+OFTEN_ALIKE = "\u3400"  # from here on most characters are ideographs
+BATCH = 16  # A search may take the square of a text's length.
+
+# A token of two bytes at each end of a character beyond ASCII that is beside one of
+# ASCII: it is made if, and only if, no word ends between the two.
+ENDS_OF_CHARACTERS = [
+    *(bytes(pair) for pair in itertools.product(range(0x80), range(0xC2, 0xF5))),
+    *(bytes(pair) for pair in itertools.product(range(0x80, 0xC0), range(0x80))),
+]
+
+
+def for_hugging_face(pattern: str) -> str:
+    """Return a pattern in the spelling of tokenizer.json.
+
+    Its regex engine reads `{1,3}+` as a repetition of the repetition. Where tiktoken
+    writes it, at the end of an alternative, the plus can be left out.
+    """
+    return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
+
+
+@functools.cache
+def split_otherwise(pattern: str, theirs: str, *, matches: bool = False) -> str | None:
+    """Describe a text that a pattern splits otherwise in Hugging Face's library.
+
+    tiktoken leaves out what its pattern does not match.
+
+    Args:
+      pattern: tiktoken's.
+      theirs: that of Hugging Face's library, which may spell it otherwise.
+      matches: whether that library leaves out what is not matched, too.
+
+    Returns:
+      the text, or an engine's error. None: none was found among short texts and the
+      characters of Unicode.
+    """
+    try:
+        words = pre_tokenizers.Split(
+            tokenizers.Regex(theirs), "removed" if matches else "isolated", matches
+        )
+        text = short_text_split_otherwise(pattern, words)
+        return text or character_split_otherwise(pattern, words)
+    except Exception as error:  # tokenizers raises this class only
+        return str(error).splitlines()[0]
+
+
+def short_text_split_otherwise(
+    pattern: str, words: pre_tokenizers.PreTokenizer
+) -> str | None:
+    """Return one of `TEXTS`, or of the pattern's own words, or None.
+
+    Each part of the texts is a token, so that the words of both are known.
+    """
+    ascii_ = [f" {chr(i)}a{chr(i)}1{chr(i)}." for i in range(0x80)]
+    texts = [*TEXTS, *map("".join, itertools.batched(ascii_, 8))]
+    for word in set(re.findall(r"[^\W\d_]+", pattern)):
+        texts += spellings(word[:64])
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for text in texts:
+        for start, end in itertools.combinations(range(len(text) + 1), 2):
+            ranks.setdefault(text[start:end].encode(), len(ranks))
+    ours = encoding(pattern, ranks)
+    for text in texts:
+        their_words = [word.encode() for word, _ in words.pre_tokenize_str(text)]
+        ids = ours.encode_ordinary(text)
+        if ours.decode_tokens_bytes(ids) != their_words:
+            return text
+    return None
+
+
+def spellings(word: str) -> list[str]:
+    """Return the words that equal a word but for the case of a letter.
+
+    Some letters equal two: to Oniguruma `(?i:ss)` has a match in "straße".
+    """
+    folded = word.casefold()
+    return [word, folded, word.upper()] + [
+        folded.replace(equal, char)
+        for char, equal in case_folding().items()
+        if equal in folded
+    ]
+
+
+@functools.cache
+def case_folding() -> dict[str, str]:
+    """Return the letters that equal others but for their case, and these."""
+    folding = {char: char.casefold() for char in characters()}
+    return {char: equal for char, equal in folding.items() if char != equal}
+
+
+@functools.cache
+def characters() -> list[str]:
+    """Return all characters of Unicode, and one of those without a name."""
+    every = map(chr, range(sys.maxunicode + 1))
+    named = (char for char in every if unicodedata.category(char) not in "Cs Co Cn")
+    return [*named, "\u0378", "\ue000"]
+
+
+def character_split_otherwise(
+    pattern: str, words: pre_tokenizers.PreTokenizer
+) -> str | None:
+    """Return a text with a character that is of other words, or None."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    merges = [(spell(pair[:1]), spell(pair[1:])) for pair in ENDS_OF_CHARACTERS]
+    for pair in ENDS_OF_CHARACTERS:
+        ranks[pair] = len(ranks)
+    ours = encoding(pattern, ranks)
+    theirs = tokenizers.Tokenizer(
+        models.BPE({spell(token): i for token, i in ranks.items()}, merges)
+    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    beside_others, alone = character_texts()
+    for text in beside_others:
+        if ours.encode_ordinary(text) != theirs.encode(text).ids:
+            return text
+    for text in alone:
+        if ours.decode_bytes(ours.encode_ordinary(text)) != text.encode():
+            return text
+    return None
+
+
+@functools.cache
+def character_texts() -> tuple[list[str], list[str]]:
+    """Return texts with most characters beside several others, and with the rest."""
+    beside_others, alone = [], []
+    for i, char in enumerate(characters()):
+        if char < OFTEN_ALIKE or i % 64 == 0:
+            beside_others.append(f" {char}a. a{char} 1{char}.\n")
+        else:
+            alone.append(f" {char}")
+    return (
+        [*map("".join, itertools.batched(beside_others, BATCH))],
+        [*map("".join, itertools.batched(alone, BATCH * 8))],
+    )
+
+
+def encoding(pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
+    """Return tiktoken's encoding of words by `ranks`."""
+    # A pattern may match nothing, which tiktoken can only encode as a token.
+    ranks = ranks | {b"": len(ranks)}
+    return tiktoken.Encoding(
+        "probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+    )
