@@ -22,6 +22,7 @@ from trainer.data.settings_beside import (
     NUL,
     SAVE_AGAIN,
     SETTINGS,
+    added_words,
     check_added_later,
     check_overrides,
     end_token,
@@ -139,6 +140,11 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
             else:
                 given[token] = i
     check_added_later(directory, ids_path.name, special)
+    if words := added_words(directory) - {ENDOFTEXT}:
+        raise UserError(
+            f"{directory} has no tokenizer.json, and {min(words)!r} is a word that was"
+            f" added to those of {path.name}; {SAVE_AGAIN}"
+        )
     end = end_token(directory, special)
     if end not in (None, ENDOFTEXT):
         raise UserError(

@@ -22,6 +22,7 @@ from trainer.data.settings_beside import (
     SETTINGS,
     check_added_later,
     check_overrides,
+    check_words,
     end_token,
     read_json,
 )
@@ -280,6 +281,8 @@ def check_added(
                 f" `tokenizers` gives it {given}; write {given} there"
             )
     check_added_later(path.parent, path.name, tokenizer.get_vocab())
+    words = {token["content"]: token for token in tree.get("added_tokens") or ()}
+    check_words(path.parent, path.name, words)
     check_overrides(path.parent, path.name, tree)
 
 

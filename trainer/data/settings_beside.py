@@ -28,6 +28,7 @@ OVERRIDES = {
 }
 # Classes of transformers that take a tokenizer.json as it is.
 AS_IT_IS = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
 NUL = "\0"  # the end where ids are bytes
 # end tokens, where no file names one
 ENDS = (ENDOFTEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", NUL)
@@ -95,6 +96,60 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, int]) -> Non
                 f"{directory}: {ADDED} or {SETTINGS} adds {token!r} with the id {i},"
                 f" which {file} has not; {SAVE_AGAIN}"
             )
+
+
+def check_words(directory: Path, file: str, words: Mapping[str, Any]) -> None:
+    """Refuse a vocabulary whose added words transformers finds in other texts.
+
+    Special tokens are left out: no text is encoded to them here.
+
+    Args:
+      directory: of the tokenizer.
+      file: name of the file of the vocabulary.
+      words: its added tokens by their texts, as a tokenizer.json has them.
+
+    Raises:
+      UserError: a word is listed beside it only, or with other flags.
+    """
+    listed = read_beside(directory, SETTINGS).get("added_tokens_decoder") or {}
+    for token in listed.values():
+        text, word = token["content"], words.get(token["content"])
+        if word is None and not token.get("special"):
+            raise UserError(
+                f"{directory}: {SETTINGS} adds the word {text!r}, which is none of the"
+                f" added_tokens of {file}; {SAVE_AGAIN}"
+            )
+        if word is None or word.get("special"):
+            continue
+        theirs, ours = flags_of(token), flags_of(word)
+        for flag in FLAGS:
+            if theirs[flag] != ours[flag]:
+                raise UserError(
+                    f"{directory}: {SETTINGS} has {flag}={theirs[flag]} for the added"
+                    f" word {text!r}, and {file} {flag}={ours[flag]}; {SAVE_AGAIN}"
+                )
+
+
+def added_words(directory: Path) -> set[str]:
+    """Return the tokens that transformers adds to a vocabulary and that no file calls
+    special.
+    """
+    settings = read_beside(directory, SETTINGS)
+    special: list[Any] = []
+    for tree in (settings, read_beside(directory, SPECIAL)):
+        for key, value in tree.items():
+            if key.endswith(("_token", "_special_tokens")):
+                special += value if isinstance(value, list) else [value]
+    listed = (settings.get("added_tokens_decoder") or {}).values()
+    special += [token for token in listed if token.get("special")]
+    names = [t.get("content") if isinstance(t, dict) else t for t in special]
+    return {token for token in added_later(directory) if token not in names}
+
+
+def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
+    """Return how an added token is found in a text, with transformers' defaults."""
+    defaults = {"normalized": not token.get("special")}
+    return {flag: bool(token.get(flag, defaults.get(flag))) for flag in FLAGS}
 
 
 def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
