@@ -228,7 +228,7 @@ def byte_level(
     """
     model, pattern, special = tree["model"], pattern_of(tree), special_in(tree)
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-    is_plain = model.get("type") == "BPE" and not any(map(model.get, affixes))
+    is_plain = is_bpe(model) and not any(map(model.get, affixes))
     if not is_plain or tree.get("normalizer") or pattern is None:
         return None
     ids: TokenIds = {}
@@ -258,6 +258,14 @@ def byte_level(
     ):
         return result
     return None
+
+
+def is_bpe(model: dict[str, Any]) -> bool:
+    """Return whether the model of a tokenizer.json is byte-pair encoding.
+
+    Before version 0.9 the library wrote no type of a model, as in GPT-2's own file.
+    """
+    return "merges" in model and model.get("type", "BPE") == "BPE"
 
 
 def special_in(tree: dict[str, Any]) -> dict[str, int]:

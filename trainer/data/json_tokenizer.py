@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from trainer.data.bpe_files import TokenIds, special_in
+from trainer.data.bpe_files import TokenIds, is_bpe, special_in
 from trainer.data.byte_spelling import unspell
 from trainer.data.settings_beside import (
     ENDS,
@@ -74,7 +74,7 @@ class JSONTokenizer:
         self._known = frozenset(self._tokenizer.get_vocab().values())
         self._words = frozenset(added.values())
         self._has_unknown = has_unknown(tree["model"])
-        self._may_lose = not self._has_unknown and tree["model"].get("type") == "BPE"
+        self._may_lose = not self._has_unknown and is_bpe(tree["model"])
         self._kept: set[str] = set()  # characters that are known to have tokens
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]

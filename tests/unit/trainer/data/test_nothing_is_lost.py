@@ -127,6 +127,18 @@ def test_a_text_that_spells_a_special_token_is_said(tmp_path, capsys, mark, toke
     assert "the text spells" not in said.replace(line, "")
 
 
+def test_a_model_of_which_the_file_names_no_type_loses_no_character(tmp_path):
+    saved(tmp_path, models.BPE(LETTERS, []))
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    del tree["model"]["type"]
+    file.write_text(json.dumps(tree))
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.encode("ab") == [0, 1]
+    with pytest.raises(NoToken, match=r"'\u0436' \(U\+0436\)"):
+        tokenizer.encode("a\u0436b")
+
+
 def test_a_character_in_an_added_word_needs_no_other_token(tmp_path):
     made = saved(tmp_path, models.BPE(LETTERS, []), words=["漢字"])
     tokenizer = get_tokenizer(str(tmp_path))
