@@ -226,10 +226,9 @@ def byte_level(
     token. It has no added words, because those are matched before all others. Or its
     ids are the bytes themselves, and NUL ends a document.
     """
-    model, pattern, special = tree["model"], pattern_of(tree), special_in(tree)
+    model, special = tree["model"], special_in(tree)
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-    is_plain = is_bpe(model) and not any(map(model.get, affixes))
-    if not is_plain or tree.get("normalizer") or pattern is None:
+    if not is_bpe(model) or any(map(model.get, affixes)) or tree.get("normalizer"):
         return None
     ids: TokenIds = {}
     for spelling, i in model["vocab"].items():
@@ -239,25 +238,26 @@ def byte_level(
         if token is None:
             return None
         ids[token] = i
-    result = ids, {"pat_str": pattern, "special_tokens": special}
-    if special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}:
-        return result
+    is_bytes = special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}
     words = any(
         not token.get("special") and token["content"] != ENDOFTEXT
         for token in tree["added_tokens"]
     )
-    if words or end != ENDOFTEXT:
-        return None
     pairs = [pair_of(merge) for merge in model["merges"]]
     merges = [pair for pair in pairs if pair is not None]
     ignore = bool(model.get("ignore_merges"))
-    if (
-        pattern
+    is_like_gpt2 = (
+        not words
+        and end == ENDOFTEXT
         and len(merges) == len(pairs)
         and merges_alike(ids, merges, ignore_merges=ignore)
-    ):
-        return result
-    return None
+    )
+    if not is_bytes and not is_like_gpt2:
+        return None
+    pattern = pattern_of(tree)  # last, because it may take a second
+    if pattern is None or not (pattern or is_bytes):
+        return None
+    return ids, {"pat_str": pattern, "special_tokens": special}
 
 
 def is_bpe(model: dict[str, Any]) -> bool:
