@@ -44,6 +44,9 @@ WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 # tiktoken's functions that download the ranks of an encoding
 LOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
+# keys by which a character has other tokens inside of a word than at its end
+AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+
 TokenIds = dict[bytes, int]
 Pair = tuple[bytes, bytes]
 
@@ -227,8 +230,7 @@ def byte_level(
     ids are the bytes themselves, and NUL ends a document.
     """
     model, special = tree["model"], special_in(tree)
-    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-    if not is_bpe(model) or any(map(model.get, affixes)) or tree.get("normalizer"):
+    if not is_bpe(model) or any(map(model.get, AFFIXES)) or tree.get("normalizer"):
         return None
     ids: TokenIds = {}
     for spelling, i in model["vocab"].items():

@@ -231,7 +231,7 @@ def merge_otherwise(tree):
         # tiktoken merges all that makes a token
         lambda t: t["model"]["vocab"].update({"\u00cc\u0123": 60000}),
         lambda t: merge_otherwise(t),
-        lambda t: t["model"].update(end_of_word_suffix="e"),
+        lambda t: t["model"].update(end_of_word_suffix="e", unk_token="!"),
     ],
 )
 def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -137,6 +138,40 @@ def test_a_model_of_which_the_file_names_no_type_loses_no_character(tmp_path):
     assert tokenizer.encode("ab") == [0, 1]
     with pytest.raises(NoToken, match=r"'\u0436' \(U\+0436\)"):
         tokenizer.encode("a\u0436b")
+
+
+JOINING = {
+    "NFC": (normalizers.NFC(), "e\u0301", "'\u00e9'"),
+    "NFKC": (normalizers.NFKC(), "a\u1112\u1161\u11ab", "'\ud55c'"),
+    "several letters": (normalizers.Replace("ab", "x"), "cab", "'x'"),
+    "at the end": (normalizers.Replace(Regex("a$"), "x"), "aba", "'x'"),
+}
+
+
+@pytest.mark.parametrize("kind", JOINING)
+def test_a_character_that_a_normalizer_makes_of_several_is_not_lost(tmp_path, kind):
+    normalizer, text, lost = JOINING[kind]
+    letters = {char: i for i, char in enumerate("abce\u0301\u1112\u1161\u11ab")}
+    saved(tmp_path, models.BPE(letters, []), words=["[x]"], normalizer=normalizer)
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.encode("a[x]c") == [0, 8, 2]
+    with pytest.raises(NoToken, match=rf"no token for {lost}"):
+        tokenizer.encode(f"c[x]{text}")
+
+
+@pytest.mark.parametrize(
+    "affix", [{"continuing_subword_prefix": "##"}, {"end_of_word_suffix": "</w>"}]
+)
+def test_a_character_with_a_token_in_one_place_of_a_word_only_is_refused(
+    tmp_path, affix
+):
+    saved(tmp_path, models.BPE(LETTERS, [], **affix))
+    [key] = affix
+    with pytest.raises(UserError, match=rf"has {key}=.* and no unk_token, so that"):
+        get_tokenizer(str(tmp_path))
+    unknown = LETTERS | {"<unk>": 10}
+    saved(tmp_path, models.BPE(unknown, [], unk_token="<unk>", **affix))
+    assert 10 in get_tokenizer(str(tmp_path)).encode("ab")
 
 
 def test_a_character_in_an_added_word_needs_no_other_token(tmp_path):
