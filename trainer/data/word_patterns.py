@@ -27,8 +27,10 @@ OFTEN_ALIKE = "\u3400"  # from here on most characters are ideographs
 BATCH = 16  # A search may take the square of a text's length.
 
 # A token of two bytes at each end of a character beyond ASCII that is beside one of
-# ASCII: it is made if, and only if, no word ends between the two.
+# ASCII, and of two letters or digits near it. In `character_texts` they do not overlap:
+# each is made if, and only if, no word ends between the two bytes.
 ENDS_OF_CHARACTERS = [
+    *(b"ab", b"12"),
     *(bytes(pair) for pair in itertools.product(range(0x80), range(0xC2, 0xF5))),
     *(bytes(pair) for pair in itertools.product(range(0x80, 0xC0), range(0x80))),
 ]
@@ -150,7 +152,7 @@ def character_texts() -> tuple[list[str], list[str]]:
     beside_others, alone = [], []
     for i, char in enumerate(characters()):
         if char < OFTEN_ALIKE or i % 64 == 0:
-            beside_others.append(f" {char}a. a{char} 1{char}.\n")
+            beside_others.append(f" {char}cab. abc{char} 123{char}312.\n")
         else:
             alone.append(f" {char}")
     return (

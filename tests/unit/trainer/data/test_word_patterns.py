@@ -28,6 +28,7 @@ READ_OTHERWISE = {
     "end of a line": (r"[^\n]+$|\n|[^\n]", "one\ntwo\n"),
     "two letters as one": (r"(?i:strasse)|\s|\S", "a Stra\u00dfe"),
     "word characters": (r"\w+|\W", "m\u00b2"),
+    "digits before a word's end": (r"\d{1,3}(?=(?:\d{3})*\b)|\d|\D+", "12\u00b2"),
     "repeated repetition": (r"\p{N}{1,3}+|\P{N}+", "1234"),
 }
 
