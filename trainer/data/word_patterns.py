@@ -57,9 +57,12 @@ def split_otherwise(pattern: str, theirs: str, *, matches: bool = False) -> str 
       matches: whether that library leaves out what is not matched, too.
 
     Returns:
-      the text, or an engine's error. None: none was found among short texts and the
-      characters of Unicode.
+      the text, an engine's error, or why there is one. None: none was found among
+      short texts and the characters of Unicode.
     """
+    if bound := re.search(r"\\[bB]", pattern):
+        # The engines differ in what is part of a word, and texts have few such places.
+        return f"{bound[0]} beside a superscript digit"
     try:
         words = pre_tokenizers.Split(
             tokenizers.Regex(theirs), "removed" if matches else "isolated", matches

@@ -29,6 +29,7 @@ READ_OTHERWISE = {
     "two letters as one": (r"(?i:strasse)|\s|\S", "a Stra\u00dfe"),
     "word characters": (r"\w+|\W", "m\u00b2"),
     "digits before a word's end": (r"\d{1,3}(?=(?:\d{3})*\b)|\d|\D+", "12\u00b2"),
+    "a word's bound": (r"\b\p{L}|\p{L}+|\s|\S", "\u00b2\u03a9a"),
     "repeated repetition": (r"\p{N}{1,3}+|\P{N}+", "1234"),
 }
 
