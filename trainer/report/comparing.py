@@ -173,8 +173,9 @@ def mark_of(h: History, ranked: ValidatedText) -> str:
     """Return RANKED for a run that was last validated on this text, or why it is not
     ranked.
     """
-    text = last_validated(h)
-    if text == ranked:
+    text, losses = last_validated(h), h.line("val/loss").ys
+    has_diverged = bool(losses) and not math.isfinite(losses[-1])
+    if text == ranked and not has_diverged:
         return RANKED
     if final_validated(h) == ranked:
         return NO_FINAL_LOSS

@@ -331,6 +331,8 @@ def compared(folder, capsys, **runs):
         first, last = map(json.loads, path.read_text().splitlines())
         if step == 1:
             first["val/loss"] = last.pop("val/loss")
+        elif step == 0:  # the run diverges afterwards
+            first["val/loss"], last["val/loss"] = loss, "nan"
         path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
         with (folder / name / "environment.txt").open("a") as file:
             file.write(FACTS)
@@ -376,6 +378,15 @@ def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tmp_path, c
     runs = {"a": (3.0, 2, equal, {}), "b": (2.5, 2, equal, {})}
     assert compared(tmp_path, capsys, **runs, c=(2.0, 1, equal, {})) == [
         f"best: {tmp_path}/c (validation loss 2.0000)"
+    ]
+
+
+def test_the_best_loss_of_a_run_that_diverged_is_not_its_last(tmp_path, capsys):
+    every = sizes(256, 50, 50)
+    runs = {"a": (3.0, 2, every, {}), "b": (2.5, 2, every, {})}
+    assert compared(tmp_path, capsys, **runs, c=(2.0, 0, every, {})) == [
+        f"best: {tmp_path}/b (validation loss 2.5000)",
+        f"no final validation loss, not ranked: {tmp_path}/c",
     ]
 
 
