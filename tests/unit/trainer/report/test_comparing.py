@@ -332,7 +332,7 @@ def compared(folder, capsys, **runs):
         if step == 1:
             first["val/loss"] = last.pop("val/loss")
         elif step == 0:  # the run diverges afterwards
-            first["val/loss"], last["val/loss"] = loss, "nan"
+            first["val/loss"], last["val/loss"] = loss, "NaN"
         path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
         with (folder / name / "environment.txt").open("a") as file:
             file.write(FACTS)
