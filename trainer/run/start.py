@@ -3,6 +3,7 @@ new one.
 """
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,7 @@ def starting_point(
     """
     # The run's own checkpoints come first: the command that began a fork resumes it.
     if checkpointer.steps():
+        check_fork(resume, run_dir, checkpointer.meta().get("forked"))
         task = phases.containing(checkpointer.newest()).task
         check_same_precision(
             f"run_dir={run_dir}",
@@ -167,6 +169,33 @@ def starting_point(
         advice = "choose an earlier one: resume.step=STEP"
     check_finite(checkpoint, where, advice)
     return checkpoint
+
+
+def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) -> None:
+    """Refuse to continue a run that is no fork of what `resume` names.
+
+    Args:
+      resume: of the command.
+      run_dir: a run with checkpoints of its own.
+      forked: the run and the step of which it is a fork; None: it is no fork.
+    """
+    source, step = resume.source, resume.step
+    same = (os.path.realpath(path) for path in (source, run_dir))
+    if source in ("auto", "none") or len({*same}) == 1:
+        return
+    is_of_source = forked is not None and (
+        os.path.realpath(forked["run"]) == os.path.realpath(source)
+        and step in (None, forked["step"])
+    )
+    if not is_of_source:
+        origin = "no fork"
+        if forked is not None:
+            origin = f"a fork of {forked['run']} after step {forked['step']}"
+        wanted = source if step is None else f"{source} after step {step}"
+        raise UserError(
+            f"run_dir={run_dir} holds a run that is {origin}, and would go on; to fork"
+            f" {wanted}, choose another run_dir; to continue the run, leave resume out"
+        )
 
 
 def check_finite(checkpoint: Restored, where: str, advice: str) -> None:

@@ -7,6 +7,7 @@ What no run can start from is refused before anything is prepared for it.
 import json
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from command import TINY
 from scalify_core import ScaledArray
 from trainer.cli.train import main
 from trainer.config.inherited import inherit
+from trainer.config.schema import Resume
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import byte_level, save_hf
 from trainer.errors import UserError
@@ -28,7 +30,7 @@ from trainer.run.initial_weights import (
     other_tokenizer_beside,
     other_tokenizer_of_run,
 )
-from trainer.run.start import check_start
+from trainer.run.start import check_fork, check_start
 
 BYTE = get_tokenizer("byte")
 PARAMS = {
@@ -272,3 +274,21 @@ def test_a_fork_knows_where_it_begins_and_what_it_was_forked_from_when_it_goes_o
     for meta in ({}, {"forked": None}):  # of earlier versions, and of this one
         assert not Restored(7, None, meta).is_fork
         assert Restored(7, None, meta).origin == ""
+
+
+def test_a_run_goes_on_only_as_a_fork_of_what_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    forked = {"run": "a", "step": 20}
+    for source, step in (("auto", None), ("none", None), ("a", None), ("a", 20)):
+        check_fork(Resume(source, step, False), Path("new"), forked)
+    check_fork(Resume(f"{tmp_path}/a", None, False), Path("new"), forked)
+    check_fork(Resume("new", None, False), Path("new"), None)
+    for source, step, found, wanted in (
+        ("b", None, forked, "a fork of a after step 20, .* to fork b, choose"),
+        ("a", 10, forked, "a fork of a after step 20, .* to fork a after step 10"),
+        ("a", None, None, "no fork, .* to fork a, choose another run_dir"),
+    ):
+        with pytest.raises(
+            UserError, match=f"run_dir=new holds a run that is {wanted}"
+        ):
+            check_fork(Resume(source, step, False), Path("new"), found)
