@@ -344,7 +344,8 @@ class TrainTask(NamedTuple):
         with contextlib.ExitStack() as contexts:
             if takes_scales(self.model.policy):
                 contexts.enter_context(compiler_hints.scales_in_products())
-            contexts.enter_context(marked_attention(self.kernels))
+            if self.mesh.devices.flat[0].platform == "gpu":
+                contexts.enter_context(marked_attention(self.kernels))
             yield
 
     def jit(self, fun: Callable[..., Any], **settings: Any) -> "JittedAsStep":

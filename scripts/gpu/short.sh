@@ -44,7 +44,7 @@ compile large "$large:$flagship" & large_flagship=$!
 compile large_bf16 "$large:bf16" & large_bf16=$!
 compile small_bf16 "$small:bf16,$small:fp8_delayed" & small_bf16=$!
 compile small "$small:$flagship" & small_flagship=$!
-XLA_PYTHON_CLIENT_PREALLOCATE=false stage tests 200 "$python" -m pytest -W default tests/gpu ${TESTS:-} & tests=$!
+XLA_PYTHON_CLIENT_PREALLOCATE=false stage tests 200 "$python" -m pytest -W default tests/gpu ${TESTS:--n 5} & tests=$!
 wait $small_flagship $small_bf16 $tests
 compile small_rest "$small:$flagship:deterministic=false,$small:$flagship:deterministic=true,$small:$flagship:logits=compute"
 wait $large_flagship $large_bf16

@@ -54,6 +54,10 @@ SOURCE = {
     "files": int,
     "bytes": int,
 }
+NEEDED = {
+    "mix": ("sources",),
+    "python": ("implementation", "version", "digest", "files", "bytes"),
+}
 # Up to this many bytes all shards are verified at every opening, which takes a tenth of
 # a second.
 ALWAYS_VERIFY = 256 << 20
@@ -307,9 +311,10 @@ def _check_types(record: Any) -> None:
 
 
 def _check_source(source: dict[str, Any]) -> None:
-    """Raise ValueError or KeyError where a description cannot be told."""
-    if source["kind"] == "python":
-        source["implementation"], source["files"], source["bytes"]
+    """Raise ValueError for a description that cannot be told."""
+    needed = {"kind", *NEEDED.get(str(source.get("kind")), ())}
+    if missing := needed - source.keys():
+        raise ValueError(f"source has no {', '.join(sorted(missing))}")
     for name, kind in SOURCE.items():
         value = source.get(name, kind())
         texts = value if isinstance(value, list) else []

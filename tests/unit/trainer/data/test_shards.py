@@ -167,6 +167,8 @@ def test_an_altered_manifest_is_refused(directory):
         (("source", "paths"), [5]),
         (("source", "digests"), 7),
         (("source",), {"kind": "python"}),
+        (("source",), {"kind": "mix"}),
+        (("source",), {}),
         (("eot",), 0.5),
         (("val_fraction",), "x"),
         (("val_fraction",), float("nan")),
