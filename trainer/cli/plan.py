@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer.plan.plan import Fitting, Plan
 
 GIB = 2**30
+MOST_GPUS = 4096
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ def make_plan(
     """Return the plan; `show` gets it after the first compilation."""
     target = get_target(args.target)
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
-    if not 1 <= args.gpus <= 64 or hosts < 1 or args.gpus % hosts:
+    if not 1 <= args.gpus <= MOST_GPUS or hosts < 1 or args.gpus % hosts:
         raise UserError(
-            f"gpus={args.gpus} hosts={hosts}: expected 1 to 64 GPUs, a multiple of the"
-            " hosts"
+            f"gpus={args.gpus} hosts={hosts}: expected 1 to {MOST_GPUS} GPUs, a"
+            " multiple of the hosts"
         )
     if not 0 < args.memory_fraction <= 1:
         raise UserError(

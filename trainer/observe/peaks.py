@@ -25,7 +25,8 @@ class Peak:
 # and a chip between.
 PEAKS: tuple[tuple[str, Peak], ...] = (
     # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's,
-    # is rounded to 1.1 PFLOP/s there.
+    # is rounded to 1.1 PFLOP/s there. HGX B300 data sheet.
+    ("NVIDIA B300", Peak(1125, 2250, 4500)),
     ("NVIDIA GB200", Peak(1250, 2500, 5000)),
     ("NVIDIA B200", Peak(1125, 2250, 4500)),
     # NVIDIA H100 Tensor Core GPU Architecture (white paper), table of SXM5 and PCIe;

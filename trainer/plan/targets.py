@@ -113,6 +113,23 @@ H100 = Target(
     link_bandwidth=450e9,
     network=50e9,
 )
+# NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB and 64
+# TB/s over eight.
+B200 = Target(
+    "NVIDIA B200",
+    (10, 0),
+    cores=148,
+    lanes=128,
+    clock_ghz=1.965,
+    memory=180 * 10**9,
+    bandwidth=8e12,
+    l2=126 * MIB,
+    shared=228 * KIB,
+    threads=2048,
+    links=18,
+    link_bandwidth=900e9,
+    network=50e9,
+)
 TARGETS = {
     # NVIDIA A100 data sheet (80GB SXM) and A100 Tensor Core GPU Architecture (white
     # paper); DGX A100 data sheet.
@@ -131,8 +148,8 @@ TARGETS = {
         link_bandwidth=300e9,
         network=25e9,
     ),
-    # NVIDIA L40S data sheet and Ada GPU Architecture (white paper); its links are PCI
-    # Express 4.0 of 16 lanes.
+    # NVIDIA L40S data sheet and Ada GPU Architecture (white paper), also of the RTX
+    # 4090; links are PCI Express 4.0 of 16 lanes.
     "l40s": Target(
         "NVIDIA L40S",
         (8, 9),
@@ -148,25 +165,50 @@ TARGETS = {
         link_bandwidth=32e9,
         network=25e9,
     ),
+    "rtx4090": Target(
+        "NVIDIA GeForce RTX 4090",
+        (8, 9),
+        cores=128,
+        lanes=128,
+        clock_ghz=2.52,
+        memory=24 * 10**9,
+        bandwidth=1.008e12,
+        l2=72 * MIB,
+        shared=100 * KIB,
+        threads=1536,
+        links=0,
+        link_bandwidth=32e9,
+        network=12.5e9,
+    ),
     "h100": H100,
     # NVIDIA H200 data sheet (SXM); the processor is the H100's. DGX H200 data sheet.
     "h200": replace(H100, device="NVIDIA H200", memory=141 * 10**9, bandwidth=4.8e12),
-    # NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB
-    # and 64 TB/s over eight.
-    "b200": Target(
-        "NVIDIA B200",
-        (10, 0),
-        cores=148,
+    "b200": B200,
+    # NVIDIA HGX B300 and DGX B300 data sheets, "Inside NVIDIA Blackwell Ultra" (blog):
+    # matmuls of 8 and 16 bits as B200.
+    "b300": replace(
+        B200,
+        device="NVIDIA B300",
+        capability=(10, 3),
+        cores=160,
+        memory=288 * 10**9,
+        network=100e9,
+    ),
+    # NVIDIA RTX Blackwell GPU Architecture (white paper); PCI Express 5.0 of 16 lanes.
+    "rtx5090": Target(
+        "NVIDIA GeForce RTX 5090",
+        (12, 0),
+        cores=170,
         lanes=128,
-        clock_ghz=1.965,
-        memory=180 * 10**9,
-        bandwidth=8e12,
-        l2=126 * MIB,
-        shared=228 * KIB,
-        threads=2048,
-        links=18,
-        link_bandwidth=900e9,
-        network=50e9,
+        clock_ghz=2.407,
+        memory=32 * 10**9,
+        bandwidth=1.792e12,
+        l2=96 * MIB,
+        shared=100 * KIB,
+        threads=1536,
+        links=0,
+        link_bandwidth=64e9,
+        network=12.5e9,
     ),
 }
 

@@ -437,7 +437,7 @@ def test_what_is_held_at_the_peak(ranges, held):
         (["target=h300"], "target=h300 is not known; did you mean 'h200'"),
         (["gpus=0"], "gpus=0"),
         (["gpus=12", "hosts=5"], "a multiple of the hosts"),
-        (["gpus=65"], "1 to 64"),
+        (["gpus=4097"], "1 to 4096"),
         (["model=gpt2_1b"], "gpt2_1b"),
         (["model.depth=3"], "depth"),
         (["search=maybe"], "search=maybe: expected yes or no"),
