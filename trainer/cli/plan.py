@@ -1,8 +1,10 @@
 """Plan a configuration's train step on GPUs that this machine lacks.
 
-    scalify-trainer plan model=gpt2_1558m precision=scalify_fp8_fp16 gpus=8
+    scalify-trainer plan model=gpt2_1558m model.vocab_size=50257 \\
+        precision=scalify_fp8_fp16 gpus=8
 
-Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs
+The vocabulary is that of the data's tokenizer, by default 256 bytes: give GPT-2's, or
+the model that is planned is smaller than the one you mean. Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs
 on this machine; `pip install '.[plan]'` installs it.
 """
 

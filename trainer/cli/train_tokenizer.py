@@ -1,6 +1,6 @@
 """Train a byte-level BPE tokenizer on text, for `data.tokenizer=DIRECTORY`.
 
-    scalify-trainer train-tokenizer data=text data.paths=[books/] \\
+    scalify-trainer train-tokenizer data=text 'data.paths=[books/]' \\
         vocab_size=8192 out=mine
     scalify-trainer train-tokenizer vocab_size=2048 out=small
     scalify-trainer train-tokenizer data=hf data.name=HuggingFaceFW/fineweb \\
