@@ -236,6 +236,29 @@ def adaptation():
     ]
 
 
+@pytest.mark.slow  # trainer/test_library.py does
+def test_texts_are_trained_on_as_the_page_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    for name in "abc":
+        Path("books", f"{name}.txt").write_text(f"{name} is a letter. " * 400)
+    [code] = [block for block in blocks("docs/python.md") if "data=texts" in block]
+    small = [
+        "model.n_layer=1",
+        "model.n_head=2",
+        "model.d_model=32",
+        "model.context=32",
+        "train.batch_tokens=256",
+        "train.eval_every=0",
+        "sample.max_new_tokens=0",
+        "metrics.numerics_every=0",
+        f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}",
+    ]
+    given = ", ".join(map(repr, ["train.steps=3", *small]))
+    exec(code.replace('"train.steps=50"', given), {})
+    assert "step=3" in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.slow  # test_end_to_end.py takes its architecture from weights
 def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
