@@ -4,7 +4,9 @@
         precision=scalify_fp8_fp16 gpus=8
 
 The vocabulary is that of the data's tokenizer, by default 256 bytes: give GPT-2's, or
-the model that is planned is smaller than the one you mean. Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs
+the model that is planned is smaller than the one you mean.
+
+Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs
 on this machine; `pip install '.[plan]'` installs it.
 """
 
