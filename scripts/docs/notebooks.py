@@ -57,7 +57,9 @@ def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
                 value = eval(compile(last, "<cell>", "eval"), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
-        text = printed.getvalue().splitlines(keepends=True)
+        # The directory is temporary: paths in it are shown relative to it.
+        relative = printed.getvalue().replace(f"{Path.cwd()}/", "")
+        text = relative.splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": text})
     if value is not None:
         data = {"text/plain": [repr(value)]}
