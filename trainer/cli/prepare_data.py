@@ -2,7 +2,8 @@
 
     scalify-trainer prepare-data
     scalify-trainer prepare-data data=text 'data.paths=[books/,dump.parquet]'
-    scalify-trainer prepare-data data=text 'data.paths=[a.jsonl]' data.column=body
+    scalify-trainer prepare-data data=text 'data.paths=[a.jsonl]' \\
+        data.column=body
     scalify-trainer prepare-data data=hf data.name=HuggingFaceFW/fineweb \\
         data.config=sample-10BT data.streaming=true data.max_tokens=1000000000
     scalify-trainer prepare-data verify=runs/data/DIRECTORY
