@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.observe.numerics import format_name, make_numerics
 from trainer.observe.progress import log_first_duration
 from trainer.observe.sampling import make_sample, on_one_device
+from trainer.observe.sharpness import make_sharpness
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.replicas import first_replica
 from trainer.run import builtin_callbacks as builtin
@@ -96,7 +97,10 @@ def build_numerics(
     c: schema.Config, w: Workload
 ) -> Callable[[TrainState, Tokens, int], Any]:
     """Return `(state, batch, step) -> figures` of every layer."""
-    measure = make_numerics(w.task, c.optimizer.lr)
+    sharpness = None
+    if c.metrics.sharpness:
+        sharpness = make_sharpness(w.task, c.optimizer.lr)
+    measure = make_numerics(w.task, sharpness)
     if w.task.diloco is None:
         return measure
     # Of DiLoCo's replicas, the first one's optimizer state is measured.

@@ -285,6 +285,7 @@ class Eval:
 @dataclass(frozen=True)
 class Metrics:
     numerics_every: Natural
+    sharpness: bool
 
 
 @dataclass(frozen=True)

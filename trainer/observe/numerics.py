@@ -32,7 +32,8 @@ class:
 
 Saturation is counted against the cast to come, or else the tensor's own format.
 
-The row also has `sharpness/logits` and `sharpness/critical`; see `sharpness`.
+On request the row also has `sharpness/logits` and `sharpness/critical`; see
+`sharpness`.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.debug.stats import FIGURES, SLOT, figures, probe
 from scalify_core.numerics.formats import FloatFormat
-from trainer.observe.sharpness import make_sharpness
+from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.policy import Policy
 from trainer.step.optimizers import KEYS, OPTIMIZERS
@@ -346,7 +347,7 @@ def order(name: str, place: Mapping[str, int]) -> list[int]:
 
 
 def make_numerics(
-    task: TrainTask, lr: float
+    task: TrainTask, sharpness: Sharpness | None = None
 ) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
     """Return `(state, batch, step) -> row`, which measures a state on a batch.
 
@@ -357,10 +358,9 @@ def make_numerics(
 
     Args:
       task: the model and its training.
-      lr: start of the search of `make_sharpness`.
+      sharpness: measures that, too; None: it is left out.
     """
     model, optimizer = task.model, task.optimizer_name
-    sharpness = make_sharpness(task, lr)
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     pull = jit(functools.partial(stored_gradients, task))
     measure = jit(tensor_figures, static_argnums=3)
@@ -409,7 +409,7 @@ def make_numerics(
             "nu": figures_by_name(nu, {}, zeros=False),
         }
         measured = jax.device_get(measured)
-        row = sharpness(split, grads, batch, step)
+        row = {} if sharpness is None else sharpness(split, grads, batch, step)
         for kind in CLASSES:
             for layer, values in by_layer(model, measured[kind]):
                 for figure, value in zip(FIGURES, values.tolist(), strict=True):
