@@ -285,7 +285,7 @@ class Eval:
 @dataclass(frozen=True)
 class Metrics:
     numerics_every: Natural
-    sharpness: bool
+    sharpness: bool | None
 
 
 @dataclass(frozen=True)
