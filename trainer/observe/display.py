@@ -74,8 +74,10 @@ class Display:
         self._clock = clock
         self._row: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=4096)
-        self._times: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._speeds: deque[dict[str, float]] = deque(maxlen=RECENT)
+        # By callback: its interval in steps, and the seconds of its last call; None
+        # after the first call, in which it is compiled.
+        self._pauses: dict[str, tuple[int, float | None]] = {}
         self._printed = -math.inf
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -120,7 +122,6 @@ class Display:
         if "perf/step_ms" in row:
             self._speeds.append({key: row[key] for key in SPEEDS if key in row})
         now = self._clock()
-        self._times.append((now, step))
         due = (
             step == self.steps
             or "val/loss" in row
@@ -141,16 +142,30 @@ class Display:
         """Print a line without a step."""
         self.console.print(printable(text), markup=False, highlight=False)
 
-    def eta(self) -> str:
-        """Return the time left at the recent mean speed, h:mm:ss.
+    def pause(self, name: str, every: int, seconds: float) -> None:
+        """Note how long a callback took, which the steps waited for.
 
-        It is unknown until two rows have been shown.
+        Args:
+          name: of the callback.
+          every: steps from one call to the next; 0: it is called at the end only.
+          seconds: of this call.
         """
-        if len(self._times) < 2:
+        self._pauses[name] = (every, seconds if name in self._pauses else None)
+
+    def eta(self) -> str:
+        """Return the time left, h:mm:ss; unknown before the first speed.
+
+        It is that of the steps left at the mean speed shown, and of the callbacks left,
+        each as long as its last call.
+        """
+        if not self._speeds:
             return "-:--:--"
-        (then, first), (now, last) = self._times[0], self._times[-1]
-        seconds_per_step = (now - then) / (last - first)
-        return str(timedelta(seconds=round((self.steps - last) * seconds_per_step)))
+        step_ms = mean_speed(self._speeds)["perf/step_ms"]
+        seconds = (self.steps - self.step) * step_ms / 1e3
+        for every, duration in self._pauses.values():
+            if every and duration is not None:
+                seconds += (self.steps // every - self.step // every) * duration
+        return str(timedelta(seconds=round(seconds)))
 
     def render(self) -> Group:
         """Return the live part: progress bar, figures, and a sparkline of losses."""

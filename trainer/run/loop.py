@@ -9,6 +9,7 @@ exactly once.
 
 import io
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -235,7 +236,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
     try:
         for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
             context.pause(f"at the {callback.name} after step {run.step}")
-            context.take(callback.run(context))
+            context.take(call(run, callback, context))
     except Interrupted:
         save(run, None, unfinished=encode_row(run.step, row).decode())
         return
@@ -243,7 +244,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         run.recovery.watchdog.end(run.step, context.val_loss)
     for callback in due_callbacks(run, CallbackKind.UPDATE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
-        callback.run(context)
+        call(run, callback, context)
         run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite(run.state)) is not None:
             raise Diverged(
@@ -257,9 +258,20 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
     record_media(run, context)
     for callback in due_callbacks(run, CallbackKind.SAVE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
-        callback.run(context)
+        call(run, callback, context)
         record_media(run, context)
     run.throughput.pause(time.perf_counter() - started)
+
+
+def call(
+    run: Run, callback: Callback, context: StepContext
+) -> Mapping[str, float] | None:
+    """Run a callback, and tell the display how long it took."""
+    started = time.perf_counter()
+    figures = callback.run(context)
+    seconds = time.perf_counter() - started
+    run.session.display.pause(callback.name, callback.every, seconds)
+    return figures
 
 
 def due_callbacks(

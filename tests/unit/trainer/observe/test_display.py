@@ -74,7 +74,7 @@ def test_a_plain_line_says_it_all(clock):
     assert (
         stream.getvalue()
         == "step 1/100  loss 3.1416  val 3.5000  lr 1.00e-03  norm 0.5  skipped 2  "
-        "ms/step 10.0  12.3k tokens/s  mfu 43.2%  GiB 0.50  eta -:--:--\n"
+        "ms/step 10.0  12.3k tokens/s  mfu 43.2%  GiB 0.50  eta 0:00:01\n"
     )
 
 
@@ -115,17 +115,27 @@ def test_an_unknown_peak_is_shown_as_not_available(clock):
     assert "mfu n/a" in stream.getvalue()
 
 
-def test_the_time_left_is_that_of_the_steps_left_and_not_of_the_compilation_or_an_earlier_part(
-    clock,
-):
+def test_the_time_left_is_the_steps_left_at_the_speed_shown(clock):
     display, _ = make(clock, steps=600)
+    without = {key: value for key, value in ROW.items() if key != "perf/step_ms"}
     clock.now = 50.0
-    display.update(501, ROW)
+    display.update(501, without)
     assert display.eta() == "-:--:--"
     for step in range(502, 511):
-        clock.now += 2.0
-        display.update(step, ROW)
+        clock.now += 2.0 if step != 505 else 47.0  # compiling per-layer numerics
+        display.update(step, ROW | {"perf/step_ms": 2000.0})
     assert display.eta() == "0:03:00"  # 90 steps of 2 s
+
+
+def test_the_time_left_has_the_validations_left_but_no_second_compilation(clock):
+    display, _ = make(clock, steps=100)
+    display.pause("evaluation", 10, 47.0)
+    display.pause("samples", 0, 5.0)
+    display.update(50, ROW | {"perf/step_ms": 1000.0})
+    assert display.eta() == "0:00:50"
+    display.pause("evaluation", 10, 3.0)
+    display.update(60, ROW | {"perf/step_ms": 1000.0})
+    assert display.eta() == "0:00:52"  # 40 steps of 1 s, 4 validations of 3 s
 
 
 def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
