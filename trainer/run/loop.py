@@ -77,6 +77,7 @@ def train(run: Run) -> int:
             session.timeouts,
             session.run_dir,
             report_stall,
+            session.display.message,
             own_process=session.own_process,
         ) as guard,
         Profiler(run.plan.profile, session.run_dir / "profile") as profiler,

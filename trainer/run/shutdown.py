@@ -86,6 +86,7 @@ class Guard:
       timeouts: of the process.
       run_dir: `hang.txt` in it gets the stack of every thread.
       report: gets a line about a stall and about the end, in another thread.
+      announce: gets a line about the first signal, in another thread.
       own_process: whether the process belongs to the run alone. If not, as in a
         notebook, nothing here ends it: a second Ctrl-C is a KeyboardInterrupt, and a
         run that hangs is only reported. Outside the main thread no signal is caught.
@@ -101,6 +102,7 @@ class Guard:
         timeouts: Timeouts,
         run_dir: Path,
         report: Callable[[str], None],
+        announce: Callable[[str], None],
         *,
         own_process: bool = True,
     ) -> None:
@@ -108,7 +110,7 @@ class Guard:
         self.own_process = own_process
         self.signal = 0
         self._run_dir = run_dir
-        self._report = report
+        self._report, self._announce = report, announce
         self._done = threading.Event()
         self._last, self._doing = time.monotonic(), "starting"
         self._late = 0.0  # when the signal's time is up
@@ -165,6 +167,13 @@ class Guard:
                     elif number in SIGNALS and not first:
                         first = number
                         self._late = time.monotonic() + self.timeouts.stop
+                        # The main thread may hold the terminal: this one goes on.
+                        threading.Thread(
+                            target=_tell,
+                            args=(self._announce, self._describe_stop(first)),
+                            name="announce",
+                            daemon=True,
+                        ).start()
             now = time.monotonic()
             idle = now - self._last
             if first and self.timeouts.stop and now > self._late:
@@ -176,13 +185,21 @@ class Guard:
             if self.timeouts.hang and idle > self.timeouts.hang:
                 self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
             if self.timeouts.stall and idle > self.timeouts.stall and not self._stalled:
-                self._tell(f"stalled: no progress for {idle:.0f} s, {self._doing}")
+                _tell(
+                    self._report,
+                    f"stalled: no progress for {idle:.0f} s, {self._doing}",
+                )
             self._stalled = bool(self.timeouts.stall) and idle > self.timeouts.stall
 
-    def _tell(self, text: str) -> None:
-        """Report, and ignore errors: on a full disk the watching thread must go on."""
-        with contextlib.suppress(Exception):
-            self._report(text)
+    def _describe_stop(self, number: int) -> str:
+        """Return a line that says what the first signal and a second one do."""
+        name = signal.Signals(number).name
+        limit = f" within {self.timeouts.stop:g} s" if self.timeouts.stop else ""
+        ends = "ends the process" if self.own_process else "interrupts the call"
+        return (
+            f"{name} ({self._doing}): stopping after this step and saving a checkpoint"
+            f"{limit}; a second Ctrl-C {ends} at once, without that checkpoint"
+        )
 
     def _checkpoints(self) -> str:
         return ", ".join(map(str, saved_steps(self._run_dir))) or "none"
@@ -204,11 +221,19 @@ class Guard:
             file.flush()
             faulthandler.dump_traceback(file)
         # The report may hang on the same file system: it gets two seconds.
-        last_words = threading.Thread(target=self._tell, args=(text,), daemon=True)
+        last_words = threading.Thread(
+            target=_tell, args=(self._report, text), daemon=True
+        )
         last_words.start()
         last_words.join(2)
         # sys.exit would only end this thread.
         os._exit(code)
+
+
+def _tell(say: Callable[[str], None], text: str) -> None:
+    """Say, and ignore errors: on a full disk the calling thread must go on."""
+    with contextlib.suppress(Exception):
+        say(text)
 
 
 def _write_error(text: str) -> None:

@@ -18,14 +18,16 @@ from pathlib import Path
 from trainer.run.shutdown import Guard, Timeouts
 folder, stop, stall, hang, doing = sys.argv[1:]
 timeouts = Timeouts(float(stop), float(stall), float(hang))
-with Guard(timeouts, Path(folder), lambda text: print(text, flush=True)) as guard:
+say = lambda text: print(text, flush=True)
+announce = lambda text: sys.argv[5] == "tells" and say(text)
+with Guard(timeouts, Path(folder), say, announce) as guard:
     guard.beat("in step 3")
     print("ready", flush=True)
     if doing == "hangs":
         mutex = ctypes.create_string_buffer(64)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, signals or not
-    while not guard.signal:
+    while not guard.signal or doing == "tells":
         time.sleep(0.01)
         if doing == "works":
             guard.beat("in step 4")
@@ -71,6 +73,17 @@ def test_a_signal_is_seen_by_a_loop_that_works(start, number):
     assert ended(process) == (0, f"left by {int(number)}\n", "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_answered_at_once_and_says_what_a_second_one_does(start, number):
+    process = start("tells", stop=30)
+    process.send_signal(number)
+    assert process.stdout.readline() == (
+        f"{number.name} (in step 3): stopping after this step and saving a checkpoint"
+        " within 30 s; a second Ctrl-C ends the process at once, without that"
+        " checkpoint\n"
+    )
+
+
 def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
@@ -83,7 +96,7 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
         " checkpoints: 20; re-run the same command to resume\n"
     )
     assert output == errors.removeprefix("error: ")  # reported, too
-    assert 'File "<string>", line 13 in <module>' in (tmp_path / "hang.txt").read_text()
+    assert 'File "<string>", line 15 in <module>' in (tmp_path / "hang.txt").read_text()
 
 
 def test_what_hangs_is_reported_once_and_then_ended(start):
@@ -97,7 +110,7 @@ def test_what_hangs_is_reported_once_and_then_ended(start):
 
 
 FULL_DISK = "def full(text): raise OSError(28, 'No space left')\n"
-FULL = FULL_DISK + CODE.replace("lambda text: print(text, flush=True)", "full")
+FULL = FULL_DISK + CODE.replace("say, announce", "full, full")
 
 
 def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(
@@ -168,7 +181,7 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
         with contextlib.suppress(KeyboardInterrupt):  # as a library may
             signal.raise_signal(signal.SIGINT)
         for expected in (signal.SIGINT, 0):
-            with Guard(Timeouts(30, 0, 0), tmp_path, print) as guard:
+            with Guard(Timeouts(30, 0, 0), tmp_path, print, print) as guard:
                 assert guard.signal == expected
     finally:
         signal.signal(signal.SIGINT, before)
