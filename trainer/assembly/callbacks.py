@@ -74,8 +74,9 @@ def build_callbacks(
     if w.task.diloco:
         sent = exchanges_of(w.task)
         callbacks.append(builtin.exchanged(eval_every, sent.up_to, sent.every_step))
-    sample = log_first_duration(build_sample(c, w), SAMPLING, say)
-    callbacks.append(builtin.samples(c.sample.every, sample))
+    if c.sample.max_new_tokens:
+        sample = log_first_duration(build_sample(c, w), SAMPLING, say)
+        callbacks.append(builtin.samples(c.sample.every, sample))
     if c.precision.scaled and c.precision.rescale_every:
         new_scales = builtin.make_rescale(w.task, batch)
         callbacks.append(builtin.rescale(c.precision.rescale_every, new_scales))

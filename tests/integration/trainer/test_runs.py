@@ -268,6 +268,12 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
     assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
 
 
+def test_without_new_tokens_there_is_no_text(tmp_path):
+    args = ["train.steps=1", "sample.max_new_tokens=0", "tracker=jsonl"]
+    assert "samples" not in here(tmp_path, "A", *args)
+    assert not (tmp_path / "A" / "samples.txt").exists()
+
+
 def test_dry_run_describes_and_leaves_nothing(tmp_path):
     output = here(tmp_path, "none", "dry_run=true")
     assert "parameters" in output
