@@ -370,7 +370,13 @@ def farewell(run: Run, code: int, *, has_report: bool) -> None:
         "checkpoints",
         "config.yaml",
     )
-    results = ", ".join(name for name in names if (run.session.run_dir / name).exists())
+    folder = run.session.run_dir
+    # samples.txt is empty where nothing was sampled.
+    results = ", ".join(
+        name
+        for name in names
+        if (folder / name).exists() and (folder / name).stat().st_size
+    )
     say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
     if not run.session.own_process:
         return  # the program that called knows what to do next

@@ -271,7 +271,7 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
 def test_without_new_tokens_there_is_no_text(tmp_path):
     args = ["train.steps=1", "sample.max_new_tokens=0", "tracker=jsonl"]
     assert "samples" not in here(tmp_path, "A", *args)
-    assert not (tmp_path / "A" / "samples.txt").exists()
+    assert not (tmp_path / "A" / "samples.txt").read_bytes()
 
 
 def test_dry_run_describes_and_leaves_nothing(tmp_path):
