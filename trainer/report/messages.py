@@ -356,10 +356,10 @@ def farewell(run: Run, code: int, *, has_report: bool) -> None:
             how = "the same call"
         elif saved:
             how = f"{resume}   (or {how})"
-        say(
-            f"stopped after step {run.step} of {run.plan.steps}; to resume from"
-            f" {saved}: {how}"
-        )
+        where = f"step {run.step} of {run.plan.steps}"
+        if run.unfinished is not None and run.step == run.plan.steps:
+            where += ", before its final validation was done"
+        say(f"stopped after {where}; to resume from {saved}: {how}")
         return
     names = (
         *(["report.html"] if has_report else []),

@@ -239,8 +239,10 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
             context.pause(f"at the {callback.name} after step {run.step}")
             context.take(call(run, callback, context))
     except Interrupted:
-        save(run, None, unfinished=encode_row(run.step, row).decode())
+        run.unfinished = encode_row(run.step, row).decode()
+        save(run, None, unfinished=run.unfinished)
         return
+    run.unfinished = None
     if context.last:
         run.recovery.watchdog.end(run.step, context.val_loss)
     for callback in due_callbacks(run, CallbackKind.UPDATE, context, stop):

@@ -114,6 +114,20 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
     )
 
 
+def test_a_run_stopped_in_its_last_callbacks_says_what_is_not_done(capsys):
+    stop = Callback("stop", 0, lambda context: os.kill(os.getpid(), signal.SIGTERM))
+    after = Callback("after", 0, lambda context: {"own/after": 1})
+    for _ in range(2):  # the signal comes again as the callbacks are repeated
+        train(configuration("train.steps=2"), data=Walk(), callbacks=[stop, after])
+        assert (
+            "stopped after step 2 of 2, before its final validation was done; to resume"
+            " from 2: the same call" in capsys.readouterr().out
+        )
+    whole = train(configuration("train.steps=2"), data=Walk(), callbacks=[after])
+    assert whole.rows[-1]["own/after"] == 1
+    assert "done: 2 steps" in capsys.readouterr().out
+
+
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
     # a shell that runs the tests in the background ignores it
     before = signal.getsignal(signal.SIGINT)
