@@ -26,6 +26,7 @@ from trainer.assembly.callbacks import build_callbacks
 from trainer.assembly.hooks import NO_HOOKS, Hooks
 from trainer.assembly.startup_log import (
     describe_change,
+    describe_other_devices,
     describe_phase,
     describe_run,
     describe_start,
@@ -44,6 +45,7 @@ from trainer.parallel.processes import Agreement, refused_together, start_proces
 from trainer.report.messages import (
     describe_communication,
     describe_idle,
+    describe_mesh,
     facts_of,
     farewell,
 )
@@ -332,9 +334,12 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     display, tracker = session.display, session.tracker
     for line in describe_phase(phases, stage):
         display.message(line)
+    # Events of the first step: they are logged once, however often the run starts.
     if checkpoint.is_fork:
-        # An event of the first step: it is logged once, however often the run starts.
         tracker.event(checkpoint.step + 1, f"forked from {checkpoint.origin}")
+    for line in describe_other_devices(config, mesh, checkpoint):
+        display.message(line)
+        tracker.event(checkpoint.step + 1, line)
     task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
     state = from_stored(
         enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
@@ -410,6 +415,7 @@ def checkpoint_meta(config: schema.Config, workload: Workload) -> dict[str, Any]
         "data_content": workload.data.manifest.content,
         "tokenizer": tokenizer.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
+        "devices": describe_mesh(workload.mesh),
     }
 
 

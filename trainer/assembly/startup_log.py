@@ -14,7 +14,12 @@ from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.history import FORKED, WEIGHTS
-from trainer.report.messages import describe, rounding_of, schedule_change
+from trainer.report.messages import (
+    describe,
+    describe_mesh,
+    rounding_of,
+    schedule_change,
+)
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
 from trainer.run.metadata import saved_config
@@ -115,6 +120,23 @@ def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
         build_learning_rates(c),
         changed,
     )
+
+
+def describe_other_devices(
+    c: schema.Config, mesh: jax.sharding.Mesh, checkpoint: Restored
+) -> list[str]:
+    """Return a line where a run resumes on other devices, or on another mesh of them.
+
+    Checkpoints of older versions do not say their devices.
+    """
+    now, was = describe_mesh(mesh), checkpoint.meta.get("devices")
+    if was in (None, now) or not 0 < checkpoint.step < c.train.steps:
+        return []
+    return [
+        f"resumed after step {checkpoint.step:,} on other devices: {now} (was {was});"
+        " sums are taken in another order, so losses can differ slightly from those of"
+        " the same devices"
+    ]
 
 
 def describe_batch_change(

@@ -124,19 +124,24 @@ def text_of(source: Mapping[str, Any]) -> str:
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
-def describe_devices(task: TrainTask) -> str:
-    """Return a line about devices, processes and mesh."""
-    devices = task.mesh.size
-    processes = len({device.process_index for device in task.mesh.devices.flat})
-    kind = task.mesh.devices.flat[0].device_kind
-    line = f"devices: {devices} x {kind} in {processes} process{'es' * (processes > 1)}"
+def describe_mesh(mesh: jax.sharding.Mesh) -> str:
+    """Return the devices, the processes and the mesh in words."""
+    devices, kind = mesh.size, mesh.devices.flat[0].device_kind
+    processes = len({device.process_index for device in mesh.devices.flat})
+    line = f"{devices} x {kind} in {processes} process{'es' * (processes > 1)}"
     if devices == 1:
         return line
-    mesh = " x ".join(f"{axis} {size}" for axis, size in task.mesh.shape.items())
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"{line}; mesh {sizes}"
+
+
+def describe_devices(task: TrainTask) -> str:
+    """Return a line about devices, processes and mesh."""
+    line = f"devices: {describe_mesh(task.mesh)}"
     if devices_of_replica(task.mesh) == 1:
-        return f"{line}; mesh {mesh}"
+        return line
     order = ", summed in fixed order" * task.reduce.deterministic
-    return f"{line}; mesh {mesh}; gradients reduced in {task.reduce.format}{order}"
+    return f"{line}; gradients reduced in {task.reduce.format}{order}"
 
 
 def describe_communication(

@@ -77,6 +77,7 @@ FIELDS: dict[str, Any] = {
     "data_content": str | None,
     "tokenizer": str,
     "tokenizer_fingerprint": str | None,
+    "devices": str,
     "tracker_id": str | None,
     "forked": Fork | None,
     "watchdog": WatchdogState | None,

@@ -2,11 +2,12 @@
 refuse."""
 
 import logging
+import re
 import shutil
 
 import numpy as np
 import pytest
-from command import CACHE, TINY, here, parameters, values
+from command import CACHE, TINY, here, parameters, stopped_after, values
 from tokenizers import Tokenizer
 
 from trainer.assembly import run as build
@@ -266,6 +267,24 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
     text = (tmp_path / "S" / "3" / "environment.txt").read_text()
     assert {"optimizer.lr=0.01", "seed=1"} <= set(text.split())
     assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
+
+
+def test_a_run_that_goes_on_with_other_devices_says_so_once(tmp_path):
+    args = ["sample.max_new_tokens=0", "tracker=jsonl", "train.eval_every=0"]
+    stopped_after(tmp_path, "A", 2, "train.steps=9", *args)
+    for steps in (6, 7):
+        output = here(tmp_path, "A", f"train.steps={steps}", "parallel.data=2", *args)
+        told = re.findall(r"resumed after step \d on other devices: (.*); sums", output)
+        assert told == (
+            [
+                "2 x cpu in 1 process; mesh data 2 x fsdp 1 x tensor 1"
+                " (was 1 x cpu in 1 process)"
+            ]
+            if steps == 6
+            else []
+        )
+    events = [row for row in read_rows(tmp_path / "A/metrics.jsonl") if "event" in row]
+    assert len(events) == 1
 
 
 def test_without_new_tokens_there_is_no_text(tmp_path):
