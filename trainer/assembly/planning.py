@@ -13,7 +13,7 @@ from trainer.assembly.build import (
 from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
 from trainer.data import Manifest
-from trainer.data.tokenizer import get_tokenizer
+from trainer.data.tokenizer import ByteTokenizer, get_tokenizer
 from trainer.parallel.mesh import abstract_batch, batch_shards
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Aim
@@ -21,6 +21,8 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.report.messages import describe_exchanges
 from trainer.step.step import Tokens
 from trainer.workload import Model
+
+GPT2_IDS = 50_257
 
 
 def vocab_size(c: schema.Config) -> int:
@@ -56,7 +58,13 @@ def build_plan(
       show: see `plan.make_plan`.
     """
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
-    model = build_model(c.model, c.precision.policy, vocab_size(c))
+    ids = vocab_size(c)
+    if c.model.vocab_size is None and c.data.tokenizer == ByteTokenizer.name:
+        say(
+            f"planned with the vocabulary of data.tokenizer={c.data.tokenizer}: {ids}"
+            f" ids; model.vocab_size={GPT2_IDS} plans GPT-2's"
+        )
+    model = build_model(c.model, c.precision.policy, ids)
     task = build_task(c, model, mesh, None, cached=c.compile_cache is not None)
     # Each replica has the GPUs of the plan, and computes the same as one run alone.
     if (diloco := build_diloco(c)) is not None:

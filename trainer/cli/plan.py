@@ -56,7 +56,7 @@ class Arguments:
         "search for the largest micro-batch, by compiling several", False
     )
     compare: bool = argument(
-        "compile the same in precision=bf16 and compare kernels", True
+        "if it fits, compile the same in precision=bf16 and compare kernels", True
     )
     exact: bool = argument("compile every layer of a deep model", False)
     predict: bool = argument(
@@ -197,16 +197,18 @@ def lines_of(plan: "Plan") -> list[str]:
     )
     lines = [
         (
-            f"{plan.spec.n_layer} layers of width {plan.spec.d_model}, vocabulary"
-            f" {plan.spec.vocab_size:,}; {aim.gpus} x {aim.target.device} on"
-            f" {aim.hosts} host{'s' * (aim.hosts > 1)}; {plan.sequences} sequences of"
+            f"{plan.parameters:,} parameters, {plan.spec.n_layer} layers of width"
+            f" {plan.spec.d_model}, vocabulary {plan.spec.vocab_size:,};"
+            f" {aim.gpus} x {aim.target.device} on {aim.hosts}"
+            f" host{'s' * (aim.hosts > 1)}; {plan.sequences} sequences of"
             f" {plan.spec.context} a device and micro-batch, {plan.tokens:,} tokens a"
             " step"
         ),
         (
             f"memory: {m.peak / GIB:.2f} GiB a device, {state};"
-            f" {'fits' if plan.fits else 'DOES NOT FIT'} in {room}"
+            f" {aim.verdict(m.peak)} in {room}"
         ),
+        *([] if plan.fits else [f"  to try: {', '.join(plan.smaller)}"]),
         *(
             f"  {kind:<12} {size / GIB:8.2f} GiB"
             for kind, size in m.group("memory").items()
@@ -251,8 +253,14 @@ def lines_of(plan: "Plan") -> list[str]:
         f" {1e3 * plan.roofline_seconds:.1f} ms a step,"
         f" {plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU"
         f" {figures['mfu']:.1%} of the peak in {plan.compute}"
+        f"{explain_mfu(figures['mfu'])}"
     )
     return lines
+
+
+def explain_mfu(share: float) -> str:
+    """Explain an MFU above 100%; empty below."""
+    return " (above 100%: FP8 matmuls have a higher peak)" if share > 1 else ""
 
 
 def later_lines(plan: "Plan") -> list[str]:
@@ -265,6 +273,10 @@ def later_lines(plan: "Plan") -> list[str]:
         lines.append(
             f"{figures['kernels']} kernels a step, against {figures['kernels_bf16']} in"
             f" bf16: {extra or 'the same'}"
+        )
+        peak = plan.bf16.peak
+        lines.append(
+            f"memory in bf16: {peak / GIB:.2f} GiB a device; {plan.aim.verdict(peak)}"
         )
     if plan.largest is not None:
         lines.append(
@@ -286,7 +298,7 @@ def predicted_lines(plan: "Plan") -> list[str]:
         f"predicted, not measured: {1e3 * figures['seconds']:.2f} ms a step,"
         f" {figures['tokens_per_s']:,.0f} tokens/s"
     )
-    text += f", MFU {figures['mfu']:.1%}"
+    text += f", MFU {figures['mfu']:.1%}{explain_mfu(figures['mfu'])}"
     if bf16:
         text += f"; {figures['times_as_fast_as_bf16']:.3f} times as fast as bf16"
     lines = [

@@ -36,6 +36,10 @@ class Aim(NamedTuple):
         """Bytes of a device that a program can use."""
         return int(self.target.memory * self.memory_fraction)
 
+    def verdict(self, peak: float) -> str:
+        """Say whether so many bytes fit into the memory that a program can use."""
+        return "fits" if peak <= self.usable else "DOES NOT FIT"
+
     @property
     def link(self) -> float:
         """Bytes per second and direction between devices.

@@ -240,11 +240,14 @@ class Plan(NamedTuple):
     Attributes:
       aim: the hardware.
       spec: the model's architecture.
+      parameters: of the model, over all devices.
+      fsdp: number of devices that the state is split over.
       sequences: B.
       tokens: tokens per step, over all devices and micro-batches.
       compute: the compute dtype.
       measured: the step.
-      bf16: the same step in the precision `bf16`, or None.
+      bf16: the same step in the precision `bf16`; None: not asked for, or the step
+        itself does not fit.
       is_extrapolated: whether figures are extrapolated from two depths.
       flops_per_token: of the training step, see `flops`.
       layers: linear layers that are not FP8.
@@ -254,6 +257,8 @@ class Plan(NamedTuple):
 
     aim: Aim
     spec: Spec
+    parameters: int
+    fsdp: int
     sequences: int
     tokens: int
     compute: str
@@ -268,6 +273,19 @@ class Plan(NamedTuple):
     def fits(self) -> bool:
         """Return whether the step fits in the memory that JAX may use."""
         return self.measured.peak <= self.aim.usable
+
+    @property
+    def smaller(self) -> list[str]:
+        """Return the keys that lower the memory of a device and are not set yet."""
+        keys = []
+        if self.sequences > 1:
+            keys.append("micro_batch=1")
+        if self.spec.remat != "block":
+            keys.append("model.remat=block")
+        if self.fsdp == 1 and self.aim.gpus > 1:
+            keys.append("parallel=fsdp")
+        keys.append("more gpus= with parallel=fsdp")
+        return keys
 
     @property
     def state_bytes(self) -> int:
@@ -399,7 +417,8 @@ def make_plan(
       aim: the hardware.
       sequences: of a device's micro-batch.
       accum: number of micro-batches.
-      bf16: the same task in bf16, to compare with; None: not compared.
+      bf16: the same task in bf16, to compare with if the step fits; None: not
+        compared.
       search: whether to search the largest micro-batch.
       exact: compile all layers, however many.
       log: receives messages about the progress.
@@ -422,7 +441,8 @@ def make_plan(
             log(f"compiling {name}, {sequences} sequences a device ...")
             measured = compiler.measure(task, sequences, log)
             peak = f"{measured.peak / GIB:.2f} GiB a device"
-            log(f"  {name}, {sequences} sequences: {peak}")
+            fits = aim.verdict(measured.peak)
+            log(f"  {name}, {sequences} sequences: {peak}, {fits}")
             return measured
 
         measured = measure(task, sequences, "the step")
@@ -431,6 +451,8 @@ def make_plan(
         plan = Plan(
             aim=aim,
             spec=model.spec,
+            parameters=task.parameters,
+            fsdp=task.mesh.shape["fsdp"],
             flops_per_token=task.flops_per_token,
             sequences=sequences,
             tokens=tokens * aim.gpus * accum,
@@ -442,7 +464,7 @@ def make_plan(
             largest=None,
         )
         show(plan)
-        if bf16 is not None:
+        if bf16 is not None and plan.fits:
             compared = measure(bf16, sequences, "the same in bf16, to compare")
             plan = plan._replace(bf16=compared)
         if not search:

@@ -1,6 +1,7 @@
 """Plans: the arithmetic, the command's answers to bad input, and the plan of a small
 model whose step is compiled."""
 
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -121,6 +122,44 @@ def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(
     assert jax.config.jax_persistent_cache_min_compile_time_secs == least < math.inf
 
 
+def test_what_does_not_fit_names_keys_to_try_and_is_not_compared(monkeypatch, capsys):
+    monkeypatch.setattr(Aim, "usable", 1000)
+    small = [*TINY, "precision=scalify_fp8", "micro_batch=2"]
+    assert script.command(small) == 0
+    out, err = capsys.readouterr()
+    assert "DOES NOT FIT in" in out
+    tried = (
+        "\n  to try: micro_batch=1, model.remat=block, more gpus= with parallel=fsdp"
+    )
+    assert tried in out
+    assert "bf16" not in out + err
+    assert err.startswith(
+        "planned with the vocabulary of data.tokenizer=byte: 256 ids;"
+        " model.vocab_size=50257 plans GPT-2's\n"
+    )
+
+
+def test_keys_that_are_set_are_not_advised(flagship):
+    assert "parallel=fsdp" in flagship.smaller
+    spec = dataclasses.replace(flagship.spec, remat="block")
+    sharded = flagship._replace(spec=spec, sequences=1, fsdp=2)
+    assert sharded.smaller == ["more gpus= with parallel=fsdp"]
+
+
+def test_the_comparison_says_whether_it_fits(flagship):
+    compared = flagship._replace(bf16=flagship.measured)
+    peak = f"{flagship.measured.peak / script.GIB:.2f} GiB a device; fits"
+    assert f"memory in bf16: {peak}" in script.later_lines(compared)
+
+
+def test_an_mfu_above_one_is_explained(flagship):
+    explained = "(above 100%: FP8 matmuls have a higher peak)"
+    assert explained not in script.lines_of(flagship)[-1]
+    fast = flagship._replace(flops_per_token=10**9 * flagship.flops_per_token)
+    assert explained in script.lines_of(fast)[-1]
+    assert explained in script.predicted_lines(fast)[0]
+
+
 def test_state_is_that_of_the_precision(flagship):
     # FP16 weights and two FP16 moments, and four bytes for each scale.
     w = flagship.measured.model
@@ -150,6 +189,7 @@ def test_the_text_says_what_the_figures_say(flagship):
     text = "\n".join(script.lines_of(flagship))
     for part in (
         "12 fp8 __cublas$lt$matmul$f8",
+        f"{flagship.parameters:,} parameters, 1 layers",
         "2 x NVIDIA H200",
         "all-reduce",
         "fits in",
