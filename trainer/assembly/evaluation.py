@@ -39,11 +39,14 @@ class Text(NamedTuple):
       batch: returns the batch of a number below `batches`.
       batches: their number.
       bytes_per_token: of the text.
+      left_out: tokens behind the last batch, less than one more; None: the number of
+        batches was limited, and the text was not read further.
     """
 
     batch: Callable[[int], Batch]
     batches: int
     bytes_per_token: float
+    left_out: int | None
 
 
 class Result(NamedTuple):
@@ -68,7 +71,12 @@ class Result(NamedTuple):
 def validation_text(w: Workload, most: int) -> Text:
     """Return at most `most` batches of the validation part."""
     val = w.data.val
-    return Text(val.batch, min(most, val.steps_per_epoch), w.data.bytes_per_token)
+    count = min(most, val.steps_per_epoch)
+    left_out = None
+    if count < most:
+        # A part shorter than a batch is repeated in it.
+        left_out = max(0, val.tokens - 1 - count * val.batch_size * val.context)
+    return Text(val.batch, count, w.data.bytes_per_token, left_out)
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
@@ -107,7 +115,10 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
             return Batch(windows[i], None)
         return Batch(windows[i], segments(windows[i], tokenizer.eot))
 
-    return Text(batch, count, size / tokens)
+    left_out = None
+    if count < most:
+        left_out = tokens - 1 - count * loader.batch_size * context
+    return Text(batch, count, size / tokens, left_out)
 
 
 def evaluate(

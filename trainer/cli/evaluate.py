@@ -103,9 +103,12 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         text = validation_text(w, most)
     size = text.batches * w.data.val.batch_size * w.model.spec.context
     where = f"; {args.text}" if args.text else ""
+    rest = f"; text behind batches={most} is not read"
+    if text.left_out is not None:
+        rest = f"; {text.left_out:,} tokens behind them, less than a batch, left out"
     show(
         f"{run_dir}: {c.precision.name}, step {restored.step:,}{where}; {text.batches}"
-        f" batches, {size:,} tokens"
+        f" batch{'es' * (text.batches != 1)}, {size:,} tokens{rest}"
     )
     show(
         f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"
