@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from trainer.data import Tokenizer
 
 
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
 @dataclass(frozen=True)
 class Arguments:
     """See `--help`."""
@@ -74,21 +77,58 @@ def original_directory(
     return origin if is_ours else None
 
 
+def given_ids(directory: Path, name: str) -> dict[str, Any]:
+    """Return the ids of special tokens in a model's configuration file."""
+    from trainer.data.settings_beside import read_beside
+
+    tree = read_beside(directory, name)
+    keys = [key for key in SPECIAL_IDS if key in tree]
+    return {key: tree[key] for key in keys if isinstance(tree[key], int | list | None)}
+
+
 def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
-    """Return the ids with which a generated text begins and ends.
+    """Return the ids with which a generated text begins and ends, and is padded.
 
     A model may end its turns of a chat with another token than a document, which only
     its original directory names.
     """
-    from trainer.data.settings_beside import CONFIGS, read_beside
+    from trainer.data.settings_beside import CONFIGS
 
+    if origin is None:
+        return {"bos_token_id": eot, "eos_token_id": eot}
+    given = [given_ids(origin, name) for name in CONFIGS if (origin / name).is_file()]
     ends = [eot]
-    if origin is not None:
-        for name in CONFIGS:
-            given = read_beside(origin, name).get("eos_token_id")
-            ids = given if isinstance(given, list) else [given]
-            ends += [i for i in ids if isinstance(i, int) and i not in ends]
-    return {"bos_token_id": eot, "eos_token_id": ends if len(ends) > 1 else eot}
+    for ids in given:
+        theirs = ids.get("eos_token_id")
+        listed = theirs if isinstance(theirs, list) else [theirs]
+        ends += [i for i in listed if isinstance(i, int) and i not in ends]
+    first = given[0] if given else {}
+    return first | {"eos_token_id": ends if len(ends) > 1 else eot}
+
+
+def with_ids_of(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return an export's config.json with the ids of special tokens of the original.
+
+    One that the original does not give is left out, for transformers' default; a
+    model's own documents end with the id that is there already.
+    """
+    kept = {key: value for key, value in config.items() if key != "bos_token_id"}
+    return kept | given_ids(origin, "config.json")
+
+
+def describe_origin(origin: Path, files: Sequence[Path]) -> str:
+    """Return a line about what an export has of the original directory."""
+    from trainer.data.settings_beside import SETTINGS, read_beside
+
+    names = [file.name for file in files]
+    has_template = "chat_template.jinja" in names or (
+        "chat_template" in read_beside(origin, SETTINGS)
+    )
+    template = ", its chat template" * has_template
+    return (
+        f"the tokenizer{template} and the ids of its special tokens are those of"
+        f" {origin}"
+    )
 
 
 def tokenizer_class(out: Path) -> str:
@@ -137,9 +177,14 @@ def main(args: Arguments) -> None:
     import jax
 
     from trainer.assembly.saved_model import restore_run
-    from trainer.data.hf_tokenizer import save_hf
+    from trainer.data.hf_tokenizer import check_hf_pattern, save_hf
     from trainer.models.huggingface import save
-    from trainer.models.weight_files import carry_tokenizer, write_object
+    from trainer.models.weight_files import (
+        carry_tokenizer,
+        read_object,
+        tokenizer_files,
+        write_object,
+    )
     from trainer.precision.fields import DTYPES
     from trainer.step.state_tree import first_nonfinite_leaf
 
@@ -152,14 +197,22 @@ def main(args: Arguments) -> None:
             f"dtype={args.dtype}: {name} is not finite in it; choose fp32 or bf16"
         )
     eot = model.tokenizer.eot
-    weights = save(args.out, model.spec, params, eot)
     run_dir, out = Path(args.run_dir), Path(args.out)
     origin = original_directory(model.config, run_dir, model.tokenizer)
+    # A tokenizer that cannot be exported is refused before the weights are written.
+    if origin is None:
+        check_hf_pattern(model.tokenizer)
+        carried = []
+    else:
+        carried = tokenizer_files(origin)
+    weights = save(args.out, model.spec, params, eot)
     write_object(out / "generation_config.json", generation_config(origin, eot))
     if origin is None:
         others = save_hf(out, model.tokenizer, model.spec.context)
     else:
-        others = carry_tokenizer(origin, out)
+        config = with_ids_of(origin, read_object(out / "config.json"))
+        write_object(out / "config.json", config)
+        others = carry_tokenizer(carried, out)
     reader = tokenizer_class(out)
     write_text(out / "README.md", model_card(model, args.dtype, reader))
     files = [
@@ -171,7 +224,7 @@ def main(args: Arguments) -> None:
     ]
     show(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
     if origin is not None:
-        show(f"tokenizer files, chat template and ends of texts are those of {origin}")
+        show(describe_origin(origin, others))
     elif model.config.init_from is not None:
         show(
             f"init_from={model.config.init_from} is not here, is no Hugging Face"

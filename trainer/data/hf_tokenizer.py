@@ -64,7 +64,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     if isinstance(tokenizer, JSONTokenizer):
         trees = {FILE: tokenizer.tree, SETTINGS: settings}
     else:
-        check_pattern(tokenizer)
+        check_hf_pattern(tokenizer)
         trees = {
             FILE: tokenizer_tree(tokenizer),
             SETTINGS: settings | {"bos_token": end},
@@ -76,11 +76,13 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     return [directory / name for name in trees]
 
 
-def check_pattern(tokenizer: Tokenizer) -> None:
+def check_hf_pattern(tokenizer: Tokenizer) -> None:
     """Raise UserError for a word pattern that Hugging Face's library reads otherwise.
 
     It comes with a .tiktoken file. Those of a tokenizer.json were compared when read.
     """
+    if isinstance(tokenizer, JSONTokenizer):
+        return
     pattern = tokenizer.pattern
     if pattern is None or pattern in known_patterns().values():
         return

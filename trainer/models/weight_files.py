@@ -6,7 +6,7 @@ Names of tensors and required settings are up to each family.
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -319,15 +319,12 @@ def write_object(file: Path, tree: Mapping[str, Any]) -> None:
     write_atomically(file, json.dumps(tree, indent=2) + "\n")
 
 
-def carry_tokenizer(source: Path, target: Path) -> list[Path]:
-    """Copy the tokenizer's files beside weights into another directory.
-
-    Returns:
-      the paths of the copies.
+def tokenizer_files(source: Path) -> list[Path]:
+    """Return the tokenizer's files beside weights.
 
     Raises:
       UserError: a file is a link to a place outside, whose content would be published
-          with the copy.
+          with a copy.
     """
     files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
     # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of
@@ -342,6 +339,11 @@ def carry_tokenizer(source: Path, target: Path) -> list[Path]:
                 f"{file} is a link to {real}; replace it by the file itself,"
                 " then export again"
             )
+    return files
+
+
+def carry_tokenizer(files: Sequence[Path], target: Path) -> list[Path]:
+    """Copy files of `tokenizer_files` into a directory; return the copies' paths."""
     for file in files:
         write_atomically(target / file.name, read_file(file, TOKENIZER_BYTES))
     return [target / file.name for file in files]

@@ -78,6 +78,17 @@ def test_an_export_that_its_dtype_cannot_hold_is_refused(run_dir, monkeypatch):
     assert not Path("out").exists()
 
 
+def test_a_tokenizer_that_cannot_be_exported_is_refused_before_the_weights(
+    run_dir, monkeypatch
+):
+    model = saved_model.restore_run(run_dir)
+    model.tokenizer.pattern = r"(?s).\n|.|\n"
+    monkeypatch.setattr(saved_model, "restore_run", lambda *_: model)
+    with pytest.raises(UserError, match="reads its word pattern"):
+        export.main(export.Arguments(run_dir=str(run_dir), out="out"))
+    assert not Path("out").exists()
+
+
 def test_nothing_is_prepared_where_a_saved_configuration_says(tmp_path):
     stranger, mine = tmp_path / "stranger", tmp_path / "mine"
     c = compose_config(

@@ -12,7 +12,12 @@ import tokenizers
 from families import slow
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainer.cli.export import generation_config, original_directory
+from trainer.cli.export import (
+    describe_origin,
+    generation_config,
+    original_directory,
+    with_ids_of,
+)
 from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
@@ -25,7 +30,7 @@ from trainer.data.hf_tokenizer import (
 )
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
-from trainer.models.weight_files import carry_tokenizer
+from trainer.models.weight_files import carry_tokenizer, tokenizer_files
 
 TEXTS = [
     (
@@ -255,7 +260,7 @@ def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
 def carried_files(init_from, run_dir, ours, out):
     c = compose_config([f"init_from={init_from}", f"run_dir={run_dir}"])
     origin = original_directory(c, run_dir, ours)
-    return [] if origin is None else carry_tokenizer(origin, out)
+    return [] if origin is None else carry_tokenizer(tokenizer_files(origin), out)
 
 
 def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
@@ -333,3 +338,28 @@ def test_an_export_keeps_the_ends_of_a_turn(tmp_path):
     assert generation_config(tmp_path, 5)["eos_token_id"] == 5
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     assert generation_config(tmp_path, 5)["eos_token_id"] == [5, 7]
+
+
+@pytest.mark.parametrize("given", [{"bos_token_id": 0}, {"pad_token_id": 2}, {}])
+def test_an_export_keeps_the_ids_of_special_tokens(tmp_path, given):
+    ids = {"eos_token_id": 5} | given
+    written = {"bos_token_id": 5, "eos_token_id": 5, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**ids, "hidden_size": 4}))
+    assert with_ids_of(tmp_path, written) == {"hidden_size": 8, **ids}
+    assert generation_config(tmp_path, 5) == ids
+    theirs = {"bos_token_id": 1, "eos_token_id": [7], "temperature": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
+    assert generation_config(tmp_path, 5) == {
+        "bos_token_id": 1,
+        "eos_token_id": [5, 7],
+    }
+    assert generation_config(None, 5) == {"bos_token_id": 5, "eos_token_id": 5}
+
+
+def test_an_export_names_a_chat_template_only_where_there_is_one(tmp_path):
+    said = f"and the ids of its special tokens are those of {tmp_path}"
+    files = [tmp_path / "tokenizer.json"]
+    assert describe_origin(tmp_path, files) == f"the tokenizer {said}"
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    line = f"the tokenizer, its chat template {said}"
+    assert describe_origin(tmp_path, files) == line

@@ -15,7 +15,7 @@ from trainer.models.llama.huggingface import load_llama, save_llama
 from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec, RopeScaling
 from trainer.models.registry import family_of
-from trainer.models.weight_files import carry_tokenizer, read_tensors
+from trainer.models.weight_files import carry_tokenizer, read_tensors, tokenizer_files
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -423,7 +423,7 @@ def test_a_tokenizer_is_carried_along_as_it_is(tmp_path):
     target.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (source / name).write_bytes(b'{"\xc3\xa9": 1}\r\n' + name.encode())
-    assert [file.name for file in carry_tokenizer(source, target)] == [
+    assert [file.name for file in carry_tokenizer(tokenizer_files(source), target)] == [
         "tokenizer.json",
         "tokenizer_config.json",
     ]
