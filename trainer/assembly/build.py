@@ -14,7 +14,7 @@ from scalify_core.ops.matmul import MULTIPLE
 from trainer.assembly.data import CustomData, build_data
 from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
 from trainer.compiled.hlo import Program
-from trainer.config import schema
+from trainer.config import inherited, schema
 from trainer.config.phases import phases_of
 from trainer.data import Batch, prefetch
 from trainer.errors import UserError
@@ -55,10 +55,14 @@ def build_model(
     `rows`: see `Model`. `custom_model` replaces the layers that `c` describes.
     """
     if c.vocab_size is not None and c.vocab_size < vocab_size:
+        is_inherited = c.name == inherited.NAME
+        whose = ", the vocabulary of the weights," if is_inherited else ""
+        valid = f"valid: {vocab_size} or more, or null for the tokenizer's; or"
+        if is_inherited:
+            valid = "choose the tokenizer of the weights by data.tokenizer, or"
         raise UserError(
-            f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's"
-            f" {vocab_size} ids; valid: {vocab_size} or more, or null for the"
-            " tokenizer's; or, for weights of another tokenizer,"
+            f"model.vocab_size={c.vocab_size}{whose} is smaller than the tokenizer's"
+            f" {vocab_size} ids; {valid}, for weights of another tokenizer,"
             " init.embeddings=focus, mean, gaussian or copy"
         )
     if custom_model is None:

@@ -91,7 +91,8 @@ def build_data(c: schema.Config, custom: CustomData | None = None) -> Dataset:
     try:
         directory = prepare_source(source, c.data)
     except DownloadFailed as error:
-        raise UserError(f"{error}{tokenizer_of_weights(c.init_from)}") from error
+        hint = tokenizer_of_weights(c.init_from)
+        raise UserError(f"{error.what}{hint}. {error.advice}") from error
     return open_dataset(directory, c)
 
 
@@ -140,7 +141,7 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
 
 
 def tokenizer_of_weights(init_from: str | None) -> str:
-    """Return a hint to the tokenizer beside the weights, to end a message with."""
+    """Return a hint to the tokenizer beside the weights, to end a sentence with."""
     files = ("tokenizer.json", "tokenizer.tiktoken", "merges.txt", "vocab.bpe")
     if init_from is None or not any((Path(init_from) / f).is_file() for f in files):
         return ""

@@ -220,7 +220,9 @@ def _check_data(c: Data) -> None:
         " as 0.01",
     )
     _require(
-        c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]"
+        c.source != "text" or bool(c.paths),
+        "data=text needs data.paths=[FILE,...]; texts of a program are given to"
+        " train(config, data=TEXTS), without data=text",
     )
     _require(
         c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANIZATION/DATASET"

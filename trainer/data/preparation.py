@@ -288,24 +288,27 @@ def run(
 
 
 def say_special_tokens(rows: Iterator[Rows], tokenizer: Tokenizer) -> Iterator[Rows]:
-    """Yield rows, and print which special token the first of them spell most.
+    """Yield rows, and print which special tokens the first of them spell.
 
-    Other trainers encode it as that token, which ends a document or a turn of a chat.
+    Other trainers encode them as those tokens, which end a document or a turn of a
+    chat.
     """
     names = {*tokenizer.special_tokens, USUAL_END} - {"", "\0"}  # NUL ends `byte`
     for number, part in enumerate(rows):
         if number == 0:
-            spelled = {
+            counts = {
                 name: sum(text.count(name) for text in part.texts)
                 for name in sorted(names)
             }
-            name = max(spelled, key=lambda name: spelled[name])
-            if spelled[name]:
+            listed = ", ".join(
+                f"{name!r} ({count:,} times)" for name, count in counts.items() if count
+            )
+            if listed:
                 chars = sum(map(len, part.texts))
                 note(
-                    f"the text spells {name!r} ({spelled[name]:,} times in {chars:,}"
-                    " characters), which is encoded as ordinary characters; where it"
-                    " separates documents, write each as a row of JSON lines"
+                    f"the first {chars:,} characters spell {listed}: encoded as"
+                    " ordinary characters, since no text makes special tokens; each row"
+                    " of JSON lines is a document, and its end is added"
                 )
         yield part
 

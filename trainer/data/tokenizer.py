@@ -394,7 +394,19 @@ def vocabulary_file(directory: Path) -> Path:
 
 
 class DownloadFailed(UserError):
-    """The error of an encoding that could not be downloaded."""
+    """The error of an encoding that could not be downloaded.
+
+    Attributes:
+      what: which one, and why.
+      advice: how to get it; a sentence of its own.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.what, self.advice = what, advice
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.advice}"
 
 
 def download(name: str) -> tiktoken.Encoding:
@@ -408,10 +420,11 @@ def download(name: str) -> tiktoken.Encoding:
         file = url.rsplit("/", 1)[-1]
         raise DownloadFailed(
             f"tokenizer {name!r} is not on this machine and could not be downloaded"
-            f" ({type(error).__name__}). Fetch {url} where there is a network; then"
+            f" ({type(error).__name__})",
+            f"Fetch {url} where there is a network; then"
             f" either pass the file, data.tokenizer=DIRECTORY/{file}, or save it as"
             f" DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set"
-            " TIKTOKEN_CACHE_DIR=DIRECTORY. data.tokenizer=byte needs no file"
+            " TIKTOKEN_CACHE_DIR=DIRECTORY. data.tokenizer=byte needs no file",
         ) from error
     except (ValueError, OSError) as error:
         raise UserError(f"tokenizer {name!r}: {str(error).splitlines()[0]}") from error

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.__main__ import command
+from trainer.assembly.build import build_model
 from trainer.bounds import Positive, at_least
 from trainer.cli.train import EARLY
 from trainer.config.combinations import validate
@@ -472,3 +473,22 @@ def test_a_simulated_format_has_a_short_form():
             form,
             form,
         )
+
+
+def test_texts_of_a_program_need_no_source_of_data():
+    with pytest.raises(UserError, match=r"train\(config, data=TEXTS\), without data="):
+        compose_config(["data=text"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt2_nano", "model.vocab_size=100 is smaller than the tokenizer's 256 ids;"),
+        ("from_init", "100, the vocabulary of the weights, is smaller than the"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_says_whose_it_is(name, message):
+    c = compose_config(["model=gpt2_nano", "model.vocab_size=100"])
+    model = dataclasses.replace(c.model, name=name)
+    with pytest.raises(UserError, match=message):
+        build_model(model, c.precision.policy, 256)

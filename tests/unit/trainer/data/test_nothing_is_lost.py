@@ -123,9 +123,24 @@ def test_a_text_that_spells_a_special_token_is_said(tmp_path, capsys, mark, toke
     path.write_text(f"\n{mark}\n".join(["abcdefgh"] * 50))
     prepared(tmp_path, TextSource((str(path),)), tokenizer)
     said = capsys.readouterr().err
-    line = f"the text spells {mark!r} (49 times in "
+    line = f" characters spell {mark!r} (49 times): encoded as ordinary characters"
     assert said.count(line) == (mark in known)
-    assert "the text spells" not in said.replace(line, "")
+    assert " characters spell " not in said.replace(line, "")
+
+
+def test_every_special_token_that_a_text_spells_is_said(tmp_path, capsys):
+    saved(
+        tmp_path,
+        models.BPE(LETTERS, [], unk_token="a"),
+        special=(END, "<|im_start|>", "<|im_end|>"),
+        pre_tokenizer=pre_tokenizers.Whitespace(),
+    )
+    path = tmp_path / "chat.jsonl"
+    turns = [f"<|im_start|>{'abc' * i}<|im_end|>" for i in range(100)]
+    path.write_text("".join(json.dumps({"text": turn}) + "\n" for turn in turns))
+    prepared(tmp_path, TextSource((str(path),)), str(tmp_path))
+    counts = "'<|im_end|>' (100 times), '<|im_start|>' (100 times): encoded"
+    assert f" characters spell {counts}" in capsys.readouterr().err
 
 
 def test_a_model_of_which_the_file_names_no_type_loses_no_character(tmp_path):
