@@ -580,6 +580,8 @@ def _has_metadata(folder: Path) -> bool:
     try:
         step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
         return step.commit_timestamp is not None
+    except ImportError:
+        raise
     except Exception:  # a damaged file can raise anything
         return False
 
@@ -589,10 +591,7 @@ def _val_loss(metrics: Mapping[str, float]) -> float:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    shape_and_dtype = (
-        jax.eval_shape(jax.random.key_data, leaf) if state_tree.is_key(leaf) else leaf
-    )
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(
-        shape_and_dtype.shape, shape_and_dtype.dtype, sharding=sharding
-    )
+    if state_tree.is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

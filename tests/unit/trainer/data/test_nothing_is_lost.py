@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from tokenizers import (
 
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 from trainer.data.corpus import HubSource, open_corpus
+from trainer.data.hub_data import check_tables
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.tokenizer import changed_characters
 from trainer.errors import UserError
@@ -460,3 +462,10 @@ def test_merges_of_another_model_are_not_split_as_gpt2_s(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
         get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet"])
+def test_a_version_of_datasets_that_casts_otherwise_is_refused(name):
+    with pytest.raises(UserError, match=rf"reads {name} in a way .* datasets==5\.2\.0"):
+        check_tables(SimpleNamespace(name=name), "text")
+    check_tables(SimpleNamespace(name="webdataset"), "text")  # casts nothing

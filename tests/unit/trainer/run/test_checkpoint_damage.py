@@ -10,6 +10,7 @@ import pytest
 from checkpoints import META, abstract, bits, make_state, saved
 
 from trainer.errors import UserError
+from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpointer
 
 
@@ -242,3 +243,17 @@ def test_a_missing_package_is_no_damage(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError):
         checkpointer.restore(abstract(make_state(1)))
     assert checkpointer.steps() == [1]
+
+
+def test_a_package_that_is_missing_at_the_start_sets_no_checkpoint_aside(
+    tmp_path, monkeypatch
+):
+    saved(Checkpointer(tmp_path), 1)
+
+    def missing(*_):
+        raise ModuleNotFoundError("No module named 'etils'")
+
+    monkeypatch.setattr(checkpoint.ocp.path.step, "Metadata", missing)
+    with pytest.raises(ModuleNotFoundError):
+        Checkpointer(tmp_path)
+    assert (tmp_path / "1").is_dir()
