@@ -133,6 +133,7 @@ class CustomSpec:
     keep_fp8_weights: bool
     dropout: float = 0.0
     scan_layers: bool = False
+    remat: str = "none"
     n_layer: int = 0  # unknown
 
     @property

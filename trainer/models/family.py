@@ -49,6 +49,10 @@ class Spec(Protocol):
         """Return whether the blocks' parameters are stacked and scanned."""
 
     @property
+    def remat(self) -> str:
+        """What the backward pass recomputes; see `GPT2Spec`."""
+
+    @property
     def keep_fp8_weights(self) -> bool:
         """Return whether the backward pass reuses the FP8 weights of the forward pass.
 
