@@ -191,7 +191,8 @@ def announce(job: Job, number: int, sweep: Sweep) -> None:
     # An interval's jobs cannot be counted in advance.
     count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
     show(
-        f"\njob {number}{count}: {' '.join(job.settings)}, in {job.run_dir}",
+        f"\nrun {job.run_dir.name} (job {number}{count}): {' '.join(job.settings)}, in"
+        f" {job.run_dir}",
     )
 
 

@@ -251,7 +251,8 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
         == 0
     )
     out = capfd.readouterr().out
-    assert f"\njob 3 of 4: optimizer.lr=0.01 seed=0, in {tmp_path}/S/2\n" in out
+    told = f"\nrun 2 (job 3 of 4): optimizer.lr=0.01 seed=0, in {tmp_path}/S/2\n"
+    assert told in out
     table, rest = (part.splitlines() for part in out.split("\n\n")[-2:])
     assert table[0].split()[:3] == ["optimizer.lr", "seed", "validation"]
     assert sorted(line.split()[0] for line in table[1:5]) == ["0", "1", "2", "3"]
