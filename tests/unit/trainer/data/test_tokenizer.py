@@ -242,6 +242,12 @@ def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_p
     assert re.search(r"DIRECTORY/[0-9a-f]{40}", message)
 
 
+def test_empty_lines_of_a_tiktoken_file_are_skipped(gpt2, tmp_path):
+    file = tmp_path / "r50k_base.tiktoken"
+    file.write_bytes(b"\n" + tiktoken_file(gpt2.tokens) + b"\n\n")
+    assert get_tokenizer(str(file)).tokens == gpt2.tokens
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
