@@ -34,9 +34,10 @@ from trainer.data.hub_data import (
     refuse_builder,
 )
 from trainer.data.jsonl import read_jsonl
+from trainer.data.line_cuts import LINE_START
 from trainer.data.parquet import check_parquet, is_text, not_text_column, read_parquet
 from trainer.data.standard_library import Library, find_library, text_of_file
-from trainer.data.tokenizer import LINE_START
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note
@@ -157,6 +158,25 @@ class Corpus:
     length: int | None = None
     max_tokens: int | None = None
     files: Sequence[File] = ()
+
+    def read_for(self, tokenizer: Tokenizer, position: Position) -> Iterator[Rows]:
+        """Return the rows that a tokenizer encodes: a single text in pieces, or whole.
+
+        It is whole, in memory, for a tokenizer that is not line-safe.
+        """
+        rows = self.read(position)
+        if self.length is None or tokenizer.line_safe:
+            return rows
+        if self.length > PIECE:
+            note(
+                f"data.tokenizer={tokenizer.name} may have tokens across lines, so that"
+                f" the text of {self.length:,} characters is encoded at once, which"
+                " takes up to 150 bytes of memory for each; documents in JSON lines are"
+                " encoded one by one"
+            )
+        pieces = list(rows)
+        text = "".join(piece.texts[0] for piece in pieces)
+        return iter([Rows([text], piece.position) for piece in pieces[-1:]])
 
 
 def open_corpus(

@@ -17,6 +17,7 @@ import tokenizers
 
 from trainer.data.bpe_files import AFFIXES, TokenIds, is_bpe, special_in
 from trainer.data.byte_spelling import unspell
+from trainer.data.line_cuts import is_line_safe
 from trainer.data.settings_beside import (
     ENDS,
     SETTINGS,
@@ -87,6 +88,7 @@ class JSONTokenizer:
             # Otherwise a text that spells it would end there.
             tokenizer.add_special_tokens([end])
         make_ordinary(tokenizer, tree, self.special_tokens)
+        self.line_safe = is_line_safe(tree, tokenizer)
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
             f"{end}\n{content}".encode(), digest_size=16
@@ -388,7 +390,7 @@ def is_piece(tree: dict[str, Any], token: str) -> bool:
     """Return whether an added token stands for another text than its own spelling.
 
     Bytes and runs of spaces may be marked as special. The model needs them as before,
-    and text that spells them, as `<0x0A>` or `\u0120\u0120`, is not what they stand for.
+    and text that spells `<0x0A>` is not what it stands for.
     """
     if BYTE.fullmatch(token):
         return bool(tree["model"].get("byte_fallback"))
