@@ -29,6 +29,10 @@ MOST_VARIABLE, MOST_UNBOUNDED = 8, 3  # quantifiers of an alternative; GPT-4o's 
 TAKES_TEXT = re.compile(
     r"(\\A)?(\\s|[^\\^$.|?*+()\[\]{}])(\+|\{[1-9]\d*(,\d*)?\})?", re.DOTALL
 )
+# EXAONE's word. It repeats a group of several lengths, but the next character decides:
+# a letter begins the outer group, and a space the inner one.
+DECIDED = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+
 # A part of a pattern: an escape, a group's beginning, a quantifier, or a character.
 PART = re.compile(
     r"""(?P<refers>\\[1-9kg]|\(\?[~(&R0-9])
@@ -139,6 +143,7 @@ def check_pattern(path: Path, pattern: str) -> None:
 
     if len(pattern) > MOST_PATTERN:
         raise refuse(f"has more than {MOST_PATTERN:,} characters")
+    pattern = pattern.replace(DECIDED, r"\p{L}+")
     outer = [Group()]
     last: Group | None = None  # what a quantifier would repeat; None: nothing
     variable = unbounded = brackets = 0
