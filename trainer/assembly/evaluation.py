@@ -90,7 +90,9 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
     tokens = size = 0
-    pieces = ((rows, text) for rows in corpus.read(None) for text in rows.texts)
+    pieces = (
+        (rows, text) for rows in corpus.read_for(tokenizer, None) for text in rows.texts
+    )
     for rows, text in pieces:
         ids = tokenizer.encode_array(text, rows.before, rows.after)
         ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)

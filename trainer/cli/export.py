@@ -141,6 +141,14 @@ def tokenizer_class(out: Path) -> str:
     return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
 
 
+def generation_settings(origin: Path | None, eot: int) -> dict[str, Any]:
+    """Return generation_config.json: the original's, with the ids of the export."""
+    from trainer.data.settings_beside import read_beside
+
+    given = {} if origin is None else read_beside(origin, "generation_config.json")
+    return given | generation_config(origin, eot)
+
+
 def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     """Return the text of README.md, as Hugging Face's hub shows it."""
     from trainer.models.flops import param_count
@@ -206,7 +214,7 @@ def main(args: Arguments) -> None:
     else:
         carried = tokenizer_files(origin)
     weights = save(args.out, model.spec, params, eot)
-    write_object(out / "generation_config.json", generation_config(origin, eot))
+    write_object(out / "generation_config.json", generation_settings(origin, eot))
     if origin is None:
         others = save_hf(out, model.tokenizer, model.spec.context)
     else:

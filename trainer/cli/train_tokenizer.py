@@ -27,8 +27,9 @@ from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import known_settings
 from trainer.data.corpus import open_corpus
 from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
+from trainer.data.line_cuts import cut_at_lines
 from trainer.data.preparation import training_part
-from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
+from trainer.data.tokenizer import Tokenizer, get_tokenizer
 from trainer.errors import UserError
 from trainer.text import override, show
 

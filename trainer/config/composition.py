@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import hub, inherited
 from trainer.config.combinations import validate
 from trainer.config.continuing import CONFIGS, CommandLine, continue_run, with_saved
-from trainer.config.fields import flatten, from_tree
+from trainer.config.fields import converted, flatten, from_tree
 from trainer.config.own_file import over_defaults
 from trainer.config.phases import phases_of
 from trainer.config.renamed import refuse_old_names
@@ -31,6 +31,13 @@ LEADING_TILDE = re.compile(
     r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)"
 )
 TILDE_IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
+# Hydra reads 1e3 as the number 1000.0, and true as a truth value.
+NAME_LIKE_A_NUMBER = re.compile(
+    r"(\+*(?:run_dir|init_from|resume\.source|data\.(?:cache_dir|prepared_dir|tokenizer"
+    r"|name|config|split|column|revision))=)"
+    r"([+-]?(?:\.?\d[\w.+-]*|nan|inf(?:inity)?|true|false))",
+    re.IGNORECASE,
+)
 PATTERNS = ("data.paths", "data.sources")
 
 
@@ -83,7 +90,7 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
     if inherited.needs_architecture(plain.get("model")):
         plain["model"] = inherited.inherit(
             plain["model"],
-            plain["init_from"],
+            converted(str | None, plain["init_from"], "init_from"),
             other_tokenizer=plain["init"]["embeddings"] is not None,
         )
     plain["train"]["phases"] = with_presets(plain["train"]["phases"])
@@ -285,7 +292,8 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
 
     `resume=auto` is `resume.source=auto`. `precision=sim_e3m4` is `precision=sim` with
     that format in both directions. `~` is the home directory: no shell expands it after
-    `run_dir=`, and Hydra cannot read it in a list.
+    `run_dir=`, and Hydra cannot read it in a list. A name that reads as a number is
+    quoted.
     """
     home = os.path.expanduser("~")
     long = []
@@ -302,7 +310,9 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
             continue
         argument = re.sub(r"^(\+*)resume=", r"\1resume.source=", argument)
         tilde = TILDE_IN_LIST if argument.startswith("data.paths=") else LEADING_TILDE
-        long.append(tilde.sub(lambda match: match[1] + home, argument))
+        argument = tilde.sub(lambda match: match[1] + home, argument)
+        name = NAME_LIKE_A_NUMBER.fullmatch(argument)
+        long.append(argument if name is None else f"{name[1]}'{name[2]}'")
     return long
 
 

@@ -10,7 +10,7 @@ TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
-MODEL_FILES = ("model*.safetensors", "*.json", *TOKENIZER_FILES)
+MODEL_FILES = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
 # Keys that take an id, each with the patterns of the files that count.
 KEYS = {"init_from": MODEL_FILES, "data.tokenizer": TOKENIZER_FILES}
 

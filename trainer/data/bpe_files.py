@@ -55,6 +55,8 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
     """Return the encoding of a .tiktoken file."""
     ranks: TokenIds = {}
     for number, line in enumerate(read(path).splitlines(), 1):
+        if not line:  # as tiktoken
+            continue
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

@@ -8,6 +8,7 @@ import hashlib
 import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,24 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
             f"{path} is no {codec} file, or a damaged one"
             f" ({str(error).splitlines()[0]}); copy or compress it again"
         ) from error
+
+
+@contextmanager
+def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
+    """Let an error name the user's files, and not those of the cache.
+
+    Args:
+      origins: the compressed files, by those in the cache.
+    """
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        for cached, path in origins.items():
+            message = message.replace(str(cached), str(path))
+            message = message.replace(str(cached.parent), str(path.parent))
+        error.args = (message,)
+        raise
 
 
 def refuse_twins(files: Iterable[File], origins: Mapping[Path, Path]) -> None:

@@ -8,12 +8,12 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.compressed import decompressed, refuse_twins
+from trainer.data.compressed import decompressed, original_names, refuse_twins
 from trainer.data.files import (
     File,
     Format,
@@ -34,9 +34,10 @@ from trainer.data.hub_data import (
     refuse_builder,
 )
 from trainer.data.jsonl import read_jsonl
+from trainer.data.line_cuts import LINE_START
 from trainer.data.parquet import check_parquet, is_text, not_text_column, read_parquet
 from trainer.data.standard_library import Library, find_library, text_of_file
-from trainer.data.tokenizer import LINE_START
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note
@@ -158,6 +159,25 @@ class Corpus:
     max_tokens: int | None = None
     files: Sequence[File] = ()
 
+    def read_for(self, tokenizer: Tokenizer, position: Position) -> Iterator[Rows]:
+        """Return the rows that a tokenizer encodes: a single text in pieces, or whole.
+
+        It is whole, in memory, for a tokenizer that is not line-safe.
+        """
+        rows = self.read(position)
+        if self.length is None or tokenizer.line_safe:
+            return rows
+        if self.length > PIECE:
+            note(
+                f"data.tokenizer={tokenizer.name} may have tokens across lines, so that"
+                f" the text of {self.length:,} characters is encoded at once, which"
+                " takes up to 150 bytes of memory for each; documents in JSON lines are"
+                " encoded one by one"
+            )
+        pieces = list(rows)
+        text = "".join(piece.texts[0] for piece in pieces)
+        return iter([Rows([text], piece.position) for piece in pieces[-1:]])
+
 
 def open_corpus(
     source: EmbeddedSource | PythonSource | TextSource | HubSource, cache_dir: Path
@@ -231,9 +251,30 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     check_shards(given)
     opened = {decompressed(path, cache_dir): path for path in given}
     origins = {path: origin for path, origin in opened.items() if path != origin}
-    formats = {path: format_of(path, source.format) for path in opened}
+    with original_names(origins):
+        corpus = corpus_of(source, list(opened), origins, cache_dir)
+
+    def read(position: Position) -> Iterator[Rows]:
+        with original_names(origins):
+            yield from corpus.read(position)
+
+    return replace(corpus, read=read)
+
+
+def corpus_of(
+    source: TextSource, paths: list[Path], origins: Mapping[Path, Path], cache_dir: Path
+) -> Corpus:
+    """Return files as a corpus.
+
+    Args:
+      source: the user's source.
+      paths: its files, decompressed.
+      origins: the compressed files, by those in the cache.
+      cache_dir: see `open_corpus`.
+    """
+    formats = {path: format_of(path, source.format) for path in paths}
     files = examine(
-        list(formats),
+        paths,
         text=lambda p: formats[p] != "parquet",
         cache_dir=cache_dir,
         given=source.paths,
@@ -266,7 +307,8 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     description["paths"] = list(source.paths)
     description["digests"] = digests
     description["formats"] = {kind: len(members) for kind, members in groups}
-    name = folder_of(source.paths[0], files[0].path)
+    first = origins.get(files[0].path, files[0].path)
+    name = folder_of(source.paths[0], first)
     if len(files) == 1:
         name = files[0].path.stem
     if [kind for kind, _ in groups] == ["text"] and len(files) == 1:

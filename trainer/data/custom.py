@@ -87,6 +87,7 @@ class NumberTokenizer:
     name = "numbers"
     eot = 0
     pattern: str | None = None
+    line_safe = True
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.files import FORMATS, NoColumn, check_shards
+from trainer.data.files import NoColumn, check_shards
 from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json
 from trainer.errors import UserError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from trainer.data.corpus import HubSource
 
-DATA_SUFFIXES = (*FORMATS, ".csv", ".txt", ".arrow")
+DOCUMENTATION = re.compile(r"(?i)(readme|license)(\.(txt|rst))?|.*\.md")
 # what `datasets.save_to_disk` writes beside the rows: splits, columns, names of files
 DICT, STATE = "dataset_dict.json", "state.json"
 SAVED_TO_DISK = (DICT, "dataset_info.json", STATE)
@@ -212,21 +213,23 @@ def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) 
 
 
 def say_unread_files(name: str, local: Sequence[Path], read: Iterable[str]) -> None:
-    """Print which data files of a directory `datasets` leaves out.
+    """Print which files of a directory `datasets` leaves out.
 
     It reads one format, and finds splits, patterns and URLs in names.
     """
-    known = set(map(os.path.realpath, read))
+    known, folder = set(map(os.path.realpath, read)), path_of(name)
     data = [
         path
         for path in local
-        if path.suffix in DATA_SUFFIXES and path.name not in SAVED_TO_DISK
+        if path.name not in SAVED_TO_DISK
+        and not DOCUMENTATION.fullmatch(path.name)
+        and not any(part[0] == "." for part in path.relative_to(folder).parts)
     ]
     unread = [path for path in data if os.path.realpath(path) not in known]
     if unread:
         note(
             f"data.name={name}: `datasets` leaves out {unread[0]} ({len(unread):,} of"
-            f" {len(data):,} data files); data=text data.paths=[{name}] reads all"
+            f" {len(data):,} files); data=text data.paths=[{name}] reads all"
         )
 
 

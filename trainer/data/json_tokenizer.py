@@ -17,6 +17,7 @@ import tokenizers
 
 from trainer.data.bpe_files import AFFIXES, TokenIds, is_bpe, special_in
 from trainer.data.byte_spelling import unspell
+from trainer.data.line_cuts import is_line_safe
 from trainer.data.settings_beside import (
     ENDS,
     SETTINGS,
@@ -64,11 +65,12 @@ class JSONTokenizer:
         self.special_tokens = {
             token["content"]: added[token["content"]]
             for token in tree["added_tokens"]
-            if token.get("special") or token["content"] == end
+            if token["content"] == end
+            or (token.get("special") and not is_piece(tree, token["content"]))
         }
-        special = {token.encode() for token in self.special_tokens}
+        special = set(self.special_tokens.values())
         ids = ids_of(tree) or {}
-        self.tokens = {token: i for token, i in ids.items() if token not in special}
+        self.tokens = {token: i for token, i in ids.items() if i not in special}
         self.vocab_size = 1 + max(
             [*self.tokens.values(), *self.special_tokens.values()]
         )
@@ -86,6 +88,7 @@ class JSONTokenizer:
             # Otherwise a text that spells it would end there.
             tokenizer.add_special_tokens([end])
         make_ordinary(tokenizer, tree, self.special_tokens)
+        self.line_safe = is_line_safe(tree, tokenizer)
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
             f"{end}\n{content}".encode(), digest_size=16
@@ -363,10 +366,14 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
         vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
     if not isinstance(vocabulary, dict):
         return None
-    added = {token.encode(): i for token, i in special_in(tree).items()}
+    added = {
+        token.encode(): i
+        for token, i in special_in(tree).items()
+        if token not in vocabulary or not is_piece(tree, token)
+    }
     added_ids = set(added.values())
     tokens = {token: i for token, i in vocabulary.items() if i not in added_ids}
-    if has_part([tree.get("pre_tokenizer"), tree.get("decoder")], "ByteLevel"):
+    if is_byte_level(tree):
         return spelled_ids(tokens) | added
     ids: TokenIds = {}
     for token, i in tokens.items():
@@ -377,6 +384,24 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
             raw = bytes([int(match[1], 16)])
             ids[token.encode() if raw in ids else raw] = i
     return ids | added
+
+
+def is_piece(tree: dict[str, Any], token: str) -> bool:
+    """Return whether an added token stands for another text than its own spelling.
+
+    Bytes and runs of spaces may be marked as special. The model needs them as before,
+    and text that spells `<0x0A>` is not what it stands for.
+    """
+    if BYTE.fullmatch(token):
+        return bool(tree["model"].get("byte_fallback"))
+    if is_byte_level(tree):
+        return unspell(token) not in (None, token.encode())
+    return not token.strip(SPACE)
+
+
+def is_byte_level(tree: dict[str, Any]) -> bool:
+    """Return whether the tokens of a tokenizer.json are spelled as GPT-2's."""
+    return has_part([tree.get("pre_tokenizer"), tree.get("decoder")], "ByteLevel")
 
 
 def spelled_ids(vocabulary: dict[str, int]) -> TokenIds:

@@ -145,15 +145,15 @@ def _only_list(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
         )
     texts = {key: len(text) for key, text in value.items() if isinstance(text, str)}
     if texts:
-        _say_list(path.parent, lists[0], max(texts, key=lambda key: texts[key]))
+        _say_list(lists[0], max(texts, key=lambda key: texts[key]))
     return value[lists[0]]
 
 
-@cache  # once for all files of a directory, which are read twice
-def _say_list(folder: Path, rows: str, column: str) -> None:
+@cache  # once for all files, which are read twice
+def _say_list(rows: str, column: str) -> None:
     """Print that a text of an object is left out, beside the list that is read."""
     note(
-        f"{folder}: a JSON file with one object is read by its list {rows!r}, without"
+        f"data.paths: a JSON file of one object is read by its list {rows!r}, without"
         f" {column!r} beside that; data.column={column} would read {column!r} alone"
     )
 

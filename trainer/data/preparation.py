@@ -274,7 +274,8 @@ def run(
     if budget is not None:
         budget -= resumed_tokens
     chunk = Chunk()
-    rows = say_special_tokens(job.corpus.read(job.position), job.encoder.tokenizer)
+    tokenizer = job.encoder.tokenizer
+    rows = say_special_tokens(job.corpus.read_for(tokenizer, job.position), tokenizer)
     for batch in job.encoder.encode(rows, job.chars, budget):
         chunk.add(batch)
         seconds = time.monotonic() - started

@@ -11,7 +11,6 @@ import difflib
 import functools
 import hashlib
 import json
-import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from trainer.data.bpe_files import (
     PAIRS,
     byte_level,
     encoding,
-    known_settings,
     read_merges,
     read_tiktoken,
 )
@@ -37,6 +35,7 @@ from trainer.data.json_tokenizer import (
     end_of_document,
     read_tokenizer,
 )
+from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
 from trainer.errors import UserError
 from trainer.files import path_of, well_formed, write_atomically
 
@@ -65,6 +64,7 @@ class Tokenizer(Protocol):
       tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its
           merges.
       special_tokens: ids of tokens that no text is encoded to, `eot` among them.
+      line_safe: whether the pieces of a text that begin at LINE_STARTs have its ids.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Tokenizer(Protocol):
     pattern: str | None
     tokens: dict[bytes, int]
     special_tokens: dict[str, int]
+    line_safe: bool
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -81,8 +82,9 @@ class Tokenizer(Protocol):
     def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
         """Return `encode` as an array [n]; other threads run meanwhile.
 
-        Of a piece of a longer text, these are the ids that begin in it. `before` and
-        `after` are the text around it, as far as that can change its ids.
+        Of a piece of a longer text, these are the ids that begin in it, if the
+        tokenizer is line-safe. `before` and `after` are the text around it, as far as
+        that can change its ids.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -110,6 +112,7 @@ class ByteTokenizer:
     eot = 0
     fingerprint = "byte"
     pattern: str | None = None
+    line_safe = True
 
     def __init__(self) -> None:
         self.tokens = {bytes([i]): i for i in range(self.vocab_size)}
@@ -152,6 +155,7 @@ class BPETokenizer:
         self.tokens: dict[bytes, int] = encoding._mergeable_ranks
         self.special_tokens: dict[str, int] = encoding._special_tokens
         self.pattern: str | None = encoding._pat_str
+        self.line_safe = self.pattern in line_safe_patterns()
         self._settings = {
             "pat_str": self.pattern,
             "special_tokens": self.special_tokens,
@@ -169,19 +173,9 @@ class BPETokenizer:
 
     def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
         """See Tokenizer."""
-        if self.pattern in line_safe_patterns():
-            before = after = ""
         # With nothing disallowed all of it is encoded as ordinary text.
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
-            ids = self.encoding.encode_to_numpy(
-                before + text + after, disallowed_special=()
-            )
-        if not before and not after:
-            return ids
-        sizes = np.array([len(self._bytes[int(i)]) for i in ids], np.int64)
-        starts = np.cumsum(sizes) - sizes  # in bytes
-        first = len(before.encode())
-        return ids[(starts >= first) & (starts < first + len(text.encode()))]
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -196,7 +190,7 @@ class BPETokenizer:
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text stays uncut where the word pattern is unknown."""
-        if self.pattern in line_safe_patterns():
+        if self.line_safe:
             return cut_at_lines(text, size)
         return [text]
 
@@ -219,31 +213,6 @@ def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
         for token, rank in sorted(ranks.items(), key=lambda x: x[1])
     )
     return b"".join(lines)
-
-
-# No token of GPT-2's, cl100k's or o200k's pattern crosses the boundary between a line
-# that ends in a printable ASCII character and one that starts with a letter: none holds
-# a newline followed by a letter, and a newline alone is matched alike before a letter
-# and at the end of the text.
-LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
-
-
-def cut_at_lines(text: str, size: int) -> list[str]:
-    """Cut a text at the first LINE_START after every `size` characters."""
-    pieces, start = [], 0
-    while match := LINE_START.search(text, start + size):
-        pieces.append(text[start : match.start()])
-        start = match.start()
-    return [*pieces, text[start:]]
-
-
-@functools.cache
-def line_safe_patterns() -> frozenset[str]:
-    """Return the word patterns for which `LINE_START` is a token boundary."""
-    return frozenset(
-        known_settings(name, {})["pat_str"]
-        for name in ("r50k_base", "cl100k_base", "o200k_base")
-    )
 
 
 def get_tokenizer(name: str) -> Tokenizer:

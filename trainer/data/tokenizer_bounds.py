@@ -25,6 +25,14 @@ MOST_PATTERN = 4000  # characters; the longest of the hub has some 600
 MOST_REPEATS = 1000  # of a part with a fixed number of them
 MOST_VARIABLE, MOST_UNBOUNDED = 8, 3  # quantifiers of an alternative; GPT-4o's has 4, 2
 
+# Some of the patterns that take a character at least, as ` {2,}` of transformers' does.
+TAKES_TEXT = re.compile(
+    r"(\\A)?(\\s|[^\\^$.|?*+()\[\]{}])(\+|\{[1-9]\d*(,\d*)?\})?", re.DOTALL
+)
+# EXAONE's word. It repeats a group of several lengths, but the next character decides:
+# a letter begins the outer group, and a space the inner one.
+DECIDED = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+
 # A part of a pattern: an escape, a group's beginning, a quantifier, or a character.
 PART = re.compile(
     r"""(?P<refers>\\[1-9kg]|\(\?[~(&R0-9])
@@ -66,13 +74,14 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
 
 
 def longest_in(charsmap: str) -> int:
-    """Return the bytes of the longest text in SentencePiece's table of normal forms.
+    """Return the characters of the longest text in SentencePiece's table of forms.
 
     The table, in base64, is the size of a trie, the trie, and texts that end with NUL.
     """
     data = base64.b64decode(charsmap)
     trie = int.from_bytes(data[:4], "little")
-    return max(map(len, data[4 + trie :].split(b"\0")))
+    texts = data[4 + trie :].split(b"\0")
+    return max(len(text.decode(errors="replace")) for text in texts)
 
 
 def texts_in(part: Any) -> list[tuple[str, str]]:
@@ -81,16 +90,24 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
         return [pair for inner in part for pair in texts_in(inner)]
     if not isinstance(part, dict):
         return []
+    is_added = part.get("type") == "Replace" and may_match_nothing(part["pattern"])
     pairs = []
-    if part.get("type") == "Replace" and not part["pattern"].get("String"):
-        # Where a pattern matches nothing, the content is added to a character.
-        pairs.append(("content", f" {part.get('content')}"))
     for key, value in part.items():
         if isinstance(value, str):
-            pairs.append((key, value))
+            # Where a pattern matches nothing, the content is added to a character.
+            is_longer = is_added and key == "content"
+            pairs.append((key, f" {value}" if is_longer else value))
         elif key not in ("vocab", "merges"):
             pairs += texts_in(value)
     return pairs
+
+
+def may_match_nothing(pattern: dict[str, str]) -> bool:
+    """Return whether a pattern of Replace may match between characters."""
+    regex = pattern.get("Regex")
+    if regex is None:
+        return not pattern.get("String")
+    return not TAKES_TEXT.fullmatch(regex)
 
 
 @dataclass
@@ -126,6 +143,7 @@ def check_pattern(path: Path, pattern: str) -> None:
 
     if len(pattern) > MOST_PATTERN:
         raise refuse(f"has more than {MOST_PATTERN:,} characters")
+    pattern = pattern.replace(DECIDED, r"\p{L}+")
     outer = [Group()]
     last: Group | None = None  # what a quantifier would repeat; None: nothing
     variable = unbounded = brackets = 0

@@ -30,8 +30,9 @@ TOKENIZER_BYTES = 1 << 28
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "tokenizer.model", "vocab.json", "merges.txt",
-    "added_tokens.json", "chat_template.jinja",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # for tools and the like, a file each
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -326,7 +327,9 @@ def tokenizer_files(source: Path) -> list[Path]:
       UserError: a file is a link to a place outside, whose content would be published
           with a copy.
     """
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names = [source / name for name in TOKENIZER_FILES]
+    names += sorted((source / TEMPLATES).glob("*.jinja"))
+    files = [file for file in names if file.is_file()]
     # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of
     # links to files of blobs beside it.
     root = source.resolve()
@@ -344,6 +347,11 @@ def tokenizer_files(source: Path) -> list[Path]:
 
 def carry_tokenizer(files: Sequence[Path], target: Path) -> list[Path]:
     """Copy files of `tokenizer_files` into a directory; return the copies' paths."""
+    copies: list[Path] = []
     for file in files:
-        write_atomically(target / file.name, read_file(file, TOKENIZER_BYTES))
-    return [target / file.name for file in files]
+        is_template = file.parent.name == TEMPLATES
+        folder = target / TEMPLATES if is_template else target
+        folder.mkdir(exist_ok=True)
+        copies.append(folder / file.name)
+        write_atomically(copies[-1], read_file(file, TOKENIZER_BYTES))
+    return copies

@@ -10,10 +10,11 @@ import numpy as np
 from trainer.errors import UserError
 from trainer.models.config_values import number, whole_number
 
-Kind = Literal["llama3", "linear", "yarn"]
+Kind = Literal["llama3", "linear", "yarn", "dynamic"]
 # for each kind its keys in a config.json, and their names here
 KEYS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
@@ -45,7 +46,8 @@ class RopeScaling:
         `original_context / high_freq_factor` stay.
       original_context: tokens of the model's earlier context, of llama3 and yarn.
       kind: llama3 (Grattafiori et al. 2024, arXiv 2407.21783), linear (Chen et al.
-        2023, arXiv 2306.15595) or yarn (Peng et al. 2023, arXiv 2309.00071).
+        2023, arXiv 2306.15595), yarn (Peng et al. 2023, arXiv 2309.00071) or dynamic,
+        which changes nothing up to the model's context and is for an export's readers.
       beta_fast: of yarn: pairs that turn more often than this in the original context
         stay.
       beta_slow: of yarn: pairs that turn less often than this are divided.
@@ -134,6 +136,7 @@ def _share_of_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.
 
 _SHARES = {
     "linear": lambda s, frequency_P, theta: np.zeros_like(frequency_P),
+    "dynamic": lambda s, frequency_P, theta: np.ones_like(frequency_P),
     "llama3": _share_of_llama3,
     "yarn": _share_of_yarn,
 }
@@ -172,11 +175,9 @@ def rope_of(
         rope = {**rope, "original_max_position_embeddings": top_level}
     settings = {**config, **rope}
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
-    # Up to the context that a config.json names, "dynamic" changes nothing.
-    plain = kind in ("default", "dynamic")
-    if not plain and kind not in KEYS:
+    if kind != "default" and kind not in KEYS:
         raise UserError(
-            f"rope_type={kind!r} is not supported; valid: 'default', 'dynamic',"
+            f"rope_type={kind!r} is not supported; valid: 'default',"
             f" {', '.join(map(repr, KEYS))}"
         )
     partial = settings.get("partial_rotary_factor")
@@ -190,7 +191,7 @@ def rope_of(
         )
     if kind == "yarn" and theta <= 1:
         raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
-    if plain:
+    if kind == "default":
         return theta, None
     # 1.0 == True: only the boolean is transformers' default.
     others = [
@@ -203,6 +204,10 @@ def rope_of(
             f"{others[0]}={rope[others[0]]} of rope_type='yarn' is not supported; it"
             " changes what the model computes"
         )
+    if kind == "yarn" and rope.get("factor", 1) is None:  # the ratio of the contexts
+        context = whole_number(config, "max_position_embeddings")
+        original = whole_number(rope, "original_max_position_embeddings", context)
+        rope = {**rope, "factor": context / original}
     fields: dict[str, Any] = {}
     for key, ours in KEYS[kind].items():
         if kind != "yarn" or key == "factor" or rope.get(key) is not None:

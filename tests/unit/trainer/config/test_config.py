@@ -492,3 +492,18 @@ def test_a_vocabulary_that_is_too_small_says_whose_it_is(name, message):
     model = dataclasses.replace(c.model, name=name)
     with pytest.raises(UserError, match=message):
         build_model(model, c.precision.policy, 256)
+
+
+@pytest.mark.parametrize("name", ["123", "2.5", "1e3", "1_000", "true", "nan", "-1"])
+@pytest.mark.parametrize("key", ["init_from", "run_dir", "data.tokenizer"])
+def test_a_name_that_reads_as_a_number_is_a_name(name, key):
+    value = compose_config([f"{key}={name}"])
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == name
+
+
+def test_a_number_in_a_file_names_the_weights(tmp_path):
+    (tmp_path / "my.yaml").write_text("init_from: 123\n")
+    with pytest.raises(UserError, match=r"init_from=123 has neither a config\.yaml"):
+        compose_config([f"config={tmp_path / 'my.yaml'}", "model=from_init"])

@@ -3,8 +3,10 @@
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from trainer.config.composition import compose_config
+from trainer.config.hub import KEYS
 from trainer.errors import UserError
 
 
@@ -56,3 +58,9 @@ def test_an_id_in_a_file_of_one_s_own_is_fetched(hub, tmp_path):
 def test_what_cannot_be_fetched_is_a_line(hub, name, message):
     with pytest.raises(UserError, match=message):
         compose_config([f"init_from={name}"])
+
+
+def test_chat_templates_are_fetched_with_a_model():
+    names = ["chat_template.jinja", "additional_chat_templates/rag.jinja", "a.json"]
+    fetched = filter_repo_objects(names, allow_patterns=list(KEYS["init_from"]))
+    assert list(fetched) == names

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from trainer.cli.export import (
     describe_origin,
     generation_config,
+    generation_settings,
     original_directory,
     with_ids_of,
 )
@@ -330,6 +331,22 @@ def test_the_original_is_sought_where_the_run_began(tmp_path, monkeypatch):
     c = compose_config(["init_from=base", "run_dir=runs/a"])
     monkeypatch.chdir(tmp_path / "there")
     assert original_directory(c, run_dir, ours) == tmp_path / "here" / "base"
+
+
+def test_an_export_has_all_chat_templates_and_the_sampling_settings(tmp_path):
+    origin, out = tmp_path / "origin", tmp_path / "out"
+    names = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    for name in names:
+        (origin / name).parent.mkdir(parents=True, exist_ok=True)
+        (origin / name).write_text(name)
+    out.mkdir()
+    assert carry_tokenizer(origin, out) == [out / name for name in names]
+    assert [(out / name).read_text() for name in names] == names
+    settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": 7}
+    (origin / "generation_config.json").write_text(json.dumps(settings))
+    ids = generation_config(origin, 5)
+    assert generation_settings(origin, 5) == settings | ids
+    assert generation_settings(None, 5) == generation_config(None, 5)
 
 
 def test_an_export_keeps_the_ends_of_a_turn(tmp_path):

@@ -208,6 +208,41 @@ def test_a_byte_that_is_a_token_too_keeps_its_spelling():
     assert ids_of(tree) == {b"<0x20>": 0, b" ": 1, b"\n": 2, b"a": 3}
 
 
+@pytest.mark.parametrize("kind", ["llama2", "unigram"])
+def test_bytes_that_are_marked_as_special_still_stand_for_characters(kind, tmp_path):
+    """The library's trainers can only make them so."""
+    tree = json.loads(KINDS[kind][0]().to_str())
+    model, names = tree["model"], [f"<0x{byte:02X}>" for byte in range(256)]
+    model["byte_fallback"] = True
+    if kind == "unigram":
+        model["vocab"] += [[name, -20.0] for name in names]
+    made = Tokenizer.from_str(json.dumps(tree))
+    made.add_special_tokens(names)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours = get_tokenizer(str(tmp_path))
+    text = "漢字 the earth"
+    assert ours.encode(text) == made.encode(text, add_special_tokens=False).ids
+    assert made.token_to_id("<0xE6>") in ours.encode("漢字")
+    assert ours.tokens["漢".encode()[:1]] == made.token_to_id("<0xE6>")
+
+
+@pytest.mark.parametrize("marked", ["ĠĠ", "ĊĊ", "Ċ", "▁▁"])
+def test_spaces_that_are_marked_as_special_are_still_joined(marked, tmp_path):
+    pieces = sorted({*pre_tokenizers.ByteLevel.alphabet(), "▁", marked, marked[0]})
+    merges = [(marked[0], marked[0])] * (len(marked) - 1)
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
+    if marked == "▁▁":
+        made.pre_tokenizer = None
+        made.normalizer = normalizers.Replace(" ", "▁")
+    made.add_special_tokens(["</s>", marked])
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours, text = get_tokenizer(str(tmp_path)), "a  b" if marked[0] in "Ġ▁" else "a\n\nb"
+    assert ours.encode(text) == made.encode(text).ids
+    assert made.token_to_id(marked) in ours.encode(text)
+    assert list(ours.special_tokens) == ["</s>"]
+
+
 def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
     theirs = llama2()
     theirs.add_special_tokens(["<end>"])

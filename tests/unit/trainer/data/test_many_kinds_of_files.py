@@ -251,7 +251,7 @@ def test_compressed_text_is_read_as_what_it_holds(tmp_path, suffix):
     compress(tmp_path / f"b.txt.{suffix}", b"other")  # of the same name
     assert read(tmp_path, tmp_path / f"b.txt.{suffix}") == ["other"]
     compress(tmp_path / f"c.html.{suffix}", b"<p>")
-    with pytest.raises(UserError, match=r"c\.html is markup by its name"):
+    with pytest.raises(UserError, match=rf"c\.html\.{suffix} is markup by its name"):
         read(tmp_path, tmp_path / f"c.html.{suffix}")
 
 
@@ -505,6 +505,27 @@ def test_merges_of_another_pattern_are_not_gpt2_s(tmp_path):
     )
     with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
         get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.gz", b'{"text": "a"}\n{"text": 5}\n', "{}, line 2: column 'text'"),
+        ("a.jsonl.gz", b'{"txt": "a"}\n', "{}: there is no column 'text'"),
+        ("a.txt.gz", "caf\xe9".encode("latin-1"), "{} is not text"),
+        ("a.csv.gz", b"text\nx\n", "{} is a table by its name"),
+        ("a.arrow.gz", b"x", "data=hf data.name={0.parent}, or leave"),
+        ("a.gz", b'{"text": "a"}\n', "{} looks like JSON lines"),
+        ("a.jsonl.gz", b"", "{} has no text"),
+        ("a.parquet.gz", b"x", "{}: cannot be read as parquet"),
+    ],
+)
+def test_errors_of_a_compressed_file_name_it(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(gzip.compress(content))
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, tmp_path / name)
+    assert message.format(tmp_path / name) in str(caught.value)
+    assert ".decompressed" not in str(caught.value)
 
 
 def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):

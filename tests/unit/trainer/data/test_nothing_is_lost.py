@@ -397,7 +397,10 @@ def test_a_local_data_set_with_a_name_that_datasets_misreads_is_refused(
         prepared(tmp_path, HubSource(str(inside)), "byte")
 
 
-@pytest.mark.parametrize("other", ["x::y.parquet", "x.jsonl", "__x/x.parquet"])
+@pytest.mark.parametrize(
+    "other",
+    ["x::y.parquet", "x.jsonl", "__x/x.parquet", "x.jsonl.gz", "X.JSONL", "x", "x.zip"],
+)
 def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, monkeypatch, other):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     folder = tmp_path / "set"
@@ -405,13 +408,15 @@ def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, monkeypatch, 
     for name in ("a.parquet", "b.parquet", "test.parquet"):
         rows = [f"{name} {i}" for i in range(40)]
         pq.write_table(pa.table({"text": rows}), folder / name)
+    for name in ("LICENSE.txt", "card.md", "README", ".gitattributes"):
+        (folder / name).write_text("text")
     (folder / "a.parquet").rename(folder / "train-a.parquet")
     (folder / "b.parquet").rename(folder / "train-b.parquet")
     prepared(tmp_path, HubSource(str(folder)), "byte")
     assert "leaves out" not in capsys.readouterr().err
     (folder / other).write_bytes((folder / "test.parquet").read_bytes())
     prepared(tmp_path, HubSource(str(folder)), "byte")
-    line = f"`datasets` leaves out {folder / other} (1 of 4 data files); data=text"
+    line = f"`datasets` leaves out {folder / other} (1 of 4 files); data=text"
     assert capsys.readouterr().err.count(line) == 1
 
 

@@ -1,13 +1,24 @@
 """A single text that is read in pieces has the ids of the whole text."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 from test_json_tokenizer import KINDS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from trainer.data import TextSource, corpus, encode, get_tokenizer, preparation, prepare
+from trainer.data.json_tokenizer import JSONTokenizer
+from trainer.data.line_cuts import HUB_PATTERNS
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import tiktoken_file
 
@@ -41,30 +52,47 @@ def words(alphabet=None):
     return made
 
 
+def k_mers():
+    """Words of four characters each, from the start of the text on."""
+    made = words()
+    made.pre_tokenizer = pre_tokenizers.FixedLength(4)
+    return made
+
+
+OWN = {
+    "two lines": r"[a-z.,;\n]+|[\s\S]",
+    "left out": r"[a-z]+|[^\w\s]",
+    "k-mers": r"[\s\S]{1,6}",
+}
+
+
 @pytest.fixture(
-    params=["byte", "gpt2", "cl100k_base", "o200k_base", "own", "words", *KINDS]
+    params=["byte", "gpt2", "cl100k_base", "o200k_base", *OWN, "words", "fixed", *KINDS]
 )
 def tokenizer(request, gpt2_dir, tmp_path):
     name = request.param
     if name == "byte":
         return get_tokenizer(name)
-    if name in ("gpt2", "cl100k_base", "o200k_base", "own"):
+    if name in ("gpt2", "cl100k_base", "o200k_base", *OWN):
         gpt2 = get_tokenizer(str(gpt2_dir))
         file = tmp_path / f"{name}.tiktoken"
         file.write_bytes(tiktoken_file(gpt2.tokens))
-        if name == "own":  # two lines in a word
-            settings = {"pat_str": r"[a-z.,;\n]+|[\s\S]", "special_tokens": {}}
+        if name in OWN:
+            settings = {"pat_str": OWN[name], "special_tokens": {}}
             file.with_suffix(".json").write_text(json.dumps(settings))
         return get_tokenizer(str(file))
-    make = words if name == "words" else KINDS[name][0]
+    make = {"words": words, "fixed": k_mers}.get(name) or KINDS[name][0]
     (tmp_path / name).mkdir()
     make().save(str(tmp_path / name / "tokenizer.json"))
     return get_tokenizer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("piece", [1, 60, 700])
-def test_pieces_have_the_ids_of_the_whole_text(tokenizer, piece, tmp_path, monkeypatch):
+def test_pieces_have_the_ids_of_the_whole_text(
+    tokenizer, piece, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(corpus, "PIECE", piece)
+    monkeypatch.setattr(corpus, "AROUND", 80)
     monkeypatch.setattr(encode, "UNIT_CHARS", 50)
     monkeypatch.setattr(preparation, "get_tokenizer", lambda _: tokenizer)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -75,3 +103,68 @@ def test_pieces_have_the_ids_of_the_whole_text(tokenizer, piece, tmp_path, monke
     for split, text in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
         ids = np.concatenate(manifest.open(split)).tolist()
         assert ids == tokenizer.encode(text), split
+    assert ("encoded at once" in capsys.readouterr().err) != tokenizer.line_safe
+
+
+NORMALIZERS = {
+    "none": None,
+    "spaces": normalizers.Replace(" ", "▁"),
+    "lines": normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()]),
+    "joined": normalizers.Replace("\n", ""),
+    "runs": normalizers.Replace(Regex(" {2,}"), "▁"),
+    "bert": normalizers.BertNormalizer(),
+    "letters": normalizers.Sequence([normalizers.Strip(), normalizers.Lowercase()]),
+    "far": normalizers.Replace(Regex(r"(?m)heaven\n.*"), "x"),
+}
+WORDS = {
+    "none": None,
+    "spaces": pre_tokenizers.Metaspace(),
+    "bytes": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    "gpt2": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+    ),
+    "lines": pre_tokenizers.BertPreTokenizer(),
+    "llama3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(HUB_PATTERNS[0]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "punctuation": pre_tokenizers.Punctuation(),
+    "merged": pre_tokenizers.Split("▁", "merged_with_next"),
+    "fixed": pre_tokenizers.FixedLength(5),
+    "k-mers": pre_tokenizers.Split(Regex(r"[\s\S]{1,6}"), "isolated"),
+    "scripts": pre_tokenizers.UnicodeScripts(),
+}
+MODELS = {
+    "bpe": (models.BPE(unk_token="<unk>", fuse_unk=True), trainers.BpeTrainer),
+    "unigram": (models.Unigram(), trainers.UnigramTrainer),
+    "wordpiece": (models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer),
+}
+
+
+def test_every_combination_of_parts_that_is_line_safe_is_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 1)
+    monkeypatch.setattr(corpus, "AROUND", 80)
+    (tmp_path / "text.txt").write_text(TEXT)
+    opened = corpus.open_corpus(TextSource((str(tmp_path / "text.txt"),)), tmp_path)
+    pieces, safe = list(opened.read(None)), 0
+    for names in itertools.product(NORMALIZERS, WORDS, MODELS):
+        model, trainer = MODELS[names[2]]
+        made = Tokenizer(model)
+        if NORMALIZERS[names[0]] is not None:
+            made.normalizer = NORMALIZERS[names[0]]
+        if WORDS[names[1]] is not None:
+            made.pre_tokenizer = WORDS[names[1]]
+        special = {"special_tokens": ["<unk>", "</s>"], "show_progress": False}
+        if names[2] == "unigram":
+            special["unk_token"] = "<unk>"
+        made.train_from_iterator([TEXT[:2000]], trainer(vocab_size=150, **special))
+        tree = json.loads(made.to_str())
+        ours = JSONTokenizer("x", tree, made, "</s>")
+        if not ours.line_safe:
+            continue
+        safe += 1
+        ids = [ours.encode_array(rows.texts[0], *rows[2:]) for rows in pieces]
+        assert np.concatenate(ids).tolist() == ours.encode(TEXT), names
+    assert safe > 50

@@ -7,9 +7,8 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.bpe_files import known_settings
+from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
 from trainer.data.tokenizer import (
-    cut_at_lines,
     get_tokenizer,
     load_saved,
     tiktoken_file,
@@ -168,7 +167,7 @@ def test_a_saved_tokenizer_comes_back_the_same(gpt2, tmp_path):
     assert loaded.encode("Hello world") == [15496, 995]
 
 
-@pytest.mark.parametrize("pattern", ["r50k_base", "cl100k_base", "o200k_base"])
+@pytest.mark.parametrize("pattern", sorted(line_safe_patterns()))
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text(alphabet="aB é1.,'/s\n\r\t <|日\x85\x1c\u2028", max_size=60),
@@ -187,8 +186,8 @@ def cutting_encoding(pattern, gpt2_dir, made={}):  # noqa: B006 (one encoding pe
     if pattern not in made:
         ranks = get_tokenizer(str(gpt2_dir)).tokens
         made[pattern] = tiktoken.Encoding(
-            pattern,
-            pat_str=known_settings(pattern, {})["pat_str"],
+            "x",
+            pat_str=pattern,
             mergeable_ranks=ranks,
             special_tokens={},
         )
@@ -240,6 +239,12 @@ def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_p
     assert re.search(rf"Fetch https://\S*{file}", message)
     assert "TIKTOKEN_CACHE_DIR=DIRECTORY" in message
     assert re.search(r"DIRECTORY/[0-9a-f]{40}", message)
+
+
+def test_empty_lines_of_a_tiktoken_file_are_skipped(gpt2, tmp_path):
+    file = tmp_path / "r50k_base.tiktoken"
+    file.write_bytes(b"\n" + tiktoken_file(gpt2.tokens) + b"\n\n")
+    assert get_tokenizer(str(file)).tokens == gpt2.tokens
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ KNOWN = {
     "Falcon": r"[\p{P}\$\+<=>\^~\|`]+",
     "BLOOM": r" ?[^(\s|[.,!?])]+",
     "digits from the right": r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+    "EXAONE": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+    rf"|\p{{N}}|{REST}",
     "spaces": " {2,}",
 }
 SLOW = [
@@ -46,6 +48,7 @@ SLOW = [
     r"(a)\1+",
     r"(?<n>a\g<n>?b)*",
     r"(?:a{100}){100}",
+    r"((?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+)+",
     "(" * 30 + "a" + ")" * 30,
     "x" * 5000,
 ]
@@ -110,6 +113,9 @@ def test_a_pattern_beside_a_tiktoken_file_is_checked(tmp_path):
         normalizers.Sequence([normalizers.Replace(Regex(""), "a")] * 7),
         normalizers.Sequence([normalizers.Replace(Regex("(?=.)"), "a")] * 7),
         normalizers.Sequence([normalizers.Replace("", "a")] * 7),
+        normalizers.Sequence([normalizers.Replace(Regex("b*"), "a")] * 7),
+        normalizers.Sequence([normalizers.Replace(Regex("b{0,2}"), "a")] * 7),
+        normalizers.Sequence([normalizers.Replace(Regex(r"\A|c"), "a")] * 7),
     ],
 )
 def test_normalizers_that_multiply_a_text_are_refused(tmp_path, normalizer):
@@ -123,10 +129,35 @@ def test_normalizers_of_known_tokenizers_are_accepted(tmp_path):
     get_tokenizer(save(tmp_path, normalizers.NFC()))
 
 
+# the longest of Unicode's own forms, that of U+FDFA
+LONGEST = "\u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647"
+LONGEST += " \u0648\u0633\u0644\u0645"
+
+
+def charsmap_of(longest):
+    table = (8).to_bytes(4, "little") + b"12345678" + b"x\0" + longest + b"\0"
+    return base64.b64encode(table).decode()
+
+
+def test_normalizers_of_transformers_converters_are_accepted(tmp_path):
+    assert (len(LONGEST), len(LONGEST.encode())) == (18, 33)
+    table = {
+        "type": "Precompiled",
+        "precompiled_charsmap": charsmap_of(LONGEST.encode()),
+    }
+    replacements = [(" {2,}", "\u2581"), (r"\A +| +\z", ""), (" {2,}", " ")]
+    replacements.append((r"\A\u2581", "\u2581\u2581"))
+    parts = [
+        {"type": "Replace", "pattern": {"Regex": regex}, "content": content}
+        for regex, content in replacements
+    ]
+    for some in (parts[:1], parts[1:]):
+        check_tree(tmp_path, {"normalizer": {"normalizers": [table, *some]}})
+
+
 @pytest.mark.parametrize(("length", "is_refused"), [(33, False), (1000, True)])
 def test_a_table_of_normal_forms_has_no_long_ones(tmp_path, length, is_refused):
-    table = (8).to_bytes(4, "little") + b"12345678" + b"x\0" + b"y" * length + b"\0"
-    charsmap = base64.b64encode(table).decode()
+    charsmap = charsmap_of(b"y" * length)
     tree = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}}
     if not is_refused:
         return check_tree(tmp_path, tree)

@@ -1,10 +1,11 @@
 """Rotary settings of a config.json that readers take for others."""
 
+import numpy as np
 import pytest
 
 from trainer.errors import UserError
 from trainer.models.llama.config_json import SIZES
-from trainer.models.llama.rope import rope_of
+from trainer.models.llama.rope import frequencies, rope_of, rope_to_config
 from trainer.models.registry import SPECS
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -41,6 +42,21 @@ def test_the_context_before_scaling_may_stand_at_the_top():
     }  # fmt: skip
     assert rope_of({**top, "rope_scaling": llama3})[1].original_context == 32768
     assert rope_of({**config, "rope_scaling": {**YARN, "truncate": True}})[1]
+
+
+@pytest.mark.parametrize("original", [{}, {"original_max_position_embeddings": 32}])
+def test_the_factor_of_yarn_is_the_ratio_of_the_contexts(original):
+    rope = {"rope_type": "yarn", "factor": None, **original}
+    _, scaling = rope_of({"max_position_embeddings": 128, "rope_parameters": rope})
+    assert scaling.factor == (4.0 if original else 1.0)
+
+
+def test_dynamic_scaling_changes_nothing_and_is_exported():
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    theta, scaling = rope_of({"max_position_embeddings": 128, "rope_scaling": rope})
+    assert rope_to_config(scaling) == rope
+    actual, plain = frequencies(8, theta, scaling), frequencies(8, theta, None)
+    np.testing.assert_array_equal(actual, plain)
 
 
 @pytest.mark.parametrize(

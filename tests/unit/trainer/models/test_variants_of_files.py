@@ -160,7 +160,7 @@ def test_layers_with_a_window_are_refused(tmp_path, name, config, message):
 @pytest.mark.parametrize(
     ("scaling", "key"),
     [
-        *(({**YARN, "factor": value}, "factor") for value in (None, "absent", "4.0")),
+        *(({**YARN, "factor": value}, "factor") for value in ("absent", "4.0")),
         ({"rope_type": "linear"}, "factor"),
         *((LLAMA3 | {key: None}, key) for key in list(LLAMA3)[1:]),
     ],
