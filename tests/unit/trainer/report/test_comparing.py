@@ -148,6 +148,12 @@ def test_patterns_may_be_absolute_and_numbers_are_in_their_order(
         directories(str(sweep / "none*"))
 
 
+def test_a_directory_whose_name_is_a_pattern_is_that_directory(sweep):
+    (sweep / "1").rename(sweep / "lr[2]")
+    runs = directories(f"{sweep}/lr[2],{sweep}/[34]")
+    assert runs == [sweep / "lr[2]", sweep / "3", sweep / "4"]
+
+
 def test_a_directory_that_is_not_there_is_said_not_to_be_there(sweep):
     for runs in (f"{sweep}/1,{sweep}/nowhere", f"{sweep}/nowhere"):
         with pytest.raises(UserError, match=r"there is no directory .*nowhere "):
