@@ -37,6 +37,13 @@ def validate(c: Config) -> None:
         f"train.steps={c.train.steps}; valid: at most {MOST_STEPS}, as the learning"
         " rate of each step is kept",
     )
+    _require(
+        c.train.final_eval_batches >= c.train.eval_batches,
+        f"train.final_eval_batches={c.train.final_eval_batches} is less than"
+        f" train.eval_batches={c.train.eval_batches}, which every validation reads, so"
+        " that step=best compares losses of one text; give both the same value, or"
+        " final_eval_batches a larger one",
+    )
     shares = c.schedule.warmup_fraction + c.schedule.decay_fraction
     _require(
         c.schedule.name != "wsd" or shares <= 1 + 1e-9,
