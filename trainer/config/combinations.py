@@ -44,6 +44,12 @@ def validate(c: Config) -> None:
         " that step=best compares losses of one text; give both the same value, or"
         " final_eval_batches a larger one",
     )
+    for stage in c.data.stages or ():
+        _require(
+            not stage or stage[0] < c.train.steps,
+            f"data.stages: a stage begins after step {stage[0]:g}, but"
+            f" train.steps={c.train.steps}; give an earlier step, or more steps",
+        )
     shares = c.schedule.warmup_fraction + c.schedule.decay_fraction
     _require(
         c.schedule.name != "wsd" or shares <= 1 + 1e-9,

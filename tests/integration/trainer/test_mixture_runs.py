@@ -59,6 +59,7 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(
         ),
         (["data.weights=[1,0]"], "weight of up"),
         (["data.stages=[[4,1]]"], "data.stages from step 4 on"),
+        (["data.stages=[[8,1,1]]"], "begins after step 8, but train.steps=8"),
         (["data.sources=[low.txt,sub/low.txt]"], "two are called low"),
         (["data.sources=[low.txt,none.txt]"], "none.txt"),
         (["data.sources=[low.txt,empty.txt]"], "empty"),
