@@ -126,6 +126,7 @@ class Validation:
         result = self._mean(self._data.val, state, batches, should_stop)
         if result is None:
             return None
+        result.row["val/tokens"] = tokens_read(self._data.val, batches)
         for name, loader in self._data.sources.items():
             source = self._mean(loader, state, train.eval_batches, should_stop)
             if source is None:
@@ -161,10 +162,16 @@ class Validation:
 
     def _validated_text(self, batches: int) -> str:
         """Return the text of the first batches, at most MAX_XZ_BYTES of it."""
-        val = self._data.val
-        tokens = min(val.steps_per_epoch, batches) * val.batch_size * val.context
         limit = int(MAX_XZ_BYTES / self._data.bytes_per_token)
+        tokens = tokens_read(self._data.val, batches)
         return self._data.validation_text(min(tokens, limit))
+
+
+def tokens_read(val: Loader, batches: int) -> int:
+    """Return the tokens that a validation of at most so many batches reads."""
+    # A text of less than a batch is repeated in it.
+    windows = min(min(val.steps_per_epoch, batches) * val.batch_size, val.windows)
+    return windows * val.context
 
 
 def build_tasks(

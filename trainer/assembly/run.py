@@ -22,7 +22,7 @@ from trainer.assembly.build import (
     check_fp8,
     train_batches,
 )
-from trainer.assembly.callbacks import build_callbacks
+from trainer.assembly.callbacks import build_callbacks, tokens_read
 from trainer.assembly.hooks import NO_HOOKS, Hooks
 from trainer.assembly.startup_log import (
     describe_change,
@@ -41,6 +41,7 @@ from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
+from trainer.report.history import FINAL_VALIDATION
 from trainer.report.messages import (
     describe_communication,
     describe_idle,
@@ -204,7 +205,9 @@ def open_session(
         directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
     with refused_together(), explain_full_disk(directory.path):
         directory.adopt(to_tree(config))
+        final = tokens_read(workload.data.val, config.train.final_eval_batches)
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
+        facts[FINAL_VALIDATION] = f"{final:,}"
         write_environment(directory.path, facts, overrides)
         if jax.process_index() == 0:
             # `restore_run` needs it beside the checkpoint.
