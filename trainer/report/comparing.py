@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import Choice, by_choice
-from trainer.report.history import FORKED, History, finite
+from trainer.report.history import FINAL_VALIDATION, FORKED, History, finite
 from trainer.report.page import comparison
 from trainer.run.rundir import MAY_CHANGE
 
@@ -153,7 +153,14 @@ def validated(h: History, step: int) -> ValidatedText:
         source = [h.facts.get(fact, "") for fact in TEXT_FACTS]
     else:
         source = [str(h.settings.get(f"data.{key}")) for key in TEXT_KEYS]
-    return ValidatedText((*source, *validation_shares(h)), h.validated_tokens(step))
+    source += validation_shares(h)
+    # Earlier versions, which did not log the tokens, dealt the samples by the seed.
+    is_old = step not in h.logged_validation_tokens and (
+        step in h.line("val/loss").xs or FINAL_VALIDATION not in h.facts
+    )
+    if h.settings.get("data.source") == "mix" and is_old:
+        source.append(str(h.settings.get("seed")))
+    return ValidatedText(tuple(source), h.validated_tokens(step))
 
 
 def validation_shares(h: History) -> list[str]:

@@ -3,9 +3,12 @@ stopped and goes on."""
 
 import logging
 
+import numpy as np
 import pytest
 from command import TINY, here, parameters, stopped_after, values
 
+from trainer import compose
+from trainer.assembly.data import build_data
 from trainer.cli.train import main
 
 MIX = [
@@ -48,6 +51,17 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(
     assert main(["resume=B"]) == 0
     assert values(texts / "A") == values(texts / "B")
     assert parameters(texts / "A", 8) == parameters(texts / "B", 8)
+
+
+def test_every_seed_validates_on_the_same_samples_of_a_mixture(texts, monkeypatch):
+    monkeypatch.chdir(texts)
+    first, other = (
+        build_data(compose([*TINY, *ARGS, f"seed={seed}"])).val for seed in (0, 1)
+    )
+    for step in range(2):
+        np.testing.assert_array_equal(
+            first.batch(step).tokens, other.batch(step).tokens
+        )
 
 
 @pytest.mark.parametrize(

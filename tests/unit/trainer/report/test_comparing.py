@@ -412,6 +412,21 @@ def test_a_mixture_in_other_shares_is_another_validation_text(tmp_path, capsys):
     assert len(compared(tmp_path, capsys, **runs)) == 1
 
 
+def test_a_mixture_of_an_earlier_version_was_validated_by_its_seed(tmp_path, capsys):
+    mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"]}
+    for seed in (0, 1):
+        make_run(tmp_path / str(seed), 2.0 + seed, "", seed=seed, data=mix)
+    main(Arguments(str(tmp_path), "no"))
+    assert "other validation text, not ranked" in capsys.readouterr().out
+    for seed in (0, 1):
+        path = tmp_path / str(seed) / "metrics.jsonl"
+        path.write_text(
+            path.read_text().replace('"val/loss"', '"val/tokens": 9, "val/loss"')
+        )
+    main(Arguments(str(tmp_path), "no"))
+    assert f"best: {tmp_path}/0 (" in capsys.readouterr().out
+
+
 def test_a_table_of_text_is_not_wider_than_a_terminal():
     rows = [["", *(f"key {i}" for i in range(40))]]
     rows += [[f"run {n}", "x" * 300, *(["0.25"] * 39)] for n in range(3)]
