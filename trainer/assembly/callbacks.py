@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
 from trainer.data import Loader
 from trainer.data.mixture import Mixture
@@ -20,6 +19,7 @@ from trainer.parallel.mesh import place_batch
 from trainer.parallel.replicas import first_replica
 from trainer.run import builtin_callbacks as builtin
 from trainer.run.callbacks import Callback
+from trainer.run.metadata import Totals
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
@@ -43,6 +43,7 @@ def build_callbacks(
     say: Callable[[str], None],
     custom: Sequence[Callback] = (),
     *,
+    totals: Callable[[int], Totals],
     tracked: bool = True,
 ) -> list[Callback]:
     """Return the callbacks in their order: built-in ones, `custom` ones, checkpoint.
@@ -53,6 +54,7 @@ def build_callbacks(
       batch: shapes of a step's batch.
       say: prints a message.
       custom: of the program that called.
+      totals: returns the totals after a step.
       tracked: whether rows are stored; else numerics are not computed.
 
     Raises:
@@ -65,14 +67,16 @@ def build_callbacks(
         figures = log_first_duration(build_numerics(c, w), NUMERICS, say)
         callbacks.append(builtin.numerics(numerics_every, figures))
     callbacks.append(builtin.evaluation(eval_every, Validation(c, w, say)))
-    if isinstance(w.data.train, Mixture):
-        callbacks.append(builtin.mixture(eval_every, w.data.train.seen))
+    mixed = w.data.train
+    if isinstance(mixed, Mixture):
+        callbacks.append(
+            builtin.mixture(eval_every, lambda step: mixed.seen(totals(step).samples))
+        )
     if c.eval.tasks:
         scores = log_first_duration(build_tasks(c, w), TASKS, say)
         callbacks.append(builtin.tasks(c.eval.tasks_every or 0, scores))
     if w.task.diloco:
-        sent = exchanges_of(w.task)
-        callbacks.append(builtin.exchanged(eval_every, sent.up_to, sent.every_step))
+        callbacks.append(builtin.exchanged(eval_every, totals))
     sample = log_first_duration(build_sample(c, w), SAMPLING, say)
     callbacks.append(builtin.samples(c.sample.every, sample))
     if c.precision.scaled and c.precision.rescale_every:

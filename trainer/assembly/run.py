@@ -17,6 +17,7 @@ from trainer.assembly.build import (
     build_phases,
     build_state,
     build_throughput,
+    build_totals,
     build_watchdog,
     build_workload,
     check_fp8,
@@ -58,6 +59,7 @@ from trainer.run.rundir import RunDir, RunDirLost, write_environment
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
+from trainer.run.totals import added_up
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
@@ -322,7 +324,10 @@ def report_on(run_dir: Path, display: Display, ending: Ending) -> None:
 def end_of_phase(training: Run) -> Restored:
     """Return the state at the end of a phase, as a checkpoint would have it."""
     recovery = training.recovery
-    meta = recovery.meta | {"watchdog": recovery.watchdog.state()}
+    meta = recovery.meta | {
+        "watchdog": recovery.watchdog.state(),
+        "totals": dataclasses.asdict(training.totals(training.step)),
+    }
     return Restored(training.step, to_stored(training.state), meta)
 
 
@@ -359,6 +364,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         leaf_names(task.trained(state.params), is_scaled_array),
         checkpoint.meta.get("watchdog"),
     )
+    totals = added_up(checkpoint.meta, checkpoint.step, build_totals(config, workload))
     profile = config.profile.steps
     return Run(
         session=session,
@@ -382,6 +388,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             batch,
             display.message,
             hooks.callbacks,
+            totals=totals,
             tracked=config.tracker.kind != "none" or hooks.tracker is not None,
         ),
         recovery=Recovery(
@@ -392,6 +399,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             | {"tracker_id": tracker.id, "forked": checkpoint.meta.get("forked")},
         ),
         throughput=build_throughput(config, workload),
+        totals=totals,
         state=state,
         train_step=step,
         step=checkpoint.step,

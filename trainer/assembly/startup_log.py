@@ -5,11 +5,13 @@ origin.
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
 from trainer.config.fields import flatten, to_tree
 from trainer.data.dataset import Dataset
+from trainer.data.mixture import Mixture
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
@@ -78,9 +80,15 @@ def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[
     if checkpoint.step:
         if checkpoint.is_fork:
             return [f"forked from {checkpoint.origin}: a run of its own from here on"]
-        if checkpoint.step < c.train.steps:
-            return [f"resuming after step {checkpoint.step:,}"]
-        return []
+        if checkpoint.step >= c.train.steps:
+            return []
+        lines = [f"resuming after step {checkpoint.step:,}"]
+        if isinstance(w.data.train, Mixture) and "totals" not in checkpoint.meta:
+            lines.append(
+                "an earlier version began this run: its validations read other samples"
+                " of the mixture than those from here on, and step=best compares both"
+            )
+        return lines
     if c.init_from is None:
         return []
     source, tokenizer = Path(c.init_from), w.data.tokenizer
@@ -128,6 +136,5 @@ def describe_batch_change(
     return [
         f"train.batch_tokens={now:,} (was {was:,}): batches are counted in steps, so"
         f" after step {step:,} the data go on at token {step * now:,}, not"
-        f" {step * was:,}; the {step * abs(now - was):,} tokens between {between}, and"
-        " tokens in the log count all steps at the new size"
+        f" {step * was:,}; the {step * abs(now - was):,} tokens between {between}"
     ]

@@ -106,7 +106,15 @@ def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     from trainer.models.flops import param_count
 
     c, spec = model.config, model.spec
-    tokens = model.step * c.train.batch_tokens
+    steps = f"{model.step:,} steps"
+    if model.tokens == model.step * c.train.batch_tokens:
+        steps += f" of {c.train.batch_tokens:,} tokens"
+    began = ""
+    if c.init_from is not None:
+        began += f"- It began with the weights of `{path_of(c.init_from).name}`.\n"
+    if model.forked is not None:
+        source, step = path_of(model.forked["run"]).name, model.forked["step"]
+        began += f"- It is a fork of the run `{source}` after step {step:,}.\n"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -118,8 +126,9 @@ tags: [{c.model.family}]
 A {c.model.family} of {param_count(spec):,} parameters, context {spec.context} tokens, \
 weights in {dtype}.
 
-- Trained by scalify-trainer {__version__}: {model.step:,} steps of \
-{c.train.batch_tokens:,} tokens, {tokens:,} in all.
+- Trained by scalify-trainer {__version__}: {steps}, {model.tokens:,} \
+tokens in all.
+{began}\
 - Precision of the training: `{c.precision.name}`; optimizer `{c.optimizer.name}`.
 - Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
 

@@ -400,13 +400,12 @@ class Mixture(Loader):
                     segments[part_rows] = batch.segments
         return Batch(tokens, segments)
 
-    def seen(self, step: int) -> dict[str, dict[str, float]]:
-        """Return share and epochs of each source in the first `step` steps.
+    def seen(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Return share and epochs of each source after so many samples of each.
 
         `share` is of all samples; `epochs` is the number of passes over the source.
         """
-        counts = self.shares.count(step)
-        total = max(1, int(counts.sum()))
+        total = max(1, sum(counts))
         return {
             name: {"share": float(count) / total, "epochs": float(count) / part.windows}
             for (name, part), count in zip(self.parts.items(), counts, strict=True)

@@ -7,6 +7,7 @@ and its row, its checkpoint and its messages are of the state after it.
 exactly once.
 """
 
+import dataclasses
 import io
 import time
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
         "train/loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
         "lr": float(run.plan.learning_rates[pending.step - 1]),
-        "tokens": pending.step * run.throughput.tokens_per_step,
+        "tokens": run.totals(pending.step).tokens,
     }
     event = run.recovery.watchdog.observe(pending.step, metrics)
     if not metrics["finite"]:
@@ -333,6 +334,7 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
         "watchdog": run.recovery.watchdog.state(),
         "unfinished": unfinished,
         "log": tracker.written(),
+        "totals": dataclasses.asdict(run.totals(run.step)),
     }
     run.session.checkpointer.save(
         run.step, to_stored(run.state), run.recovery.meta | progress, val_loss=val_loss

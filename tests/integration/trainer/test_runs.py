@@ -10,8 +10,10 @@ from command import CACHE, TINY, here, parameters, values
 from tokenizers import Tokenizer
 
 from trainer.assembly import run as build
+from trainer.assembly.saved_model import restore_run
 from trainer.cli.export import Arguments as Export
 from trainer.cli.export import main as export
+from trainer.cli.export import model_card
 from trainer.cli.train import main
 from trainer.observe.records import read_rows
 from trainer.report.history import History
@@ -203,6 +205,19 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert first["step"] == 1
     fresh, trained = rows[0]["train/loss"], rows[-1]["train/loss"]
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
+
+
+def test_the_tokens_of_a_fork_with_larger_batches_are_those_that_were_read(
+    finished_run,
+):
+    tmp_path, rows = finished_run
+    more = ["train.steps=22", "train.batch_tokens=1024"]
+    here(tmp_path, "H", "resume=A", "tracker=jsonl", *more)
+    tokens = rows[-1]["tokens"] + 2 * 1024
+    assert values(tmp_path / "H")[-1]["tokens"] == tokens
+    card = model_card(restore_run(tmp_path / "H"), "fp32", "AutoTokenizer")
+    assert f": 22 steps, {tokens:,} tokens in all." in card
+    assert "a fork of the run `A` after step 20" in card
 
 
 def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(

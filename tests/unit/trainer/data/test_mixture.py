@@ -187,7 +187,7 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
             for row in alone[name].batch(i).tokens
         }
         assert set(rows) <= known
-    actual = mixed.seen(500)
+    actual = mixed.seen(mixed.shares.count(500).tolist())
     assert abs(actual["lower"]["share"] - 0.75) < 0.01
     assert actual["upper"]["epochs"] == pytest.approx(
         len(seen["upper"]) / alone["upper"].windows
