@@ -141,6 +141,10 @@ class Validation:
             text = self._validated_text(batches)
             if len(text) >= MIN_XZ_BYTES:
                 result.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
+        if self._c.data.boundary_loss is False:
+            # The loss leaves out tokens whose bytes nobody counted.
+            for key in [key for key in result.row if key.endswith("bits_per_byte")]:
+                del result.row[key]
         return result
 
     def _mean(

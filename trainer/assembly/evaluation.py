@@ -38,7 +38,7 @@ class Text(NamedTuple):
     Attributes:
       batch: returns the batch of a number below `batches`.
       batches: their number.
-      bytes_per_token: of the text.
+      bytes_per_token: of the text; NaN: unknown.
     """
 
     batch: Callable[[int], Batch]
@@ -52,7 +52,7 @@ class Result(NamedTuple):
     Attributes:
       precision: its name, or AS_TRAINED.
       loss: nats per token, the mean over the batches.
-      bits_per_byte: of the text.
+      bits_per_byte: of the text; NaN: unknown.
       difference: to AS_TRAINED, nats; negative is better.
       half_width: of the 95% interval of the difference over batches; infinite for one
           batch.
@@ -121,6 +121,9 @@ def evaluate(
 
     Each batch has `accum` micro-batches.
     """
+    if task.model.border is not None:
+        # The loss leaves out tokens whose bytes nobody counted.
+        text = text._replace(bytes_per_token=math.nan)
     reference = losses(task, state, text, accum)
     yield result_of(text, AS_TRAINED, reference, reference)
     for name, other in others.items():

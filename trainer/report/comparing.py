@@ -154,6 +154,8 @@ def validated(h: History, step: int) -> ValidatedText:
     else:
         source = [str(h.settings.get(f"data.{key}")) for key in TEXT_KEYS]
     source += validation_shares(h)
+    if h.settings.get("data.boundary_loss") is False:
+        source.append("without the first token of each document")
     # Earlier versions, which did not log the tokens, dealt the samples by the seed.
     is_old = step not in h.logged_validation_tokens and (
         step in h.line("val/loss").xs or FINAL_VALIDATION not in h.facts

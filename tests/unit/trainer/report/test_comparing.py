@@ -412,6 +412,15 @@ def test_a_mixture_in_other_shares_is_another_validation_text(tmp_path, capsys):
     assert len(compared(tmp_path, capsys, **runs)) == 1
 
 
+def test_a_loss_without_first_tokens_is_not_ranked_beside_others(tmp_path, capsys):
+    for i, boundary in enumerate((None, True, False)):
+        make_run(tmp_path / str(i), 3.0 - i, "", data={"boundary_loss": boundary})
+    main(Arguments(str(tmp_path), "no"))
+    out = capsys.readouterr().out
+    assert f"best: {tmp_path}/1 (" in out
+    assert f"other validation text, not ranked: {tmp_path}/2" in out
+
+
 def test_a_mixture_of_an_earlier_version_was_validated_by_its_seed(tmp_path, capsys):
     mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"]}
     for seed in (0, 1):
