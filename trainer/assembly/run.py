@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from trainer.assembly.startup_log import (
     describe_run,
     describe_start,
     recorded_origin,
+    schedule_changes,
 )
 from trainer.config import schema
 from trainer.config.fields import to_tree
@@ -78,7 +79,10 @@ class Experiment(NamedTuple):
 
 
 def run(
-    config: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOOKS
+    config: schema.Config,
+    overrides: Sequence[str] = (),
+    hooks: Hooks = NO_HOOKS,
+    fixed: Collection[str] = (),
 ) -> tuple[int, Run | None]:
     """Train; with `dry_run` only describe what would be trained.
 
@@ -86,6 +90,7 @@ def run(
       config: the checked configuration.
       overrides: what the user set, for the report.
       hooks: what a program adds.
+      fixed: keys and groups that a run in this directory must have as they are here.
 
     Returns:
       The exit code, and the run as it ended; None after a dry run.
@@ -95,7 +100,7 @@ def run(
         describe_only(build_experiment(config, hooks), console)
         return 0, None
     with RunDir(Path(config.run_dir)) as directory, explain_full_disk(directory.path):
-        directory.check(to_tree(config))
+        directory.check(to_tree(config), fixed=fixed)
         resume = config.resume
         check_start(directory.path, resume.source, resume.step, config.init_from)
         experiment = build_experiment(config, hooks)
@@ -343,6 +348,11 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     if checkpoint.is_fork:
         # An event of the first step: it is logged once, however often the run starts.
         tracker.event(checkpoint.step + 1, f"forked from {checkpoint.origin}")
+    changes = schedule_changes(whole_config, checkpoint)
+    if checkpoint.step < whole_config.train.steps:
+        for change in changes[len(checkpoint.meta.get("schedule_changes") or ()) :]:
+            text = f"the learning-rate schedule changed {change}"
+            tracker.event(checkpoint.step + 1, text)
     task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
     state = from_stored(
         enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
@@ -396,7 +406,11 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             restore=make_restore(task, batch, session.checkpointer, workload.seed),
             diagnose=make_diagnose(task),
             meta=checkpoint_meta(whole_config, workload)
-            | {"tracker_id": tracker.id, "forked": checkpoint.meta.get("forked")},
+            | {
+                "tracker_id": tracker.id,
+                "forked": checkpoint.meta.get("forked"),
+                "schedule_changes": changes,
+            },
         ),
         throughput=build_throughput(config, workload),
         totals=totals,

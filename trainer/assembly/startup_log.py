@@ -15,7 +15,7 @@ from trainer.data.mixture import Mixture
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
-from trainer.report.history import FORKED, WEIGHTS
+from trainer.report.history import FORKED, SCHEDULE_CHANGED, WEIGHTS
 from trainer.report.messages import describe, rounding_of, schedule_change
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
@@ -99,10 +99,42 @@ def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[
 
 
 def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
-    """Return the run or the weights that a run began with, for its report."""
+    """Return the run or the weights that a run began with, and how its schedule
+    changed, for its report.
+    """
+    facts = {}
     if checkpoint.origin:
-        return {FORKED: checkpoint.origin}
-    return {} if c.init_from is None else {WEIGHTS: c.init_from}
+        facts[FORKED] = checkpoint.origin
+    elif c.init_from is not None:
+        facts[WEIGHTS] = c.init_from
+    if changes := schedule_changes(c, checkpoint):
+        facts[SCHEDULE_CHANGED] = "; ".join(changes)
+    return facts
+
+
+def schedule_changes(c: schema.Config, checkpoint: Restored) -> list[str]:
+    """Return when and how the learning rates of a resumed run became others than those
+    that it had begun with, in words.
+    """
+    changes = list(checkpoint.meta.get("schedule_changes") or ())
+    step = checkpoint.step
+    if not step or checkpoint.is_fork:
+        return changes
+    saved = saved_config(checkpoint.meta)
+    rates = (build_learning_rates(config)[:step] for config in (saved, c))
+    if not np.array_equal(*rates):
+        changes.append(f"after step {step:,} ({changed_schedule(saved, c)})")
+    return changes
+
+
+def changed_schedule(saved: schema.Config, c: schema.Config) -> str:
+    """Return the keys of the learning-rate schedule that changed, in words."""
+    old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
+    return "; ".join(
+        f"{key}={new[key]}, was {old.get(key)}"
+        for key in new
+        if old.get(key) != new[key] and affects_learning_rates(key)
+    )
 
 
 def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
@@ -111,17 +143,11 @@ def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
         return []
     saved = saved_config(checkpoint.meta)
     lines = describe_batch_change(saved, c, checkpoint.step)
-    old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
-    changed = {
-        key: (old.get(key), new[key])
-        for key in new
-        if old.get(key) != new[key] and affects_learning_rates(key)
-    }
     return lines + schedule_change(
         checkpoint.step,
         build_learning_rates(saved),
         build_learning_rates(c),
-        changed,
+        changed_schedule(saved, c),
     )
 
 

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import Choice, by_choice
-from trainer.report.history import FINAL_VALIDATION, FORKED, History, finite
+from trainer.report.history import (
+    FINAL_VALIDATION,
+    FORKED,
+    SCHEDULE_CHANGED,
+    History,
+    finite,
+)
 from trainer.report.page import comparison
 from trainer.run.rundir import MAY_CHANGE
 
@@ -95,6 +101,9 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         others = {
             k: v for k, v in differences(histories).items() if not in_groups(k, varied)
         }
+        changes = [h.facts.get(SCHEDULE_CHANGED, "-") for h in histories]
+        if len(set(changes)) > 1:
+            others[SCHEDULE_CHANGED] = changes
         table = varied | figures(histories) | others
         if set(marks) != {RANKED}:
             table = {"validation text": marks} | table

@@ -34,6 +34,7 @@ KINDS = {
 OTHER = "#999999"
 # facts of a run that started from another one
 FORKED, WEIGHTS = "forked from", "weights from"
+SCHEDULE_CHANGED = "schedule changed"
 # the fact of the tokens that the validation after the last step reads
 FINAL_VALIDATION = "final validation tokens"
 # A validation that reads this share of the validation text counts as reading all: only

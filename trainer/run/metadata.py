@@ -104,6 +104,7 @@ FIELDS: dict[str, Any] = {
     "unfinished": str | None,
     "log": dict | None,
     "totals": Totals | None,
+    "schedule_changes": TRAINABLE,
 }
 
 
