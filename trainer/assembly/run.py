@@ -53,6 +53,7 @@ from trainer.report.messages import (
 from trainer.report.page import write_report
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import architecture, check_same_run
+from trainer.run.inputs import check_same_inputs
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
@@ -104,6 +105,7 @@ def run(
         resume = config.resume
         check_start(directory.path, resume.source, resume.step, config.init_from)
         experiment = build_experiment(config, hooks)
+        check_same_inputs(config, experiment.workload.data)
         with Display(config.train.steps, console=console) as display:
             session, checkpoint = open_session(
                 experiment, directory, display, overrides

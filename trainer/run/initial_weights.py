@@ -3,6 +3,7 @@ safetensors file.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.registry import SPECS, family_of
 from trainer.models.weight_files import config_beside, read_object
+from trainer.parallel.processes import differing, refuse_other
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
@@ -148,7 +150,8 @@ def place_cropped(new: Any, like: jax.Array) -> jax.Array:
 
 
 def check_finite(key: str, params: Params) -> None:
-    """Raise UserError for a weight that is not finite, before it is placed.
+    """Raise UserError for a weight that is not finite, or not the same in all
+    processes, before it is placed.
 
     Placing weights, JAX asserts that they are equal in all processes, and no NaN is.
     """
@@ -157,6 +160,11 @@ def check_finite(key: str, params: Params) -> None:
     ):
         if not np.isfinite(np.asarray(array, np.float32)).all():
             raise UserError(f"{key}: {name} is not finite; choose other weights")
+    if jax.process_count() > 1:
+        crc = 0
+        for array in jax.tree.leaves(params):
+            crc = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc)
+        refuse_other(*differing({key: crc}))
 
 
 def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:

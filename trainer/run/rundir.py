@@ -35,7 +35,12 @@ from trainer.files import (
     write_text,
 )
 from trainer.models.registry import FIRST
-from trainer.parallel.processes import PROCESS_VARIABLES, refused_together
+from trainer.parallel.processes import (
+    PROCESS_VARIABLES,
+    differing,
+    refused_together,
+    shared_name,
+)
 from trainer.run.checkpoint import Checkpointer
 from trainer.text import override, redact
 from trainer.version import __version__
@@ -85,6 +90,18 @@ IMPLICIT = {"model.family": FIRST, "init.embeddings": None}
 logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def explain_unwritable(run_dir: Path) -> Iterator[None]:
+    """Turn the error of files of a run directory into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to run_dir={run_dir}: {error.strerror}; choose another"
+            " run_dir"
+        ) from error
+
+
 class RunDirLost(UserError):
     """The run directory is no longer this process's: it must not write there."""
 
@@ -111,23 +128,33 @@ class RunDir:
         self._made = False
         self._config = ""  # the content of config.yaml, once it is adopted
         self._first = jax.process_index() == 0
+        probe = path / shared_name(".shared")
         with refused_together():
             if self._first:
                 self._claim()
+                if jax.process_count() > 1:
+                    with explain_unwritable(path):
+                        probe.touch()
+        if jax.process_count() == 1:
+            return
+        _, process = differing({"run_dir": probe.exists()})
+        if self._first:
+            probe.unlink()
+        if process:
+            self.__exit__()
+            raise UserError(
+                f"run_dir={path}: process {process} has another directory there than"
+                " process 0; give all processes one directory on a shared disk"
+            )
 
     def _claim(self) -> None:
         path = self.path
         self._made = not path.exists()
-        try:
+        with explain_unwritable(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
             self._status = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to run_dir={path}: {error.strerror}; choose another"
-                " run_dir"
-            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_held():
