@@ -90,6 +90,9 @@ def train(run: Run) -> int:
         session.checkpointer.wait()
     failure = run.recovery.watchdog.failure
     if run.step >= run.plan.steps and failure is not None:
+        # An event of the next step, which is cut where the run is resumed.
+        session.tracker.event(run.step + 1, f"stopped: {failure}")
+        session.tracker.alert("diverged", f"step {run.step}: {failure}")
         raise Diverged(
             f"all {run.plan.steps} steps were taken, but {failure}; see"
             f" {session.run_dir}/report.html"
@@ -247,10 +250,9 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         callback.run(context)
         run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite(run.state)) is not None:
-            raise Diverged(
-                f"{name} is not finite after the {callback.name} after step {run.step};"
-                " this state was not saved"
-            )
+            reason = f"{name} is not finite after the {callback.name}"
+            tell(run, run.step, f"stopped: {reason}", alert="diverged")
+            raise Diverged(f"{reason} after step {run.step}; this state was not saved")
     log(run, run.step, context.row, extended=context.row.keys() > row.keys())
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
