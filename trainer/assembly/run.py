@@ -54,7 +54,11 @@ from trainer.report.page import write_report
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import architecture, check_same_run
 from trainer.run.inputs import check_same_inputs
-from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.run.libraries import (
+    hide_missing_gpu,
+    refuse_other_numbers,
+    use_compilation_cache,
+)
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
 from trainer.run.rundir import RunDir, RunDirLost, write_environment
@@ -124,6 +128,7 @@ def run(
 def set_up_process(config: schema.Config) -> Output:
     """Prepare JAX, and join the other processes of the run; return the console."""
     check_kind(config.tracker.kind)
+    refuse_other_numbers()
     hide_missing_gpu()
     if config.parallel.distributed:
         start_processes(to_tree(config))

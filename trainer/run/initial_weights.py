@@ -163,7 +163,9 @@ def check_finite(key: str, params: Params) -> None:
     if jax.process_count() > 1:
         crc = 0
         for array in jax.tree.leaves(params):
-            crc = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc)
+            crc = zlib.crc32(
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc
+            )
         refuse_other(*differing({key: crc}))
 
 
