@@ -36,6 +36,7 @@ from trainer.assembly.startup_log import (
 from trainer.config import schema
 from trainer.config.fields import to_tree
 from trainer.errors import DISK_FULL, MAKE_ROOM, UserError
+from trainer.files import path_of
 from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.observe.progress import log_duration
@@ -53,6 +54,7 @@ from trainer.report.messages import (
 from trainer.report.page import write_report
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import architecture, check_same_run
+from trainer.run.initial_weights import keep_tokenizer
 from trainer.run.inputs import check_same_inputs
 from trainer.run.libraries import (
     hide_missing_gpu,
@@ -226,6 +228,14 @@ def open_session(
         if jax.process_index() == 0:
             # `restore_run` needs it beside the checkpoint.
             workload.data.tokenizer.save(directory.path)
+            sources = [] if config.init_from is None else [config.init_from]
+            if checkpoint.is_fork:
+                sources.append(config.resume.source)
+            keep_tokenizer(
+                [path_of(source) for source in sources],
+                directory.path,
+                workload.data.tokenizer,
+            )
     stage = phases.resumed_by(checkpoint)
     for line in [
         *describe_run(stage.config, workload._replace(task=stage.task)),

@@ -6,7 +6,7 @@ Names of tensors and required settings are up to each family.
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +319,15 @@ def write_object(file: Path, tree: Mapping[str, Any]) -> None:
     write_atomically(file, json.dumps(tree, indent=2) + "\n")
 
 
-def carry_tokenizer(source: Path, target: Path) -> list[Path]:
+def carry_tokenizer(
+    source: Path, target: Path, names: Sequence[str] = TOKENIZER_FILES
+) -> list[Path]:
     """Copy the tokenizer's files beside weights into another directory.
+
+    Args:
+      source: of the weights.
+      target: made if missing.
+      names: of the files, in the order in which those that exist are copied.
 
     Returns:
       the paths of the copies.
@@ -329,7 +336,7 @@ def carry_tokenizer(source: Path, target: Path) -> list[Path]:
       UserError: a file is a link to a place outside, whose content would be published
           with the copy.
     """
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    files = [source / name for name in names if (source / name).is_file()]
     # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of
     # links to files of blobs beside it.
     root = source.resolve()
@@ -342,6 +349,7 @@ def carry_tokenizer(source: Path, target: Path) -> list[Path]:
                 f"{file} is a link to {real}; replace it by the file itself,"
                 " then export again"
             )
+    target.mkdir(parents=True, exist_ok=True)
     for file in files:
         write_atomically(target / file.name, read_file(file, TOKENIZER_BYTES))
     return [target / file.name for file in files]

@@ -2,9 +2,10 @@
 safetensors file.
 """
 
+import contextlib
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,21 @@ from trainer.data.hf_tokenizer import (
     other_ids,
     tokenizer_beside,
 )
+from trainer.data.settings_beside import CONFIGS
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.errors import UserError
+from trainer.files import ORIGIN
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.registry import SPECS, family_of
-from trainer.models.weight_files import config_beside, read_object
+from trainer.models.weight_files import (
+    CONFIG,
+    TOKENIZER_FILES,
+    carry_tokenizer,
+    config_beside,
+    read_object,
+)
 from trainer.parallel.processes import differing, refuse_other
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
@@ -206,6 +215,36 @@ def other_tokenizer_of_run(
         f" {tokenizer.vocab_size:,} ids)",
         f"set {override('data.tokenizer', file)}{NEW_ROWS}",
     ]
+
+
+def keep_tokenizer(sources: Sequence[Path], run_dir: Path, ours: Tokenizer) -> None:
+    """Copy the small files beside given weights into a run directory, for its export:
+    those of the tokenizer, with the chat template, and the ends of texts.
+
+    Args:
+      sources: directories of weights, or runs; the first with the run's tokenizer is
+        taken.
+      run_dir: of the run.
+      ours: the run's tokenizer.
+    """
+    copy = run_dir / ORIGIN
+    if (copy / CONFIG).is_file():
+        return
+    for source in (path for given in sources for path in (given, given / ORIGIN)):
+        if has_tokenizer(source, ours):
+            # A file that leads elsewhere is not copied; an export reports it.
+            with contextlib.suppress(UserError):
+                # The last one says that all are there.
+                carry_tokenizer(source, copy, (*TOKENIZER_FILES, *CONFIGS))
+            return
+
+
+def has_tokenizer(directory: Path, ours: Tokenizer) -> bool:
+    """Return whether a Hugging Face directory has this tokenizer beside its weights."""
+    if not (directory / CONFIG).is_file():
+        return False
+    theirs = tokenizer_beside(directory)
+    return theirs is not None and theirs.fingerprint == ours.fingerprint
 
 
 def other_tokenizer_beside(source: Path, spec: Spec, tokenizer: Tokenizer) -> list[str]:

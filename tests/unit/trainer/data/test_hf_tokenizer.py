@@ -26,6 +26,7 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
 from trainer.models.weight_files import carry_tokenizer
+from trainer.run.initial_weights import keep_tokenizer
 
 TEXTS = [
     (
@@ -325,6 +326,26 @@ def test_the_original_is_sought_where_the_run_began(tmp_path, monkeypatch):
     c = compose_config(["init_from=base", "run_dir=runs/a"])
     monkeypatch.chdir(tmp_path / "there")
     assert original_directory(c, run_dir, ours) == tmp_path / "here" / "base"
+
+
+def test_a_run_has_a_copy_of_the_files_beside_its_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    origin, ours = tmp_path / "base", get_tokenizer("byte")
+    origin.mkdir()
+    save_hf(origin, ours, 32)
+    (origin / "config.json").write_text('{"eos_token_id": 5}')
+    (origin / "chat_template.jinja").write_text("{{ messages }}")
+    (origin / "model.safetensors").write_text("large")
+    keep_tokenizer([origin], tmp_path / "runs/a", ours)
+    keep_tokenizer([tmp_path / "runs/a"], tmp_path / "runs/b", ours)
+    shutil.rmtree(origin)
+    keep_tokenizer([origin], tmp_path / "runs/a", ours)
+    c = compose_config(["init_from=base", "run_dir=runs/a"])
+    for name in "ab":
+        found = original_directory(c, tmp_path / "runs" / name, ours)
+        assert found == tmp_path / "runs" / name / "init_from"
+        assert (found / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert not (found / "model.safetensors").exists()
 
 
 def test_an_export_keeps_the_ends_of_a_turn(tmp_path):
