@@ -225,8 +225,10 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
 
 
 # Folders of a run directory that a run writes.
+ORIGIN = "init_from"  # of the tokenizer's files beside the given weights
 FOLDERS = (
     "checkpoints",
+    ORIGIN,
     "numerics",
     "profile",
     "skipped",

@@ -232,7 +232,6 @@ def common(args: Arguments, tokenizer: str, run_dir: Path) -> list[str]:
         f"data.val_fraction={VAL_FRACTION}",
         f"train.batch_tokens={args.batch_tokens}",
         "train.log_every=10",
-        "train.eval_batches=1000",  # the whole validation part, as at the end
         "checkpoint.every=0",
         "metrics.numerics_every=0",
         "sample.max_new_tokens=0",
@@ -248,6 +247,7 @@ def base_command(args: Arguments) -> list[str]:
         "data=python",
         f"train.steps={args.base_steps}",
         "train.eval_every=0",
+        "train.eval_batches=50",
         "train.final_eval_batches=50",
         f"optimizer.lr={args.base_lr:.9g}",
         *common(args, "old", Path(args.out) / "base"),
@@ -269,6 +269,7 @@ def command(
         "schedule=constant",
         f"train.steps={steps}",
         f"train.eval_every={steps // args.evaluations}",
+        "train.eval_batches=1000",  # the whole validation part, as at the end
         f"optimizer.lr={job.lr:.9g}",
         f"seed={job.seed}",
         *common(args, "old" if job.item == OLD else "new", run_dir),

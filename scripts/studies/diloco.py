@@ -219,7 +219,8 @@ def configuration(args: Arguments, way: str) -> Config:
         f"train.steps={args.steps}",
         f"train.batch_tokens={args.batch_tokens}",
     ]
-    words.append(f"train.final_eval_batches={args.eval_batches}")
+    for key in ("eval_batches", "final_eval_batches"):
+        words.append(f"train.{key}={args.eval_batches}")
     overrides, (first, *others) = ["parallel.data=1"], way.split("+")
     if args.sources == "apart":
         paths = ",".join(

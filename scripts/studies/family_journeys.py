@@ -41,8 +41,9 @@ TRAINING = [
     "model=from_init", "init_from=given", "init.embeddings=mean",
     "data.tokenizer=swapped", "precision=scalify_fp8_fp16", "train.steps=200",
     "train.batch_tokens=256", "optimizer.lr=1e-2", "train.eval_every=0",
-    "train.final_eval_batches=1", "checkpoint.every=0", "sample.max_new_tokens=0",
-    "metrics.numerics_every=0", "tracker=none", "parallel.data=1", "run_dir=run",
+    "train.eval_batches=1", "train.final_eval_batches=1", "checkpoint.every=0",
+    "sample.max_new_tokens=0", "metrics.numerics_every=0", "tracker=none",
+    "parallel.data=1", "run_dir=run",
 ]  # fmt: skip
 
 

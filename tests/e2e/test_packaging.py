@@ -118,7 +118,7 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
 def test_the_installed_command_trains_in_any_directory(command, tmp_path):
     few = [
         "train.steps=2",
-        "train.final_eval_batches=1",
+        "train.final_eval_batches=2",
         "sample.max_new_tokens=0",
         "tracker=jsonl",
         "run_dir=A",
@@ -150,7 +150,7 @@ def test_every_command_works_beside_files_of_its_modules_names(
     few = [
         *data,
         "config=my.yaml",
-        "train.final_eval_batches=1",
+        "train.final_eval_batches=2",
         "sample.max_new_tokens=0",
         "precision=scalify_fp8_fp16",
         "run_dir=A",

@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 from rich.console import Console
 
 from scalify_core.debug.stats import FIGURES
@@ -66,10 +65,8 @@ def test_every_key_that_the_trainer_writes_is_in_the_table():
         for path in (ROOT / "trainer" / room).rglob("*.py"):
             written.update(written_keys(path))
     written.update(keys_of_every_step())
-    one = SimpleNamespace(
-        shares=SimpleNamespace(count=np.ones), parts={"X": SimpleNamespace(windows=1)}
-    )
-    sources = {f"data/X/{figure}" for figure in Mixture.seen(one, 1)["X"]}
+    one = SimpleNamespace(parts={"X": SimpleNamespace(windows=1)})
+    sources = {f"data/X/{figure}" for figure in Mixture.seen(one, [1])["X"]}
     layers = {f"numerics/{kind}/X/{name}" for kind in CLASSES for name in FIGURES}
     # Loops write these, and their last parts are not in the code as text.
     written = {key for key in written if not key.startswith(("numerics/X", "data/X"))}

@@ -12,11 +12,13 @@ from jax.sharding import Mesh
 
 from scalify_core.ops.matmul import MULTIPLE
 from trainer.assembly.data import CustomData, build_data
+from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import inherited, schema
 from trainer.config.phases import phases_of
 from trainer.data import Batch, prefetch
+from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.models.custom import MakeModel, custom_spec
 from trainer.models.registry import family_of
@@ -30,6 +32,7 @@ from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
 from trainer.run.initial_weights import initial_weights
+from trainer.run.metadata import Totals
 from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
@@ -303,6 +306,24 @@ def affects_learning_rates(key: str) -> bool:
     return key in ("train.steps", "train.phases", "optimizer.lr") or key.startswith(
         "schedule."
     )
+
+
+def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
+    """Return the totals of so many steps with these settings, by the step."""
+    exchanges = exchanges_of(w.task) if w.task.diloco else None
+    mixed = w.data.train
+
+    def totals(step: int) -> Totals:
+        return Totals(
+            step * c.train.batch_tokens,
+            exchanges.up_to(step) if exchanges else 0.0,
+            exchanges.every_step * step if exchanges else 0.0,
+            tuple(mixed.shares.count(step).tolist())
+            if isinstance(mixed, Mixture)
+            else (),
+        )
+
+    return totals
 
 
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
 from trainer.data import Loader
 from trainer.data.mixture import Mixture
@@ -21,6 +20,7 @@ from trainer.parallel.mesh import place_batch
 from trainer.parallel.replicas import first_replica
 from trainer.run import builtin_callbacks as builtin
 from trainer.run.callbacks import Callback
+from trainer.run.metadata import Totals
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
@@ -44,6 +44,7 @@ def build_callbacks(
     say: Callable[[str], None],
     custom: Sequence[Callback] = (),
     *,
+    totals: Callable[[int], Totals],
     tracked: bool = True,
 ) -> list[Callback]:
     """Return the callbacks in their order: built-in ones, `custom` ones, checkpoint.
@@ -54,6 +55,7 @@ def build_callbacks(
       batch: shapes of a step's batch.
       say: prints a message.
       custom: of the program that called.
+      totals: returns the totals after a step.
       tracked: whether rows are stored; else numerics are not computed.
 
     Raises:
@@ -66,14 +68,16 @@ def build_callbacks(
         figures = log_first_duration(build_numerics(c, w), NUMERICS, say)
         callbacks.append(builtin.numerics(numerics_every, figures))
     callbacks.append(builtin.evaluation(eval_every, Validation(c, w, say)))
-    if isinstance(w.data.train, Mixture):
-        callbacks.append(builtin.mixture(eval_every, w.data.train.seen))
+    mixed = w.data.train
+    if isinstance(mixed, Mixture):
+        callbacks.append(
+            builtin.mixture(eval_every, lambda step: mixed.seen(totals(step).samples))
+        )
     if c.eval.tasks:
         scores = log_first_duration(build_tasks(c, w), TASKS, say)
         callbacks.append(builtin.tasks(c.eval.tasks_every or 0, scores))
     if w.task.diloco:
-        sent = exchanges_of(w.task)
-        callbacks.append(builtin.exchanged(eval_every, sent.up_to, sent.every_step))
+        callbacks.append(builtin.exchanged(eval_every, totals))
     if c.sample.max_new_tokens:
         sample = log_first_duration(build_sample(c, w), SAMPLING, say)
         callbacks.append(builtin.samples(c.sample.every, sample))
@@ -131,6 +135,7 @@ class Validation:
         result = self._mean(self._data.val, state, batches, should_stop)
         if result is None:
             return None
+        result.row["val/tokens"] = tokens_read(self._data.val, batches)
         for name, loader in self._data.sources.items():
             source = self._mean(loader, state, train.eval_batches, should_stop)
             if source is None:
@@ -141,6 +146,10 @@ class Validation:
             text = self._validated_text(batches)
             if len(text) >= MIN_XZ_BYTES:
                 result.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
+        if self._c.data.boundary_loss is False:
+            # The loss leaves out tokens whose bytes nobody counted.
+            for key in [key for key in result.row if key.endswith("bits_per_byte")]:
+                del result.row[key]
         return result
 
     def _mean(
@@ -166,10 +175,16 @@ class Validation:
 
     def _validated_text(self, batches: int) -> str:
         """Return the text of the first batches, at most MAX_XZ_BYTES of it."""
-        val = self._data.val
-        tokens = min(val.steps_per_epoch, batches) * val.batch_size * val.context
         limit = int(MAX_XZ_BYTES / self._data.bytes_per_token)
+        tokens = tokens_read(self._data.val, batches)
         return self._data.validation_text(min(tokens, limit))
+
+
+def tokens_read(val: Loader, batches: int) -> int:
+    """Return the tokens that a validation of at most so many batches reads."""
+    # A text of less than a batch is repeated in it.
+    windows = min(min(val.steps_per_epoch, batches) * val.batch_size, val.windows)
+    return windows * val.context
 
 
 def build_tasks(

@@ -214,14 +214,15 @@ def open_mixture(c: schema.Config) -> Dataset:
         c.seed,
         by_replica,
     )
-    # Every validation has the shares that the run ends with.
+    # Every validation has the shares that the run ends with, and every seed the same
+    # text.
     last_stage = [stages[-1]._replace(step=0)]
     val = Mixture(
         {name: part.val for name, part in parts.items()},
         manifest,
         "val",
         last_stage,
-        c.seed,
+        seed=None,
     )
     tokenizer = next(iter(parts.values())).tokenizer
     return Dataset(train, val, tokenizer, manifest.directory, val.parts)

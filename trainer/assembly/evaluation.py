@@ -38,7 +38,7 @@ class Text(NamedTuple):
     Attributes:
       batch: returns the batch of a number below `batches`.
       batches: their number.
-      bytes_per_token: of the text.
+      bytes_per_token: of the text; NaN: unknown.
       left_out: tokens behind the last batch, less than one more; None: the number of
         batches was limited, and the text was not read further.
     """
@@ -55,7 +55,7 @@ class Result(NamedTuple):
     Attributes:
       precision: its name, or AS_TRAINED.
       loss: nats per token, the mean over the batches.
-      bits_per_byte: of the text.
+      bits_per_byte: of the text; NaN: unknown.
       difference: to AS_TRAINED, nats; negative is better.
       half_width: of the 95% interval of the difference over batches; infinite for one
           batch.
@@ -134,6 +134,9 @@ def evaluate(
 
     Each batch has `accum` micro-batches.
     """
+    if task.model.border is not None:
+        # The loss leaves out tokens whose bytes nobody counted.
+        text = text._replace(bytes_per_token=math.nan)
     reference = losses(task, state, text, accum)
     yield result_of(text, AS_TRAINED, reference, reference)
     for name, other in others.items():

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from trainer.assembly.build import (
     build_phases,
     build_state,
     build_throughput,
+    build_totals,
     build_watchdog,
     build_workload,
     check_fp8,
     train_batches,
 )
-from trainer.assembly.callbacks import build_callbacks
+from trainer.assembly.callbacks import build_callbacks, tokens_read
 from trainer.assembly.hooks import NO_HOOKS, Hooks
 from trainer.assembly.startup_log import (
     describe_change,
@@ -31,10 +32,12 @@ from trainer.assembly.startup_log import (
     describe_run,
     describe_start,
     recorded_origin,
+    schedule_changes,
 )
 from trainer.config import schema
 from trainer.config.fields import to_tree
 from trainer.errors import DISK_FULL, MAKE_ROOM, UserError
+from trainer.files import path_of
 from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.observe.progress import log_duration
@@ -42,6 +45,7 @@ from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
+from trainer.report.history import FINAL_VALIDATION
 from trainer.report.messages import (
     describe_communication,
     describe_idle,
@@ -52,13 +56,20 @@ from trainer.report.messages import (
 from trainer.report.page import write_report
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import architecture, check_same_run
-from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.run.initial_weights import keep_tokenizer
+from trainer.run.inputs import check_same_inputs
+from trainer.run.libraries import (
+    hide_missing_gpu,
+    refuse_other_numbers,
+    use_compilation_cache,
+)
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
 from trainer.run.rundir import RunDir, RunDirLost, write_environment
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
+from trainer.run.totals import added_up
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
@@ -77,7 +88,10 @@ class Experiment(NamedTuple):
 
 
 def run(
-    config: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOOKS
+    config: schema.Config,
+    overrides: Sequence[str] = (),
+    hooks: Hooks = NO_HOOKS,
+    fixed: Collection[str] = (),
 ) -> tuple[int, Run | None]:
     """Train; with `dry_run` only describe what would be trained.
 
@@ -85,6 +99,7 @@ def run(
       config: the checked configuration.
       overrides: what the user set, for the report.
       hooks: what a program adds.
+      fixed: keys and groups that a run in this directory must have as they are here.
 
     Returns:
       The exit code, and the run as it ended; None after a dry run.
@@ -94,10 +109,11 @@ def run(
         describe_only(build_experiment(config, hooks), console)
         return 0, None
     with RunDir(Path(config.run_dir)) as directory, explain_full_disk(directory.path):
-        directory.check(to_tree(config))
+        directory.check(to_tree(config), fixed=fixed)
         resume = config.resume
         check_start(directory.path, resume.source, resume.step, config.init_from)
         experiment = build_experiment(config, hooks)
+        check_same_inputs(config, experiment.workload.data)
         with Display(config.train.steps, console=console) as display:
             session, checkpoint = open_session(
                 experiment, directory, display, overrides
@@ -116,6 +132,7 @@ def run(
 def set_up_process(config: schema.Config) -> Output:
     """Prepare JAX, and join the other processes of the run; return the console."""
     check_kind(config.tracker.kind)
+    refuse_other_numbers()
     hide_missing_gpu()
     if config.parallel.distributed:
         start_processes(to_tree(config))
@@ -206,11 +223,21 @@ def open_session(
         directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
     with refused_together(), explain_full_disk(directory.path):
         directory.adopt(to_tree(config))
+        final = tokens_read(workload.data.val, config.train.final_eval_batches)
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
+        facts[FINAL_VALIDATION] = f"{final:,}"
         write_environment(directory.path, facts, overrides)
         if jax.process_index() == 0:
             # `restore_run` needs it beside the checkpoint.
             workload.data.tokenizer.save(directory.path)
+            sources = [] if config.init_from is None else [config.init_from]
+            if checkpoint.is_fork:
+                sources.append(config.resume.source)
+            keep_tokenizer(
+                [path_of(source) for source in sources],
+                directory.path,
+                workload.data.tokenizer,
+            )
     stage = phases.resumed_by(checkpoint)
     for line in [
         *describe_run(stage.config, workload._replace(task=stage.task)),
@@ -321,7 +348,10 @@ def report_on(run_dir: Path, display: Display, ending: Ending) -> None:
 def end_of_phase(training: Run) -> Restored:
     """Return the state at the end of a phase, as a checkpoint would have it."""
     recovery = training.recovery
-    meta = recovery.meta | {"watchdog": recovery.watchdog.state()}
+    meta = recovery.meta | {
+        "watchdog": recovery.watchdog.state(),
+        "totals": dataclasses.asdict(training.totals(training.step)),
+    }
     return Restored(training.step, to_stored(training.state), meta)
 
 
@@ -340,6 +370,11 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     for line in describe_other_devices(config, mesh, checkpoint):
         display.message(line)
         tracker.event(checkpoint.step + 1, line)
+    changes = schedule_changes(whole_config, checkpoint)
+    if checkpoint.step < whole_config.train.steps:
+        for change in changes[len(checkpoint.meta.get("schedule_changes") or ()) :]:
+            text = f"the learning-rate schedule changed {change}"
+            tracker.event(checkpoint.step + 1, text)
     task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
     state = from_stored(
         enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
@@ -361,6 +396,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         leaf_names(task.trained(state.params), is_scaled_array),
         checkpoint.meta.get("watchdog"),
     )
+    totals = added_up(checkpoint.meta, checkpoint.step, build_totals(config, workload))
     profile = config.profile.steps
     return Run(
         session=session,
@@ -384,6 +420,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             batch,
             display.message,
             hooks.callbacks,
+            totals=totals,
             tracked=config.tracker.kind != "none" or hooks.tracker is not None,
         ),
         recovery=Recovery(
@@ -391,9 +428,14 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             restore=make_restore(task, batch, session.checkpointer, workload.seed),
             diagnose=make_diagnose(task),
             meta=checkpoint_meta(whole_config, workload)
-            | {"tracker_id": tracker.id, "forked": checkpoint.meta.get("forked")},
+            | {
+                "tracker_id": tracker.id,
+                "forked": checkpoint.meta.get("forked"),
+                "schedule_changes": changes,
+            },
         ),
         throughput=build_throughput(config, workload),
+        totals=totals,
         state=state,
         train_step=step,
         step=checkpoint.step,

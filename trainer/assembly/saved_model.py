@@ -30,8 +30,9 @@ from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import other_data
 from trainer.run.initial_weights import restore_weights, tokenizer_of_run
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
-from trainer.run.metadata import saved_config
+from trainer.run.metadata import Totals, saved_config
 from trainer.run.start import check_finite
+from trainer.run.totals import saved_totals
 from trainer.step.state import from_stored
 from trainer.text import note
 from trainer.workload import Workload, abstract_state
@@ -47,6 +48,8 @@ class SavedModel(NamedTuple):
       tokenizer: of the run's data.
       config: of the run, in the phase of its step.
       step: of the checkpoint.
+      tokens: that it was trained on.
+      forked: the run and the step of which the run is a fork; None: it is no fork.
     """
 
     spec: Spec
@@ -55,6 +58,8 @@ class SavedModel(NamedTuple):
     tokenizer: Tokenizer
     config: schema.Config
     step: int
+    tokens: int
+    forked: Mapping[str, Any] | None
 
 
 def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
@@ -71,7 +76,16 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
         params = restore_weights(checkpointer, like, chosen)
-    return SavedModel(model.spec, model.sampling.bind, params, tokenizer, c, taken)
+    return SavedModel(
+        model.spec,
+        model.sampling.bind,
+        params,
+        tokenizer,
+        c,
+        taken,
+        saved_totals(meta, taken, Totals(0)).tokens,
+        meta.get("forked"),
+    )
 
 
 def restore_training(

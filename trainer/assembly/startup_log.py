@@ -5,15 +5,17 @@ origin.
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
 from trainer.config.fields import flatten, to_tree
 from trainer.data.dataset import Dataset
+from trainer.data.mixture import Mixture
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
-from trainer.report.history import FORKED, WEIGHTS
+from trainer.report.history import FORKED, SCHEDULE_CHANGED, WEIGHTS
 from trainer.report.messages import (
     describe,
     describe_mesh,
@@ -83,9 +85,15 @@ def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[
     if checkpoint.step:
         if checkpoint.is_fork:
             return [f"forked from {checkpoint.origin}: a run of its own from here on"]
-        if checkpoint.step < c.train.steps:
-            return [f"resuming after step {checkpoint.step:,}"]
-        return []
+        if checkpoint.step >= c.train.steps:
+            return []
+        lines = [f"resuming after step {checkpoint.step:,}"]
+        if isinstance(w.data.train, Mixture) and "totals" not in checkpoint.meta:
+            lines.append(
+                "an earlier version began this run: its validations read other samples"
+                " of the mixture than those from here on, and step=best compares both"
+            )
+        return lines
     if c.init_from is None:
         return []
     source, tokenizer = Path(c.init_from), w.data.tokenizer
@@ -96,10 +104,42 @@ def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[
 
 
 def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
-    """Return the run or the weights that a run began with, for its report."""
+    """Return the run or the weights that a run began with, and how its schedule
+    changed, for its report.
+    """
+    facts = {}
     if checkpoint.origin:
-        return {FORKED: checkpoint.origin}
-    return {} if c.init_from is None else {WEIGHTS: c.init_from}
+        facts[FORKED] = checkpoint.origin
+    elif c.init_from is not None:
+        facts[WEIGHTS] = c.init_from
+    if changes := schedule_changes(c, checkpoint):
+        facts[SCHEDULE_CHANGED] = "; ".join(changes)
+    return facts
+
+
+def schedule_changes(c: schema.Config, checkpoint: Restored) -> list[str]:
+    """Return when and how the learning rates of a resumed run became others than those
+    that it had begun with, in words.
+    """
+    changes = list(checkpoint.meta.get("schedule_changes") or ())
+    step = checkpoint.step
+    if not step or checkpoint.is_fork:
+        return changes
+    saved = saved_config(checkpoint.meta)
+    before, now = (build_learning_rates(config)[:step] for config in (saved, c))
+    if not np.array_equal(before, now):
+        changes.append(f"after step {step:,} ({changed_schedule(saved, c)})")
+    return changes
+
+
+def changed_schedule(saved: schema.Config, c: schema.Config) -> str:
+    """Return the keys of the learning-rate schedule that changed, in words."""
+    old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
+    return "; ".join(
+        f"{key}={new[key]}, was {old.get(key)}"
+        for key in new
+        if old.get(key) != new[key] and affects_learning_rates(key)
+    )
 
 
 def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
@@ -108,17 +148,11 @@ def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
         return []
     saved = saved_config(checkpoint.meta)
     lines = describe_batch_change(saved, c, checkpoint.step)
-    old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
-    changed = {
-        key: (old.get(key), new[key])
-        for key in new
-        if old.get(key) != new[key] and affects_learning_rates(key)
-    }
     return lines + schedule_change(
         checkpoint.step,
         build_learning_rates(saved),
         build_learning_rates(c),
-        changed,
+        changed_schedule(saved, c),
     )
 
 
@@ -150,6 +184,5 @@ def describe_batch_change(
     return [
         f"train.batch_tokens={now:,} (was {was:,}): batches are counted in steps, so"
         f" after step {step:,} the data go on at token {step * now:,}, not"
-        f" {step * was:,}; the {step * abs(now - was):,} tokens between {between}, and"
-        " tokens in the log count all steps at the new size"
+        f" {step * was:,}; the {step * abs(now - was):,} tokens between {between}"
     ]

@@ -42,7 +42,8 @@ def directories(text: str) -> list[Path]:
     for item in filter(None, text.split(",")):
         path = path_of(item)
         pattern = str(path)
-        if not glob.has_magic(item):
+        # A name with brackets is a pattern, unless there is such a directory.
+        if path.is_dir() or not glob.has_magic(item):
             if not path.is_dir():
                 raise UserError(
                     f"runs={text}: there is no directory {path} (looked from"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.cli.arguments import STEP, argument, run_command
 from trainer.errors import UserError
-from trainer.files import path_of, write_text
+from trainer.files import ORIGIN, path_of, write_text
 from trainer.text import show
 from trainer.version import __version__
 
@@ -59,22 +59,19 @@ def check_out(out: Path) -> None:
 def original_directory(
     c: "schema.Config", run_dir: Path, ours: "Tokenizer"
 ) -> Path | None:
-    """Return the Hugging Face directory that a run started from.
+    """Return the run's copy of the files beside the weights that it started from, or of
+    an earlier version's run their directory.
 
     None: it started otherwise, the directory is gone, or its tokenizer differs from the
     run's.
     """
     from trainer.assembly.data import start_directory
-    from trainer.data.hf_tokenizer import tokenizer_beside
+    from trainer.run.initial_weights import has_tokenizer
 
-    if c.init_from is None:
-        return None
-    origin = start_directory(c, run_dir) / path_of(c.init_from)
-    if not (origin / "config.json").is_file():
-        return None
-    theirs = tokenizer_beside(origin)
-    is_ours = theirs is not None and theirs.fingerprint == ours.fingerprint
-    return origin if is_ours else None
+    directories = [run_dir / ORIGIN]
+    if c.init_from is not None:
+        directories.append(start_directory(c, run_dir) / path_of(c.init_from))
+    return next((path for path in directories if has_tokenizer(path, ours)), None)
 
 
 def given_ids(directory: Path, name: str) -> dict[str, Any]:
@@ -154,7 +151,15 @@ def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     from trainer.models.flops import param_count
 
     c, spec = model.config, model.spec
-    tokens = model.step * c.train.batch_tokens
+    steps = f"{model.step:,} steps"
+    if model.tokens == model.step * c.train.batch_tokens:
+        steps += f" of {c.train.batch_tokens:,} tokens"
+    began = ""
+    if c.init_from is not None:
+        began += f"- It began with the weights of `{path_of(c.init_from).name}`.\n"
+    if model.forked is not None:
+        source, step = path_of(model.forked["run"]).name, model.forked["step"]
+        began += f"- It is a fork of the run `{source}` after step {step:,}.\n"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -166,8 +171,9 @@ tags: [{c.model.family}]
 A {c.model.family} of {param_count(spec):,} parameters, context {spec.context} tokens, \
 weights in {dtype}.
 
-- Trained by scalify-trainer {__version__}: {model.step:,} steps of \
-{c.train.batch_tokens:,} tokens, {tokens:,} in all.
+- Trained by scalify-trainer {__version__}: {steps}, {model.tokens:,} \
+tokens in all.
+{began}\
 - Precision of the training: `{c.precision.name}`; optimizer `{c.optimizer.name}`.
 - Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
 

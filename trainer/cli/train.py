@@ -275,7 +275,9 @@ def main(argv: list[str]) -> int:
 
                 EARLY.imported = True
                 given = [*files, *overrides_of(given_keys)]
-                this.exit_code, _ = run(config, given)
+                # A later sweep must not go on with the runs of an earlier one.
+                fixed = ["train.steps", *sweep.keys] if in_sweep() else []
+                this.exit_code, _ = run(config, given, fixed=fixed)
                 return validation_loss(this)
         except Exception as error:
             # Hydra would print a line of its own before it.

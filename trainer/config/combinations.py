@@ -37,6 +37,19 @@ def validate(c: Config) -> None:
         f"train.steps={c.train.steps}; valid: at most {MOST_STEPS}, as the learning"
         " rate of each step is kept",
     )
+    _require(
+        c.train.final_eval_batches >= c.train.eval_batches,
+        f"train.final_eval_batches={c.train.final_eval_batches} is less than"
+        f" train.eval_batches={c.train.eval_batches}, which every validation reads, so"
+        " that step=best compares losses of one text; give both the same value, or"
+        " final_eval_batches a larger one",
+    )
+    for stage in c.data.stages or ():
+        _require(
+            not stage or stage[0] < c.train.steps,
+            f"data.stages: a stage begins after step {stage[0]:g}, but"
+            f" train.steps={c.train.steps}; give an earlier step, or more steps",
+        )
     shares = c.schedule.warmup_fraction + c.schedule.decay_fraction
     _require(
         c.schedule.name != "wsd" or shares <= 1 + 1e-9,

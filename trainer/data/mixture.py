@@ -211,6 +211,42 @@ class ReplicaShares:
         return np.full(self._replicas, count, np.int64)
 
 
+class EvenShares:
+    """`Shares` for a validation: the same for every seed.
+
+    Each source reads its windows in their order. Any number of first samples holds each
+    source in its share, to within a sample or two.
+
+    Args:
+      weights: of the sources.
+      batch_size: B.
+      batches: how many there are; then they repeat.
+    """
+
+    def __init__(self, weights: Sequence[float], batch_size: int, batches: int) -> None:
+        samples = batch_size * batches
+        shares = np.array(weights) / math.fsum(weights)
+        counts = np.ceil(samples * shares).astype(np.int64)
+        source = np.repeat(np.arange(len(counts)), counts)
+        index = np.concatenate([np.arange(count) for count in counts])
+        # When each sample is due, if samples of a source are due at equal distances.
+        order = np.argsort((index + 0.5) / shares[source], kind="stable")[:samples]
+        self._source, self._index = source[order], index[order]
+        self._batch_size, self._sources = batch_size, len(counts)
+
+    def place(self, sample: Ints) -> tuple[Ints, Ints]:
+        """Return the source of each sample [b], and its index among the samples of that
+        source.
+        """
+        sample = sample % len(self._source)
+        return self._source[sample], self._index[sample]
+
+    def count(self, step: int) -> Ints:
+        """Return the samples of each source in the first `step` batches, [K]."""
+        first = self._source[: step * self._batch_size]
+        return np.bincount(first, minlength=self._sources)
+
+
 @dataclass(frozen=True)
 class MixedManifest(Manifest):
     """The manifest of several prepared directories, `parts`, as if they were one.
@@ -279,8 +315,7 @@ class Mixture(Loader):
       manifest: of all parts.
       split: "train" or "val".
       stages: of `parse_stages`.
-      seed: of the order of the sources.
-      shares: the source of each sample; None: `Shares` of the stages.
+      shares: the source of each sample.
     """
 
     def __init__(
@@ -289,7 +324,7 @@ class Mixture(Loader):
         manifest: Manifest,
         split: str,
         stages: Sequence[MixtureStage],
-        seed: int,
+        seed: int | None,
         shares: ReplicaShares | None = None,
     ) -> None:
         self.parts = dict(parts)
@@ -299,7 +334,6 @@ class Mixture(Loader):
         self.document_mask = first.document_mask
         self.tokens = manifest.tokens(split)
         self.windows = sum(part.windows for part in parts.values())
-        self.shares = shares or Shares(stages, self.batch_size, seed)
         stage_shares = [
             np.array(stage.weights) / math.fsum(stage.weights) for stage in stages
         ]
@@ -319,6 +353,14 @@ class Mixture(Loader):
             if share
         )
         self._steps_per_epoch = max(1, int(samples) // self.batch_size)
+        self.shares: ReplicaShares | Shares | EvenShares
+        if shares:
+            self.shares = shares
+        elif seed is None:
+            weights = stages[-1].weights
+            self.shares = EvenShares(weights, self.batch_size, self._steps_per_epoch)
+        else:
+            self.shares = Shares(stages, self.batch_size, seed)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -358,13 +400,12 @@ class Mixture(Loader):
                     segments[part_rows] = batch.segments
         return Batch(tokens, segments)
 
-    def seen(self, step: int) -> dict[str, dict[str, float]]:
-        """Return share and epochs of each source in the first `step` steps.
+    def seen(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Return share and epochs of each source after so many samples of each.
 
         `share` is of all samples; `epochs` is the number of passes over the source.
         """
-        counts = self.shares.count(step)
-        total = max(1, int(counts.sum()))
+        total = max(1, sum(counts))
         return {
             name: {"share": float(count) / total, "epochs": float(count) / part.windows}
             for (name, part), count in zip(self.parts.items(), counts, strict=True)

@@ -1,6 +1,6 @@
 """Sampling text from a model: temperature, top-k, top-p, a seed, and a key-value cache.
 
-Legend: B batch (one here), T time, S context, V vocabulary.
+Legend: B batch (one here), T time, S cache length, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,8 @@ from trainer.bounds import MOST_NEW_TOKENS
 from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
+
+SHORTEST = 256  # positions of a cache; a longer one has a power of two, or the context
 
 
 def sample(
@@ -73,7 +75,8 @@ class Generator:
             The rest of the window is never attended to.
             """
             model = bind(params)
-            hidden_1xSxD, cache = model.decode(window_S[None], model.init_cache(1), 0)
+            empty = model.init_cache(1, len(window_S))
+            hidden_1xSxD, cache = model.decode(window_S[None], empty, 0)
             last_1xD = jax.lax.dynamic_slice_in_dim(hidden_1xSxD[0], length - 1, 1)
             return model.logits(last_1xD)[0], cache
 
@@ -87,10 +90,11 @@ class Generator:
             key: jax.Array,
             first: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array],
+            empty_S: jax.Array,
         ) -> jax.Array:
             """Return `count` new ids after `length` cached tokens, then zeros, `[S]`.
 
-            `first`: the number of ids that were sampled before.
+            `first`: the number of ids that were sampled before. `empty_S`: zeros.
             """
             model = bind(params)
 
@@ -100,7 +104,7 @@ class Generator:
                 new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
                 # The last token of a full window has no place in the cache; its logits
                 # are never used.
-                position = jnp.minimum(length + i, spec.context - 1)
+                position = jnp.minimum(length + i, len(empty_S) - 1)
                 hidden_1x1xD, cache = model.decode(new[None, None], cache, position)
                 return (
                     i + 1,
@@ -109,7 +113,6 @@ class Generator:
                     cache,
                 )
 
-            empty_S = jnp.zeros(spec.context, jnp.int32)
             return jax.lax.while_loop(
                 lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache)
             )[1]
@@ -139,7 +142,9 @@ class Generator:
         """
         check(prompt, max_new_tokens, temperature, top_k, top_p, seed)
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
-        S = self.spec.context
+        # A saved configuration may have any context: the cache is as large as needed.
+        needed = max(len(prompt) + max_new_tokens, SHORTEST)
+        S = min(self.spec.context, 1 << (needed - 1).bit_length())
         ids, new = list(prompt[-S:]), 0
         while new < max_new_tokens:
             between()
@@ -158,6 +163,7 @@ class Generator:
                 key,
                 jnp.int32(new),
                 controls,
+                jnp.zeros(S, jnp.int32),
             )
             ids += np.asarray(new_ids)[:count].tolist()
             new += count

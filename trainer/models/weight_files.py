@@ -320,8 +320,8 @@ def write_object(file: Path, tree: Mapping[str, Any]) -> None:
     write_atomically(file, json.dumps(tree, indent=2) + "\n")
 
 
-def tokenizer_files(source: Path) -> list[Path]:
-    """Return the tokenizer's files beside weights.
+def tokenizer_files(source: Path, more: Sequence[str] = ()) -> list[Path]:
+    """Return the tokenizer's files beside weights, and those of the names `more`.
 
     Raises:
       UserError: a file is a link to a place outside, whose content would be published
@@ -329,6 +329,7 @@ def tokenizer_files(source: Path) -> list[Path]:
     """
     names = [source / name for name in TOKENIZER_FILES]
     names += sorted((source / TEMPLATES).glob("*.jinja"))
+    names += [source / name for name in more]
     files = [file for file in names if file.is_file()]
     # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of
     # links to files of blobs beside it.
@@ -351,7 +352,7 @@ def carry_tokenizer(files: Sequence[Path], target: Path) -> list[Path]:
     for file in files:
         is_template = file.parent.name == TEMPLATES
         folder = target / TEMPLATES if is_template else target
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         copies.append(folder / file.name)
         write_atomically(copies[-1], read_file(file, TOKENIZER_BYTES))
     return copies

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,23 +71,44 @@ def check_same(config: Mapping[str, Any]) -> None:
             settings |= {f"{name}.{key}": value for key, value in section.items()}
         else:
             settings[name] = section
-    names = sorted(settings.keys() - PATH_KEYS)
-    checksums = np.array(
-        [zlib.crc32(repr(settings[name]).encode()) for name in names], np.uint32
-    )
-    all_checksums = multihost_utils.process_allgather(checksums)
-    others = np.flatnonzero((all_checksums != all_checksums[:1]).any(axis=1))
-    if others.size:
-        differ = [
-            name
-            for name, same in zip(
-                names, (all_checksums == all_checksums[:1]).all(axis=0), strict=True
-            )
-            if not same
-        ]
+    given = {name: settings[name] for name in sorted(settings.keys() - PATH_KEYS)}
+    names, process = differing(given)
+    if names:
         raise UserError(
-            f"{', '.join(differ)}: process {others[0]} was given another value than"
+            f"{', '.join(names)}: process {process} was given another value than"
             " process 0; start all processes of a run with the same arguments"
+        )
+
+
+def differing(values: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Return which values differ between processes, and the first process that has
+    others than process 0; all processes must call it with the same names.
+    """
+    checksums = np.array(
+        [zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32
+    )
+    gathered = np.atleast_2d(multihost_utils.process_allgather(checksums))
+    is_other = gathered != gathered[:1]
+    names = [
+        name for name, other in zip(values, is_other.any(axis=0), strict=True) if other
+    ]
+    return names, int(is_other.any(axis=1).argmax())
+
+
+def shared_name(prefix: str) -> str:
+    """Return a random name of a file, the same in all processes."""
+    number = np.frombuffer(secrets.token_bytes(8), np.uint8)
+    if jax.process_count() > 1:
+        number = multihost_utils.broadcast_one_to_all(number)
+    return f"{prefix}-{number.tobytes().hex()}"
+
+
+def refuse_other(names: Sequence[str], process: int) -> None:
+    """Raise UserError if there are names of inputs in which a process differs."""
+    if names:
+        raise UserError(
+            f"{' and '.join(names)}: process {process} reads another content there than"
+            " process 0; give all processes of a run copies of the same files"
         )
 
 

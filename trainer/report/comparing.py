@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import Choice, by_choice
-from trainer.report.history import FORKED, History, finite
+from trainer.report.history import (
+    FINAL_VALIDATION,
+    FORKED,
+    SCHEDULE_CHANGED,
+    History,
+    finite,
+)
 from trainer.report.page import comparison
 from trainer.run.rundir import MAY_CHANGE
 
@@ -95,6 +101,9 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         others = {
             k: v for k, v in differences(histories).items() if not in_groups(k, varied)
         }
+        changes = [h.facts.get(SCHEDULE_CHANGED, "-") for h in histories]
+        if len(set(changes)) > 1:
+            others[SCHEDULE_CHANGED] = changes
         table = varied | figures(histories) | others
         if set(marks) != {RANKED}:
             table = {"validation text": marks} | table
@@ -153,7 +162,16 @@ def validated(h: History, step: int) -> ValidatedText:
         source = [h.facts.get(fact, "") for fact in TEXT_FACTS]
     else:
         source = [str(h.settings.get(f"data.{key}")) for key in TEXT_KEYS]
-    return ValidatedText((*source, *validation_shares(h)), h.validated_tokens(step))
+    source += validation_shares(h)
+    if h.settings.get("data.boundary_loss") is False:
+        source.append("without the first token of each document")
+    # Earlier versions, which did not log the tokens, dealt the samples by the seed.
+    is_old = step not in h.logged_validation_tokens and (
+        step in h.line("val/loss").xs or FINAL_VALIDATION not in h.facts
+    )
+    if h.settings.get("data.source") == "mix" and is_old:
+        source.append(str(h.settings.get("seed")))
+    return ValidatedText(tuple(source), h.validated_tokens(step))
 
 
 def validation_shares(h: History) -> list[str]:

@@ -34,6 +34,9 @@ KINDS = {
 OTHER = "#999999"
 # facts of a run that started from another one
 FORKED, WEIGHTS = "forked from", "weights from"
+SCHEDULE_CHANGED = "schedule changed"
+# the fact of the tokens that the validation after the last step reads
+FINAL_VALIDATION = "final validation tokens"
 # A validation that reads this share of the validation text counts as reading all: only
 # whole batches are read.
 WHOLE = 0.9
@@ -197,20 +200,33 @@ class History:
         text = self.facts.get(fact, "").replace(",", "")
         return int(text) if text.isdecimal() else 0
 
+    @functools.cached_property
+    def logged_validation_tokens(self) -> dict[int, int]:
+        """The tokens of each validation whose row has them, by step."""
+        key = "val/tokens"
+        return {row["step"]: int(row[key]) for row in self.rows if key in row}
+
     def validated_tokens(self, step: int) -> int | None:
         """Return the tokens that the validation after a step read; None: unknown.
 
-        The validation after the last step reads `train.final_eval_batches`. Sizes of a
-        batch hardly change what is read in all: without the part of a batch at the end
-        it is still the whole text.
+        Sizes of a batch hardly change what is read in all: without the part of a batch
+        at the end it is still the whole text. For a step without a row, they are those
+        that the run would read. Earlier versions did not log them.
         """
+        size = self.settings.get("train.batch_tokens")
+        if not isinstance(size, int) or size < 1:
+            return None
         is_final = step == self.settings.get("train.steps")
         key = "train.final_eval_batches" if is_final else "train.eval_batches"
-        batches, size = self.settings.get(key), self.settings.get("train.batch_tokens")
-        if not isinstance(batches, int) or not isinstance(size, int) or size < 1:
+        read, batches = self.logged_validation_tokens.get(step), self.settings.get(key)
+        if read is None and is_final:
+            read = self.number(FINAL_VALIDATION) or None
+        if read is None and isinstance(batches, int):
+            read = batches * size
+        if read is None:
             return None
         available = self.number("validation tokens")
-        read, whole = batches * size, available // size * size
+        whole = available // size * size
         if not available or read < whole:
             return read
         return available if whole >= WHOLE * available or not whole else whole
@@ -219,18 +235,23 @@ class History:
     def comparable_validations(self) -> list[tuple[int, float]]:
         """Step and loss of the finite validations that read the same text.
 
-        They are those during the training, and the final one if it reads as much; or
-        all, where there is no other.
+        They are those that read the least: the ones during the training, and a final
+        one that reads no more. Of a run that an earlier version began, they are those
+        whose rows say what they read.
         """
         steps, losses = finite(self.line("val/loss"))
-        validations = [(int(x), y) for x, y in zip(steps, losses, strict=True)]
-        during = self.validated_tokens(0)
-        same = [
-            (step, loss)
-            for step, loss in validations
-            if self.validated_tokens(step) == during
+        logged = self.logged_validation_tokens
+        validations = [
+            (int(x), y)
+            for x, y in zip(steps, losses, strict=True)
+            if x in logged or not logged
         ]
-        return same or validations
+        tokens = [self.validated_tokens(step) or 0 for step, _ in validations]
+        return [
+            pair
+            for pair, read in zip(validations, tokens, strict=True)
+            if read == min(tokens)
+        ]
 
     @property
     def started_from(self) -> str:

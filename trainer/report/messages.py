@@ -329,7 +329,7 @@ def schedule_change(
     step: int,
     old_rates: np.ndarray,
     new_rates: np.ndarray,
-    changed: Mapping[str, tuple[Any, Any]],
+    why: str,
 ) -> list[str]:
     """Return a line where the schedule of the last step taken has changed.
 
@@ -337,11 +337,10 @@ def schedule_change(
       step: steps taken, at least 1.
       old_rates: learning rates of the run so far, by step.
       new_rates: learning rates of the run from here on, by step.
-      changed: old and new value of the schedule's keys that changed.
+      why: the keys that changed, in words.
     """
     if old_rates[step - 1] == new_rates[step - 1] or step == len(new_rates):
         return []
-    why = "; ".join(f"{key}={new}, was {old}" for key, (old, new) in changed.items())
     return [
         f"the learning-rate schedule changed ({why}): the learning rate goes from"
         f" {old_rates[step - 1]:.2e} in step {step} to {new_rates[step]:.2e} in step"

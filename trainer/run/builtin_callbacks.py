@@ -12,6 +12,7 @@ from scalify_core import weights
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_params
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
+from trainer.run.metadata import Totals
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
@@ -90,24 +91,17 @@ def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Ca
     return Callback("tasks", every, lambda context: scores(context.state))
 
 
-def exchanged(
-    every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float
-) -> Callback:
+def exchanged(every: int, totals: Callable[[int], Totals]) -> Callback:
     """Return the callback of the bytes that DiLoCo's replicas have sent.
 
     Its figures are `wire/exchanged_mib`, and `wire/times_fewer` than FP32 gradients.
-
-    Args:
-      every: steps.
-      bytes_up_to: bytes sent in so many steps.
-      bytes_of_step: bytes of a step's FP32 gradients.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
-        sent = bytes_up_to(context.step)
-        row = {"wire/exchanged_mib": sent / 2**20}
-        if sent:
-            row["wire/times_fewer"] = bytes_of_step * context.step / sent
+        after = totals(context.step)
+        row = {"wire/exchanged_mib": after.exchanged / 2**20}
+        if after.exchanged:
+            row["wire/times_fewer"] = after.fp32_gradients / after.exchanged
         return row
 
     return Callback("exchanged", every, run)

@@ -2,8 +2,10 @@
 safetensors file.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,22 @@ from trainer.data.hf_tokenizer import (
     other_ids,
     tokenizer_beside,
 )
+from trainer.data.settings_beside import CONFIGS
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.errors import UserError
+from trainer.files import ORIGIN
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.registry import SPECS, family_of
-from trainer.models.weight_files import config_beside, read_object
+from trainer.models.weight_files import (
+    CONFIG,
+    carry_tokenizer,
+    config_beside,
+    read_object,
+    tokenizer_files,
+)
+from trainer.parallel.processes import differing, refuse_other
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
@@ -148,7 +159,8 @@ def place_cropped(new: Any, like: jax.Array) -> jax.Array:
 
 
 def check_finite(key: str, params: Params) -> None:
-    """Raise UserError for a weight that is not finite, before it is placed.
+    """Raise UserError for a weight that is not finite, or not the same in all
+    processes, before it is placed.
 
     Placing weights, JAX asserts that they are equal in all processes, and no NaN is.
     """
@@ -157,6 +169,13 @@ def check_finite(key: str, params: Params) -> None:
     ):
         if not np.isfinite(np.asarray(array, np.float32)).all():
             raise UserError(f"{key}: {name} is not finite; choose other weights")
+    if jax.process_count() > 1:
+        crc = 0
+        for array in jax.tree.leaves(params):
+            crc = zlib.crc32(
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc
+            )
+        refuse_other(*differing({key: crc}))
 
 
 def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
@@ -196,6 +215,36 @@ def other_tokenizer_of_run(
         f" {tokenizer.vocab_size:,} ids)",
         f"set {override('data.tokenizer', file)}{NEW_ROWS}",
     ]
+
+
+def keep_tokenizer(sources: Sequence[Path], run_dir: Path, ours: Tokenizer) -> None:
+    """Copy the small files beside given weights into a run directory, for its export:
+    those of the tokenizer, with the chat template, and the ends of texts.
+
+    Args:
+      sources: directories of weights, or runs; the first with the run's tokenizer is
+        taken.
+      run_dir: of the run.
+      ours: the run's tokenizer.
+    """
+    copy = run_dir / ORIGIN
+    if (copy / CONFIG).is_file():
+        return
+    for source in (path for given in sources for path in (given, given / ORIGIN)):
+        if has_tokenizer(source, ours):
+            # A file that leads elsewhere is not copied; an export reports it.
+            with contextlib.suppress(UserError):
+                # The last one says that all are there.
+                carry_tokenizer(tokenizer_files(source, CONFIGS), copy)
+            return
+
+
+def has_tokenizer(directory: Path, ours: Tokenizer) -> bool:
+    """Return whether a Hugging Face directory has this tokenizer beside its weights."""
+    if not (directory / CONFIG).is_file():
+        return False
+    theirs = tokenizer_beside(directory)
+    return theirs is not None and theirs.fingerprint == ours.fingerprint
 
 
 def other_tokenizer_beside(source: Path, spec: Spec, tokenizer: Tokenizer) -> list[str]:

@@ -12,10 +12,24 @@ from pathlib import Path
 import jax
 
 from trainer.data.shards import read_json
+from trainer.errors import UserError
 from trainer.files import path_of, write_atomically
 
 MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 INTACT = "whole.json"  # entries that were read and intact, with size and time
+
+
+def refuse_other_numbers() -> None:
+    """Raise UserError for settings of JAX with which a run is another one, or none."""
+    for name, effect in (
+        ("JAX_ENABLE_X64", "computes in FP64 what is FP32 here"),
+        ("JAX_DISABLE_JIT", "compiles no step"),
+    ):
+        if getattr(jax.config, name.lower()):
+            raise UserError(
+                f"{name}={os.environ.get(name, 'true')} {effect}, so a run would not be"
+                " the same; unset it"
+            )
 
 
 def hide_missing_gpu() -> None:

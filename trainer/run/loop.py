@@ -7,6 +7,7 @@ and its row, its checkpoint and its messages are of the state after it.
 exactly once.
 """
 
+import dataclasses
 import io
 import time
 from collections.abc import Mapping
@@ -91,6 +92,9 @@ def train(run: Run) -> int:
         session.checkpointer.wait()
     failure = run.recovery.watchdog.failure
     if run.step >= run.plan.steps and failure is not None:
+        # An event of the next step, which is cut where the run is resumed.
+        session.tracker.event(run.step + 1, f"stopped: {failure}")
+        session.tracker.alert("diverged", f"step {run.step}: {failure}")
         raise Diverged(
             f"all {run.plan.steps} steps were taken, but {failure}; see"
             f" {session.run_dir}/report.html"
@@ -164,7 +168,7 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
         "train/loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
         "lr": float(run.plan.learning_rates[pending.step - 1]),
-        "tokens": pending.step * run.throughput.tokens_per_step,
+        "tokens": run.totals(pending.step).tokens,
     }
     event = run.recovery.watchdog.observe(pending.step, metrics)
     if not metrics["finite"]:
@@ -250,10 +254,9 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         call(run, callback, context)
         run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite(run.state)) is not None:
-            raise Diverged(
-                f"{name} is not finite after the {callback.name} after step {run.step};"
-                " this state was not saved"
-            )
+            reason = f"{name} is not finite after the {callback.name}"
+            tell(run, run.step, f"stopped: {reason}", alert="diverged")
+            raise Diverged(f"{reason} after step {run.step}; this state was not saved")
     log(run, run.step, context.row, extended=context.row.keys() > row.keys())
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
@@ -348,6 +351,7 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
         "watchdog": run.recovery.watchdog.state(),
         "unfinished": unfinished,
         "log": tracker.written(),
+        "totals": dataclasses.asdict(run.totals(run.step)),
     }
     run.session.checkpointer.save(
         run.step, to_stored(run.state), run.recovery.meta | progress, val_loss=val_loss

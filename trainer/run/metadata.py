@@ -55,6 +55,27 @@ class WatchdogState:
     failure: str | None = None
 
 
+Count = Annotated[int, Bound(lambda x: 0 <= x < 2**63, "0 to 2^63 - 1")]
+Amount = Annotated[float, Bound(lambda x: 0 <= x < 1e100, "0 to 1e100")]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals since the first step; a fork goes on with those of its run.
+
+    Attributes:
+      tokens: trained on.
+      exchanged: bytes that each device has sent to other DiLoCo replicas.
+      fp32_gradients: bytes that it would have sent with FP32 gradients in every step.
+      samples: of each source of a mixture.
+    """
+
+    tokens: Count
+    exchanged: Amount = 0.0
+    fp32_gradients: Amount = 0.0
+    samples: tuple[Count, ...] = ()
+
+
 @dataclass(frozen=True)
 class Leaf:
     """An array of the state; `stored_as` is its name in an older format."""
@@ -83,6 +104,8 @@ FIELDS: dict[str, Any] = {
     "watchdog": WatchdogState | None,
     "unfinished": str | None,
     "log": dict | None,
+    "totals": Totals | None,
+    "schedule_changes": TRAINABLE,
 }
 
 

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,9 +35,14 @@ from trainer.files import (
     write_text,
 )
 from trainer.models.registry import FIRST
-from trainer.parallel.processes import PROCESS_VARIABLES, refused_together
+from trainer.parallel.processes import (
+    PROCESS_VARIABLES,
+    differing,
+    refused_together,
+    shared_name,
+)
 from trainer.run.checkpoint import Checkpointer
-from trainer.text import redact
+from trainer.text import override, redact
 from trainer.version import __version__
 
 # Keys that a resumed run may change. They decide how long, how often and where, not
@@ -85,6 +90,18 @@ IMPLICIT = {"model.family": FIRST, "init.embeddings": None}
 logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def explain_unwritable(run_dir: Path) -> Iterator[None]:
+    """Turn the error of files of a run directory into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to run_dir={run_dir}: {error.strerror}; choose another"
+            " run_dir"
+        ) from error
+
+
 class RunDirLost(UserError):
     """The run directory is no longer this process's: it must not write there."""
 
@@ -111,23 +128,33 @@ class RunDir:
         self._made = False
         self._config = ""  # the content of config.yaml, once it is adopted
         self._first = jax.process_index() == 0
+        probe = path / shared_name(".shared")
         with refused_together():
             if self._first:
                 self._claim()
+                if jax.process_count() > 1:
+                    with explain_unwritable(path):
+                        probe.touch()
+        if jax.process_count() == 1:
+            return
+        _, process = differing({"run_dir": probe.exists()})
+        if self._first:
+            probe.unlink()
+        if process:
+            self.__exit__()
+            raise UserError(
+                f"run_dir={path}: process {process} has another directory there than"
+                " process 0; give all processes one directory on a shared disk"
+            )
 
     def _claim(self) -> None:
         path = self.path
         self._made = not path.exists()
-        try:
+        with explain_unwritable(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
             self._status = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to run_dir={path}: {error.strerror}; choose another"
-                " run_dir"
-            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_held():
@@ -207,13 +234,18 @@ class RunDir:
             write_text(self.path / "config.yaml", self._config)
 
     def check(
-        self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
+        self,
+        config: Mapping[str, Any],
+        *,
+        may_change: tuple[str, ...] = MAY_CHANGE,
+        fixed: Collection[str] = (),
     ) -> None:
         """Refuse another configuration than that of config.yaml, if there is one.
 
         Args:
           config: nested plain values.
           may_change: patterns of dotted keys that may differ.
+          fixed: dotted keys and groups that may not differ, whatever `may_change` says.
 
         Raises:
           UserError: with the keys that differ.
@@ -221,12 +253,15 @@ class RunDir:
         path = self.path / "config.yaml"
         if not path.exists():
             return
-        differing = differences(self._adopted(), config, may_change)
+        differing = differences(self._adopted(), config, may_change, fixed)
         if differing:
+            alone = ""
+            if fixed and not differences(self._adopted(), config, may_change):
+                alone = f"; to continue this run alone: {override('resume', self.path)}"
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration:"
                 f" {'; '.join(differing)}; restore these values, or choose another"
-                " run_dir"
+                f" run_dir{alone}"
             )
 
     def check_trained_with(
@@ -298,17 +333,23 @@ class RunDir:
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...] = ()
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    may_change: tuple[str, ...] = (),
+    fixed: Collection[str] = (),
 ) -> list[str]:
-    """Return `key=new (was old)` for each dotted key that differs and matches no
-    pattern of `may_change`.
+    """Return `key=new (was old)` for each dotted key that differs.
+
+    Keys that match a pattern of `may_change` are left out, unless they are one of
+    `fixed` or in a group of these.
     """
     old_values, new_values = dict(flatten(old)), dict(flatten(new))
     changes = []
     for key in dict.fromkeys([*new_values, *old_values]):
         was = old_values.get(key, IMPLICIT.get(key))
         now = new_values.get(key, "absent")
-        is_free = any(fnmatch(key, pattern) for pattern in may_change)
+        is_fixed = any(f"{key}.".startswith(f"{name}.") for name in fixed)
+        is_free = not is_fixed and any(fnmatch(key, name) for name in may_change)
         if not is_free and normalized(key, was) != normalized(key, now):
             changes.append(f"{key}={now} (was {was})")
     return changes

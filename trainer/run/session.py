@@ -15,6 +15,7 @@ from trainer.observe.metrics import Throughput
 from trainer.observe.trackers.protocol import Tracker
 from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.metadata import Totals
 from trainer.run.shutdown import Timeouts
 from trainer.run.watchdog import Watchdog
 from trainer.step.state import TrainState
@@ -113,6 +114,7 @@ class Run:
       callbacks: called between two steps, in this order.
       recovery: rollback and NaN diagnosis.
       throughput: counts tokens/s and MFU.
+      totals: returns the totals after a step.
       state: of the training, on the devices.
       train_step: compiled for `state`.
       step: steps taken so far, which is also the position in the data.
@@ -127,6 +129,7 @@ class Run:
     callbacks: Sequence[Callback]
     recovery: Recovery
     throughput: Throughput
+    totals: Callable[[int], Totals]
     state: TrainState
     train_step: StepFn
     step: int

@@ -27,6 +27,7 @@ SMALL = [
         "train.eval_every=0",
     ),
     *(
+        "train.eval_batches=1",
         "train.final_eval_batches=1",
         "checkpoint.every=0",
         "sample.max_new_tokens=0",

@@ -3,9 +3,12 @@ stopped and goes on."""
 
 import logging
 
+import numpy as np
 import pytest
 from command import TINY, here, parameters, stopped_after, values
 
+from trainer import compose
+from trainer.assembly.data import build_data
 from trainer.cli.train import main
 
 MIX = [
@@ -50,6 +53,17 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(
     assert parameters(texts / "A", 8) == parameters(texts / "B", 8)
 
 
+def test_every_seed_validates_on_the_same_samples_of_a_mixture(texts, monkeypatch):
+    monkeypatch.chdir(texts)
+    first, other = (
+        build_data(compose([*TINY, *ARGS, f"seed={seed}"])).val for seed in (0, 1)
+    )
+    for step in range(2):
+        np.testing.assert_array_equal(
+            first.batch(step).tokens, other.batch(step).tokens
+        )
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -59,6 +73,7 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(
         ),
         (["data.weights=[1,0]"], "weight of up"),
         (["data.stages=[[4,1]]"], "data.stages from step 4 on"),
+        (["data.stages=[[8,1,1]]"], "begins after step 8, but train.steps=8"),
         (["data.sources=[low.txt,sub/low.txt]"], "two are called low"),
         (["data.sources=[low.txt,none.txt]"], "none.txt"),
         (["data.sources=[low.txt,empty.txt]"], "empty"),

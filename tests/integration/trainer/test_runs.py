@@ -11,8 +11,10 @@ from command import CACHE, TINY, here, parameters, stopped_after, values
 from tokenizers import Tokenizer
 
 from trainer.assembly import run as build
+from trainer.assembly.saved_model import restore_run
 from trainer.cli.export import Arguments as Export
 from trainer.cli.export import main as export
+from trainer.cli.export import model_card
 from trainer.cli.train import main
 from trainer.observe.records import read_rows
 from trainer.report.history import History
@@ -193,9 +195,11 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert begin == {"step": 21, "event": "forked from A after step 20"}
     output = here(tmp_path, "F", "train.steps=26", "tracker=jsonl")
     assert "resuming after step 25" in output
-    assert (
-        sum("event" in row for row in read_rows(tmp_path / "F" / "metrics.jsonl")) == 1
-    )
+    rows_of_fork = read_rows(tmp_path / "F" / "metrics.jsonl")
+    assert [row["event"] for row in rows_of_fork if "event" in row] == [
+        "forked from A after step 20",
+        "the learning-rate schedule changed after step 25 (train.steps=26, was 25)",
+    ]
     assert "forked from A after step 20" in (tmp_path / "F" / "report.html").read_text()
     output = here(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl")
     assert "weights from A after its step 20: " in output
@@ -204,6 +208,19 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert first["step"] == 1
     fresh, trained = rows[0]["train/loss"], rows[-1]["train/loss"]
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
+
+
+def test_the_tokens_of_a_fork_with_larger_batches_are_those_that_were_read(
+    finished_run,
+):
+    tmp_path, rows = finished_run
+    more = ["train.steps=22", "train.batch_tokens=1024"]
+    here(tmp_path, "H", "resume=A", "tracker=jsonl", *more)
+    tokens = rows[-1]["tokens"] + 2 * 1024
+    assert values(tmp_path / "H")[-1]["tokens"] == tokens
+    card = model_card(restore_run(tmp_path / "H"), "fp32", "AutoTokenizer")
+    assert f": 22 steps, {tokens:,} tokens in all." in card
+    assert "a fork of the run `A` after step 20" in card
 
 
 def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(
@@ -216,6 +233,13 @@ def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(
     assert main(["resume=M", "train.steps=22"]) == 0
     assert [row["step"] for row in values(tmp_path / "M")] == list(range(1, 23))
     assert values(tmp_path / "M")[:20] == rows
+    change = "after step 20 (train.steps=22, was 20)"
+    events = [e for e in read_rows(tmp_path / "M" / "metrics.jsonl") if "event" in e]
+    text = f"the learning-rate schedule changed {change}"
+    assert events == [{"step": 21, "event": text}]
+    assert main(["resume=M", "train.steps=23"]) == 0
+    change += "; after step 22 (train.steps=23, was 22)"
+    assert History.read(tmp_path / "M").facts["schedule changed"] == change
     assert main(["resume=A", "resume.step=10", "run_dir=N"]) == 0
     repeated = [
         {k: v for k, v in row.items() if k != "event"} for row in values(tmp_path / "N")

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from trainer import Diverged, UserError, compose, train
 from trainer.assembly import run as assembly
+from trainer.report.history import History
+from trainer.report.page import ending
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.state import first_nonfinite
 
@@ -137,7 +139,7 @@ def test_the_weight_is_named_and_not_only_the_gradient_that_it_made_bad(alter):
 
 
 def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command_again(
-    alter,
+    alter, folder
 ):
     def skip(step, before, state, metrics):
         return (
@@ -155,8 +157,14 @@ def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command
         Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"
     ):
         train(configuration("train.steps=4"))
+    history = History.read(folder / "A")
+    assert [text for _, text in history.events if text.startswith("stopped: ")] == [
+        "stopped: the last 1 steps were not finite and were skipped"
+    ]
+    assert "4 of 4 steps: ended by the watchdog" in ending(history)
     alter(lambda step, before, state, metrics: (state, metrics))
     assert train(configuration("train.steps=5")).step == 5
+    assert "5 of 5 steps: finished" in ending(History.read(folder / "A"))
 
 
 def test_given_weights_are_looked_at_and_the_tensor_named(folder):

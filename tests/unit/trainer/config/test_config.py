@@ -205,6 +205,10 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
         ("profile.steps=[5,100000]", ["profile.steps", "within 1.."]),
         ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1)"]),
+        (
+            "train.final_eval_batches=15",
+            ["train.final_eval_batches=15 is less", "train.eval_batches=16"],
+        ),
         ("parallel.data=0", ["parallel.data=0", "-1"]),
         ("seed=4294967296", ["seed=4294967296", "4294967295"]),
         ("seed=99999999999999999999", ["seed=99999999999999999999", "4294967295"]),

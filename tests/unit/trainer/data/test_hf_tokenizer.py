@@ -32,6 +32,7 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
 from trainer.models.weight_files import carry_tokenizer, tokenizer_files
+from trainer.run.initial_weights import keep_tokenizer
 
 TEXTS = [
     (
@@ -340,13 +341,35 @@ def test_an_export_has_all_chat_templates_and_the_sampling_settings(tmp_path):
         (origin / name).parent.mkdir(parents=True, exist_ok=True)
         (origin / name).write_text(name)
     out.mkdir()
-    assert carry_tokenizer(origin, out) == [out / name for name in names]
+    assert carry_tokenizer(tokenizer_files(origin), out) == [
+        out / name for name in names
+    ]
     assert [(out / name).read_text() for name in names] == names
     settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": 7}
     (origin / "generation_config.json").write_text(json.dumps(settings))
     ids = generation_config(origin, 5)
     assert generation_settings(origin, 5) == settings | ids
     assert generation_settings(None, 5) == generation_config(None, 5)
+
+
+def test_a_run_has_a_copy_of_the_files_beside_its_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    origin, ours = tmp_path / "base", get_tokenizer("byte")
+    origin.mkdir()
+    save_hf(origin, ours, 32)
+    (origin / "config.json").write_text('{"eos_token_id": 5}')
+    (origin / "chat_template.jinja").write_text("{{ messages }}")
+    (origin / "model.safetensors").write_text("large")
+    keep_tokenizer([origin], tmp_path / "runs/a", ours)
+    keep_tokenizer([tmp_path / "runs/a"], tmp_path / "runs/b", ours)
+    shutil.rmtree(origin)
+    keep_tokenizer([origin], tmp_path / "runs/a", ours)
+    c = compose_config(["init_from=base", "run_dir=runs/a"])
+    for name in "ab":
+        found = original_directory(c, tmp_path / "runs" / name, ours)
+        assert found == tmp_path / "runs" / name / "init_from"
+        assert (found / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert not (found / "model.safetensors").exists()
 
 
 def test_an_export_keeps_the_ends_of_a_turn(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trainer.data import Loader, Manifest, TextSource, prepare
 from trainer.data.mixture import (
+    EvenShares,
     MixedManifest,
     Mixture,
     MixtureStage,
@@ -66,6 +67,30 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
             shares.count(step),
             np.bincount(source[: step * batch_size], minlength=len(weights)),
         )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=1, max_size=5).filter(any),
+    st.integers(1, 24),
+    st.integers(1, 60),
+)
+def test_a_validation_holds_each_share_after_any_number_of_samples(
+    weights, batch_size, batches
+):
+    shares = EvenShares(weights, batch_size, batches)
+    source, index = shares.place(np.arange(batch_size * batches))
+    wanted = np.array(weights) / sum(weights)
+    for count in range(1, len(source) + 1):
+        actual = np.bincount(source[:count], minlength=len(weights))
+        assert abs(actual - count * wanted).max() < len(weights)
+    for k in range(len(weights)):
+        np.testing.assert_array_equal(
+            index[source == k], np.arange((source == k).sum())
+        )
+    np.testing.assert_array_equal(
+        shares.count(batches), np.bincount(source, minlength=len(weights))
+    )
 
 
 def test_whole_blocks_leave_no_sample_out():
@@ -162,7 +187,7 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
             for row in alone[name].batch(i).tokens
         }
         assert set(rows) <= known
-    actual = mixed.seen(500)
+    actual = mixed.seen(mixed.shares.count(500).tolist())
     assert abs(actual["lower"]["share"] - 0.75) < 0.01
     assert actual["upper"]["epochs"] == pytest.approx(
         len(seen["upper"]) / alone["upper"].windows

@@ -10,6 +10,8 @@ import pytest
 from trainer.errors import UserError
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.model import functional as llama
+from trainer.models.llama.spec import LlamaSpec
 from trainer.models.sampling import Generator, sample
 from trainer.run.builtin_callbacks import samples
 from trainer.run.callbacks import Interrupted, StepContext
@@ -97,6 +99,20 @@ def test_prompt_longer_than_the_context_keeps_its_end():
     assert generate(params, long, max_new_tokens=3, temperature=0) == generate(
         params, long[-16:], max_new_tokens=3, temperature=0
     )
+
+
+def test_a_cache_is_no_longer_than_the_text_whatever_the_context():
+    """A configuration from somebody else may name any context."""
+    small = LlamaSpec(
+        vocab_size=50, context=64, n_layer=1, n_head=2, n_kv_head=1, d_model=16
+    )
+    texts = []
+    for spec in (small, dataclasses.replace(small, context=2**40)):
+        model = llama(spec)
+        params = model.init(jax.random.key(0))
+        generate = Generator(model.bind, spec)
+        texts.append(generate(params, [1, 2], max_new_tokens=20))
+    assert texts[0] == texts[1]
 
 
 def test_compiles_once_whatever_the_arguments():

@@ -148,6 +148,12 @@ def test_patterns_may_be_absolute_and_numbers_are_in_their_order(
         directories(str(sweep / "none*"))
 
 
+def test_a_directory_whose_name_is_a_pattern_is_that_directory(sweep):
+    (sweep / "1").rename(sweep / "lr[2]")
+    runs = directories(f"{sweep}/lr[2],{sweep}/[34]")
+    assert runs == [sweep / "lr[2]", sweep / "3", sweep / "4"]
+
+
 def test_a_directory_that_is_not_there_is_said_not_to_be_there(sweep):
     for runs in (f"{sweep}/1,{sweep}/nowhere", f"{sweep}/nowhere"):
         with pytest.raises(UserError, match=r"there is no directory .*nowhere "):
@@ -404,6 +410,30 @@ def test_a_mixture_in_other_shares_is_another_validation_text(tmp_path, capsys):
     stages = mix | {"weights": [3, 1], "stages": [[1, 1, 1]]}
     runs["b"] = (1.0, 2, {}, stages)
     assert len(compared(tmp_path, capsys, **runs)) == 1
+
+
+def test_a_loss_without_first_tokens_is_not_ranked_beside_others(tmp_path, capsys):
+    for i, boundary in enumerate((None, True, False)):
+        make_run(tmp_path / str(i), 3.0 - i, "", data={"boundary_loss": boundary})
+    main(Arguments(str(tmp_path), "no"))
+    out = capsys.readouterr().out
+    assert f"best: {tmp_path}/1 (" in out
+    assert f"other validation text, not ranked: {tmp_path}/2" in out
+
+
+def test_a_mixture_of_an_earlier_version_was_validated_by_its_seed(tmp_path, capsys):
+    mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"]}
+    for seed in (0, 1):
+        make_run(tmp_path / str(seed), 2.0 + seed, "", seed=seed, data=mix)
+    main(Arguments(str(tmp_path), "no"))
+    assert "other validation text, not ranked" in capsys.readouterr().out
+    for seed in (0, 1):
+        path = tmp_path / str(seed) / "metrics.jsonl"
+        path.write_text(
+            path.read_text().replace('"val/loss"', '"val/tokens": 9, "val/loss"')
+        )
+    main(Arguments(str(tmp_path), "no"))
+    assert f"best: {tmp_path}/0 (" in capsys.readouterr().out
 
 
 def test_a_table_of_text_is_not_wider_than_a_terminal():

@@ -284,6 +284,19 @@ def test_learning_its_training_text_alone_is_not_learning(
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
+def test_a_validation_is_compared_by_the_tokens_that_its_row_has():
+    """A run that was trained longer has the final validation of its first end."""
+    config = (
+        "train: {steps: 100, eval_batches: 1, final_eval_batches: 9, batch_tokens: 8}"
+    )
+    logged = rows(FALLING, {30: 1.6, 50: 1.2, 75: 1.55, 100: 1.3})
+    for step, tokens in ((30, 8), (50, 72), (75, 8), (100, 72)):
+        logged[step - 1]["val/tokens"] = tokens
+    run = history(logged, config=config)
+    assert run.comparable_validations == [(30, 1.6), (75, 1.55)]
+    assert learning(run).grade == GOOD
+
+
 def test_what_was_validated_counts_not_what_there_was():
     actual, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
     for batches, grade in ((1, FAIR), (16, GOOD)):

@@ -5,6 +5,7 @@ import zlib
 import jax
 import pytest
 
+from trainer.errors import UserError
 from trainer.run import libraries
 from trainer.run.libraries import remove_torn, use_compilation_cache
 
@@ -23,6 +24,18 @@ def settings():
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("name", ["jax_enable_x64", "jax_disable_jit"])
+def test_settings_of_jax_that_change_a_run_are_refused(name):
+    libraries.refuse_other_numbers()
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, True)
+        with pytest.raises(UserError, match=f"{name.upper()}=.*; unset it"):
+            libraries.refuse_other_numbers()
+    finally:
+        jax.config.update(name, before)
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_and_no_cache(tmp_path, settings):

@@ -36,6 +36,19 @@ def run_dir(tmp_path):
     directory.release()
 
 
+def test_a_job_of_a_sweep_does_not_go_on_with_a_run_of_other_steps(run_dir):
+    run_dir.adopt(CONFIG)
+    longer = CONFIG | {"train": {"steps": 12, "batch_tokens": 64}}
+    run_dir.check(longer)
+    run_dir.check(CONFIG, fixed=["train.steps", "tracker"])
+    with pytest.raises(UserError) as refused:
+        run_dir.check(longer, fixed=["train.steps"])
+    assert "train.steps=12 (was 10)" in str(refused.value)
+    assert f"resume={run_dir.path}" in str(refused.value)
+    with pytest.raises(UserError, match=r"tracker\.tags"):
+        run_dir.check(CONFIG | {"tracker": {"tags": ()}}, fixed=["tracker"])
+
+
 HOLDER = """
 import os, sys
 from pathlib import Path

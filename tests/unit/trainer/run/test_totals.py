@@ -1,0 +1,34 @@
+"""Totals go on from those of a checkpoint, whatever the settings are now."""
+
+from dataclasses import asdict
+
+from trainer.config.composition import compose_config
+from trainer.config.fields import to_tree
+from trainer.run.metadata import Totals
+from trainer.run.totals import added_up
+
+
+def per_step(tokens, exchanged=0.0, samples=()):
+    return lambda step: Totals(
+        step * tokens,
+        step * exchanged,
+        2 * step * exchanged,
+        tuple(step * count for count in samples),
+    )
+
+
+def test_steps_count_with_the_settings_that_they_were_taken_with():
+    first = added_up({}, 0, per_step(256, 10.0, (6, 2)))
+    assert first(40) == per_step(256, 10.0, (6, 2))(40)
+    meta = {"totals": asdict(first(40))}
+    second = added_up(meta, 40, per_step(512, 30.0, (4, 4)))
+    assert second(50) == Totals(15_360, 700.0, 1400.0, (280, 120))
+    assert added_up({"totals": asdict(second(50))}, 50, per_step(1))(50) == Totals(
+        15_360, 700.0, 1400.0
+    )
+
+
+def test_checkpoints_of_earlier_versions_are_counted_by_their_configuration():
+    config = to_tree(compose_config(["train.batch_tokens=2048"]))
+    totals = added_up({"config": config}, 10, per_step(4096, 5.0))
+    assert totals(11) == Totals(10 * 2048 + 4096, 5.0, 10.0)

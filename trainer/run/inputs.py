@@ -1,0 +1,54 @@
+"""Several processes of one run read the same: data, weights and checkpoints lie at
+paths, at which each machine may have another file.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import jax
+
+from trainer.config.schema import Config
+from trainer.data.dataset import Dataset
+from trainer.files import path_of, read_file, saved_steps
+from trainer.models.weight_files import CONFIG, TOKENIZER_BYTES, TOKENIZER_FILES
+from trainer.parallel.processes import differing, refuse_other
+
+
+def check_same_inputs(c: Config, data: Dataset) -> None:
+    """Raise UserError in all processes if one reads other data, weights or checkpoints.
+
+    Otherwise each would train on its own, or arrays be put together of several
+    checkpoints.
+    """
+    if jax.process_count() == 1:
+        return
+    manifest = data.manifest
+    content = [manifest.fingerprint, manifest.content, data.tokenizer.fingerprint]
+    inputs = {"the data": json.dumps(content)}
+    if c.init_from is not None:
+        inputs["init_from"] = identity(path_of(c.init_from))
+    if c.resume.source not in ("auto", "none"):
+        inputs["resume"] = identity(path_of(c.resume.source), c.resume.step)
+    refuse_other(*differing(inputs))
+
+
+def identity(source: Path, step: int | None = None) -> str:
+    """Return a digest of the small files that tell a run's checkpoint, or a directory
+    of weights with its tokenizer, from others.
+
+    `step`: of the checkpoint; None: the newest.
+    """
+    steps = saved_steps(source)
+    if steps:
+        step = steps[-1] if step is None else step
+        files = [source / "checkpoints" / str(step) / "manifest" / "metadata"]
+    else:
+        folder = source if source.is_dir() else source.parent
+        files = [folder / name for name in (CONFIG, *TOKENIZER_FILES)]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        if file.is_file():
+            digest.update(file.name.encode())
+            digest.update(read_file(file, TOKENIZER_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,63 @@
+"""Totals of a run, which its checkpoints keep: batch size, replicas and the shares of a
+mixture may change where a run is resumed or forked.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.run.metadata import Totals, saved_config
+
+
+def saved_totals(meta: Mapping[str, Any], step: int, present: Totals) -> Totals:
+    """Return the totals of a checkpoint.
+
+    Those that an earlier version did not save are computed.
+
+    Args:
+      meta: of the checkpoint; empty: there is none.
+      step: of the checkpoint.
+      present: the totals of as many steps with the present settings.
+    """
+    if not meta:
+        return present
+    saved = meta.get("totals")
+    if saved is not None:
+        return Totals(**saved | {"samples": tuple(saved["samples"])})
+    config = saved_config(meta)
+    has_replicas = config.diloco.replicas is not None
+    return Totals(
+        step * config.train.batch_tokens,
+        present.exchanged if has_replicas else 0.0,
+        present.fp32_gradients if has_replicas else 0.0,
+        present.samples,
+    )
+
+
+def added_up(
+    meta: Mapping[str, Any], step: int, present: Callable[[int], Totals]
+) -> Callable[[int], Totals]:
+    """Return the totals by step of a run that continues a checkpoint.
+
+    Args:
+      meta: of the checkpoint; empty: there is none.
+      step: of the checkpoint.
+      present: the totals of so many steps with the present settings.
+    """
+    begin = present(step)
+    saved = saved_totals(meta, step, begin)
+
+    def totals(step: int) -> Totals:
+        now = present(step)
+        return Totals(
+            saved.tokens + now.tokens - begin.tokens,
+            saved.exchanged + now.exchanged - begin.exchanged,
+            saved.fp32_gradients + now.fp32_gradients - begin.fp32_gradients,
+            tuple(
+                was + later - before
+                for was, later, before in zip(
+                    saved.samples, now.samples, begin.samples, strict=False
+                )
+            ),
+        )
+
+    return totals
