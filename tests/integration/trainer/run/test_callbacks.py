@@ -45,7 +45,8 @@ class Recording:
             flush=lambda: None,
             written=lambda: None,
         )
-        display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
+        nothing = lambda *_: None
+        display = SimpleNamespace(update=nothing, event=nothing, pause=nothing)
         self.throughput = SimpleNamespace(pause=lambda _: None)
         checkpointer = SimpleNamespace(
             save=lambda step, state, meta, val_loss: self.record.append(
