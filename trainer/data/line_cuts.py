@@ -35,6 +35,7 @@ NORMALIZERS = {
 }
 SPLIT_AT_LINES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 OTHER_WORDS = {"Metaspace", "Punctuation", "Digits", "ByteLevel", "Split"}
+CROSSING = re.compile("[\n\u010a][^\n\u010a]")  # a newline, also GPT-2's, in a token
 SPACES = " {2,}"  # the regular expression of transformers' converters
 
 
@@ -63,7 +64,7 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     """
     normalizers = list(parts_of(tree.get("normalizer")))
     words = list(parts_of(tree.get("pre_tokenizer")))
-    if any("\n" in word for word in special_in(tree)):
+    if any(map(CROSSING.search, special_in(tree))):
         return False
     if not all(is_local(part, NORMALIZERS) for part in normalizers):
         return False
@@ -81,9 +82,8 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
             part["type"] == "Metaspace" and part.get("split", True) for part in words
         )
     # Words may have any length, but no merge crosses a newline that only ends tokens.
-    crossing = re.compile("[\n\u010a][^\n\u010a]")
     return is_bpe(tree["model"]) and not any(
-        map(crossing.search, tree["model"]["vocab"])
+        map(CROSSING.search, tree["model"]["vocab"])
     )
 
 
