@@ -5,6 +5,7 @@ mixture may change where a run is resumed or forked.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainer.config.fields import from_tree
 from trainer.run.metadata import Totals, saved_config
 
 
@@ -22,7 +23,8 @@ def saved_totals(meta: Mapping[str, Any], step: int, present: Totals) -> Totals:
         return present
     saved = meta.get("totals")
     if saved is not None:
-        return Totals(**saved | {"samples": tuple(saved["samples"])})
+        totals: Totals = from_tree(Totals, saved, "totals")
+        return totals
     config = saved_config(meta)
     has_replicas = config.diloco.replicas is not None
     return Totals(

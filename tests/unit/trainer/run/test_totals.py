@@ -28,6 +28,10 @@ def test_steps_count_with_the_settings_that_they_were_taken_with():
     )
 
 
+def test_totals_from_somebody_else_may_lack_parts():
+    assert added_up({"totals": {"tokens": 9}}, 1, per_step(4))(2) == Totals(13)
+
+
 def test_checkpoints_of_earlier_versions_are_counted_by_their_configuration():
     config = to_tree(compose_config(["train.batch_tokens=2048"]))
     totals = added_up({"config": config}, 10, per_step(4096, 5.0))
