@@ -506,7 +506,8 @@ def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
     # Hydra's, which would outlive this test's captured output
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(
-        "trainer.assembly.run.run", lambda *_: (ran.append(1) or next(codes), None)
+        "trainer.assembly.run.run",
+        lambda *_, **__: (ran.append(1) or next(codes), None),
     )
     assert command.main(["-m", "run_dir=S", "seed=0,1,2,3"]) == 1
     assert len(ran) == 2
