@@ -118,6 +118,7 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
 def test_the_installed_command_trains_in_any_directory(command, tmp_path):
     few = [
         "train.steps=2",
+        "train.eval_batches=2",
         "train.final_eval_batches=2",
         "sample.max_new_tokens=0",
         "tracker=jsonl",
