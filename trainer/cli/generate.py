@@ -4,8 +4,8 @@
     scalify-trainer generate run_dir=runs/mine prompts=prompts.txt count=3
     scalify-trainer generate run_dir=runs/mine prompts=-
 
-prompts=FILE has a prompt per line. prompts=- reads prompts as you type them, until an
-empty line.
+prompts=FILE has a prompt per line. prompts=- reads prompts as you type them, in a
+terminal until an empty line.
 """
 
 import sys

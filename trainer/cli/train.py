@@ -282,9 +282,10 @@ def main(argv: list[str]) -> int:
         except Exception as error:
             # Hydra would print a line of its own before it.
             this.error = error
-        return None
+        # Of a refused run, so that a search goes on.
+        return math.inf if this.exit_code else None
 
-    sys.argv = [sys.argv[0], *line.overrides]
+    sys.argv = [sys.argv[0], *with_seed(line.overrides)]
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
     except KeyboardInterrupt:
@@ -309,6 +310,18 @@ def main(argv: list[str]) -> int:
     if len(jobs) > 1:
         report_sweep(jobs)
     return next((job.exit_code for job in jobs if job.exit_code), 0)
+
+
+def with_seed(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of Hydra, with a seed of Optuna's default sampler.
+
+    With it the same command draws the same values, and resumes the search.
+    """
+    keys = {key_of(override) for override in overrides}
+    is_default = "hydra/sweeper=optuna" in overrides and keys.isdisjoint(
+        ("hydra/sweeper/sampler", "hydra.sweeper.sampler.seed")
+    )
+    return [*overrides, *["hydra.sweeper.sampler.seed=0"] * is_default]
 
 
 def validation_loss(job: Job) -> float | None:

@@ -342,7 +342,8 @@ def _jumps(h: History) -> str:
         return ""
     i = max((i for i, jumped in enumerate(is_jump) if jumped), key=above.__getitem__)
     largest = (
-        f"from {medians[i]:.3g} to {losses[i + 2]:.3g} in step {steps[i + 2]:,.0f}"
+        f"from a median of {medians[i]:.3g} to {losses[i + 2]:.3g} in step"
+        f" {steps[i + 2]:,.0f}"
     )
     if count == 1:
         return f"The training loss jumped {largest}."

@@ -12,7 +12,7 @@ import pytest
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import nearest_keys, without_dashes
 from trainer.cli.evaluate import harness_command
-from trainer.cli.train import Job, validation_loss
+from trainer.cli.train import Job, validation_loss, with_seed
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -99,6 +99,14 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     assert validation_loss(job) == 2.5
     assert validation_loss(Job(tmp_path, [], exit_code=3)) == math.inf
+
+
+def test_a_search_with_optuna_draws_the_same_values_again():
+    search, seed = ["hydra/sweeper=optuna", "x=1"], "hydra.sweeper.sampler.seed"
+    assert with_seed(search) == [*search, f"{seed}=0"]
+    own = (f"{seed}=7", "hydra/sweeper/sampler=grid")
+    for given in (["x=1,2"], *([*search, choice] for choice in own)):
+        assert with_seed(given) == given
 
 
 def test_help_and_mistyped_keys_need_no_jax():

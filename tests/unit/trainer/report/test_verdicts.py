@@ -188,10 +188,13 @@ def test_a_jump_of_the_loss_is_told_before_the_watchdog_judges_and_noise_is_none
     spiking[13:15] = [10.3, 4.8]
     answer = healthy(history(rows(spiking)))
     assert answer.grade == FAIR
-    assert "jumped from 2.94 to 10.3 in step 14" in answer.text
+    assert "jumped from a median of 2.94 to 10.3 in step 14" in answer.text
     assert "no spike" not in answer.text
     spiking[40] = 6.0
-    assert "jumped 2 times, at most from 2.94" in healthy(history(rows(spiking))).text
+    assert (
+        "jumped 2 times, at most from a median of 2.94"
+        in healthy(history(rows(spiking))).text
+    )
 
 
 @pytest.mark.parametrize(
