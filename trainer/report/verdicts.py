@@ -86,8 +86,8 @@ def learning(h: History) -> Answer:
     begin, end = (losses[:tenth] if h.started_from else losses[:1]), losses[-tenth:]
     first, last = statistics.fmean(begin), statistics.fmean(end)
     fell = (
-        f"The loss on its training text went from {first:.3f} nats a token{_beside(h)}"
-        f" to {last:.3f}"
+        f"The loss on its training text went from {first:.3f} nats a token"
+        f"{_beside(h, len(begin))} to {last:.3f}"
     )
     moved, why = _moved(h, begin, end)
     if not validation:
@@ -155,10 +155,13 @@ def _moved(h: History, begin: Sequence[float], end: Sequence[float]) -> tuple[st
     return GOOD, ""
 
 
-def _beside(h: History) -> str:
-    """Return the context of the first loss: the start weights, or that of guessing."""
+def _beside(h: History, steps: int) -> str:
+    """Return the context of the first loss, the mean of some steps: the start weights,
+    or the loss of guessing.
+    """
     if h.started_from:
-        return f" ({h.started_from})"
+        mean = f"mean of the first {steps:,} steps, " if steps > 1 else ""
+        return f" ({mean}{h.started_from})"
     ids = h.number("vocabulary")
     return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})" if ids else ""
 
