@@ -308,7 +308,8 @@ def test_a_run_that_goes_on_with_other_devices_says_so_once(tmp_path):
             if steps == 6
             else []
         )
-    events = [row for row in read_rows(tmp_path / "A/metrics.jsonl") if "event" in row]
+    rows = read_rows(tmp_path / "A/metrics.jsonl")
+    events = [row for row in rows if "other devices" in row.get("event", "")]
     assert len(events) == 1
 
 

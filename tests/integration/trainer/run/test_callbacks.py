@@ -9,6 +9,7 @@ import pytest
 from trainer.observe.records import decode_row
 from trainer.run import loop
 from trainer.run.callbacks import Callback, CallbackKind
+from trainer.run.metadata import Totals
 
 ROW = {"train/loss": 2.0}
 
@@ -36,6 +37,7 @@ class Recording:
             is_spiking=is_spiking, state=dict, end=lambda *_: None
         )
         self.recovery = SimpleNamespace(watchdog=watchdog, meta={})
+        self.totals = lambda step: Totals(tokens=8 * step)
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
         tracker = SimpleNamespace(
             **{
