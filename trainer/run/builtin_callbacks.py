@@ -3,6 +3,7 @@ checkpoint.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,7 +163,11 @@ def make_rescale(
             return None
         powers = {path: power for path, power in powers.items() if power != 1}
         new = with_params(state, weights.rescale_params(state.params, powers))
-        listed = [f"{path} 2^{math.log2(power):g}" for path, power in powers.items()]
+        names = (".".join(re.findall(r"\w+", path)) for path in powers)
+        listed = [
+            f"{name} 2^{math.log2(power):g}"
+            for name, power in zip(names, powers.values(), strict=True)
+        ]
         if len(listed) > 4:
             listed = [*listed[:4], "..."]
         text = (

@@ -379,7 +379,7 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     # what has not left its place gets the scale of its RMS too: it costs nothing more
     assert "2 weights" in text
     for name, factor in (("c_fc", 4), ("c_proj", 2)):
-        assert name in text
+        assert f"h.0.mlp.{name}.kernel 2^" in text
         assert new.params["h"][0]["mlp"][name]["kernel"].scale == factor * before[name]
         np.testing.assert_array_equal(
             *(wide(s.params["h"][0]["mlp"][name]["kernel"]) for s in (new, state))
