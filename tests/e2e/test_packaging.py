@@ -184,7 +184,7 @@ def test_every_command_works_beside_files_of_its_modules_names(
     generation = json.loads((exported / "generation_config.json").read_text())
     assert generation["eos_token_id"] == written["eos_token_id"]
     card = (exported / "README.md").read_text()
-    assert "2 steps of 512 tokens, 1,024 in all" in card
+    assert "2 steps of 512 tokens, 1,024 tokens in all" in card
     assert 'PreTrainedTokenizerFast.from_pretrained(".")' in card
 
 
