@@ -282,7 +282,7 @@ def main(argv: list[str]) -> int:
         except Exception as error:
             # Hydra would print a line of its own before it.
             this.error = error
-        # Of a refused run, so that a search goes on.
+        # A search continues after a refused run.
         return math.inf if this.exit_code else None
 
     sys.argv = [sys.argv[0], *with_seed(line.overrides)]

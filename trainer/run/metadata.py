@@ -61,7 +61,7 @@ Amount = Annotated[float, Bound(lambda x: 0 <= x < 1e100, "0 to 1e100")]
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals since the first step; a fork goes on with those of its run.
+    """Totals since the first step; a fork continues those of its run.
 
     Attributes:
       tokens: trained on.

@@ -167,7 +167,7 @@ class Guard:
                     elif number in SIGNALS and not first:
                         first = number
                         self._late = time.monotonic() + self.timeouts.stop
-                        # The main thread may hold the terminal: this one goes on.
+                        # The main thread may hold the terminal: this one continues.
                         threading.Thread(
                             target=_tell,
                             args=(self._announce, self._describe_stop(first)),

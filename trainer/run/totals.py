@@ -47,6 +47,9 @@ def added_up(
     """
     begin = present(step)
     saved = saved_totals(meta, step, begin)
+    samples = saved.samples
+    if len(samples) != len(begin.samples):  # not of these sources
+        samples = (0,) * len(begin.samples)
 
     def totals(step: int) -> Totals:
         now = present(step)
@@ -57,7 +60,7 @@ def added_up(
             tuple(
                 was + later - before
                 for was, later, before in zip(
-                    saved.samples, now.samples, begin.samples, strict=False
+                    samples, now.samples, begin.samples, strict=True
                 )
             ),
         )

@@ -36,3 +36,9 @@ def test_checkpoints_of_earlier_versions_are_counted_by_their_configuration():
     config = to_tree(compose_config(["train.batch_tokens=2048"]))
     totals = added_up({"config": config}, 10, per_step(4096, 5.0))
     assert totals(11) == Totals(10 * 2048 + 4096, 5.0, 10.0)
+
+
+def test_samples_of_another_number_of_sources_are_counted_anew():
+    saved = {"totals": asdict(per_step(256)(40))}
+    totals = added_up(saved, 40, per_step(256, samples=(6, 2)))
+    assert totals(50) == Totals(50 * 256, samples=(60, 20))
