@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from test_json_tokenizer import KINDS
+from library_tokenizers import KINDS
 from tokenizers import (
     Regex,
     Tokenizer,
