@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from scalify_core.ops.matmul import MULTIPLE
 from trainer.assembly.data import CustomData, build_data
 from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
@@ -156,7 +155,7 @@ def check_split(model: Model, mesh: Mesh) -> None:
         )
     if tensor > 1:
         family_of(spec).check_tensor(
-            spec, tensor, MULTIPLE if model.policy.in_fp8 else 1
+            spec, tensor, model.policy.method.multiple if model.policy.in_fp8 else 1
         )
 
 
@@ -217,7 +216,7 @@ def build_workload(
     """
     mesh = build_mesh(c)
     if c.precision.require_fp8:
-        check_device(mesh.devices.flat[0])
+        check_device(mesh.devices.flat[0], c.precision.policy)
     data = build_data(c, custom_data)
     model = build_model(
         c.model,

@@ -16,6 +16,7 @@ from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.operations import Gemm
 from trainer.errors import UserError
 from trainer.precision.arrays import skipped_matmuls
+from trainer.precision.policy import Policy
 from trainer.workload import Model
 
 # rows and columns, the smaller first, as in the transposed matmul; contracted elements
@@ -42,10 +43,14 @@ class Gpu(NamedTuple):
             return None
         return cls(device.device_kind, (int(match[1]), int(match[2])))
 
-    @property
-    def has_fp8(self) -> bool:
-        """Return whether the tensor cores multiply FP8: from Ada on."""
-        return self.capability >= (8, 9)
+    def lacks(self, policy: Policy) -> str:
+        """Return a sentence where the GPU lacks the precision's FP8 matmuls; else
+        empty.
+        """
+        method = policy.method
+        if self.capability >= method.capability:
+            return ""
+        return f"{self.kind} has no {method.kernels} tensor cores"
 
     @property
     def is_for_fp8(self) -> bool:
@@ -207,8 +212,8 @@ def not_fp8(
             return skipped[path]
         if model.policy.simulate:
             return "FP8 is simulated: precision.simulate=true"
-        if gpu is not None and not gpu.has_fp8:
-            return f"{gpu.kind} has no FP8 tensor cores"
+        if gpu is not None and (lack := gpu.lacks(model.policy)):
+            return lack
         lost = [(name, p) for name, p in products[path].items() if p in missing]
         if not lost:
             return None
@@ -225,13 +230,15 @@ def not_fp8(
     ]
 
 
-def check_device(device: jax.Device) -> None:
-    """Raise UserError for a device without FP8, before anything is compiled for it."""
-    gpu = Gpu.from_device(device)
-    if gpu is None or not gpu.has_fp8:
+def check_device(device: jax.Device, policy: Policy) -> None:
+    """Raise UserError for a device without the precision's FP8 matmuls, before anything
+    is compiled for it.
+    """
+    gpu = Gpu.from_device(device) or Gpu(device.device_kind, (0, 0))
+    if lack := gpu.lacks(policy):
         raise UserError(
-            f"precision.require_fp8=true, but {device.device_kind} has no FP8 tensor"
-            " cores; leave it out to train with the same numbers, slower"
+            f"precision.require_fp8=true, but {lack}; set precision.require_fp8=false"
+            " to train with the same numbers, slower"
         )
 
 

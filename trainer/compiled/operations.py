@@ -19,6 +19,7 @@ COLLECTIVES = frozenset(
     )
 )
 ATTENTION = "__cudnn$fmha"
+BLOCK_SCALED = "__cudnn$blockScaledDot"
 DTYPE_NAMES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64"}
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -152,6 +153,8 @@ def contraction(instruction: Instruction) -> Contraction | None:
         return Contraction(
             *(_numbers(dims.get(f"{name}_dimensions", ())) for name in names)
         )
+    if instruction.target == BLOCK_SCALED:  # [B, M, K] and [B, N, K]
+        return Contraction((2,), (2,), (0,), (0,))
     return None
 
 

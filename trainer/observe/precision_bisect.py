@@ -19,7 +19,6 @@ import optax
 from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import FloatFormat
-from scalify_core.ops.matmul import MULTIPLE
 from scalify_core.static import cast_on_forward
 from trainer.errors import UserError
 from trainer.models.registry import family_of
@@ -87,7 +86,8 @@ class SwitchedDot:
         backward = policy.backward_of(path)
         assert policy.forward is not None
         assert backward is not None
-        self.on_Lx4, self.layer, self.simulate = on_Lx4, layer, policy.simulate
+        self.on_Lx4, self.layer = on_Lx4, layer
+        self.multiple = 1 if policy.simulate else policy.method.multiple
         self.forward = FloatFormat.parse(policy.forward)
         self.backward = FloatFormat.parse(backward)
 
@@ -95,7 +95,7 @@ class SwitchedDot:
         self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **_: Any
     ) -> jax.Array:
         sizes = (*lhs_NxD.shape, *rhs_DxF.shape)
-        if not self.simulate and any(size % MULTIPLE for size in sizes):
+        if any(size % self.multiple for size in sizes):
             # The run does not multiply such sizes in FP8 either.
             return wide_gradient_dot(lhs_NxD, rhs_DxF, dims)
         on_4 = self.on_Lx4[self.layer]

@@ -12,7 +12,6 @@ import numpy as np
 from scalify_core import ScaledArray, as_scaled_array, weights
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import E4M3, FloatFormat
-from scalify_core.ops.matmul import MULTIPLE
 from trainer.errors import UserError
 from trainer.precision.dots import (
     ClippedDot,
@@ -36,7 +35,8 @@ def skipped_matmuls(
     Args:
       policy: the precision.
       sizes: input and output width of each layer, by path.
-      rows: tokens that a device multiplies them by at once; None: some multiple of 16.
+      rows: tokens that a device multiplies them by at once; None: some
+        multiple that products take.
 
     Raises:
       UserError: a pattern matches no layer.
@@ -57,11 +57,12 @@ def skipped_matmuls(
         return dict.fromkeys(
             sizes, f"precision.forward=null: all are in {policy.compute}"
         )
+    multiple = policy.method.multiple
     needs_multiple = not policy.simulate and not policy.method.any_rows
-    if needs_multiple and rows is not None and rows % MULTIPLE:
+    if needs_multiple and rows is not None and rows % multiple:
         return dict.fromkeys(
             sizes,
-            f"micro-batches of {rows} tokens a device, not a multiple of {MULTIPLE}",
+            f"micro-batches of {rows} tokens a device, not a multiple of {multiple}",
         )
 
     def reason(path: str, size: tuple[int, int]) -> str | None:
@@ -69,8 +70,8 @@ def skipped_matmuls(
             return "not in precision.fp8_modules"
         if any(fnmatchcase(path, pattern) for pattern in policy.exclude):
             return "in precision.exclude"
-        if not policy.simulate and any(width % MULTIPLE for width in size):
-            return f"{size[0]} x {size[1]} are not multiples of {MULTIPLE}"
+        if not policy.simulate and any(width % multiple for width in size):
+            return f"{size[0]} x {size[1]} are not multiples of {multiple}"
         return None
 
     reasons = {path: reason(path, size) for path, size in sizes.items()}

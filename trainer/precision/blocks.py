@@ -1,5 +1,5 @@
 """Products whose operands have a scale for each block, the rivals of one scale per
-tensor; simulated in FP32.
+tensor; simulated in FP32, and MXFP8 also native.
 
 An operand is cut into blocks along the axis that the product sums over, so that
 hardware can scale partial sums. Each block has a scale from its largest magnitude, and
@@ -10,6 +10,10 @@ each time from the wide one.
 The last block of an axis may be shorter. A block of zeros stays zeros; a block with a
 number that is not finite becomes NaN. Where `jax.nn.scaled_dot_general` has the format,
 its quantizer gives the same bits, except for blocks that it turns into NaN.
+
+The native MXFP8 product is `jax.nn.scaled_matmul`. XLA computes it in one call of cuDNN
+for a Blackwell GPU, and multiplies the widened operands for an older one. Other
+platforms multiply them in FP32: the simulation, with operands of the same bits.
 
 Legend: N tokens, D input width, F output width.
 
@@ -27,7 +31,7 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +48,7 @@ from trainer.precision.dots import MATRICES, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
 HADAMARD = 16
+MX_BLOCK = 32
 
 Block = tuple[int, int]  # rows and columns
 
@@ -71,15 +76,67 @@ def along(axis: int, length: int) -> Block:
     return (length, 1) if axis == 0 else (1, length)
 
 
-def mx(x: jax.Array, fmt: FloatFormat, axis: int) -> jax.Array:
-    """Round FP32 `x` to `fmt` in blocks of 32 along `axis`.
-
-    The scale of a block is the least power of two on which its largest number fits.
+def mx_scale(largest: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """Return the least power of two on which the largest number of a block fits in
+    `fmt`, FP32 from 2^-126 to 2^127.
     """
-    wanted = amax_of_blocks(x, along(axis, 32)) / np.float32(fmt.max)
+    wanted = largest / np.float32(fmt.max)
     below = pow2_floor(wanted)
-    scale = jnp.where(below < wanted, 2 * below, below)
+    return jnp.where(below < wanted, 2 * below, below)
+
+
+def mx(x: jax.Array, fmt: FloatFormat, axis: int) -> jax.Array:
+    """Round FP32 `x` to `fmt` in blocks of 32 along `axis`, on the scales of
+    `mx_scale`.
+    """
+    scale = mx_scale(amax_of_blocks(x, along(axis, MX_BLOCK)), fmt)
     return fmt.quantise(x * pow2_inverse(scale)) * scale
+
+
+class MxMatrix(NamedTuple):
+    """A matrix in MXFP8, with the axis K that a product sums over last.
+
+    Attributes:
+      data: FP8 [rows, K].
+      scales: E8M0 [rows, K / 32], of the blocks.
+    """
+
+    data: jax.Array
+    scales: jax.Array
+
+    @classmethod
+    def cast(cls, x: jax.Array, fmt: FloatFormat, axis: int) -> Self:
+        """Round a matrix as `mx` does; `axis` has a multiple of 32 numbers."""
+        x = x.astype(jnp.float32)
+        rows = x if axis == 1 else x.T
+        blocks = rows.reshape(len(rows), -1, MX_BLOCK)
+        scales = mx_scale(amax_of_blocks(rows, (1, MX_BLOCK))[:, ::MX_BLOCK], fmt)
+        data = fmt.cast(blocks * pow2_inverse(scales)[..., None])
+        return cls(data.reshape(rows.shape), scales.astype(jnp.float8_e8m0fnu))
+
+    def widened(self) -> jax.Array:
+        """Return the numbers in FP32."""
+        blocks = self.data.astype(jnp.float32).reshape(*self.scales.shape, MX_BLOCK)
+        wide = blocks * self.scales.astype(jnp.float32)[..., None]
+        return wide.reshape(self.data.shape)
+
+    def times(self, other: "MxMatrix", dtype: Any) -> jax.Array:
+        """Return the products of the rows of both, [rows, rows of `other`].
+
+        They are accumulated in FP32 and rounded to `dtype`.
+        """
+
+        def cuda(lhs: MxMatrix, rhs: MxMatrix) -> jax.Array:
+            a, b = (jax.tree.map(lambda x: x[None], x) for x in (lhs, rhs))
+            return jax.nn.scaled_matmul(
+                a.data, b.data, a.scales, b.scales, preferred_element_type=dtype
+            )[0]
+
+        def default(lhs: MxMatrix, rhs: MxMatrix) -> jax.Array:
+            exact = jnp.matmul(lhs.widened(), rhs.widened().T, precision="highest")
+            return exact.astype(dtype)
+
+        return jax.lax.platform_dependent(self, other, cuda=cuda, default=default)
 
 
 def quantize_on_amax(x: jax.Array, fmt: FloatFormat, block: Block) -> jax.Array:
@@ -217,4 +274,50 @@ def _product_of(recipe: Recipe) -> Callable[[jax.Array, jax.Array], jax.Array]:
     product.defvjp(
         lambda x_NxD, w_DxF: (product(x_NxD, w_DxF), (x_NxD, w_DxF)), backward
     )
+    return product
+
+
+class MxDot:
+    """The MXFP8 product of a linear layer, and the two of its backward pass.
+
+    Input and kernel are cast once for both passes: between them are their bytes, cast
+    along the axes that the backward pass sums over.
+    """
+
+    def __init__(self, forward: FloatFormat, backward: FloatFormat) -> None:
+        self._product = _mx_product_of(forward, backward)
+
+    def __call__(
+        self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Any, **_: Any
+    ) -> jax.Array:
+        """Return the product in the dtype of `lhs`, [N, F]; the gradient of `rhs` has
+        the dtype of `rhs`. N, D and F are multiples of 32. ValueError: not a product of
+        two matrices.
+        """
+        if dims != MATRICES:
+            raise ValueError(
+                f"MxDot multiplies [N, D] and [D, F]; got dimension numbers {dims}"
+            )
+        return self._product(lhs_NxD, rhs_DxF)
+
+
+def _mx_product_of(
+    fmt: FloatFormat, backward_fmt: FloatFormat
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    @jax.custom_vjp
+    def product(x_NxD: jax.Array, w_DxF: jax.Array) -> jax.Array:
+        x = MxMatrix.cast(x_NxD, fmt, 1)
+        return x.times(MxMatrix.cast(w_DxF, fmt, 0), x_NxD.dtype)
+
+    def forward(x_NxD: jax.Array, w_DxF: jax.Array) -> tuple[jax.Array, tuple]:
+        for_backward = MxMatrix.cast(x_NxD, fmt, 0), MxMatrix.cast(w_DxF, fmt, 1)
+        # An empty slice has the dtype of the kernel's gradient.
+        return product(x_NxD, w_DxF), (*for_backward, w_DxF[:0])
+
+    def backward(residuals: tuple, g_NxF: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, w, like_w = residuals
+        d_x_NxD = MxMatrix.cast(g_NxF, backward_fmt, 1).times(w, g_NxF.dtype)
+        return d_x_NxD, x.times(MxMatrix.cast(g_NxF, backward_fmt, 0), like_w.dtype)
+
+    product.defvjp(forward, backward)
     return product

@@ -31,6 +31,10 @@ class Method:
       scaled: whether parameters, and what is computed from them, are scaled arrays.
       in_products: whether FP8 products measure the scales of their operands.
       any_rows: whether its FP8 products take any number of rows.
+      multiple: the widths and rows that its FP8 products take are multiples of it.
+      products: the formats `forward` and `backward` that its FP8 products take.
+      kernels: the kind of its FP8 products.
+      capability: the least CUDA compute capability of GPUs that have them.
       has_history: whether the scales come from a state that only training writes.
       scales_gradients: whether the gradients that its FP8 products cast have a scale
         that fits any format.
@@ -45,6 +49,10 @@ class Method:
     scaled: ClassVar[bool] = False
     in_products: ClassVar[bool] = False
     any_rows: ClassVar[bool] = False
+    multiple: ClassVar[int] = 16
+    products: ClassVar[tuple[tuple[str, str], ...]] = (("e4m3", "e5m2"),)
+    kernels: ClassVar[str] = "FP8"
+    capability: ClassVar[tuple[int, int]] = (8, 9)  # Ada
     has_history: ClassVar[bool] = False
     scales_gradients: ClassVar[bool] = False
     rounds_weight_gradients: ClassVar[bool] = False
@@ -324,9 +332,27 @@ class Blocks(Method):
 
 
 class Mx(Blocks):
-    """OCP microscaling: blocks of 32, each on a power of two."""
+    """OCP microscaling: blocks of 32, each on a power of two; FP8, or simulated."""
 
     name = "mx"
+    multiple = 32
+    products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
+    kernels = "MXFP8"
+    capability = (10, 0)  # Blackwell
+
+    def check(self, policy: "PrecisionFields") -> None:
+        """Raise UserError for fields that do not fit the method."""
+        if policy.simulate:
+            super().check(policy)
+        else:
+            Method.check(self, policy)
+
+    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
+        """Return the MXFP8 product."""
+        from scalify_core.numerics.formats import E4M3
+        from trainer.precision.blocks import MxDot
+
+        return MxDot(E4M3, settings["gradient"])
 
     def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
         """Return the product of `blocks.mx_recipe`."""

@@ -73,15 +73,13 @@ class Policy(PrecisionFields):
                     f"precision.{key}={name}: matmuls take e4m3 or e5m2; any other"
                     " format needs precision.simulate=true"
                 )
-        if (
-            self.forward is not None
-            and not self.simulate
-            and (self.forward, self.backward) != ("e4m3", "e5m2")
-        ):
+        formats = self.forward, self.backward
+        if self.in_fp8 and formats not in self.method.products:
+            pairs = (" forward and ".join(pair) for pair in self.method.products)
             raise UserError(
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
-                " the FP8 matmul takes e4m3 forward and e5m2 backward; others need"
-                " precision.simulate=true"
+                f" the FP8 matmul takes {' backward, or '.join(pairs)} backward; others"
+                " need precision.simulate=true"
             )
         if self.backward_e4m3 and (
             self.forward is None or not self.method.scales_gradients

@@ -303,7 +303,14 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
 
 
 def test_fp8_is_not_required_of_what_has_none():
-    check_device(make_target_mesh(get_target("h100"), 1, 1).devices.flat[0])
+    fp8, mxfp8 = (
+        compose_config([f"precision={name}"]).precision.policy
+        for name in ("fp8_current", "mxfp8")
+    )
+    h100 = make_target_mesh(get_target("h100"), 1, 1).devices.flat[0]
+    check_device(h100, fp8)
+    with pytest.raises(UserError, match="H100 80GB HBM3 has no MXFP8 tensor cores"):
+        check_device(h100, mxfp8)
     for device in (
         jax.devices("cpu")[0],
         make_target_mesh(get_target("a100"), 1, 1).devices.flat[0],
@@ -311,7 +318,7 @@ def test_fp8_is_not_required_of_what_has_none():
         with pytest.raises(
             UserError, match=rf"require_fp8=true, but {device.device_kind} has no FP8"
         ):
-            check_device(device)
+            check_device(device, fp8)
     with pytest.raises(UserError, match="precision=bf16 has no FP8 matmuls"):
         compose_config(["precision=bf16", "precision.require_fp8=true"])
 
@@ -425,8 +432,9 @@ def test_seconds_of_products_and_collectives():
 def test_peak_rates_of_every_target_are_known(name):
     target = get_target(name)
     assert peak_flops(target.device, jnp.bfloat16) is not None
-    has_fp8 = Gpu(target.device, target.capability).has_fp8
-    assert (peak_flops(target.device, jnp.float8_e4m3fn) is not None) == has_fp8
+    fp8 = compose_config(["precision=fp8_current"]).precision.policy
+    lacks_fp8 = bool(Gpu(target.device, target.capability).lacks(fp8))
+    assert (peak_flops(target.device, jnp.float8_e4m3fn) is None) == lacks_fp8
 
 
 ASSIGNMENT = """BufferAssignment:

@@ -11,10 +11,18 @@ import pytest
 
 # public only behind a product for GPUs
 from jax._src.cudnn.scaled_matmul_stablehlo import quantize
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core.numerics.formats import E4M3, E5M2, counter_bits
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
+from trainer.plan.aot import (
+    compile_for_target,
+    lower_for_target,
+    make_target_mesh,
+    no_compilation_cache,
+)
+from trainer.plan.targets import get_target
 from trainer.precision import blocks
 from trainer.precision.dots import hadamard
 
@@ -213,7 +221,11 @@ def test_mx_gradients_may_have_a_format_of_their_own():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["precision.scaling=mx"], "is simulated: choose its preset"),
+        (["precision.scaling=mx"], "scales FP8 matmuls; set precision.forward"),
+        (
+            ["precision=mxfp8", "precision.forward=e5m2"],
+            "takes e4m3 forward and e4m3 backward, or e4m3 forward and e5m2 backward",
+        ),
         (["precision=fp8_current", "precision.scaling=deepseek"], "is simulated"),
         (
             ["precision=nvfp4", "precision.forward=e4m3"],
@@ -221,7 +233,7 @@ def test_mx_gradients_may_have_a_format_of_their_own():
         ),
         (
             ["precision=mxfp8", "precision.weights=fp16"],
-            "needs precision.scaling=propagate, not mx",
+            "weights=fp16 needs precision.scaling=propagate",
         ),
     ],
 )
@@ -232,9 +244,73 @@ def test_what_does_not_go_together(arguments, words):
 
 @pytest.mark.parametrize(
     ("preset", "method"),
-    [("mxfp8", "mx"), ("deepseek_fp8", "deepseek"), ("nvfp4", "nvfp4")],
+    [("deepseek_fp8", "deepseek"), ("nvfp4", "nvfp4")],
 )
 def test_the_presets(preset, method):
     policy = compose_config([f"precision={preset}"]).precision.policy
     assert (policy.scaling, policy.simulate, policy.compute) == (method, True, "fp32")
     assert compose_config([f"precision={preset}"]).precision.name == preset
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_native_mxfp8_has_the_bits_of_the_simulation(fmt):
+    x = spread((64, 96), octaves=40).at[3, 5:40].set(0).at[40:, 7].set(0)
+    x = x.at[2, 3].set(jnp.inf)
+    for axis in (0, 1):
+        wide = jax.jit(lambda x, a=axis: blocks.MxMatrix.cast(x, fmt, a).widened())(x)
+        np.testing.assert_array_equal(wide if axis else wide.T, blocks.mx(x, fmt, axis))
+
+
+def test_the_products_of_native_mxfp8_are_those_of_the_simulation():
+    x, w, g = spread((32, 64), 1, 1), spread((64, 96), 2, 1), spread((32, 96), 3, 1)
+    dots = blocks.MxDot(E4M3, E5M2), blocks.BlockScaledDot(blocks.mx_recipe(E4M3, E5M2))
+
+    def products(dot, x, w, g):
+        y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
+        return y, *pull(g)
+
+    native, simulated = (jax.jit(functools.partial(products, dot)) for dot in dots)
+    for a, b in zip(native(x, w, g), simulated(x, w, g), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)  # the order of the sums
+    y, d_x, d_w = native(x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16))
+    assert (y.dtype, d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+def test_mxfp8_is_native_unless_it_is_to_be_simulated():
+    policy = compose_config(["precision=mxfp8"]).precision.policy
+    assert (policy.simulate, policy.compute) == (False, "bf16")
+    assert isinstance(policy.method.dot("", policy, gradient=E4M3), blocks.MxDot)
+    simulated = ["precision=mxfp8", "precision.simulate=true", "precision.compute=fp32"]
+    policy = compose_config(simulated).precision.policy
+    assert isinstance(policy.method.simulated(E4M3, E4M3), blocks.BlockScaledDot)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [("b200", {"fp8"}), ("h100", {"bf16", "fp32"})],  # FP32: the gradient of w
+)
+def test_blackwell_alone_multiplies_the_blocks(name, dtypes):
+    mesh = make_target_mesh(get_target(name), 1, 1)
+    whole = NamedSharding(mesh, PartitionSpec())
+    x, w, g = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        for shape, dtype in (
+            ((256, 128), jnp.bfloat16),
+            ((128, 384), jnp.float32),
+            ((256, 384), jnp.bfloat16),
+        )
+    )
+
+    def step(x, w, g):
+        dot = blocks.MxDot(E4M3, E4M3)
+        y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
+        return y, *pull(g)
+
+    lowered = lower_for_target(lambda: jax.jit(step).lower(x, w, g))
+    with no_compilation_cache():
+        options = {"xla_gpu_enable_triton_gemm": False}
+        gemms = compile_for_target(lowered, options).program.gemms
+    assert len(gemms) == 3
+    assert {gemm.dtype for gemm in gemms} == dtypes
+    is_native = {gemm.kernel == "__cudnn$blockScaledDot" for gemm in gemms}
+    assert is_native == {name == "b200"}
