@@ -40,7 +40,7 @@ KINDS = {
     "elementwise": ELEMENTWISE,
     "tiny": ELEMENTWISE,
 }
-WIDTHS = {"fp8": FP8, "fp32": PRODUCTS32, "fp64": PRODUCTS32}
+WIDTHS = {"fp4": FP8, "fp8": FP8, "fp32": PRODUCTS32, "fp64": PRODUCTS32}
 GRADIENT = "jvp("  # in the op_name of everything in the forward and backward pass
 # Tried in this order. cuBLASLt's nvjet kernels have a letter for the type of each
 # operand: q is E4M3, r is E5M2, s is FP32.

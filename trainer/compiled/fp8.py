@@ -183,12 +183,12 @@ def not_fp8(
       frozen: layers whose kernels are not trained.
     """
     layers = model.family.linear_sizes(model.spec)
-    narrow = [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    narrow = [gemm for gemm in program.gemms if gemm.is_narrow]
     # excluded by the configuration or by their widths
     excluded = skipped_matmuls(model.policy, layers)
     # excluded for the number of tokens, too
     skipped = skipped_matmuls(model.policy, layers, tokens)
-    others = [gemm for gemm in program.gemms if gemm.dtype != "fp8"]
+    others = [gemm for gemm in program.gemms if not gemm.is_narrow]
     products = {
         path: products_made(size, tokens, program.gemms, is_trained=path not in frozen)
         for path, size in layers.items()
@@ -284,7 +284,7 @@ def check_step(
             f" {broken[0].reason}{more}; precision.exclude=[...] leaves layers in the"
             " compute dtype, precision.require_fp8=false trains as it is compiled"
         )
-    narrow = sum(gemm.times for gemm in program.gemms if gemm.dtype == "fp8")
+    narrow = sum(gemm.times for gemm in program.gemms if gemm.is_narrow)
     line = (
         f"compiled step: {narrow} FP8 products, {share:.1%} of the FLOPs of matrix"
         " products and attentions"

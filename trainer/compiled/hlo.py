@@ -27,6 +27,7 @@ from trainer.compiled.instructions import (
 from trainer.compiled.operations import (
     ATTENTION,
     DTYPE_NAMES,
+    NARROW_NAMES,
     Attention,
     Collective,
     Contraction,
@@ -168,7 +169,7 @@ class Program:
         wide = max(lhs.dtype, rhs.dtype, key=bits)
         # The operands of the kernel decide, not what it converts them to: it is FP8
         # only where both are.
-        dtype = "fp8" if bits(wide) == 8 else DTYPE_NAMES.get(wide, wide)
+        dtype = NARROW_NAMES.get(bits(wide)) or DTYPE_NAMES.get(wide, wide)
         op_name = product.op_name or executed.instruction.op_name
         sizes = dims.sizes(lhs.dims, rhs.dims)
         return Gemm(
@@ -273,7 +274,7 @@ class Program:
 
 def fp8_share(program: Program) -> float:
     """Return FP8's share of the FLOPs of matmuls and attentions; 0 without any."""
-    narrow = sum(gemm.flops for gemm in program.gemms if gemm.dtype == "fp8")
+    narrow = sum(gemm.flops for gemm in program.gemms if gemm.is_narrow)
     total = sum(gemm.flops for gemm in program.gemms)
     total += sum(attention.flops for attention in program.attentions)
     return narrow / total if total else 0.0

@@ -20,6 +20,7 @@ COLLECTIVES = frozenset(
 )
 ATTENTION = "__cudnn$fmha"
 BLOCK_SCALED = "__cudnn$blockScaledDot"
+NARROW_NAMES = {4: "fp4", 8: "fp8"}  # by bits
 DTYPE_NAMES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64"}
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -30,7 +31,7 @@ class Gemm(NamedTuple):
     Attributes:
       kernel: `__cublas$lt$matmul$f8` and the like; the kind of fusion (`__triton_gemm`)
           for a matmul inside a fusion.
-      dtype: fp8, bf16, fp16, fp32: that of the kernel's operands.
+      dtype: fp4, fp8, bf16, fp16, fp32: that of the kernel's operands.
       operands: both element types, as HLO spells them.
       sizes: batch, rows, columns, contracted elements.
       op_name: see `Instruction.op_name`.
@@ -47,6 +48,11 @@ class Gemm(NamedTuple):
     name: str
     times: int
     accumulates: bool = False
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether both operands have eight bits or fewer."""
+        return self.dtype in NARROW_NAMES.values()
 
     @property
     def flops(self) -> int:

@@ -16,6 +16,7 @@ class Peak:
     fp32: float | None = None
     half: float | None = None
     fp8: float | None = None
+    fp4: float | None = None
 
 
 # Keyed by the start of `jax.Device.device_kind`. The first match holds, so specific
@@ -26,9 +27,9 @@ class Peak:
 PEAKS: tuple[tuple[str, Peak], ...] = (
     # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's,
     # is rounded to 1.1 PFLOP/s there. HGX B300 data sheet.
-    ("NVIDIA B300", Peak(1125, 2250, 4500)),
-    ("NVIDIA GB200", Peak(1250, 2500, 5000)),
-    ("NVIDIA B200", Peak(1125, 2250, 4500)),
+    ("NVIDIA B300", Peak(1125, 2250, 4500, 13500)),
+    ("NVIDIA GB200", Peak(1250, 2500, 5000, 10000)),
+    ("NVIDIA B200", Peak(1125, 2250, 4500, 9000)),
     # NVIDIA H100 Tensor Core GPU Architecture (white paper), table of SXM5 and PCIe;
     # H200 and H100 NVL data sheets.
     ("NVIDIA GH200", Peak(494.7, 989.4, 1978.9)),
@@ -47,7 +48,7 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     ("NVIDIA L4", Peak(60, 121, 242)),
     # NVIDIA RTX Blackwell, Ada and GA102 GPU Architecture (white papers): "with FP32
     # accumulate", half of FP16's.
-    ("NVIDIA GeForce RTX 5090", Peak(104.8, 209.5, 419)),
+    ("NVIDIA GeForce RTX 5090", Peak(104.8, 209.5, 419, 1676)),
     ("NVIDIA GeForce RTX 4090", Peak(82.6, 165.2, 330.3)),
     ("NVIDIA GeForce RTX 3090", Peak(35.6, 71)),
     # NVIDIA V100 and T4 data sheets: no TF32, so fp32 is that of the CUDA cores.
@@ -71,11 +72,11 @@ def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
 
     Args:
       device_kind: `jax.devices()[0].device_kind`.
-      dtype: of the operands: 4, 2 or 1 bytes wide.
+      dtype: of the operands: 32, 16, 8 or 4 bits wide.
     """
     if " MIG " in device_kind:
         return None
-    field = {4: "fp32", 2: "half", 1: "fp8"}[jnp.dtype(dtype).itemsize]
+    field = {32: "fp32", 16: "half", 8: "fp8", 4: "fp4"}[jnp.finfo(dtype).bits]
     for name, peak in PEAKS:
         # A whole word: "NVIDIA L4" is not the beginning of "NVIDIA L40".
         if device_kind == name or device_kind.startswith((f"{name} ", f"{name}-")):

@@ -52,12 +52,16 @@ class Aim(NamedTuple):
         return min(self.target.link_bandwidth, network)
 
 
-FP8_OR_FP32: dict[str, Any] = {"fp8": jnp.float8_e4m3fn, "fp32": jnp.float32}
+WIDTHS: dict[str, Any] = {
+    "fp4": jnp.float4_e2m1fn,
+    "fp8": jnp.float8_e4m3fn,
+    "fp32": jnp.float32,
+}
 
 
 def gemm_seconds(flops: float, dtype: str, target: Target) -> float:
     """Return the time at the peak rate of a dtype; 16-bit's where FP8 has none."""
-    width = FP8_OR_FP32.get(dtype, jnp.bfloat16)
+    width = WIDTHS.get(dtype, jnp.bfloat16)
     rate = peak_flops(target.device, width) or peak_flops(target.device, jnp.bfloat16)
     assert rate is not None, f"no peak rate of {target.device}"
     return flops / rate

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
+from trainer.compiled.operations import NARROW_NAMES
 from trainer.models.family import Spec
 from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
@@ -299,7 +300,8 @@ class Plan(NamedTuple):
         flops = self.measured.group("flops")
         attention = self.measured.group("attention flops")
         total = sum(flops.values()) + sum(attention.values())
-        return flops.get("fp8", 0.0) / total if total else 0.0
+        narrow = sum(flops.get(name, 0.0) for name in NARROW_NAMES.values())
+        return narrow / total if total else 0.0
 
     @property
     def roofline_seconds(self) -> float:

@@ -1,5 +1,5 @@
 """Products whose operands have a scale for each block, the rivals of one scale per
-tensor; simulated in FP32, and MXFP8 also native.
+tensor.
 
 An operand is cut into blocks along the axis that the product sums over, so that
 hardware can scale partial sums. Each block has a scale from its largest magnitude, and
@@ -11,11 +11,11 @@ The last block of an axis may be shorter. A block of zeros stays zeros; a block 
 number that is not finite becomes NaN. Where `jax.nn.scaled_dot_general` has the format,
 its quantizer gives the same bits, except for blocks that it turns into NaN.
 
-The native MXFP8 product is `jax.nn.scaled_matmul`. XLA computes it in one call of cuDNN
-for a Blackwell GPU, and multiplies the widened operands for an older one. Other
-platforms multiply them in FP32: the simulation, with operands of the same bits.
+MXFP8 and NVFP4 products are `jax.nn.scaled_matmul`, which XLA computes in one call of
+cuDNN for a Blackwell GPU; for an older one it multiplies the widened operands. Other
+platforms, and simulated products, multiply the same numbers in FP32.
 
-Legend: N tokens, D input width, F output width.
+Legend: N tokens, D input width, F output width, K the axis that a product sums over.
 
 References:
     [1] OCP Microscaling Formats (MX) Specification 1.0: blocks of 32, scales E8M0. The
@@ -31,7 +31,7 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,103 +49,127 @@ from trainer.precision.dots import MATRICES, hadamard
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
 HADAMARD = 16
 MX_BLOCK = 32
-
-Block = tuple[int, int]  # rows and columns
-
-
-def amax_of_blocks(x: jax.Array, block: Block) -> jax.Array:
-    """Return for each number of a matrix the largest magnitude in its block; NaN if one
-    is not finite.
-    """
-    size = [min(b, n) for b, n in zip(block, x.shape, strict=True)]
-    padded = jnp.pad(
-        jnp.abs(x), [(0, -n % b) for n, b in zip(x.shape, size, strict=True)]
-    )
-    blocks = padded.reshape(
-        padded.shape[0] // size[0], size[0], padded.shape[1] // size[1], size[1]
-    )
-    largest = jnp.broadcast_to(
-        jnp.max(blocks, axis=(1, 3), keepdims=True), blocks.shape
-    )
-    largest = largest.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
-    return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+NVFP4_BLOCK = 16
+DEEPSEEK_BLOCK = 128
+NATIVE_SCALES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 
-def along(axis: int, length: int) -> Block:
-    """Return a block of `length` numbers along an axis of a matrix."""
-    return (length, 1) if axis == 0 else (1, length)
-
-
-def mx_scale(largest: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return the least power of two on which the largest number of a block fits in
-    `fmt`, FP32 from 2^-126 to 2^127.
-    """
-    wanted = largest / np.float32(fmt.max)
-    below = pow2_floor(wanted)
-    return jnp.where(below < wanted, 2 * below, below)
-
-
-def mx(x: jax.Array, fmt: FloatFormat, axis: int) -> jax.Array:
-    """Round FP32 `x` to `fmt` in blocks of 32 along `axis`, on the scales of
-    `mx_scale`.
-    """
-    scale = mx_scale(amax_of_blocks(x, along(axis, MX_BLOCK)), fmt)
-    return fmt.quantise(x * pow2_inverse(scale)) * scale
-
-
-class MxMatrix(NamedTuple):
-    """A matrix in MXFP8, with the axis K that a product sums over last.
+class BlockMatrix(NamedTuple):
+    """A rounded matrix, with a scale for each block of its rows.
 
     Attributes:
-      data: FP8 [rows, K].
-      scales: E8M0 [rows, K / 32], of the blocks.
+      data: [rows, K], K last and padded with zeros to whole blocks; FP32 for a format
+        without a dtype.
+      scales: [rows, blocks]; FP32 where products are simulated.
+      whole: the scale of the tensor, FP32; None: 1.
     """
 
     data: jax.Array
     scales: jax.Array
-
-    @classmethod
-    def cast(cls, x: jax.Array, fmt: FloatFormat, axis: int) -> Self:
-        """Round a matrix as `mx` does; `axis` has a multiple of 32 numbers."""
-        x = x.astype(jnp.float32)
-        rows = x if axis == 1 else x.T
-        blocks = rows.reshape(len(rows), -1, MX_BLOCK)
-        scales = mx_scale(amax_of_blocks(rows, (1, MX_BLOCK))[:, ::MX_BLOCK], fmt)
-        data = fmt.cast(blocks * pow2_inverse(scales)[..., None])
-        return cls(data.reshape(rows.shape), scales.astype(jnp.float8_e8m0fnu))
+    whole: jax.Array | None = None
 
     def widened(self) -> jax.Array:
         """Return the numbers in FP32."""
-        blocks = self.data.astype(jnp.float32).reshape(*self.scales.shape, MX_BLOCK)
-        wide = blocks * self.scales.astype(jnp.float32)[..., None]
-        return wide.reshape(self.data.shape)
+        scales = self.scales.astype(jnp.float32)
+        wide = in_blocks(lambda x, s: x * s, self.data.astype(jnp.float32), scales)
+        return wide if self.whole is None else wide * self.whole
 
-    def times(self, other: "MxMatrix", dtype: Any) -> jax.Array:
+    def times(self, other: "BlockMatrix", dtype: Any) -> jax.Array:
         """Return the products of the rows of both, [rows, rows of `other`].
 
         They are accumulated in FP32 and rounded to `dtype`.
         """
 
-        def cuda(lhs: MxMatrix, rhs: MxMatrix) -> jax.Array:
-            a, b = (jax.tree.map(lambda x: x[None], x) for x in (lhs, rhs))
-            return jax.nn.scaled_matmul(
-                a.data, b.data, a.scales, b.scales, preferred_element_type=dtype
-            )[0]
+        def native(lhs: BlockMatrix, rhs: BlockMatrix) -> jax.Array:
+            wholes = [x.whole for x in (lhs, rhs) if x.whole is not None]
+            (out,) = jax.nn.scaled_matmul(
+                lhs.data[None],
+                rhs.data[None],
+                lhs.scales[None],
+                rhs.scales[None],
+                preferred_element_type=jnp.float32 if wholes else dtype,
+            )
+            for whole in wholes:
+                out = out * whole
+            return out.astype(dtype)
 
-        def default(lhs: MxMatrix, rhs: MxMatrix) -> jax.Array:
+        def in_fp32(lhs: BlockMatrix, rhs: BlockMatrix) -> jax.Array:
             exact = jnp.matmul(lhs.widened(), rhs.widened().T, precision="highest")
             return exact.astype(dtype)
 
-        return jax.lax.platform_dependent(self, other, cuda=cuda, default=default)
+        if self.scales.dtype not in NATIVE_SCALES:
+            return in_fp32(self, other)
+        return jax.lax.platform_dependent(self, other, cuda=native, default=in_fp32)
 
 
-def quantize_on_amax(x: jax.Array, fmt: FloatFormat, block: Block) -> jax.Array:
-    """Round FP32 `x` to `fmt` in blocks, on FP32 scales that map each block's largest
-    number to the format's.
+def in_blocks(
+    fun: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, scales: jax.Array
+) -> jax.Array:
+    """Return `fun(x, scales)`, where each number of `x` [rows, K] has the scale of its
+    block, of `scales` [rows, blocks].
     """
-    largest = amax_of_blocks(x, block)
-    scale = jnp.where(largest == 0, 1, largest / np.float32(fmt.max))
-    return fmt.quantise(x / scale) * scale
+    blocks = x.reshape(*scales.shape, x.shape[1] // scales.shape[1])
+    return fun(blocks, scales[..., None]).reshape(x.shape)
+
+
+def summed_last(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """Return a matrix in FP32 with `axis` last, padded to whole blocks."""
+    x = x.astype(jnp.float32)
+    x = x if axis == 1 else x.T
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % length)))
+
+
+def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
+    """Return the largest magnitude in each block of `rows` x `length` numbers; NaN if
+    one is not finite.
+
+    Args:
+      x: [rows of x, K], K a multiple of `length`.
+      length: of a block.
+      rows: of a block. All rows of it get its magnitude.
+
+    Returns:
+      [rows of x, blocks].
+    """
+    largest = jnp.max(jnp.abs(x).reshape(len(x), -1, length), axis=2)
+    if rows > 1:
+        padded = jnp.pad(largest, ((0, -len(x) % rows), (0, 0)))
+        of_block = jnp.max(padded.reshape(-1, rows, padded.shape[1]), axis=1)
+        largest = jnp.repeat(of_block, rows, axis=0)[: len(x)]
+    return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+
+
+def stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """Return FP32 numbers rounded to a format; in FP32 where it has no dtype."""
+    return fmt.quantise(x) if fmt.dtype is None else fmt.cast(x)
+
+
+def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatrix:
+    """Round `x` to `fmt` in blocks of 32 along `axis`.
+
+    The scale of a block is the least power of two on which its largest number fits,
+    from 2^-126 to 2^127. `native`: scales are E8M0.
+    """
+    x = summed_last(x, axis, MX_BLOCK)
+    wanted = amax_of_blocks(x, MX_BLOCK) / np.float32(fmt.max)
+    below = pow2_floor(wanted)
+    scales = jnp.where(below < wanted, 2 * below, below)
+    data = in_blocks(lambda x, s: x * pow2_inverse(s), x, scales)
+    if native:
+        scales = scales.astype(jnp.float8_e8m0fnu)
+    return BlockMatrix(stored(data, fmt), scales)
+
+
+def deepseek(
+    x: jax.Array, fmt: FloatFormat, axis: int, *, rows: int = 1
+) -> BlockMatrix:
+    """Round `x` to `fmt` in blocks of `rows` x 128, 128 along `axis`, on FP32 scales
+    that map each block's largest number to the format's.
+    """
+    x = summed_last(x, axis, DEEPSEEK_BLOCK)
+    largest = amax_of_blocks(x, DEEPSEEK_BLOCK, rows)
+    scales = jnp.where(largest == 0, 1, largest / np.float32(fmt.max))
+    return BlockMatrix(stored(in_blocks(jnp.divide, x, scales), fmt), scales)
 
 
 def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
@@ -166,79 +190,103 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
     return jnp.copysign(jnp.minimum(rounded * step, FP4_MAX), x)
 
 
-def nvfp4(x: jax.Array, block: Block, *, stochastic: bool = False) -> jax.Array:
-    """Round FP32 `x` to E2M1 in blocks, on E4M3 scales times one FP32 scale for the
-    tensor.
+def nvfp4(
+    x: jax.Array,
+    axis: int,
+    *,
+    rows: int = 1,
+    stochastic: bool = False,
+    native: bool,
+) -> BlockMatrix:
+    """Round `x` to E2M1 in blocks of `rows` x 16, 16 along `axis`, on E4M3 scales times
+    one FP32 scale for the tensor.
 
-    `stochastic`: the bits are a hash of the position and of all of `x`, so they differ
-    between steps, and a repeated step is the same.
+    Args:
+      x: a matrix.
+      axis: that the product sums over.
+      rows: of a block.
+      stochastic: the bits are a hash of the position and of all of `x`, so they differ
+        between steps, and a repeated step is the same.
+      native: numbers and scales are in their narrow dtypes.
     """
+    bits = hash_bits(x.astype(jnp.float32)) if stochastic else None
+    x = summed_last(x, axis, NVFP4_BLOCK)
+    if bits is not None:
+        bits = summed_last(bits, axis, NVFP4_BLOCK)
     largest = jnp.max(jnp.abs(x))
-    tensor_scale = jnp.where(largest == 0, 1, largest / np.float32(FP4_MAX * E4M3.max))
-    scale = E4M3.quantise(amax_of_blocks(x / tensor_scale, block) / np.float32(FP4_MAX))
-    bits = hash_bits(x) if stochastic else None
-    return (
-        fp4(x / tensor_scale / jnp.where(scale == 0, 1, scale), bits)
-        * scale
-        * tensor_scale
+    whole = jnp.where(largest == 0, 1, largest / np.float32(FP4_MAX * E4M3.max))
+    x = x / whole
+    largest = amax_of_blocks(x, NVFP4_BLOCK, rows)
+    scales = E4M3.quantise(largest / np.float32(FP4_MAX))
+    on_scale = in_blocks(
+        lambda x, s: x / jnp.where(s == 0, np.float32(1), s), x, scales
     )
+    data = fp4(on_scale, bits)
+    if native:
+        data, scales = data.astype(jnp.float4_e2m1fn), scales.astype(E4M3.dtype)
+    return BlockMatrix(data, scales, whole)
 
 
-Rounding = Callable[[jax.Array, int], jax.Array]
+Cast = Callable[[jax.Array, int], BlockMatrix]
 
 
 class Recipe(NamedTuple):
-    """The rounding of the operands of a layer's three products, FP32 matrices to FP32.
+    """The casts of the operands of a layer's three products.
 
-    Each rounding is given the axis that the product sums over.
+    Each cast is given the axis that the product sums over.
 
     Attributes:
-      activation: rounds an input [N, D].
-      weight: rounds a kernel [D, F].
-      gradient: rounds the gradient of an output [N, F].
-      mixed: multiplies the operands of the weights' gradient by one orthogonal matrix
-        along N, before they are rounded.
+      activation: casts an input [N, D].
+      weight: casts a kernel [D, F].
+      gradient: casts the gradient of an output [N, F].
+      mixed: multiplies the operands of the weights' gradient, [D, N] and [F, N], by
+        one orthogonal matrix along N, before they are cast.
     """
 
-    activation: Rounding
-    weight: Rounding
-    gradient: Rounding
+    activation: Cast
+    weight: Cast
+    gradient: Cast
     mixed: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
-def mx_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
+def mx_recipe(
+    forward: FloatFormat, backward: FloatFormat, *, native: bool = False
+) -> Recipe:
     """Return blocks of 32 along the sum [1]."""
-    return Recipe(
-        lambda x, axis: mx(x, forward, axis),
-        lambda x, axis: mx(x, forward, axis),
-        lambda x, axis: mx(x, backward, axis),
-    )
+
+    def cast(x: jax.Array, axis: int) -> BlockMatrix:
+        return mx(x, forward, axis, native=native)
+
+    return Recipe(cast, cast, lambda x, axis: mx(x, backward, axis, native=native))
 
 
 def deepseek_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     """Return blocks of 128 along the sum, and of 128 x 128 for weights [2]."""
     return Recipe(
-        lambda x, axis: quantize_on_amax(x, forward, along(axis, 128)),
-        lambda x, axis: quantize_on_amax(x, forward, (128, 128)),
-        lambda x, axis: quantize_on_amax(x, backward, along(axis, 128)),
+        lambda x, axis: deepseek(x, forward, axis),
+        lambda x, axis: deepseek(x, forward, axis, rows=DEEPSEEK_BLOCK),
+        lambda x, axis: deepseek(x, backward, axis),
     )
 
 
-def nvfp4_recipe() -> Recipe:
+def nvfp4_recipe(*, native: bool = False) -> Recipe:
     """Return blocks of 16 along the sum, and of 16 x 16 for weights; gradients are
     rounded stochastically [3].
     """
     return Recipe(
-        lambda x, axis: nvfp4(x, along(axis, 16)),
-        lambda x, axis: nvfp4(x, (16, 16)),
-        lambda x, axis: nvfp4(x, along(axis, 16), stochastic=True),
-        lambda x: hadamard(x, HADAMARD),
+        lambda x, axis: nvfp4(x, axis, native=native),
+        lambda x, axis: nvfp4(x, axis, rows=NVFP4_BLOCK, native=native),
+        lambda x, axis: nvfp4(x, axis, stochastic=True, native=native),
+        lambda x: hadamard(x, HADAMARD, jnp.float32),
     )
 
 
 class BlockScaledDot:
     """The product of a linear layer, and the two of its backward pass, with operands
-    rounded by a recipe.
+    cast by a recipe.
+
+    Input and kernel are cast once for both passes: between them are their bytes, cast
+    along the axes that the backward pass sums over.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -247,77 +295,33 @@ class BlockScaledDot:
     def __call__(
         self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Any, **_: Any
     ) -> jax.Array:
-        """Return the product, FP32 [N, F]. ValueError: not a product of two
-        matrices.
+        """Return the product [N, F] in the dtype of `lhs`; the gradient of `rhs` has
+        the dtype of `rhs`. ValueError: not a product of two matrices.
         """
         if dims != MATRICES:
             raise ValueError(
                 "BlockScaledDot multiplies [N, D] and [D, F]; got dimension numbers"
                 f" {dims}"
             )
-        return self._product(lhs_NxD, rhs_DxF.astype(jnp.float32))
+        return self._product(lhs_NxD, rhs_DxF)
 
 
 def _product_of(recipe: Recipe) -> Callable[[jax.Array, jax.Array], jax.Array]:
     @jax.custom_vjp
     def product(x_NxD: jax.Array, w_DxF: jax.Array) -> jax.Array:
-        return recipe.activation(x_NxD, 1) @ recipe.weight(w_DxF, 0)
-
-    def backward(
-        operands: tuple[jax.Array, jax.Array], g_NxF: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        x_NxD, w_DxF = operands
-        d_x_NxD = recipe.gradient(g_NxF, 1) @ recipe.weight(w_DxF, 1).T
-        left_NxD, right_NxF = recipe.mixed(x_NxD), recipe.mixed(g_NxF)
-        return d_x_NxD, recipe.activation(left_NxD, 0).T @ recipe.gradient(right_NxF, 0)
-
-    product.defvjp(
-        lambda x_NxD, w_DxF: (product(x_NxD, w_DxF), (x_NxD, w_DxF)), backward
-    )
-    return product
-
-
-class MxDot:
-    """The MXFP8 product of a linear layer, and the two of its backward pass.
-
-    Input and kernel are cast once for both passes: between them are their bytes, cast
-    along the axes that the backward pass sums over.
-    """
-
-    def __init__(self, forward: FloatFormat, backward: FloatFormat) -> None:
-        self._product = _mx_product_of(forward, backward)
-
-    def __call__(
-        self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Any, **_: Any
-    ) -> jax.Array:
-        """Return the product in the dtype of `lhs`, [N, F]; the gradient of `rhs` has
-        the dtype of `rhs`. N, D and F are multiples of 32. ValueError: not a product of
-        two matrices.
-        """
-        if dims != MATRICES:
-            raise ValueError(
-                f"MxDot multiplies [N, D] and [D, F]; got dimension numbers {dims}"
-            )
-        return self._product(lhs_NxD, rhs_DxF)
-
-
-def _mx_product_of(
-    fmt: FloatFormat, backward_fmt: FloatFormat
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    @jax.custom_vjp
-    def product(x_NxD: jax.Array, w_DxF: jax.Array) -> jax.Array:
-        x = MxMatrix.cast(x_NxD, fmt, 1)
-        return x.times(MxMatrix.cast(w_DxF, fmt, 0), x_NxD.dtype)
+        x = recipe.activation(x_NxD, 1)
+        return x.times(recipe.weight(w_DxF, 0), x_NxD.dtype)
 
     def forward(x_NxD: jax.Array, w_DxF: jax.Array) -> tuple[jax.Array, tuple]:
-        for_backward = MxMatrix.cast(x_NxD, fmt, 0), MxMatrix.cast(w_DxF, fmt, 1)
+        x = recipe.activation(recipe.mixed(x_NxD.T), 1)
         # An empty slice has the dtype of the kernel's gradient.
-        return product(x_NxD, w_DxF), (*for_backward, w_DxF[:0])
+        return product(x_NxD, w_DxF), (x, recipe.weight(w_DxF, 1), w_DxF[:0])
 
     def backward(residuals: tuple, g_NxF: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, w, like_w = residuals
-        d_x_NxD = MxMatrix.cast(g_NxF, backward_fmt, 1).times(w, g_NxF.dtype)
-        return d_x_NxD, x.times(MxMatrix.cast(g_NxF, backward_fmt, 0), like_w.dtype)
+        d_x_NxD = recipe.gradient(g_NxF, 1).times(w, g_NxF.dtype)
+        g = recipe.gradient(recipe.mixed(g_NxF.T), 1)
+        return d_x_NxD, x.times(g, like_w.dtype)
 
     product.defvjp(forward, backward)
     return product

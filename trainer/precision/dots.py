@@ -141,33 +141,35 @@ class MixedDot(nnx.Module):
             raise ValueError(
                 f"MixedDot multiplies [N, D] and [D, F]; got dimension numbers {dims}"
             )
-        mixed_NxD = hadamard(lhs_NxD.T, self.size).T
-        return self.dot(mixed_NxD, hadamard(rhs_DxF, self.size), dims, **settings)
+        mixed_DxF = hadamard(rhs_DxF.T, self.size).T
+        return self.dot(hadamard(lhs_NxD, self.size), mixed_DxF, dims, **settings)
 
 
-def hadamard(x: jax.Array, size: int) -> jax.Array:
-    """Multiply `x` [N, ..] by a random orthogonal matrix in groups of `size` along N.
+def hadamard(x_NxK: jax.Array, size: int, dtype: Any = None) -> jax.Array:
+    """Multiply `x` by a random orthogonal matrix in groups of `size` along K.
 
-    The signs are always the same. Rows beyond the last full group are mixed with zeros,
-    so the result may have more rows. `size` is a power of two.
+    The signs are always the same. Columns beyond the last full group are mixed with
+    zeros, so the result may have more columns. `size` is a power of two. `dtype`: of
+    the result; None: that of `x`.
     """
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
-    padded = jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)))
-    groups = padded.reshape(-1, size, x.shape[1])
+    padded = jnp.pad(x_NxK, ((0, 0), (0, -x_NxK.shape[1] % size)))
+    groups = padded.reshape(len(x_NxK), -1, size)
     # A matrix of ones, divided afterwards: where scales propagate, the scale of a
     # constant array is 1. In FP32 until then.
-    ones = (signs[:, None] * matrix).astype(x.dtype)
+    ones = (signs[:, None] * matrix).astype(x_NxK.dtype)
     mixed = jnp.einsum(
-        "gid,ij->gjd",
+        "ngi,ij->ngj",
         groups,
         ones,
         precision="highest",
         preferred_element_type=jnp.float32,
     )
-    return (mixed.reshape(padded.shape) * (1 / math.sqrt(size))).astype(x.dtype)
+    mixed = mixed.reshape(padded.shape) * (1 / math.sqrt(size))
+    return mixed.astype(dtype or x_NxK.dtype)
 
 
 @jax.custom_vjp

@@ -297,22 +297,24 @@ class Current(Method):
 
 
 class Blocks(Method):
-    """Block scaling, simulated: a scale for each block of an operand; see
+    """Block scaling: a scale for each block of an operand; see
     `trainer.precision.blocks`.
     """
 
     in_products = True
+    multiple = 32
+    products: ClassVar[tuple[tuple[str, str], ...]] = ()
+    capability = (10, 0)  # Blackwell
     # `forward` and `backward`; None: any
     formats: ClassVar[tuple[str, ...] | None] = None
 
     def check(self, policy: "PrecisionFields") -> None:
-        """Raise UserError where no product is simulated, or in a format that is not the
-        recipe's.
-        """
-        if not policy.simulate or policy.forward is None:
+        """Raise UserError for fields that do not fit the method."""
+        if policy.forward is None or not (policy.simulate or self.products):
+            simulate = "" if self.products else ", precision.simulate=true"
             raise UserError(
-                f"precision.scaling={self.name} is simulated: choose its preset, or set"
-                " precision.simulate=true, precision.forward and precision.backward"
+                f"precision.scaling={self.name} scales blocks of FP8 matmuls: choose"
+                f" its preset, or set precision.forward, precision.backward{simulate}"
             )
         if (
             self.formats is not None
@@ -332,37 +334,29 @@ class Blocks(Method):
 
 
 class Mx(Blocks):
-    """OCP microscaling: blocks of 32, each on a power of two; FP8, or simulated."""
+    """OCP microscaling: blocks of 32, each on a power of two."""
 
     name = "mx"
-    multiple = 32
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
     kernels = "MXFP8"
-    capability = (10, 0)  # Blackwell
-
-    def check(self, policy: "PrecisionFields") -> None:
-        """Raise UserError for fields that do not fit the method."""
-        if policy.simulate:
-            super().check(policy)
-        else:
-            Method.check(self, policy)
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
-        """Return the MXFP8 product."""
+        """Return the product of `blocks.mx_recipe`, in MXFP8."""
         from scalify_core.numerics.formats import E4M3
-        from trainer.precision.blocks import MxDot
+        from trainer.precision import blocks
 
-        return MxDot(E4M3, settings["gradient"])
+        recipe = blocks.mx_recipe(E4M3, settings["gradient"], native=True)
+        return blocks.BlockScaledDot(recipe)
 
     def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
-        """Return the product of `blocks.mx_recipe`."""
+        """Return the product of `blocks.mx_recipe`, in FP32."""
         from trainer.precision import blocks
 
         return blocks.BlockScaledDot(blocks.mx_recipe(forward, backward))
 
 
 class DeepSeek(Blocks):
-    """Blocks of 128, of weights 128 x 128, each on an FP32 scale."""
+    """Blocks of 128, of weights 128 x 128, each on an FP32 scale; simulated."""
 
     name = "deepseek"
 
@@ -378,9 +372,17 @@ class Nvfp4(Blocks):
 
     name = "nvfp4"
     formats = ("e2m1", "e2m1")
+    products = (("e2m1", "e2m1"),)
+    kernels = "NVFP4"
+
+    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
+        """Return the product of `blocks.nvfp4_recipe`, in four bits."""
+        from trainer.precision import blocks
+
+        return blocks.BlockScaledDot(blocks.nvfp4_recipe(native=True))
 
     def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
-        """Return the product of `blocks.nvfp4_recipe`."""
+        """Return the product of `blocks.nvfp4_recipe`, in FP32."""
         from trainer.precision import blocks
 
         return blocks.BlockScaledDot(blocks.nvfp4_recipe())

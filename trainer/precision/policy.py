@@ -63,22 +63,12 @@ class Policy(PrecisionFields):
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
                 " give both formats or neither"
             )
-        for key, name in (("forward", self.forward), ("backward", self.backward)):
-            if (
-                name is not None
-                and not self.simulate
-                and name.lower() not in ("e4m3", "e5m2")
-            ):
-                raise UserError(
-                    f"precision.{key}={name}: matmuls take e4m3 or e5m2; any other"
-                    " format needs precision.simulate=true"
-                )
-        formats = self.forward, self.backward
-        if self.in_fp8 and formats not in self.method.products:
-            pairs = (" forward and ".join(pair) for pair in self.method.products)
+        formats, products = (self.forward, self.backward), self.method.products
+        if self.in_fp8 and products and formats not in products:
+            pairs = (f"{a} forward and {b} backward" for a, b in products)
             raise UserError(
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
-                f" the FP8 matmul takes {' backward, or '.join(pairs)} backward; others"
+                f" the {self.method.kernels} matmul takes {', or '.join(pairs)}; others"
                 " need precision.simulate=true"
             )
         if self.backward_e4m3 and (

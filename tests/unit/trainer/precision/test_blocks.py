@@ -36,6 +36,12 @@ RECIPES = {
 }
 
 
+def round_by(cast, x, axis):
+    """What a cast makes of a matrix, in its own order."""
+    wide = cast(x, axis).widened()
+    return wide[:, : x.shape[1]] if axis == 1 else wide[:, : x.shape[0]].T
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "octaves"))
 def spread(shape, key=0, octaves=12):
     """Numbers of many sizes, some of them at the borders of blocks' scales and at
@@ -58,8 +64,12 @@ def test_mxfp8_is_jaxs_own_quantiser(octaves):
         data[0].astype(jnp.float32).reshape(ROWS, -1, 32)
         * scales[0].astype(jnp.float32)[..., None]
     )
-    np.testing.assert_array_equal(blocks.mx(x, E4M3, 1), theirs.reshape(x.shape))
-    np.testing.assert_array_equal(blocks.mx(x.T, E4M3, 0), theirs.reshape(x.shape).T)
+    for native in (False, True):
+        for ours in (
+            blocks.mx(x, E4M3, 1, native=native),
+            blocks.mx(x.T, E4M3, 0, native=native),
+        ):
+            np.testing.assert_array_equal(ours.widened(), theirs.reshape(x.shape))
 
 
 @pytest.mark.parametrize("octaves", [1, 4])
@@ -82,7 +92,7 @@ def test_nvfp4_is_jaxs_own_quantiser(octaves):
     from_tie = jnp.min(jnp.abs(on_scale[..., None] - TIES), axis=-1)
     clear = (from_tie > 2.0**-8 * on_scale) | (from_tie == 0)
     assert jnp.mean(clear) > 0.95
-    ours = blocks.nvfp4(x, (1, 16)).reshape(theirs.shape)
+    ours = blocks.nvfp4(x, 1, native=False).widened().reshape(theirs.shape)
     np.testing.assert_array_equal(ours[clear], theirs[clear])
 
 
@@ -114,9 +124,13 @@ def test_random_bits_are_right_in_expectation():
 
 def test_gradients_are_rounded_anew_when_they_are_others():
     x = spread((64, 64), octaves=1)
-    first = blocks.nvfp4(x, (1, 16), stochastic=True)
-    np.testing.assert_array_equal(first, blocks.nvfp4(x, (1, 16), stochastic=True))
-    other = blocks.nvfp4(x.at[0, 0].multiply(1 + 2**-20), (1, 16), stochastic=True)
+
+    def rounded(x):
+        return blocks.nvfp4(x, 1, stochastic=True, native=False).widened()
+
+    first = rounded(x)
+    np.testing.assert_array_equal(first, rounded(x))
+    other = rounded(x.at[0, 0].multiply(1 + 2**-20))
     assert np.mean(np.asarray(first != other)) > 0.1
 
 
@@ -126,7 +140,7 @@ def test_any_sizes_zeros_and_what_is_not_finite(name, shape):
     recipe = RECIPES[name]
     for rounding in (recipe.activation, recipe.weight, recipe.gradient):
         for axis in (0, 1):
-            rounded = jax.jit(functools.partial(rounding, axis=axis))
+            rounded = jax.jit(functools.partial(round_by, rounding, axis=axis))
             zeros = np.zeros(shape, np.float32)
             np.testing.assert_array_equal(rounded(zeros), zeros)
             x = np.array(spread(shape, octaves=1))
@@ -140,7 +154,7 @@ def test_blocks_lie_along_the_sum():
     # which takes all digits from its block
     x = jnp.ones((64, 64)).at[0, 0].set(2.0**14)
     small = {
-        name: [r.activation(x, axis) == 0 for axis in (0, 1)]
+        name: [round_by(r.activation, x, axis) == 0 for axis in (0, 1)]
         for name, r in RECIPES.items()
     }
     assert [int(jnp.sum(lost)) for lost in small["nvfp4"]] == [15, 15]
@@ -148,22 +162,23 @@ def test_blocks_lie_along_the_sum():
     assert jnp.all(small["nvfp4"][0][1:16, 0])
     x = x.at[0, 0].set(2.0**24)
     assert [
-        int(jnp.sum(RECIPES["mx"].activation(x, axis) == 0)) for axis in (0, 1)
+        int(jnp.sum(round_by(RECIPES["mx"].activation, x, axis) == 0))
+        for axis in (0, 1)
     ] == [31, 31]
     assert [
-        int(jnp.sum(RECIPES["deepseek"].activation(x, axis) == 0)) for axis in (0, 1)
+        int(jnp.sum(round_by(RECIPES["deepseek"].activation, x, axis) == 0))
+        for axis in (0, 1)
     ] == [63, 63]
-    assert int(jnp.sum(RECIPES["deepseek"].weight(x, 0) == 0)) == 64 * 64 - 1
+    assert int(jnp.sum(round_by(RECIPES["deepseek"].weight, x, 0) == 0)) == 64 * 64 - 1
     # its scales have a range, too
-    assert int(jnp.sum(RECIPES["nvfp4"].weight(x, 0) == 0)) == 64 * 64 - 1
+    assert int(jnp.sum(round_by(RECIPES["nvfp4"].weight, x, 0) == 0)) == 64 * 64 - 1
 
 
 def test_hadamard_cancels_in_the_product():
-    x, g = spread((50, 24), 1, octaves=1), spread((50, 8), 2, octaves=1)
-    exact = np.asarray(x, np.float64).T @ np.asarray(g, np.float64)
-    actual = np.asarray(hadamard(x, 16), np.float64).T @ np.asarray(
-        hadamard(g, 16), np.float64
-    )
+    x, g = spread((24, 50), 1, octaves=1), spread((8, 50), 2, octaves=1)
+    exact = np.asarray(x, np.float64) @ np.asarray(g, np.float64).T
+    mixed_x, mixed_g = (np.asarray(hadamard(m, 16), np.float64) for m in (x, g))
+    actual = mixed_x @ mixed_g.T
     # Each mixed number is a sum of 16 products, rounded once each.
     bound = (
         2
@@ -173,11 +188,11 @@ def test_hadamard_cancels_in_the_product():
     )
     np.testing.assert_allclose(actual, exact, rtol=0, atol=bound)
     # of which FP16 does not hold the sum, but what is left of it
-    large = jnp.full((16, 1), 8000.0)
+    large = jnp.full((1, 16), 8000.0)
     np.testing.assert_allclose(
         hadamard(large.astype(jnp.float16), 16), hadamard(large, 16), rtol=2**-10
     )
-    spike = jnp.zeros((16, 1)).at[3].set(16.0)
+    spike = jnp.zeros((1, 16)).at[0, 3].set(16.0)
     # an outlier is shared out
     np.testing.assert_allclose(np.abs(hadamard(spike, 16)), 4.0)
 
@@ -194,10 +209,11 @@ def test_the_three_products_of_a_layer(name):
 
     @jax.jit
     def expected(x, w, g):
-        y = recipe.activation(x, 1) @ recipe.weight(w, 0)
-        d_x = recipe.gradient(g, 1) @ recipe.weight(w, 1).T
-        mixed_x, mixed_g = recipe.mixed(x), recipe.mixed(g)
-        return y, d_x, recipe.activation(mixed_x, 0).T @ recipe.gradient(mixed_g, 0)
+        y = round_by(recipe.activation, x, 1) @ round_by(recipe.weight, w, 0)
+        d_x = round_by(recipe.gradient, g, 1) @ round_by(recipe.weight, w, 1).T
+        mixed_x, mixed_g = recipe.mixed(x.T), recipe.mixed(g.T)
+        rounded_x = round_by(recipe.activation, mixed_x, 1)
+        return y, d_x, rounded_x @ round_by(recipe.gradient, mixed_g, 1).T
 
     y, d_x, d_w = found(x, w, g)
     same = {"rtol": 1e-6, "atol": 1e-5}  # the order of the sums alone
@@ -215,25 +231,37 @@ def test_the_three_products_of_a_layer(name):
 def test_mx_gradients_may_have_a_format_of_their_own():
     recipe = blocks.mx_recipe(E4M3, E5M2)
     g = spread((32, 64), 3)
-    np.testing.assert_array_equal(recipe.gradient(g, 1), blocks.mx(g, E5M2, 1))
+    np.testing.assert_array_equal(
+        recipe.gradient(g, 1).widened(), blocks.mx(g, E5M2, 1, native=False).widened()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["precision.scaling=mx"], "scales FP8 matmuls; set precision.forward"),
+        (["precision.scaling=mx"], "scales blocks of FP8 matmuls: choose its preset"),
         (
             ["precision=mxfp8", "precision.forward=e5m2"],
             "takes e4m3 forward and e4m3 backward, or e4m3 forward and e5m2 backward",
         ),
-        (["precision=fp8_current", "precision.scaling=deepseek"], "is simulated"),
+        (
+            ["precision=fp8_current", "precision.scaling=deepseek"],
+            "set .*simulate=true",
+        ),
         (
             ["precision=nvfp4", "precision.forward=e4m3"],
+            "NVFP4 matmul takes e2m1 forward and e2m1 backward",
+        ),
+        (
+            [
+                *("precision=nvfp4", "precision.forward=e4m3"),
+                *("precision.simulate=true", "precision.compute=fp32"),
+            ],
             "rounds to e2m1, not e4m3 and e2m1; set .*forward=e2m1",
         ),
         (
             ["precision=mxfp8", "precision.weights=fp16"],
-            "weights=fp16 needs precision.scaling=propagate",
+            "needs precision.scaling=propagate, not mx",
         ),
     ],
 )
@@ -244,7 +272,7 @@ def test_what_does_not_go_together(arguments, words):
 
 @pytest.mark.parametrize(
     ("preset", "method"),
-    [("deepseek_fp8", "deepseek"), ("nvfp4", "nvfp4")],
+    [("deepseek_fp8", "deepseek")],
 )
 def test_the_presets(preset, method):
     policy = compose_config([f"precision={preset}"]).precision.policy
@@ -252,44 +280,63 @@ def test_the_presets(preset, method):
     assert compose_config([f"precision={preset}"]).precision.name == preset
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_native_mxfp8_has_the_bits_of_the_simulation(fmt):
+NATIVE = {
+    "mx": (blocks.mx_recipe(E4M3, E5M2), blocks.mx_recipe(E4M3, E5M2, native=True)),
+    "nvfp4": (blocks.nvfp4_recipe(), blocks.nvfp4_recipe(native=True)),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_casts_have_the_bits_of_the_simulation(name):
     x = spread((64, 96), octaves=40).at[3, 5:40].set(0).at[40:, 7].set(0)
-    x = x.at[2, 3].set(jnp.inf)
-    for axis in (0, 1):
-        wide = jax.jit(lambda x, a=axis: blocks.MxMatrix.cast(x, fmt, a).widened())(x)
-        np.testing.assert_array_equal(wide if axis else wide.T, blocks.mx(x, fmt, axis))
+    simulated, native = NATIVE[name]
+    for fields in (x, x.at[2, 3].set(jnp.inf)):
+        for cast, native_cast in zip(simulated[:3], native[:3], strict=True):
+            for axis in (0, 1):
+                narrow = native_cast(fields, axis)
+                assert narrow.scales.dtype.itemsize == narrow.data.dtype.itemsize == 1
+                np.testing.assert_array_equal(
+                    narrow.widened(), cast(fields, axis).widened()
+                )
 
 
-def test_the_products_of_native_mxfp8_are_those_of_the_simulation():
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_products_are_those_of_the_simulation(name):
     x, w, g = spread((32, 64), 1, 1), spread((64, 96), 2, 1), spread((32, 96), 3, 1)
-    dots = blocks.MxDot(E4M3, E5M2), blocks.BlockScaledDot(blocks.mx_recipe(E4M3, E5M2))
+    dots = [blocks.BlockScaledDot(recipe) for recipe in NATIVE[name]]
 
     def products(dot, x, w, g):
         y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
         return y, *pull(g)
 
-    native, simulated = (jax.jit(functools.partial(products, dot)) for dot in dots)
+    simulated, native = (jax.jit(functools.partial(products, dot)) for dot in dots)
     for a, b in zip(native(x, w, g), simulated(x, w, g), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)  # the order of the sums
     y, d_x, d_w = native(x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16))
     assert (y.dtype, d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
 
 
-def test_mxfp8_is_native_unless_it_is_to_be_simulated():
-    policy = compose_config(["precision=mxfp8"]).precision.policy
+@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4"])
+def test_presets_are_native_unless_they_are_to_be_simulated(preset):
+    policy = compose_config([f"precision={preset}"]).precision.policy
     assert (policy.simulate, policy.compute) == (False, "bf16")
-    assert isinstance(policy.method.dot("", policy, gradient=E4M3), blocks.MxDot)
-    simulated = ["precision=mxfp8", "precision.simulate=true", "precision.compute=fp32"]
-    policy = compose_config(simulated).precision.policy
-    assert isinstance(policy.method.simulated(E4M3, E4M3), blocks.BlockScaledDot)
+    x, w = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((32, 32))
+    dot = policy.method.dot("", policy, gradient=E4M3)
+    assert dot(x, w, PRODUCT).dtype == jnp.bfloat16
+    simulated = [f"precision={preset}", "precision.simulate=true"]
+    policy = compose_config([*simulated, "precision.compute=fp32"]).precision.policy
+    assert policy.simulate
 
 
 @pytest.mark.parametrize(
-    ("name", "dtypes"),
-    [("b200", {"fp8"}), ("h100", {"bf16", "fp32"})],  # FP32: the gradient of w
+    ("recipe", "name", "dtypes"),
+    [
+        ("mx", "b200", {"fp8"}),
+        ("nvfp4", "rtx5090", {"fp4"}),
+        ("mx", "h100", {"bf16", "fp32"}),  # FP32: the gradient of w
+    ],
 )
-def test_blackwell_alone_multiplies_the_blocks(name, dtypes):
+def test_blackwell_alone_multiplies_the_blocks(recipe, name, dtypes):
     mesh = make_target_mesh(get_target(name), 1, 1)
     whole = NamedSharding(mesh, PartitionSpec())
     x, w, g = (
@@ -302,7 +349,7 @@ def test_blackwell_alone_multiplies_the_blocks(name, dtypes):
     )
 
     def step(x, w, g):
-        dot = blocks.MxDot(E4M3, E4M3)
+        dot = blocks.BlockScaledDot(NATIVE[recipe][1])
         y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
         return y, *pull(g)
 
@@ -310,7 +357,8 @@ def test_blackwell_alone_multiplies_the_blocks(name, dtypes):
     with no_compilation_cache():
         options = {"xla_gpu_enable_triton_gemm": False}
         gemms = compile_for_target(lowered, options).program.gemms
+    gemms = [gemm for gemm in gemms if gemm.sizes[3] != blocks.HADAMARD]
     assert len(gemms) == 3
     assert {gemm.dtype for gemm in gemms} == dtypes
     is_native = {gemm.kernel == "__cudnn$blockScaledDot" for gemm in gemms}
-    assert is_native == {name == "b200"}
+    assert is_native == {name != "h100"}
