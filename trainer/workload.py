@@ -58,6 +58,7 @@ from trainer.step.kernels import (
     Kernels,
     gpu_options,
     marked_attention,
+    takes_any_order,
     takes_scales,
 )
 from trainer.step.moments import stacks_of, store_moments
@@ -346,6 +347,8 @@ class TrainTask(NamedTuple):
                 contexts.enter_context(compiler_hints.scales_in_products())
             if self.mesh.devices.flat[0].platform == "gpu":
                 contexts.enter_context(marked_attention(self.kernels))
+            if takes_any_order(self.mesh.devices.flat[0]):
+                contexts.enter_context(compiler_hints.products_in_any_order())
             yield
 
     def jit(self, fun: Callable[..., Any], **settings: Any) -> "JittedAsStep":

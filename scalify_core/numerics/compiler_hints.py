@@ -152,6 +152,24 @@ def products_take_scales() -> bool:
     return bool(_scales_in_products.value)
 
 
+_products_in_any_order = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def products_in_any_order() -> Iterator[None]:
+    """Mark traces for GPUs whose FP8 products read both operands in any order.
+
+    Other GPUs sum over the last axis of both operands, so arrays are transposed.
+    """
+    with _products_in_any_order(True):
+        yield
+
+
+def products_take_any_order() -> bool:
+    """Return whether the current trace is inside `products_in_any_order`."""
+    return bool(_products_in_any_order.value)
+
+
 def barrier[T](name: str, tree: T) -> T:
     """Return `tree` behind an optimization barrier, if the case `name` is on.
 
@@ -185,8 +203,11 @@ def row_major(x: jax.Array) -> jax.Array:
 def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a matrix twice; on CUDA, the second with contiguous columns.
 
-    The second is transposed from the first, once that is stored.
+    The second is transposed from the first, once that is stored. Where products take
+    any order, it is the first.
     """
+    if products_take_any_order():
+        return (stored(x),) * 2
 
     def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Otherwise the transposed order would spread to the producers of `x`.

@@ -462,14 +462,15 @@ def dot_fp8(
         # wants. And in programs for several devices XLA's partitioner forgets the
         # algorithm of every product written as (rows, k) (k, columns), after which the
         # product would no longer be FP8.
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-        lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
-        rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
-        batch, n = _range(0, len(lhs_batch)), len(lhs_contract)
-        last = _range(lhs8.ndim - n, lhs8.ndim), _range(rhs8.ndim - n, rhs8.ndim)
-        product = functools.partial(
-            lax.dot_general, dimension_numbers=(last, (batch, batch))
-        )
+        order = dims
+        if not compiler_hints.products_take_any_order():
+            (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+            lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
+            rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
+            batch, n = _range(0, len(lhs_batch)), len(lhs_contract)
+            last = _range(lhs8.ndim - n, lhs8.ndim), _range(rhs8.ndim - n, rhs8.ndim)
+            order = last, (batch, batch)
+        product = functools.partial(lax.dot_general, dimension_numbers=order)
         if given:
             # FP8 arrays that are widened, the left one times a constant: XLA's rewriter
             # makes of the constant the scale of the operand. It is the GEMM's argument,

@@ -51,6 +51,15 @@ def takes_scales(policy: Policy) -> bool:
     return policy.scaled and policy.forward is not None
 
 
+def takes_any_order(device: Any) -> bool:
+    """Return whether cuBLASLt's FP8 products read operands in any order on a device
+    (`compiler_hints.products_in_any_order`): on Blackwell, but not on its GeForce GPUs,
+    of compute capability 12.
+    """
+    major, _, _ = str(getattr(device, "compute_capability", "0")).partition(".")
+    return major in ("10", "11")
+
+
 def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, Any]:
     """Return the options of XLA's GPU compiler that differ from its defaults."""
     # By default XLA drops a rounding to 16 bits that is widened again later, and stores
