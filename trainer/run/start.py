@@ -29,6 +29,7 @@ from trainer.run.compatibility import (
 from trainer.run.converting import convert_state
 from trainer.run.metadata import saved_config, saved_policy
 from trainer.run.phases import Phases, saved_task
+from trainer.run.rundir import is_held
 from trainer.step.state import TrainState, first_nonfinite
 from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
@@ -91,13 +92,21 @@ def check_start(
 
 
 def check_weights(init_from: Path) -> None:
-    """Refuse `init_from` where weights are missing or in another format."""
+    """Refuse `init_from` where weights are missing, in another format, or still
+    trained: how long a start takes would choose their step.
+    """
     if not init_from.exists():
         raise UserError(
             f"init_from={init_from} does not exist; valid: a run directory, a Hugging"
             " Face directory, or a .safetensors file"
         )
     if (init_from / "checkpoints").is_dir():
+        if is_held(init_from):
+            raise UserError(
+                f"init_from={init_from} is still training, so its newest checkpoint"
+                " changes; wait until it ends, or take an export of it: scalify-trainer"
+                f" export {override('run_dir', init_from)} step=N out=DIRECTORY"
+            )
         return
     check_format(init_from)
     if init_from.is_dir():

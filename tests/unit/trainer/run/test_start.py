@@ -30,6 +30,7 @@ from trainer.run.initial_weights import (
     other_tokenizer_beside,
     other_tokenizer_of_run,
 )
+from trainer.run.rundir import RunDir
 from trainer.run.start import check_fork, check_start
 
 BYTE = get_tokenizer("byte")
@@ -249,6 +250,16 @@ def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(
     )
     assert start in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+
+
+def test_weights_of_a_run_that_still_trains_are_refused(tmp_path):
+    checkpoints(tmp_path / "run", 20)
+    check_start(tmp_path / "new", "auto", None, str(tmp_path / "run"))
+    with (
+        RunDir(tmp_path / "run"),
+        pytest.raises(UserError, match="is still training.* step=N out=DIRECTORY"),
+    ):
+        check_start(tmp_path / "new", "auto", None, str(tmp_path / "run"))
 
 
 def test_weights_of_a_run_are_told_with_the_step_they_are_of(
