@@ -298,12 +298,12 @@ class MixedManifest(Manifest):
 
 
 def total(splits: Sequence[Split]) -> Split:
-    """Return the sum of splits, without their shards, which are in many directories."""
+    """Return the sum of splits; their shards are in many directories."""
     return Split(
         sum(s.documents for s in splits),
         sum(s.tokens for s in splits),
         sum(s.bytes for s in splits),
-        (),
+        tuple(shard for s in splits for shard in s.shards),
     )
 
 

@@ -216,6 +216,11 @@ class Manifest:
         """A digest of the tokens. A data set of the hub may change under its name."""
         return digest([asdict(shard) for shard in self.shards])
 
+    @property
+    def validation_content(self) -> str:
+        """A digest of the validation tokens: a text may change without its length."""
+        return digest([asdict(shard) for shard in self.splits["val"].shards])
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer from the directory's own files."""
         tokenizer = load_saved(self.tokenizer, self.directory)

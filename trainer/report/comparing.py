@@ -17,6 +17,7 @@ from trainer.report.history import (
     FINAL_VALIDATION,
     FORKED,
     SCHEDULE_CHANGED,
+    VALIDATION_DIGEST,
     History,
     finite,
 )
@@ -72,7 +73,9 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
           written.
     """
     run_dirs = dict(zip(short_names(paths), paths, strict=True))
-    read = [History.read(path, name) for name, path in run_dirs.items()]
+    read = with_alike_facts(
+        [History.read(path, name) for name, path in run_dirs.items()]
+    )
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
@@ -145,6 +148,16 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     return [*lines, f"{out}, in place of another comparison" if replaced else str(out)]
 
 
+def with_alike_facts(histories: Sequence[History]) -> Sequence[History]:
+    """Return histories without digests of validation texts, unless all have one.
+
+    Earlier versions did not write it.
+    """
+    if all(VALIDATION_DIGEST in h.facts for h in histories):
+        return histories
+    return [replace(h, facts={**h.facts, VALIDATION_DIGEST: ""}) for h in histories]
+
+
 def last_validated(h: History) -> ValidatedText:
     """Return the text of the last validation of a run, or else of its final one."""
     steps, _ = finite(h.line("val/loss"))
@@ -158,7 +171,9 @@ def final_validated(h: History) -> ValidatedText:
 
 def validated(h: History, step: int) -> ValidatedText:
     """Return the text of the validation after a step."""
-    if "text" in h.facts:
+    if h.facts.get(VALIDATION_DIGEST):
+        source = [h.facts[VALIDATION_DIGEST]]
+    elif "text" in h.facts:
         source = [h.facts.get(fact, "") for fact in TEXT_FACTS]
     else:
         source = [str(h.settings.get(f"data.{key}")) for key in TEXT_KEYS]

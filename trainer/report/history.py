@@ -37,6 +37,7 @@ FORKED, WEIGHTS = "forked from", "weights from"
 SCHEDULE_CHANGED = "schedule changed"
 # the fact of the tokens that the validation after the last step reads
 FINAL_VALIDATION = "final validation tokens"
+VALIDATION_DIGEST = "validation digest"  # the fact of the tokens of the whole text
 # A validation that reads this share of the validation text counts as reading all: only
 # whole batches are read.
 WHOLE = 0.9

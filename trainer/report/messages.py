@@ -16,6 +16,7 @@ from trainer.observe.metrics import GIB
 from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
+from trainer.report.history import VALIDATION_DIGEST
 from trainer.run.session import Run
 from trainer.step.kernels import promise
 from trainer.text import key_of, override, program_command
@@ -106,6 +107,7 @@ def facts_of(w: Workload) -> dict[str, str]:
         "tokenizer": w.data.tokenizer.name,
         "training tokens": f"{manifest.tokens('train'):,}",
         "validation tokens": f"{manifest.tokens('val'):,}",
+        VALIDATION_DIGEST: manifest.validation_content,
     }
 
 

@@ -237,6 +237,14 @@ def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tm
         != MixedManifest.merge(dict(reversed(manifests.items()))).fingerprint
     )
     assert sum(map(len, mixed.open("train"))) == mixed.tokens("train")
+    text = tmp_path / "lower.txt"
+    text.write_text(text.read_text()[:-1] + "!")  # of the same length
+    edited = Manifest.load(prepare(TextSource((str(text),)), "byte", tmp_path))
+    assert edited.tokens("val") == manifests["lower"].tokens("val")
+    assert (
+        MixedManifest.merge(manifests | {"lower": edited}).validation_content
+        != mixed.validation_content
+    )
     (tmp_path / "vocab.bpe").write_text("a b")
     other = prepare(
         TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache"

@@ -326,6 +326,21 @@ def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, cap
     assert "2 (not ranked)" in (tmp_path / "compare.html").read_text()
 
 
+def test_a_validation_text_is_known_by_its_content(tmp_path, capsys):
+    digests = ["a", "b", "b", ""]
+    for name, digest in enumerate(digests):
+        make_run(tmp_path / str(name), 3.0 - name, "", optimizer={"lr": 0.1 * name})
+        with (tmp_path / str(name) / "environment.txt").open("a") as file:
+            facts = "text: book.txt\ntokenizer: byte\nvalidation tokens: 9\n"
+            file.write(facts + f"validation digest: {digest}\n" * bool(digest))
+    main(Arguments(",".join(str(tmp_path / name) for name in "012")))
+    out = capsys.readouterr().out
+    assert f"other validation text, not ranked: {tmp_path}/0" in out
+    # An earlier version wrote no digest.
+    main(Arguments(",".join(str(tmp_path / name) for name in "0123")))
+    assert "not ranked" not in capsys.readouterr().out
+
+
 FACTS = "text: a book\ntokenizer: byte\nvalidation tokens: 100000\n"
 
 

@@ -257,7 +257,7 @@ def test_weights_of_a_run_that_still_trains_are_refused(tmp_path):
     check_start(tmp_path / "new", "auto", None, str(tmp_path / "run"))
     with (
         RunDir(tmp_path / "run"),
-        pytest.raises(UserError, match="is still training.* step=N out=DIRECTORY"),
+        pytest.raises(UserError, match=r"is still training.* step=N out=DIRECTORY"),
     ):
         check_start(tmp_path / "new", "auto", None, str(tmp_path / "run"))
 
