@@ -10,6 +10,7 @@ import jax
 
 from trainer.config import schema
 from trainer.data import Loader
+from trainer.data.loader import bytes_per_target
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.observe.numerics import format_name, make_numerics
@@ -124,6 +125,7 @@ class Validation:
         self, c: schema.Config, w: Workload, say: Callable[[str], None]
     ) -> None:
         self._c, self._data, self._mesh = c, w.data, w.mesh
+        self._bytes_per_token = functools.cache(self._measured_bytes)
         self._eval_step = log_first_duration(jitted_eval_step(w.task), VALIDATION, say)
 
     def __call__(
@@ -169,9 +171,13 @@ class Validation:
             state,
             batches,
             first=train.eval_batches,
-            bytes_per_token=loader.bytes_per_token("val"),
+            bytes_per_token=self._bytes_per_token(loader, most),
             should_stop=should_stop,
         )
+
+    def _measured_bytes(self, loader: Loader, most: int) -> float:
+        count = min(loader.steps_per_epoch, most)
+        return bytes_per_target(map(loader.batch, range(count)), self._data.tokenizer)
 
     def _validated_text(self, batches: int) -> str:
         """Return the text of the first batches, at most MAX_XZ_BYTES of it."""

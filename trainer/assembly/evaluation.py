@@ -17,7 +17,7 @@ import numpy as np
 from scalify_core import weights
 from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus
-from trainer.data.loader import segments
+from trainer.data.loader import bytes_per_target, segments
 from trainer.errors import UserError
 from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
@@ -38,7 +38,7 @@ class Text(NamedTuple):
     Attributes:
       batch: returns the batch of a number below `batches`.
       batches: their number.
-      bytes_per_token: of the text; NaN: unknown.
+      bytes_per_token: of the batches; NaN: unknown.
       left_out: tokens behind the last batch, less than one more; None: the number of
         batches was limited, and the text was not read further.
     """
@@ -76,7 +76,8 @@ def validation_text(w: Workload, most: int) -> Text:
     if count < most:
         # A part shorter than a batch is repeated in it.
         left_out = max(0, val.tokens - 1 - count * val.batch_size * val.context)
-    return Text(val.batch, count, w.data.bytes_per_token, left_out)
+    size = bytes_per_target(map(val.batch, range(count)), w.data.tokenizer)
+    return Text(val.batch, count, size, left_out)
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
@@ -89,7 +90,7 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     wanted = most * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
-    tokens = size = 0
+    tokens = 0
     pieces = (
         (rows, text) for rows in corpus.read_for(tokenizer, None) for text in rows.texts
     )
@@ -97,7 +98,7 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
         ids = tokenizer.encode_array(text, rows.before, rows.after)
         ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
         arrays += [ids, ends]
-        tokens, size = tokens + len(ids) + len(ends), size + len(text.encode())
+        tokens += len(ids) + len(ends)
         if tokens >= wanted:
             break
     count = min(most, (tokens - 1) // (loader.batch_size * context))
@@ -120,7 +121,8 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     left_out = None
     if count < most:
         left_out = tokens - 1 - count * loader.batch_size * context
-    return Text(batch, count, size / tokens, left_out)
+    size = bytes_per_target(map(batch, range(count)), tokenizer)
+    return Text(batch, count, size, left_out)
 
 
 def evaluate(

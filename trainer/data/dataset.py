@@ -45,8 +45,8 @@ class Dataset(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text per validation token; of a mixture, in its shares."""
-        return self.val.bytes_per_token("val")
+        """Mean bytes of text per token of the whole validation part."""
+        return self.manifest.bytes("val") / self.manifest.tokens("val")
 
     def beginning(self, size: int) -> str:
         """Return the first validation documents, of about `size` bytes in all.

@@ -10,9 +10,10 @@ next.
 Legend: B sequences of the global batch, b those of this process, T context, N windows.
 """
 
+import math
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from trainer.data.permutation import permute
 from trainer.data.shards import Manifest
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
 
@@ -88,10 +90,6 @@ class Loader:
         self._stamps = [self.manifest.stamp(shard) for shard in self._files]
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
-    def bytes_per_token(self, split: str) -> float:
-        """Return the mean bytes of text per token of a split."""
-        return self.manifest.bytes(split) / self.manifest.tokens(split)
-
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
         """Return the first `tokens` tokens of a split as documents with end-of-text.
 
@@ -157,6 +155,20 @@ def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
     ends = (tokens == eot).astype(np.int32)
     # An end-of-text token belongs to the document that it ends, not to the next.
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
+
+
+def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
+    """Return the mean bytes of text of the tokens that batches predict.
+
+    Special tokens stand for no text. Ids without a text count as a byte each.
+    NaN: there is no text.
+    """
+    sizes = np.full(tokenizer.vocab_size, int(not tokenizer.tokens))
+    for token, i in tokenizer.tokens.items():
+        sizes[i] = len(token)
+    sizes[list(tokenizer.special_tokens.values())] = 0
+    means = [float(sizes[batch.tokens[:, 1:]].mean()) for batch in batches]
+    return math.fsum(means) / len(means) or math.nan
 
 
 def prefetch(

@@ -338,11 +338,6 @@ class Mixture(Loader):
             np.array(stage.weights) / math.fsum(stage.weights) for stage in stages
         ]
         last = stage_shares[-1]
-        token_bytes = [
-            part.manifest.bytes(split) / part.manifest.tokens(split)
-            for part in parts.values()
-        ]
-        self._bytes_per_token = float(last @ np.array(token_bytes))
         self._shares = np.mean(stage_shares, axis=0).tolist()
         if shares:
             self._shares = [1 / len(parts)] * len(parts)
@@ -366,10 +361,6 @@ class Mixture(Loader):
     def steps_per_epoch(self) -> int:
         """Full batches until the first source is exhausted; at least 1."""
         return self._steps_per_epoch
-
-    def bytes_per_token(self, split: str) -> float:
-        """See Loader: the mean over the shares of the last stage."""
-        return self._bytes_per_token
 
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
         """See Loader: each source in its mean share over the stages, interleaved."""

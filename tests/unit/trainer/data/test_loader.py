@@ -1,8 +1,12 @@
+import math
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from trainer.assembly import callbacks
+from trainer.assembly.evaluation import validation_text
 from trainer.data import Loader, TextSource, prefetch, prepare
 from trainer.data.dataset import Dataset
 from trainer.data.loader import segments
@@ -187,6 +191,24 @@ def test_closing_early_ends_the_thread(directory):
     assert "prefetch" in [thread.name for thread in threading.enumerate()]
     batches.close()
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_bits_per_byte_are_of_the_batches_that_were_read(directory, monkeypatch):
+    data = Dataset.open(directory, seed=0, context=64, batch_size=2)
+    ids = data.val.batch(0).tokens[:, 1:]
+    size = np.mean(ids != data.manifest.eot)
+    assert size != pytest.approx(data.bytes_per_token, abs=1e-3)
+    w = SimpleNamespace(data=data, task=None, mesh=None)
+    assert validation_text(w, 1).bytes_per_token == pytest.approx(size)
+    step = lambda state, batch: math.log(2)
+    monkeypatch.setattr(callbacks, "jitted_eval_step", lambda task: step)
+    monkeypatch.setattr(callbacks, "place_batch", lambda batch, **_: batch)
+    c = SimpleNamespace(
+        train=SimpleNamespace(eval_batches=1, grad_accum_steps=1),
+        data=SimpleNamespace(boundary_loss=None),
+    )
+    result = callbacks.Validation(c, w, print)(None, False, lambda: False)
+    assert result.row["val/bits_per_byte"] == pytest.approx(1 / size)
 
 
 def test_the_validation_text_is_that_of_the_first_tokens_over_all_shards_without_ends_of_text(

@@ -1,12 +1,15 @@
 """Samples of several sources: in their shares over any stretch, each once an epoch,
 from seed and step alone."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data import Loader, Manifest, TextSource, prepare
+from trainer.data.loader import bytes_per_target
 from trainer.data.mixture import (
     EvenShares,
     MixedManifest,
@@ -196,35 +199,32 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
     assert mixture(parts, document_mask=True).batch(7).segments.shape == (8, 17)
 
 
-def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path):
+def test_the_bytes_of_a_token_are_those_of_the_batches_that_were_read(tmp_path):
     (tmp_path / "vocab.bpe").write_text("a b\nab ab\n")
     actual = {}
     for name, text in (("short", "ababab" * 3000), ("long", "xyz" * 12000)):
-        (tmp_path / f"{name}.txt").write_text(text)
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text[: 900 - i]}) + "\n" for i in range(40))
+        )
         actual[name] = prepare(
-            TextSource((str(tmp_path / f"{name}.txt"),)),
+            TextSource((str(tmp_path / f"{name}.jsonl"),)),
             str(tmp_path),
             tmp_path / "cache",
+            val_fraction=0.5,
         )
     manifest = MixedManifest.merge(
         {name: Manifest.load(directory) for name, directory in actual.items()}
     )
-    parts = loaders(actual, "val")
-    each = {name: part.bytes_per_token("val") for name, part in parts.items()}
-    assert each["short"] > 3 > each["long"] == 1
-    for share in (0.25, 1.0):
-        mixed = Mixture(
-            parts, manifest, "val", [MixtureStage(0, (share, 1 - share))], 1
+    tokenizer = manifest.get_tokenizer()
+    for shares in ((0.25, 0.75), (1.0, 0.0)):
+        stages = [MixtureStage(0, shares)]
+        mixed = Mixture(loaders(actual, "val"), manifest, "val", stages, 1)
+        batches = [mixed.batch(step) for step in range(3)]
+        ids = np.concatenate([batch.tokens[:, 1:] for batch in batches]).ravel()
+        text = tokenizer.decode(ids[ids != manifest.eot].tolist())
+        assert bytes_per_target(batches, tokenizer) == pytest.approx(
+            len(text) / len(ids)
         )
-        wanted = share * each["short"] + (1 - share) * each["long"]
-        assert mixed.bytes_per_token("val") == pytest.approx(wanted)
-        # a block: shares are exact
-        batches = [mixed.batch(step).tokens[:, 1:] for step in range(256 // 8)]
-        seen = np.concatenate(batches).ravel().tolist()
-        tokenizer = manifest.get_tokenizer()
-        assert len(tokenizer.decode(seen)) / len(seen) == pytest.approx(
-            wanted, rel=0.01
-        )  # the text's last token is shorter
 
 
 def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
