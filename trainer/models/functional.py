@@ -68,15 +68,11 @@ def next_token_loss(
     """Return `loss(inputs, targets)` of predicting each token from those before it.
 
     `border` is the end-of-text id: the token after it is not predicted, and becomes
-    negative for `loss(..., masked=True)`. The value is the mean over the remaining
-    targets. The gradient is that of their sum over B*T, so that a token has the same
-    weight in every batch.
+    negative for `loss(..., masked=True)`. It counts as 0 in the mean over all B*T
+    targets, so that a token has the same weight in every batch, however it is cut.
     """
     inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
     if border is None:
         return loss(inputs_BxT, targets_BxT)
     counted_BxT = inputs_BxT != border
-    value = loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)
-    share = jnp.maximum(jnp.mean(counted_BxT, dtype=jnp.float32), 1e-9)
-    # value / share, with the gradient of `value`
-    return value + jax.lax.stop_gradient(value * (1 / share - 1))
+    return loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)

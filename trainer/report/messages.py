@@ -283,8 +283,8 @@ def describe_data(manifest: Manifest) -> str:
     if abs(share - requested) > FAR * requested:
         part = (
             f"({share:.1%} for validation, not data.val_fraction={requested:.1%}: whole"
-            " documents are chosen for it, by a hash of their text; a single text is cut"
-            " by its characters)"
+            " documents are chosen for it, by a hash of their text; a single text is"
+            " cut by its characters)"
         )
     return f"{describe_read(manifest)}; {tokens} {part}{describe_skipped(manifest)}"
 
