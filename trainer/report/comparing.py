@@ -55,10 +55,12 @@ class ValidatedText(NamedTuple):
     Attributes:
       source: what the text is made of, with the shares of a mixture.
       tokens: how many of its first tokens were read; None: unknown.
+      before_end: the step of the validation; None: it is the run's last step.
     """
 
     source: tuple[str, ...]
     tokens: int | None
+    before_end: int | None
 
 
 def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
@@ -80,8 +82,15 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         "the records of the runs", "repair their files, or leave a run out"
     ):
         texts = [last_validated(h) for h in read]
-        # of as many runs, the text of which more was read
-        ranked_text = max(texts, key=lambda text: (texts.count(text), text.tokens or 0))
+        # that of finished runs; of as many runs, the text of which more was read
+        ranked_text = max(
+            texts,
+            key=lambda text: (
+                text.before_end is None,
+                texts.count(text),
+                text.tokens or 0,
+            ),
+        )
         marks = [mark_of(h, ranked_text) for h in read]
         # A run without a final loss counts among the others of its settings, whose mean
         # would flatter them.
@@ -125,6 +134,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         best_run += [f"{mark}: {run_dirs[name]}" for name, mark in unranked.items()]
         means = over_seeds(ranked, all_keys)
         hints = [
+            *uneven_validations(ranked),
             *best_by_mean(ranked, all_keys, means),
             *best_at_end(ranked, set_keys, all_keys),
         ]
@@ -186,7 +196,8 @@ def validated(h: History, step: int) -> ValidatedText:
     )
     if h.settings.get("data.source") == "mix" and is_old:
         source.append(str(h.settings.get("seed")))
-    return ValidatedText(tuple(source), h.validated_tokens(step))
+    before_end = step if step < h.settings.get("train.steps", 0) else None
+    return ValidatedText(tuple(source), h.validated_tokens(step), before_end)
 
 
 def validation_shares(h: History) -> list[str]:
@@ -212,6 +223,8 @@ def mark_of(h: History, ranked: ValidatedText) -> str:
         return RANKED
     if final_validated(h) == ranked:
         return NO_FINAL_LOSS
+    if text._replace(before_end=ranked.before_end) == ranked:
+        return f"last validated after step {text.before_end:,}, not ranked"
     if text.source == ranked.source and text.tokens is not None:
         return f"validated on {text.tokens:,} tokens, not ranked"
     return OTHER_TEXT
@@ -309,6 +322,21 @@ def best(
         return []
     values = "".join(f"; {key}={values[0]}" for key, values in settings.items())
     return [f"best: {run_dirs[first.name]} (validation loss {loss:.4f}{values})"]
+
+
+def uneven_validations(histories: Sequence[History]) -> list[str]:
+    """Return a line where ranked runs did not read exactly as much of the text."""
+    read = sorted(
+        tokens
+        for h in histories
+        for tokens in list(h.logged_validation_tokens.values())[-1:]
+    )
+    if not read or read[0] == read[-1]:
+        return []
+    return [
+        f"the runs validated on {read[0]:,} to {read[-1]:,} tokens, so small"
+        " differences of their losses mean nothing"
+    ]
 
 
 def best_by_mean(

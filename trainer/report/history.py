@@ -40,7 +40,7 @@ FINAL_VALIDATION = "final validation tokens"
 VALIDATION_DIGEST = "validation digest"  # the fact of the tokens of the whole text
 # A validation that reads this share of the validation text counts as reading all: only
 # whole batches are read.
-WHOLE = 0.9
+WHOLE = 0.99
 AS_TRAINED = "as trained"  # in an evaluation, the precision of the training
 
 

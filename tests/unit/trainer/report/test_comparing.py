@@ -4,6 +4,7 @@ page goes."""
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,7 +12,12 @@ import yaml
 from trainer.cli.compare import Arguments, directories, main
 from trainer.errors import UserError
 from trainer.report.charts import Choice, by_choice, color_number
-from trainer.report.comparing import differences, fitted, overridden
+from trainer.report.comparing import (
+    differences,
+    fitted,
+    overridden,
+    uneven_validations,
+)
 from trainer.report.history import History
 
 
@@ -385,6 +391,13 @@ def test_runs_that_read_less_of_the_validation_text_are_not_ranked(tmp_path, cap
         runs = {"a": (3.0, 2, many, {}), "b": (2.5, 2, few, {})}
         [told] = compared(tmp_path, capsys, **runs)
         assert told.startswith(f"best: {tmp_path}/b (")
+    # The end of the text may be of another kind.
+    runs["b"] = (2.5, 2, sizes(4096, 1, 1000), {})
+    told = compared(tmp_path, capsys, **runs)
+    assert told == [f"validated on 98,304 tokens, not ranked: {tmp_path}/b"]
+    few, many = (SimpleNamespace(logged_validation_tokens={2: n}) for n in (99, 100))
+    assert "on 99 to 100 tokens" in uneven_validations([few, many])[0]
+    assert uneven_validations([few, few]) == []
 
 
 def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tmp_path, capsys):
@@ -398,8 +411,12 @@ def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tmp_path, c
     assert told[0].startswith(f"best: {tmp_path}/b (")
     runs = {"a": (3.0, 2, equal, {}), "b": (2.5, 2, equal, {})}
     assert compared(tmp_path, capsys, **runs, c=(2.0, 1, equal, {})) == [
-        f"best: {tmp_path}/c (validation loss 2.0000)"
+        f"best: {tmp_path}/b (validation loss 2.5000)",
+        f"no final validation loss, not ranked: {tmp_path}/c",
     ]
+    stopped = {"c": (2.0, 1, equal, {}), "d": (2.1, 1, equal, {})}
+    told = compared(tmp_path, capsys, **stopped)
+    assert told == [f"best: {tmp_path}/c (validation loss 2.0000)"]
 
 
 def test_the_best_loss_of_a_run_that_diverged_is_not_its_last(tmp_path, capsys):
