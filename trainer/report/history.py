@@ -269,7 +269,19 @@ class History:
 
     @property
     def epochs(self) -> float:
-        """Number of passes over the training text; 0: unknown."""
+        """Number of passes over the training text; 0: unknown.
+
+        Of a mixture, the mean over its samples.
+        """
+        latest: dict[str, Any] = {}
+        for row in self.rows:
+            latest |= {k: v for k, v in row.items() if k.startswith("data/")}
+        if latest:
+            return math.fsum(
+                float(share) * float(latest.get(f"{key[:-6]}/epochs", 0))
+                for key, share in latest.items()
+                if key.endswith("/share")
+            )
         tokens = self.number("training tokens")
         return float(self.rows[-1]["tokens"]) / tokens if tokens else 0.0
 

@@ -300,6 +300,15 @@ def test_a_validation_is_compared_by_the_tokens_that_its_row_has():
     assert learning(run).grade == GOOD
 
 
+def test_a_mixture_was_read_as_often_as_its_samples_not_its_tokens():
+    actual = rows(FALLING, {100: 1.6})
+    for source, share, epochs in (("small", 0.97, 36.0), ("large", 0.03, 0.02)):
+        actual[-1][f"data/{source}/share"] = share
+        actual[-1][f"data/{source}/epochs"] = epochs
+    facts = {"training tokens": "100,000"}
+    assert history(actual, **facts).epochs == pytest.approx(34.9206)
+
+
 def test_what_was_validated_counts_not_what_there_was():
     actual, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
     for batches, grade in ((1, FAIR), (16, GOOD)):
