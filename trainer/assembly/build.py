@@ -313,13 +313,16 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
     mixed = w.data.train
 
     def totals(step: int) -> Totals:
+        samples: tuple[int, ...] = ()
+        if isinstance(mixed, Mixture):
+            # Replicas that do not take part leave theirs out, on average all as often.
+            dealt = mixed.shares.count(step) * c.trained_tokens
+            samples = tuple((dealt // c.train.batch_tokens).tolist())
         return Totals(
-            step * c.train.batch_tokens,
+            step * c.trained_tokens,
             exchanges.up_to(step) if exchanges else 0.0,
             exchanges.every_step * step if exchanges else 0.0,
-            tuple(mixed.shares.count(step).tolist())
-            if isinstance(mixed, Mixture)
-            else (),
+            samples,
         )
 
     return totals
@@ -328,7 +331,7 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     """Return the counter of tokens/s and MFU."""
     return Throughput(
-        tokens_per_step=c.train.batch_tokens,
+        tokens_per_step=c.trained_tokens,
         flops_per_token=w.task.flops_per_token,
         peak_flops=peak_flops(
             w.mesh.devices.flat[0].device_kind, DTYPES[c.precision.compute]

@@ -349,6 +349,15 @@ class Config:
         """Sequences per optimizer step, over all devices and micro-batches."""
         return self.train.batch_tokens // self.model.context
 
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that an optimizer step trains on: those of the DiLoCo replicas that
+        take part.
+        """
+        replicas = self.diloco.replicas or 1
+        participants = self.diloco.participants or replicas
+        return self.train.batch_tokens * participants // replicas
+
 
 # The sources that use a key of `data`; every source uses the other keys.
 DATA_KEYS = {

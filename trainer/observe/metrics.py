@@ -20,7 +20,7 @@ class Throughput:
     It reads the host's clock when the device is known to have finished a step.
 
     Args:
-      tokens_per_step: sequences x context, over all devices and micro-batches.
+      tokens_per_step: that are trained on, over all devices and micro-batches.
       flops_per_token: forward and backward, of the whole model
           (`flops.flops_per_token`).
       peak_flops: FLOP/s of one device in the compute dtype; None when unknown (a CPU),

@@ -46,7 +46,8 @@ def describe(
       accum: number of micro-batches.
       step: the compiled step, or None.
     """
-    spec, flops = w.model.spec, w.task.flops_per_token
+    spec, diloco = w.model.spec, w.task.diloco
+    taking_part = diloco.participants / diloco.replicas if diloco else 1.0
     layers = (
         f"{spec.n_layer} layer{'s' * (spec.n_layer != 1)}, " if spec.n_layer else ""
     )
@@ -67,7 +68,7 @@ def describe(
             jax.config.jax_compilation_cache_dir,
         ),
         f"precision {precision}: {describe_precision(w.model)}",
-        f"{flops * batch_tokens:.3e} FLOPs a step",
+        f"{w.task.flops_per_token * batch_tokens * taking_part:.3e} FLOPs a step",
     ]
     if w.task.trainable:
         lines.insert(

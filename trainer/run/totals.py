@@ -28,7 +28,7 @@ def saved_totals(meta: Mapping[str, Any], step: int, present: Totals) -> Totals:
     config = saved_config(meta)
     has_replicas = config.diloco.replicas is not None
     return Totals(
-        step * config.train.batch_tokens,
+        step * config.trained_tokens,
         present.exchanged if has_replicas else 0.0,
         present.fp32_gradients if has_replicas else 0.0,
         present.samples,

@@ -1,7 +1,9 @@
 """Totals go on from those of a checkpoint, whatever the settings are now."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
+from trainer.assembly.build import build_totals
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.run.metadata import Totals
@@ -42,3 +44,11 @@ def test_samples_of_another_number_of_sources_are_counted_anew():
     saved = {"totals": asdict(per_step(256)(40))}
     totals = added_up(saved, 40, per_step(256, samples=(6, 2)))
     assert totals(50) == Totals(50 * 256, samples=(60, 20))
+
+
+def test_replicas_that_do_not_take_part_train_on_nothing():
+    c = compose_config(["experiment=federated_fp8", "train.batch_tokens=8192"])
+    task, data = SimpleNamespace(diloco=None), SimpleNamespace(train=None)
+    totals = build_totals(c, SimpleNamespace(task=task, data=data))
+    assert totals(10).tokens == 10 * 8192 * 3 // 8
+    assert added_up({"config": to_tree(c)}, 10, totals)(20) == totals(20)
