@@ -28,6 +28,7 @@ from trainer.assembly.hooks import NO_HOOKS, Hooks
 from trainer.assembly.startup_log import (
     describe_change,
     describe_other_devices,
+    describe_other_settings,
     describe_phase,
     describe_run,
     describe_start,
@@ -60,6 +61,7 @@ from trainer.run.initial_weights import keep_tokenizer
 from trainer.run.inputs import check_same_inputs
 from trainer.run.libraries import (
     hide_missing_gpu,
+    numeric_settings,
     refuse_other_numbers,
     use_compilation_cache,
 )
@@ -135,7 +137,7 @@ def set_up_process(config: schema.Config) -> Output:
     refuse_other_numbers()
     hide_missing_gpu()
     if config.parallel.distributed:
-        start_processes(to_tree(config))
+        start_processes(to_tree(config) | {"environment": numeric_settings()})
     console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
     warning = use_compilation_cache(config.compile_cache)
     if warning is not None:
@@ -367,7 +369,10 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     # Events of the first step: they are logged once, however often the run starts.
     if checkpoint.is_fork:
         tracker.event(checkpoint.step + 1, f"forked from {checkpoint.origin}")
-    for line in describe_other_devices(config, mesh, checkpoint):
+    for line in [
+        *describe_other_devices(config, mesh, checkpoint),
+        *describe_other_settings(config, checkpoint),
+    ]:
         display.message(line)
         tracker.event(checkpoint.step + 1, line)
     changes = schedule_changes(whole_config, checkpoint)
@@ -458,6 +463,7 @@ def checkpoint_meta(config: schema.Config, workload: Workload) -> dict[str, Any]
         "tokenizer": tokenizer.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "devices": describe_mesh(workload.mesh),
+        "settings": numeric_settings(),
     }
 
 

@@ -24,6 +24,7 @@ from trainer.report.messages import (
 )
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
+from trainer.run.libraries import numeric_settings
 from trainer.run.metadata import saved_config
 from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import describe_embeddings
@@ -170,6 +171,25 @@ def describe_other_devices(
         f"resumed after step {checkpoint.step:,} on other devices: {now} (was {was});"
         " sums are taken in another order, so losses can differ slightly from those of"
         " the same devices"
+    ]
+
+
+def describe_other_settings(c: schema.Config, checkpoint: Restored) -> list[str]:
+    """Return a line where a run resumes with other versions or settings of JAX.
+
+    Checkpoints of older versions do not say them.
+    """
+    was = checkpoint.meta.get("settings") or {}
+    changed = [
+        f"{name}={now} (was {was[name]})"
+        for name, now in numeric_settings().items()
+        if was.get(name, now) != now
+    ]
+    if not changed or not 0 < checkpoint.step < c.train.steps:
+        return []
+    return [
+        f"resumed after step {checkpoint.step:,} with {', '.join(changed)}: losses can"
+        " differ from those without this change"
     ]
 
 

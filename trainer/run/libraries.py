@@ -14,8 +14,22 @@ import jax
 from trainer.data.shards import read_json
 from trainer.errors import UserError
 from trainer.files import path_of, write_atomically
+from trainer.version import __version__
 
 MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+DECIDING = (
+    "JAX_ALLOW_F16_REDUCTIONS",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS",
+    "JAX_HIGH_DYNAMIC_RANGE_GUMBEL",
+    "JAX_NUMPY_DTYPE_PROMOTION",
+    "JAX_OPTIMIZATION_LEVEL",
+    "JAX_RANDOM_SEED_OFFSET",
+    "JAX_SOFTMAX_CUSTOM_JVP",
+    "JAX_THREEFRY_PARTITIONABLE",
+)
+NEUTRAL_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 INTACT = "whole.json"  # entries that were read and intact, with size and time
 
 
@@ -30,6 +44,20 @@ def refuse_other_numbers() -> None:
                 f"{name}={os.environ.get(name, 'true')} {effect}, so a run would not be"
                 " the same; unset it"
             )
+
+
+def numeric_settings() -> dict[str, str]:
+    """Return what decides the numbers of a run besides its configuration and devices:
+    versions, and settings of JAX and XLA.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    used = [flag for flag in flags if not flag.startswith(NEUTRAL_FLAGS)]
+    return {
+        "scalify-trainer": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "XLA_FLAGS": " ".join(sorted(used)),
+    } | {name: str(jax.config.values.get(name.lower())) for name in DECIDING}
 
 
 def hide_missing_gpu() -> None:

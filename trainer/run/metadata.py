@@ -99,6 +99,7 @@ FIELDS: dict[str, Any] = {
     "tokenizer": str,
     "tokenizer_fingerprint": str | None,
     "devices": str,
+    "settings": dict | None,
     "tracker_id": str | None,
     "forked": Fork | None,
     "watchdog": WatchdogState | None,

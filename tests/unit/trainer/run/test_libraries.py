@@ -1,12 +1,15 @@
 """What the libraries are told for the whole process."""
 
 import zlib
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from trainer.assembly.startup_log import describe_other_settings
 from trainer.errors import UserError
 from trainer.run import libraries
+from trainer.run.checkpoint import Restored
 from trainer.run.libraries import remove_torn, use_compilation_cache
 
 SETTINGS = (
@@ -36,6 +39,20 @@ def test_settings_of_jax_that_change_a_run_are_refused(name):
             libraries.refuse_other_numbers()
     finally:
         jax.config.update(name, before)
+
+
+def test_other_settings_of_a_resumed_run_are_said(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=a --xla_cpu_enable_fast_math=true")
+    c = SimpleNamespace(train=SimpleNamespace(steps=9))
+    resumed = Restored(4, None, {"settings": libraries.numeric_settings()})
+    assert describe_other_settings(c, resumed) == []
+    assert describe_other_settings(c, Restored(4, None, {})) == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=b")
+    with jax.default_matmul_precision("highest"):
+        [line] = describe_other_settings(c, resumed)
+        assert describe_other_settings(c, resumed._replace(step=9)) == []
+    assert "XLA_FLAGS= (was --xla_cpu_enable_fast_math=true)" in line
+    assert "JAX_DEFAULT_MATMUL_PRECISION=highest (was None)" in line
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_and_no_cache(tmp_path, settings):
