@@ -67,7 +67,8 @@ def more_than(least: float, hint: str) -> Bound:
     return Bound(lambda x: x > least, f"more than {least}{hint}")
 
 
-BELOW_1 = Bound(lambda x: 0 <= x < 1, "a number in [0, 1)")
+# From there on it is 1 in FP32, and a bias correction 1 - b2^t is 0.
+BELOW_1 = Bound(lambda x: 0 <= x <= 1 - 2**-24, "a number in [0, 1 - 2^-24]")
 UP_TO_1 = Bound(lambda x: 0 <= x <= 1, "a number in [0, 1]")
 POWER_OF_TWO = Bound(
     lambda x: 0 < x < math.inf and math.frexp(x)[0] == 0.5,

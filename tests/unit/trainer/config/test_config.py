@@ -204,7 +204,8 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("data.paths=x", ["data.paths='x'", "list"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
         ("profile.steps=[5,100000]", ["profile.steps", "within 1.."]),
-        ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1)"]),
+        ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1 - 2^-24]"]),
+        ("optimizer.b2=0.99999999", ["optimizer.b2=0.99999999", "[0, 1 - 2^-24]"]),
         (
             "train.final_eval_batches=15",
             ["train.final_eval_batches=15 is less", "train.eval_batches=16"],
