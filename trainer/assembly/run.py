@@ -223,6 +223,9 @@ def open_session(
     check_same_run(checkpoint, config.train.steps, workload.data.manifest)
     if checkpoint.step and not checkpoint.is_fork:
         directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
+        is_over = checkpoint.step >= config.train.steps
+        if is_over and checkpoint.meta.get("unfinished") is None:
+            directory.check_ended(checkpoint.step, to_tree(config))
     with refused_together(), explain_full_disk(directory.path):
         directory.adopt(to_tree(config))
         final = tokens_read(workload.data.val, config.train.final_eval_batches)

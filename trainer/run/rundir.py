@@ -82,6 +82,8 @@ MAY_CHANGE = (
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
+# What a run does after its last step.
+READ_AT_END = ("train.final_eval_batches", "eval", "metrics", "sample")
 # Without data.tokenizer, which may be a name: gpt2 is not gpt2/.
 PATHS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
 # Values of keys that an older configuration does not have.
@@ -262,6 +264,21 @@ class RunDir:
                 f"run_dir={self.path} belongs to another configuration:"
                 f" {'; '.join(differing)}; restore these values, or choose another"
                 f" run_dir{alone}"
+            )
+
+    def check_ended(self, step: int, config: Mapping[str, Any]) -> None:
+        """Refuse settings of a run that has ended which nothing would read any more.
+
+        Raises:
+          UserError: with the keys that differ.
+        """
+        changed = differences(self._adopted(), config, ("*",), READ_AT_END)
+        if changed:
+            raise UserError(
+                f"run_dir={self.path} has ended after step {step}, so these have no"
+                f" effect: {'; '.join(changed)}; restore these values and use"
+                " `scalify-trainer evaluate` or `generate`, or set train.steps to train"
+                " on"
             )
 
     def check_trained_with(

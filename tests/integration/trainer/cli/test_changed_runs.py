@@ -43,6 +43,18 @@ def test_settings_that_its_checkpoint_was_not_trained_with_are_refused(run_dir, 
     assert re.search(r"optimizer.weight_decay=0.7 \(was 0\.\d+\)", message)
 
 
+def test_settings_that_a_run_which_has_ended_would_not_read_are_refused(
+    run_dir, capsys
+):
+    before = (run_dir / "config.yaml").read_text()
+    arguments = ["train.steps=2", "train.final_eval_batches=9"]
+    assert main([f"resume={run_dir}", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert "ended after step 2, so these have no effect" in message
+    assert "train.final_eval_batches=9 (was 2)" in message
+    assert (run_dir / "config.yaml").read_text() == before
+
+
 def test_settings_of_a_directory_without_checkpoints_are_not_taken(run_dir, capsys):
     shutil.rmtree(run_dir / "checkpoints")
     assert main([f"resume={run_dir}"]) == 2
