@@ -217,7 +217,8 @@ def build_workload(
     mesh = build_mesh(c)
     if c.precision.require_fp8:
         check_device(mesh.devices.flat[0], c.precision.policy)
-    data = build_data(c, custom_data)
+    parts = c.train.grad_accum_steps * batch_shards(mesh, c.diloco.replicas or 1)
+    data = build_data(c, custom_data, parts)
     model = build_model(
         c.model,
         c.precision.policy,

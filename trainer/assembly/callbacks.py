@@ -188,9 +188,7 @@ class Validation:
 
 def tokens_read(val: Loader, batches: int) -> int:
     """Return the tokens that a validation of at most so many batches reads."""
-    # A text of less than a batch is repeated in it.
-    windows = min(min(val.steps_per_epoch, batches) * val.batch_size, val.windows)
-    return windows * val.context
+    return min(val.steps_per_epoch, batches) * val.batch_size * val.context
 
 
 def build_tasks(

@@ -64,14 +64,19 @@ def build_source(c: schema.Data) -> Source:
             raise AssertionError("a mixture has several sources: open_mixture")
 
 
-def build_data(c: schema.Config, custom: CustomData | None = None) -> Dataset:
+def build_data(
+    c: schema.Config, custom: CustomData | None = None, parts: int = 1
+) -> Dataset:
     """Open the data, prepared first if need be.
 
-    `custom` replaces what the group `data` describes.
+    Args:
+      c: the configuration.
+      custom: replaces what the group `data` describes.
+      parts: over which a batch is split.
     """
     if custom is None:
         if c.data.source == "mix":
-            return open_mixture(c)
+            return open_mixture(c, parts)
         source = build_source(c.data)
     elif isinstance(custom, Iterable):
         if c.data.cache_dir is None:
@@ -93,7 +98,7 @@ def build_data(c: schema.Config, custom: CustomData | None = None) -> Dataset:
     except DownloadFailed as error:
         hint = tokenizer_of_weights(c.init_from)
         raise UserError(f"{error.what}{hint}. {error.advice}") from error
-    return open_dataset(directory, c)
+    return open_dataset(directory, c, parts)
 
 
 def start_directory(c: schema.Config, run_dir: Path) -> Path:
@@ -150,7 +155,7 @@ def tokenizer_of_weights(init_from: str | None) -> str:
     return f"; that of the weights is {override('data.tokenizer', directory)}"
 
 
-def open_dataset(directory: Path, c: schema.Config) -> Dataset:
+def open_dataset(directory: Path, c: schema.Config, parts: int) -> Dataset:
     """Open both parts of a prepared directory."""
     return Dataset.open(
         directory,
@@ -158,6 +163,7 @@ def open_dataset(directory: Path, c: schema.Config) -> Dataset:
         batch_size=c.batch_size,
         seed=c.seed,
         document_mask=c.data.document_mask,
+        parts=parts,
     )
 
 
@@ -178,7 +184,7 @@ def prepare_source(source: Source, c: schema.Data) -> Path:
         )
 
 
-def open_mixture(c: schema.Config) -> Dataset:
+def open_mixture(c: schema.Config, split_over: int) -> Dataset:
     """Open a mixture of sources: prepared directories, or text that is prepared
     first.
     """
@@ -197,7 +203,7 @@ def open_mixture(c: schema.Config) -> Dataset:
         (prepare_source(source, data) for source in sources), len(sources)
     )
     parts = {
-        name: open_dataset(directory, c)
+        name: open_dataset(directory, c, split_over)
         for name, directory in zip(names, directories, strict=True)
     }
     manifest = MixedManifest.merge(
@@ -223,6 +229,8 @@ def open_mixture(c: schema.Config) -> Dataset:
         "val",
         last_stage,
         seed=None,
+        batch_size=c.batch_size,
+        split_over=split_over,
     )
     tokenizer = next(iter(parts.values())).tokenizer
     return Dataset(train, val, tokenizer, manifest.directory, val.parts)

@@ -74,8 +74,7 @@ def validation_text(w: Workload, most: int) -> Text:
     count = min(most, val.steps_per_epoch)
     left_out = None
     if count < most:
-        # A part shorter than a batch is repeated in it.
-        left_out = max(0, val.tokens - 1 - count * val.batch_size * val.context)
+        left_out = val.tokens - 1 - count * val.batch_size * val.context
     size = bytes_per_target(map(val.batch, range(count)), w.data.tokenizer)
     return Text(val.batch, count, size, left_out)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, validation_rows
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer
 
@@ -29,13 +29,19 @@ class Dataset(NamedTuple):
     sources: Mapping[str, Loader] = types.MappingProxyType({})
 
     @classmethod
-    def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:
+    def open(
+        cls, directory: Path, *, seed: int, parts: int = 1, **settings: Any
+    ) -> Self:
         """Open both splits; `settings` are those of `Loader`.
 
-        Only training is shuffled.
+        Only training is shuffled. Batches of the validation have as many rows as there
+        are windows, if these are fewer: a multiple of `parts`.
         """
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
+        val.batch_size = validation_rows(
+            val.windows, val.batch_size, parts, f"the validation part of {directory}"
+        )
         return cls(train, val, train.manifest.get_tokenizer(), directory)
 
     @property

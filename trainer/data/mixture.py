@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.loader import Batch, Loader
+from trainer.data.loader import Batch, Loader, validation_rows
 from trainer.data.permutation import permute
 from trainer.data.shards import Manifest, Shard, Split
 from trainer.errors import UserError
@@ -315,7 +315,10 @@ class Mixture(Loader):
       manifest: of all parts.
       split: "train" or "val".
       stages: of `parse_stages`.
+      seed: None for a validation.
       shares: the source of each sample.
+      batch_size: B; None: that of the parts.
+      split_over: see `validation_rows`.
     """
 
     def __init__(
@@ -326,11 +329,14 @@ class Mixture(Loader):
         stages: Sequence[MixtureStage],
         seed: int | None,
         shares: ReplicaShares | None = None,
+        *,
+        batch_size: int | None = None,
+        split_over: int = 1,
     ) -> None:
         self.parts = dict(parts)
         first = next(iter(parts.values()))
         self.manifest, self.context = manifest, first.context
-        self.batch_size = first.batch_size
+        self.batch_size = batch_size or first.batch_size
         self.document_mask = first.document_mask
         self.tokens = manifest.tokens(split)
         self.windows = sum(part.windows for part in parts.values())
@@ -347,6 +353,10 @@ class Mixture(Loader):
             for part, share in zip(parts.values(), last, strict=True)
             if share
         )
+        if seed is None:
+            self.batch_size = validation_rows(
+                int(samples), self.batch_size, split_over, "the validation of data=mix"
+            )
         self._steps_per_epoch = max(1, int(samples) // self.batch_size)
         self.shares: ReplicaShares | Shares | EvenShares
         if shares:

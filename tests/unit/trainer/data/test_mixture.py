@@ -227,6 +227,16 @@ def test_the_bytes_of_a_token_are_those_of_the_batches_that_were_read(tmp_path):
         )
 
 
+def test_no_window_counts_twice_in_the_validation_of_a_mixture(parts):
+    manifest = mixture(parts).manifest
+    stages, val = [MixtureStage(0, (0.75, 0.25))], loaders(parts, "val")
+    mixed = Mixture(val, manifest, "val", stages, None, batch_size=1024, split_over=4)
+    rows = mixed.batch(0).tokens
+    assert 0 < len(rows) < 1024
+    assert len(rows) % 4 == 0
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
 def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
     manifests = {name: Manifest.load(directory) for name, directory in parts.items()}
     mixed = MixedManifest.merge(manifests)
