@@ -31,11 +31,15 @@ LEADING_TILDE = re.compile(
     r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)"
 )
 TILDE_IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
-# Hydra reads 1e3 as the number 1000.0, and true as a truth value.
-NAME_LIKE_A_NUMBER = re.compile(
-    r"(\+*(?:run_dir|init_from|resume\.source|data\.(?:cache_dir|prepared_dir|tokenizer"
-    r"|name|config|split|column|revision))=)"
-    r"([+-]?(?:\.?\d[\w.+-]*|nan|inf(?:inity)?|true|false))",
+# keys of names; Hydra reads 1e3 as the number 1000.0, and true as a truth value
+NAMES = re.compile(
+    r"run_dir|init_from|resume\.source|tracker\.(?:project|entity|group|name|tags)"
+    r"|data\.(?:cache_dir|prepared_dir|tokenizer|name|config|split|column|revision"
+    r"|paths|sources)"
+)
+LIKE_A_NUMBER = re.compile(
+    r"((?:^|[\[,])\s*)([+-]?(?:\.?\d[\w.+-]*|nan|inf(?:inity)?|true|false))"
+    r"(?=\s*(?:[,\]]|$))",
     re.IGNORECASE,
 )
 PATTERNS = ("data.paths", "data.sources")
@@ -311,8 +315,10 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
         argument = re.sub(r"^(\+*)resume=", r"\1resume.source=", argument)
         tilde = TILDE_IN_LIST if argument.startswith("data.paths=") else LEADING_TILDE
         argument = tilde.sub(lambda match: match[1] + home, argument)
-        name = NAME_LIKE_A_NUMBER.fullmatch(argument)
-        long.append(argument if name is None else f"{name[1]}'{name[2]}'")
+        key, _, value = argument.partition("=")
+        if NAMES.fullmatch(key.lstrip("+")) and "'" not in value and '"' not in value:
+            argument = f"{key}={LIKE_A_NUMBER.sub(r"\1'\2'", value)}"
+        long.append(argument)
     return long
 
 

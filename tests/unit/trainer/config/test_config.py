@@ -508,6 +508,11 @@ def test_a_name_that_reads_as_a_number_is_a_name(name, key):
     assert value == name
 
 
+def test_names_in_a_list_that_read_as_numbers_are_names():
+    data = compose_config(["data=mix", "data.sources=[1e3, 1_000,true,web.jsonl]"]).data
+    assert data.sources == ("1e3", "1_000", "true", "web.jsonl")
+
+
 def test_a_number_in_a_file_names_the_weights(tmp_path):
     (tmp_path / "my.yaml").write_text("init_from: 123\n")
     with pytest.raises(UserError, match=r"init_from=123 has neither a config\.yaml"):
