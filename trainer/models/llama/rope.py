@@ -210,9 +210,10 @@ def rope_of(
         rope = {**rope, "factor": context / original}
     fields: dict[str, Any] = {}
     for key, ours in KEYS[kind].items():
-        if kind != "yarn" or key == "factor" or rope.get(key) is not None:
+        if key.endswith("freq_factor") or key == "factor" or rope.get(key) is not None:
             fields[ours] = number(rope, key, use=f", which rope_type={kind!r} needs")
-    if kind == "yarn" and "original_context" not in fields:
+    if "original_context" in KEYS[kind].values() and "original_context" not in fields:
+        # transformers' default
         fields["original_context"] = whole_number(config, "max_position_embeddings")
     if "original_context" in fields:
         fields["original_context"] = int(fields["original_context"])

@@ -41,6 +41,7 @@ def test_the_context_before_scaling_may_stand_at_the_top():
         "high_freq_factor": 4.0,
     }  # fmt: skip
     assert rope_of({**top, "rope_scaling": llama3})[1].original_context == 32768
+    assert rope_of({**config, "rope_scaling": llama3})[1].original_context == 131072
     assert rope_of({**config, "rope_scaling": {**YARN, "truncate": True}})[1]
 
 
