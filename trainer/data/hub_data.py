@@ -150,6 +150,9 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
                 "a row of the CSV file has more fields than its header has names; put"
                 " fields that hold commas in double quotes"
             )
+        # Rows of several types are written anew as JSON, texts in quotes too.
+        if any(path[0] == column for path in settings.get("json_field_paths", ())):
+            raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # none: a JSON file whose rows are {}
             check_text_column(table, column)
         return cast(table, **settings)

@@ -84,6 +84,19 @@ def test_a_local_data_set_has_text_of_any_type_and_no_link_twice(tmp_path, monke
         read_hub(tmp_path, folder)
 
 
+def test_texts_beside_a_number_in_a_later_file_are_not_spelled_as_json(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "1", "n": 1}\n{"text": "one", "n": ""}\n')
+    assert read_hub(tmp_path, folder) == ["1", "one"]
+    (folder / "b.jsonl").write_text('{"text": "two"}\n{"text": 3}\n')
+    with pytest.raises(UserError, match="column 'text' holds a mix of types, not text"):
+        read_hub(tmp_path, folder)
+
+
 def test_parquet_goes_on_where_it_was(tmp_path):
     for name in "ab":
         texts = [f"{name}{i}" for i in range(600)]
