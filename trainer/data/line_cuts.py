@@ -20,9 +20,11 @@ from trainer.data.word_patterns import for_hugging_face
 # end of the text.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
 
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Llama 3's and Qwen2's patterns, which no encoding of tiktoken has
 HUB_PATTERNS = tuple(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in (r"\p{N}{1,3}", r"\p{N}")
@@ -52,9 +54,9 @@ def cut_at_lines(text: str, size: int) -> list[str]:
 def line_safe_patterns() -> frozenset[str]:
     """Return the word patterns for which `LINE_START` is a token boundary."""
     names = ("r50k_base", "cl100k_base", "o200k_base")
-    return frozenset(
-        [*HUB_PATTERNS, *(known_settings(name, {})["pat_str"] for name in names)]
-    )
+    *others, gpt4o = (known_settings(name, {})["pat_str"] for name in names)
+    mistral = gpt4o.replace(f"{CONTRACTIONS}?", "").replace("{1,3}", "")
+    return frozenset([*HUB_PATTERNS, *others, gpt4o, mistral])
 
 
 def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
