@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,6 +102,8 @@ def open_builder(
         converters = {source.column: str}
         builder = open_builder(keep_default_na=False, converters=converters)
     check_tables(builder, source.column)
+    if builder.name == "json":
+        read_exactly()
     data_files = builder.config.data_files or {}
     splits = data_files.values()
     folder = path_of(source.name)
@@ -158,6 +161,21 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked
+
+
+def read_exactly() -> None:
+    """Have `datasets` read JSON by Python's reader where it would by pandas'.
+
+    It does so for lists and for columns of several types. pandas' reader leaves out
+    half a character, which Arrow's refuses, and takes texts for numbers and dates.
+    """
+    from datasets.packaged_modules.json import json as builder
+    from datasets.utils import json as fields
+    from pandas import DataFrame
+
+    for module in (builder, fields):
+        vars(module).update(ujson_loads=json.loads, ujson_dumps=json.dumps)
+    vars(builder)["pandas_read_json"] = lambda file: DataFrame(json.load(file))
 
 
 def check_text_column(table: "pyarrow.Table", column: str) -> None:

@@ -97,6 +97,24 @@ def test_texts_beside_a_number_in_a_later_file_are_not_spelled_as_json(
         read_hub(tmp_path, folder)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "a"}, {"text": "b\\ud83d"}]',
+        '{"n": 1, "text": "a"}\n{"n": "", "text": "b\\ud83d"}\n',
+    ],
+    ids=["list", "mix"],
+)
+def test_half_a_character_in_json_of_a_data_set_is_refused(
+    tmp_path, monkeypatch, content
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.json").write_text(content)
+    with pytest.raises(UserError, match="The surrogate pair in string is invalid"):
+        read_hub(tmp_path, tmp_path / "set")
+
+
 def test_parquet_goes_on_where_it_was(tmp_path):
     for name in "ab":
         texts = [f"{name}{i}" for i in range(600)]
