@@ -101,6 +101,7 @@ def open_builder(
         # numbers or of truth values are written anew: 007 as 7, True as true.
         converters = {source.column: str}
         builder = open_builder(keep_default_na=False, converters=converters)
+        builder.info.features = None  # those of its README.md, of all columns
     check_tables(builder, source.column)
     if builder.name == "json":
         read_exactly()
@@ -158,6 +159,8 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # none: a JSON file whose rows are {}
             check_text_column(table, column)
+        if builder.name == "csv":  # where others may differ in type and in order
+            table = table.select([column])
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked

@@ -97,6 +97,19 @@ def test_texts_beside_a_number_in_a_later_file_are_not_spelled_as_json(
         read_hub(tmp_path, folder)
 
 
+def test_only_the_text_of_tables_must_be_alike(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.csv").write_text("id,text\n1,one\n")
+    (folder / "b.csv").write_text("text,id\ntwo,x\n")
+    (folder / "README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - {name: id, dtype: int64}\n"
+        "  - {name: text, dtype: string}\n---\n"
+    )
+    assert read_hub(tmp_path, folder) == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     "content",
     [
