@@ -73,15 +73,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(spec):
     assert_close(loss_and_grads(params)[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("spec", "mlp"),
-    [
-        (GPT2, "gelu"),
-        (LLAMA, "swiglu"),
-        slow(GPT2, "swiglu"),
-        slow(LLAMA, "smooth_swiglu"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "mlp"), [(GPT2, "gelu"), (LLAMA, "smooth_swiglu")])
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
     spec, family = dataclasses.replace(spec, mlp=mlp), family_of(spec)
     params, loss_and_grads, _ = compiled(spec)
@@ -96,16 +88,9 @@ def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
 
 @pytest.mark.parametrize(
     ("spec", "remat", "scan_layers"),
-    [(GPT2, "elementwise", False), (GPT2, "block", True), (GPT2, "dots_saveable", True)]
-    + [(LLAMA, "block", False), (LLAMA, "elementwise", True)]
-    + [slow(GPT2, "block", False), slow(GPT2, "elementwise", True)]
-    + [slow(LLAMA, "elementwise", False), slow(LLAMA, "block", True)]
-    + [
-        slow(spec, remat, True)
-        for spec in (GPT2, LLAMA)
-        for remat in REMAT_POLICIES
-        if (spec, remat) != (GPT2, "dots_saveable")
-    ],
+    [(GPT2, "block", True), (GPT2, "dots_saveable", True), (LLAMA, "block", False)]
+    + [(LLAMA, "elementwise", True), slow(GPT2, "elementwise", False)]
+    + [slow(LLAMA, remat, True) for remat in REMAT_POLICIES],
 )
 def test_remat_changes_neither_loss_nor_gradients(spec, remat, scan_layers):
     spec = dataclasses.replace(spec, scan_layers=scan_layers)
@@ -220,3 +205,50 @@ def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss(spec):
     # and none is rounded to the compute dtype
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         assert (grad != grad.astype(jnp.bfloat16)).mean() > 0.5, path
+
+
+@scanned_or_not
+def test_aligned_channels_start_with_one_larger_column_for_both_branches(
+    spec, scan_layers
+):
+    spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=scan_layers)
+    aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
+    before, after = (
+        functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned)
+    )
+    before, after = (
+        ([h] if scan_layers else list(h.values())) for h in (before, after)
+    )
+    names = ("gate_proj", "up_proj") if "tied" in vars(spec) else ("c_gate", "c_fc")
+    for plain, layer in zip(before, after, strict=True):
+        gate, up = (layer["mlp"].pop(name)["kernel"] for name in names)
+        old_gate, old_up = (plain["mlp"].pop(name)["kernel"] for name in names)
+        np.testing.assert_array_equal(gate[..., :3], up[..., :3])
+        np.testing.assert_array_equal(up[..., :3], old_up[..., :3] * 50)
+        # not the same column for all
+        assert len(np.unique(up[..., 0, :3])) == up[..., 0, :3].size
+        np.testing.assert_array_equal(gate[..., 3:], old_gate[..., 3:])
+        np.testing.assert_array_equal(up[..., 3:], old_up[..., 3:])
+        jax.tree.map(np.testing.assert_array_equal, layer, plain)
+
+
+@scanned_or_not
+def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
+    spec, scan_layers
+):
+    used = {}
+
+    def choose(path):
+        def dot_general(x, kernel, *args, **kwargs):
+            used[path] = kernel.shape
+            return jax.lax.dot_general(x, kernel, *args, **kwargs)
+
+        return dot_general
+
+    spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=scan_layers)
+    init, bind, *_ = functional(spec, dot_general=choose)
+    params = jax.eval_shape(init, jax.random.key(0))
+    jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params)
+    assert used == family_of(spec).linear_sizes(spec)
+    first = "h.*.attn." if scan_layers else "h.0.attn."
+    assert next(iter(used)).startswith(first)

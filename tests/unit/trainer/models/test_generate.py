@@ -143,23 +143,24 @@ def drawn(logits, count=400, temperature=1.0, top_k=0, top_p=1.0):
 LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
 
 
-def test_top_k_keeps_the_k_likeliest():
-    assert set(drawn(LOGITS, top_k=2)) == {1, 3}
-    assert set(drawn(LOGITS, top_k=1)) == {1}
-    assert set(drawn(LOGITS, top_k=0)) == {0, 1, 2, 3, 4}
-
-
-def test_top_p_keeps_the_fewest_that_reach_p():
-    assert set(drawn(LOGITS, top_p=0.35)) == {1}
-    assert set(drawn(LOGITS, top_p=0.65)) == {1, 3}
-    assert set(drawn(LOGITS, top_p=0.75)) == {1, 3, 4}
-    assert set(drawn(LOGITS, top_p=1.0)) == {0, 1, 2, 3, 4}
-
-
-def test_top_p_counts_among_the_top_k():
-    # Among {0.4, 0.3} the likeliest has 4/7 = 0.571.
-    assert set(drawn(LOGITS, top_k=2, top_p=0.56)) == {1}
-    assert set(drawn(LOGITS, top_k=2, top_p=0.6)) == {1, 3}
+@pytest.mark.parametrize(
+    ("choice", "kept"),
+    [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 0}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.35}, {1}),
+        ({"top_p": 0.65}, {1, 3}),
+        ({"top_p": 0.75}, {1, 3, 4}),
+        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
+        # Among {0.4, 0.3} the likeliest has 4/7 = 0.571.
+        ({"top_k": 2, "top_p": 0.56}, {1}),
+        ({"top_k": 2, "top_p": 0.6}, {1, 3}),
+        ({"temperature": 0}, {1}),
+    ],
+)
+def test_the_likeliest_are_kept(choice, kept):
+    assert set(drawn(LOGITS, **choice)) == kept
 
 
 def test_frequencies_are_the_tempered_probabilities():
@@ -168,10 +169,6 @@ def test_frequencies_are_the_tempered_probabilities():
     counts = np.bincount(drawn(LOGITS, count=4000, temperature=0.5), minlength=5)
     # Five standard deviations of a binomial count.
     assert np.all(np.abs(counts - 4000 * p) < 5 * np.sqrt(4000 * p * (1 - p)))
-
-
-def test_temperature_zero_takes_the_likeliest():
-    assert set(drawn(LOGITS, temperature=0)) == {1}
 
 
 @pytest.mark.parametrize(

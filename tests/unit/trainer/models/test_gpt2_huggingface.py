@@ -1,13 +1,14 @@
+"""GPT-2's files, there and back. `test_transformers_families.py` has its logits."""
+
+import dataclasses
 import json
-import math
 import resource
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from family_files import DATA, WEIGHTS, check_same, copied, tensors_of
 
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -17,269 +18,112 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.registry import family_of
 from trainer.models.weight_files import write_file
 
-V, T, D, L, H = 100, 24, 32, 3, 4
-CONFIG = {
-    "model_type": "gpt2",
-    "n_head": H,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-}
-
-
-def tensors(prefix="transformer.", dtype=np.float32):
-    """A random GPT-2 under Hugging Face's names. No tensor is all 0 or 1: each must be
-    in its place."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "wte.weight": (V, D),
-        "wpe.weight": (T, D),
-        "ln_f.weight": (D,),
-        "ln_f.bias": (D,),
-    }
-    for i in range(L):
-        for name, shape in {
-            "ln_1": (D,),
-            "attn.c_attn": (D, 3 * D),
-            "attn.c_proj": (D, D),
-            "ln_2": (D,),
-            "mlp.c_fc": (D, 4 * D),
-            "mlp.c_proj": (4 * D, D),
-        }.items():
-            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[-1:]}
-    return {
-        prefix + name: (0.2 * rng.normal(size=shape)).astype(dtype)
-        for name, shape in shapes.items()
-    }
-
-
-def write(directory, weights, config=CONFIG):
-    directory.mkdir(parents=True)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    if config is not None:
-        (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def reference_logits(w, tokens):
-    """GPT-2's forward pass in float64 NumPy, one sequence and one head at a time."""
-
-    def norm(x, name):
-        centred = x - x.mean(-1, keepdims=True)
-        return (
-            centred
-            / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-            * w[f"{name}.weight"]
-            + w[f"{name}.bias"]
-        )
-
-    def dense(x, name):
-        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def gelu_new(x):
-        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    w = {
-        name.removeprefix("transformer."): tensor.astype(np.float64)
-        for name, tensor in w.items()
-    }
-    logits = []
-    for ids in tokens:
-        x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
-        for i in range(L):
-            q, k, v = np.split(
-                dense(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1
-            )
-            heads = []
-            for h in range(H):
-                part = slice(h * D // H, (h + 1) * D // H)
-                scores = q[:, part] @ k[:, part].T / math.sqrt(D // H)
-                scores[np.triu_indices(len(ids), 1)] = -np.inf
-                weights = np.exp(scores - scores.max(-1, keepdims=True))
-                heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, part])
-            x = x + dense(np.concatenate(heads, -1), f"h.{i}.attn.c_proj")
-            x = x + dense(
-                gelu_new(dense(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")),
-                f"h.{i}.mlp.c_proj",
-            )
-        logits.append(norm(x, "ln_f") @ w["wte.weight"].T)
-    return np.stack(logits)
-
-
-@pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_logits_equal_a_hugging_face_gpt2_to_1e_4(tmp_path, prefix):
-    weights = tensors(prefix)
-    spec, params = load_gpt2(write(tmp_path / "gpt2", weights))
-    assert spec == GPT2Spec(vocab_size=V, context=T, n_layer=L, n_head=H, d_model=D)
-    tokens = np.random.default_rng(1).integers(0, V, (2, T))
-    bind = functional(spec).bind
-    logits = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
-    np.testing.assert_allclose(
-        logits, reference_logits(weights, tokens), atol=1e-4, rtol=0
-    )
-
-
-def test_export_is_the_same_file_again(tmp_path):
-    source = write(tmp_path / "gpt2", tensors())
-    spec, params = load_gpt2(source)
-    (out,) = save_gpt2(tmp_path / "out", spec, params, eot=7)
-    assert out.read_bytes() == (source / "model.safetensors").read_bytes()
-    # as readable as the files beside it
-    assert out.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
-    loaded, _ = load_gpt2(tmp_path / "out")
-    assert loaded == spec
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
-    )
-
-
-def test_half_precision_files_keep_their_bits(tmp_path):
-    source = write(tmp_path / "gpt2", tensors(dtype=ml_dtypes.bfloat16))
-    (out,) = save_gpt2(tmp_path / "out", *load_gpt2(source))
-    assert out.read_bytes() == (source / "model.safetensors").read_bytes()
-
-
-def test_mask_buffers_and_a_tied_head_are_ignored(tmp_path):
-    weights = tensors("")
-    extra = {
-        "h.0.attn.bias": np.tri(T, dtype=np.float32)[None, None],
-        "h.1.attn.masked_bias": np.float32([-1e4]),
-    }
-    spec, params = load_gpt2(
-        write(
-            tmp_path / "gpt2",
-            weights | extra | {"lm_head.weight": weights["wte.weight"]},
-        )
-    )
-    out = load_file(save_gpt2(tmp_path / "out", spec, params)[0])
-    assert set(out) == {f"transformer.{name}" for name in weights}
-    assert all(
-        np.array_equal(out[f"transformer.{name}"], tensor)
-        for name, tensor in weights.items()
-    )
-
-
-def test_scanned_layers_export_the_same_file(tmp_path):
-    source = write(tmp_path / "gpt2", tensors())
-    spec, params = load_gpt2(source)
-    scanned = GPT2Spec(**{**vars(spec), "scan_layers": True})
-    (out,) = huggingface.save(
-        tmp_path / "out", scanned, family_of(spec).stack_layers(params)
-    )
-    assert out.read_bytes() == (source / "model.safetensors").read_bytes()
-
-
-def test_a_value_gain_which_is_no_part_of_the_parameters_exports_the_same_file(
-    tmp_path,
-):
-    source = write(tmp_path / "gpt2", tensors())
-    spec, params = load_gpt2(source)
-    gained = GPT2Spec(**{**vars(spec), "value_gain": 4096.0})
-    (out,) = save_gpt2(tmp_path / "out", gained, params)
-    assert out.read_bytes() == (source / "model.safetensors").read_bytes()
-
-
-def test_loaded_vocabulary_padding_is_zero_and_stays_out_of_the_logits(tmp_path):
-    spec, params = load_gpt2(write(tmp_path / "gpt2", tensors()))
-    assert params["wte"]["embedding"].shape == (128, D)
-    assert not params["wte"]["embedding"][V:].any()
-    assert functional(spec)[1](params)(jnp.zeros((1, T), jnp.int32)).shape == (1, T, V)
-
-
-def test_file_without_config_needs_the_number_of_heads(tmp_path):
-    file = write(tmp_path / "gpt2", tensors(), config=None) / "model.safetensors"
-    assert load_gpt2(file, n_head=H)[0].n_head == H
-    with pytest.raises(UserError, match=r"no config\.json tells the number of heads"):
-        load_gpt2(file)
-
-
-def broken(change):
-    weights = tensors()
-    change(weights)
-    return weights
+V, D = 67, 16
 
 
 @pytest.mark.parametrize(
-    ("weights", "config", "message"),
+    "change", [{}, {"scan_layers": True}, {"value_gain": 4096.0}], ids=str
+)
+def test_export_is_the_same_file_again(tmp_path, change):
+    """Also of scanned layers, and of a value gain, which is no part of parameters."""
+    spec, params = load_gpt2(DATA / "gpt2")
+    if "scan_layers" in change:
+        params = family_of(spec).stack_layers(params)
+    ours = dataclasses.replace(spec, **change)
+    (out,) = huggingface.save(tmp_path / "out", ours, params, eot=7)
+    assert out.read_bytes() == copied(tmp_path, "gpt2").joinpath(WEIGHTS).read_bytes()
+    config = tmp_path / "out" / "config.json"
+    # as readable as the files beside it
+    assert out.stat().st_mode == config.stat().st_mode
+    loaded, _ = load_gpt2(tmp_path / "out")
+    assert dataclasses.replace(loaded, init_std=spec.init_std) == spec
+    assert json.loads(config.read_text())["eos_token_id"] == 7
+
+
+def test_half_precision_files_keep_their_bits(tmp_path):
+    def halved(tensors):
+        return {key: x.astype(ml_dtypes.bfloat16) for key, x in tensors.items()}
+
+    source = copied(tmp_path, "gpt2", tensors=halved)
+    (out,) = save_gpt2(tmp_path / "out", *load_gpt2(source))
+    assert out.read_bytes() == (source / WEIGHTS).read_bytes()
+
+
+def test_mask_buffers_a_tied_head_and_a_missing_prefix_are_ignored(tmp_path):
+    def old(tensors):
+        bare = {key.removeprefix("transformer."): x for key, x in tensors.items()}
+        return bare | {
+            "h.0.attn.bias": np.tri(32, dtype=np.float32)[None, None],
+            "h.1.attn.masked_bias": np.float32([-1e4]),
+            "lm_head.weight": bare["wte.weight"],
+        }
+
+    check_same("gpt2", copied(tmp_path, "gpt2", tensors=old))
+
+
+def test_loaded_vocabulary_padding_is_zero_and_stays_out_of_the_logits():
+    spec, params = load_gpt2(DATA / "gpt2")
+    assert params["wte"]["embedding"].shape == (128, D)
+    assert not params["wte"]["embedding"][V:].any()
+    assert functional(spec)[1](params)(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, V)
+
+
+def test_the_number_of_heads_is_that_of_the_config_or_is_given(tmp_path):
+    directory = copied(tmp_path, "gpt2")
+    with pytest.raises(UserError, match=r"n_head=4 in config\.json, not 8"):
+        load_gpt2(directory, n_head=8)
+    (directory / "config.json").unlink()
+    assert load_gpt2(directory / WEIGHTS, n_head=4)[0].n_head == 4
+    with pytest.raises(UserError, match=r"no config\.json tells the number of heads"):
+        load_gpt2(directory / WEIGHTS)
+
+
+ZEROS = np.zeros((V, D), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
     [
-        (tensors(), CONFIG | {"model_type": "llama"}, "model_type='llama'"),
-        (
-            tensors(),
-            CONFIG | {"activation_function": "relu"},
-            "activation_function='relu'",
-        ),
-        (tensors(), CONFIG | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
-        (
-            tensors(),
-            CONFIG | {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx=True",
-        ),
-        (
-            broken(lambda w: w.pop("transformer.h.1.ln_2.bias")),
-            CONFIG,
-            r"tensor h\.1\.ln_2\.bias \(32,\) is missing",
-        ),
-        (
-            broken(lambda w: w.pop("transformer.wpe.weight")),
-            CONFIG,
-            r"no matrix wpe\.weight",
-        ),
-        (
-            broken(lambda w: w.update(adapter=np.zeros(3))),
-            CONFIG,
-            "unknown tensors adapter",
-        ),
-        (
-            broken(
-                lambda w: w.update(
-                    {"transformer.h.0.attn.c_proj.bias": np.zeros(5, np.float32)}
-                )
-            ),
-            CONFIG,
-            r"h\.0\.attn\.c_proj\.bias has shape \(5,\), expected \(32,\)",
-        ),
-        (
-            broken(
-                lambda w: w.update({"lm_head.weight": np.zeros((V, D), np.float32)})
-            ),
-            CONFIG,
-            "tied head",
-        ),
+        ({"model_type": "llama"}, {}, "model_type='llama'"),
+        ({"activation_function": "relu"}, {}, "activation_function='relu'"),
+        ({"layer_norm_epsilon": 1e-6}, {}, "layer_norm_epsilon=1e-06"),
+        ({"scale_attn_by_inverse_layer_idx": True}, {}, "_inverse_layer_idx=True"),
+        ({}, {"h.1.ln_2.bias": None}, r"h\.1\.ln_2\.bias \(16,\) is missing"),
+        ({}, {"wpe.weight": None}, r"no matrix wpe\.weight"),
+        ({}, {"adapter": np.zeros(3)}, "unknown tensors adapter"),
+        ({}, {"h.0.attn.c_proj.bias": ZEROS[0, :5]}, r"\(5,\), expected \(16,\)"),
+        ({}, {"lm_head.weight": ZEROS}, "tied head"),
     ],
 )
-def test_what_is_not_this_gpt2_is_refused_by_name(tmp_path, weights, config, message):
+def test_what_is_not_this_gpt2_is_refused_by_name(tmp_path, config, tensors, message):
+    own = {f"transformer.{key}": x for key, x in tensors.items()}
+    tensors = own if own.keys() <= tensors_of("gpt2").keys() else tensors
     with pytest.raises(UserError, match=message):
-        load_gpt2(write(tmp_path / "gpt2", weights, config))
-
-
-def test_config_and_model_must_agree_about_heads(tmp_path):
-    with pytest.raises(UserError, match=r"n_head=4 in config\.json, not 8"):
-        load_gpt2(write(tmp_path / "gpt2", tensors()), n_head=8)
+        load_gpt2(copied(tmp_path, "gpt2", config, tensors))
 
 
 def test_damaged_or_absent_files_are_named(tmp_path):
-    file = write(tmp_path / "gpt2", tensors()) / "model.safetensors"
+    file = copied(tmp_path / "gpt2", "gpt2") / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match="not a whole safetensors file"):
-        load_gpt2(tmp_path / "gpt2")
-    with pytest.raises(UserError, match="does not exist"):
-        load_gpt2(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no \*\.safetensors"):
-        load_gpt2(tmp_path / "empty")
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '{"n_head": "four"}', "\xff"])
-def test_a_broken_config_json_is_named(tmp_path, text):
-    write(tmp_path / "gpt2", tensors())
-    (tmp_path / "gpt2" / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(
-        UserError, match=r"config\.json is not .*; download or copy it again"
+    for name, message in (
+        ("gpt2", "not a whole safetensors file"),
+        ("nowhere", "does not exist"),
+        ("empty", r"no \*\.safetensors"),
     ):
-        load_gpt2(tmp_path / "gpt2")
+        with pytest.raises(UserError, match=message):
+            load_gpt2(tmp_path / name)
+    for text in ("{", "[1]", '{"n_head": "four"}', "\xff"):
+        config = copied(tmp_path / "gpt2", "gpt2") / "config.json"
+        config.write_text(text, encoding="latin-1")
+        with pytest.raises(
+            UserError, match=r"config\.json is not .*; download or copy"
+        ):
+            load_gpt2(tmp_path / "gpt2")
 
 
 def test_export_refuses_swiglu_and_an_occupied_directory(tmp_path):
-    spec, params = load_gpt2(write(tmp_path / "gpt2", tensors()))
+    spec, params = load_gpt2(copied(tmp_path / "gpt2", "gpt2"))
     with pytest.raises(UserError, match="only gelu"):
         save_gpt2(tmp_path / "out", GPT2Spec(vocab_size=V, mlp="swiglu"), params)
     with pytest.raises(UserError, match="exists"):

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import slow
-from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from small_models import LLAMA as SPEC
@@ -18,9 +17,8 @@ from scalify_core.ops.functional import swiglu
 from scalify_core.static import get_data_scale
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import RMSNorm
-from trainer.models.llama.model import Llama, functional
+from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec, linear_sizes
-from trainer.models.sampling import Generator
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -31,17 +29,13 @@ def test_initial_values_are_normal_and_the_residual_ones_smaller(tied):
     params = functional(spec).init(jax.random.key(0))
     residual = 0.02 / math.sqrt(2 * 8)
     attn, mlp = params["h"][3]["attn"], params["h"][7]["mlp"]
-    expected = {
-        "wte": (params["wte"]["embedding"][:1000], 0.02),
-        "o_proj": (attn["o_proj"]["kernel"], residual),
-    }
-    expected |= {
-        name: (attn[name]["kernel"], 0.02) for name in ("q_proj", "k_proj", "v_proj")
-    }
-    expected |= {name: (mlp[name]["kernel"], 0.02) for name in ("gate_proj", "up_proj")}
-    expected |= {"down_proj": (mlp["down_proj"]["kernel"], residual)}
-    if not tied:
-        expected["lm_head"] = params["lm_head"]["embedding"][:1000], 0.02
+    wide = {name: attn[name] for name in ("q_proj", "k_proj", "v_proj")}
+    wide |= {name: mlp[name] for name in ("gate_proj", "up_proj")}
+    deep = {"o_proj": attn["o_proj"], "down_proj": mlp["down_proj"]}
+    expected = {name: (layer["kernel"], 0.02) for name, layer in wide.items()}
+    expected |= {name: (layer["kernel"], residual) for name, layer in deep.items()}
+    for table in ("wte",) if tied else ("wte", "lm_head"):
+        expected[table] = params[table]["embedding"][:1000], 0.02
     assert ("lm_head" in params) != tied
     for name, (values, std) in expected.items():
         # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of
@@ -57,27 +51,6 @@ def test_initial_values_are_normal_and_the_residual_ones_smaller(tied):
     assert {
         path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(params)
     } == {"kernel", "scale", "embedding"}
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_layers):
-    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
-    aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
-    before, after = (
-        functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned)
-    )
-    before, after = (
-        ([h] if scan_layers else list(h.values())) for h in (before, after)
-    )
-    for plain, layer in zip(before, after, strict=True):
-        gate, up = (layer["mlp"][name]["kernel"] for name in ("gate_proj", "up_proj"))
-        np.testing.assert_array_equal(gate[..., :3], up[..., :3])
-        np.testing.assert_array_equal(
-            up[..., :3], plain["mlp"]["up_proj"]["kernel"][..., :3] * 50
-        )
-        np.testing.assert_array_equal(
-            up[..., 3:], plain["mlp"]["up_proj"]["kernel"][..., 3:]
-        )
 
 
 def test_a_head_of_its_own_is_another_than_the_table():
@@ -112,19 +85,6 @@ def test_smoothing_changes_no_more_than_roundings():
     np.testing.assert_array_equal(smaller, size / 8)
 
 
-def test_the_generator_continues_with_the_likeliest_tokens():
-    params, _, logits = compiled(SPEC)
-    actual = Generator(functional(SPEC).bind, SPEC)(
-        params, TOKENS[0, :5].tolist(), max_new_tokens=4, temperature=0
-    )
-    ids = TOKENS[0, :5].tolist()
-    for _ in range(4):
-        padded = np.zeros((1, 16), np.int32)
-        padded[0, : len(ids)] = ids
-        ids.append(int(logits(params, padded)[0, len(ids) - 1].argmax()))
-    assert actual == ids[5:]
-
-
 def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients():
     """As `distribute` runs it: every device has whole inputs, and its heads and hidden
     channels of the parameters."""
@@ -153,32 +113,6 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
         check_vma=False,
     )
     assert_close(jax.jit(split)(params), plain(params))
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
-    scan_layers,
-):
-    requests, used = [], {}
-
-    def choose(path):
-        requests.append(path)
-
-        def dot_general(x, kernel, *args, **kwargs):
-            used[path] = kernel.shape
-            return jax.lax.dot_general(x, kernel, *args, **kwargs)
-
-        return dot_general
-
-    spec = dataclasses.replace(SPEC, n_layer=2, head_dim=6, scan_layers=scan_layers)
-    llama = nnx.eval_shape(
-        lambda: Llama(spec, dot_general=choose, rngs=nnx.Rngs(params=0))
-    )
-    assert requests == list(linear_sizes(spec))
-    assert requests[:1] == ["h.*.attn.q_proj" if scan_layers else "h.0.attn.q_proj"]
-    graphdef, params = nnx.split(llama)
-    jax.eval_shape(lambda p: nnx.merge(graphdef, p).hidden(TOKENS[:, :16]), params)
-    assert used == linear_sizes(spec)
 
 
 def test_a_norm_divides_by_the_root_of_the_mean_square_and_its_epsilon():

@@ -1,362 +1,136 @@
+"""Llama's files, there and back, and the files of weights in general.
+
+`test_transformers_families.py` has the logits and exports of all variants.
+"""
+
+import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from llama_reference import logits, random_tensors
+from family_files import (
+    DATA,
+    WEIGHTS,
+    check_same,
+    config_of,
+    copied,
+    tensors_of,
+)
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.gpt2.huggingface import load_gpt2
 from trainer.models.llama.huggingface import load_llama, save_llama
-from trainer.models.llama.model import functional
-from trainer.models.llama.spec import LlamaSpec, RopeScaling
+from trainer.models.llama.spec import RopeScaling
 from trainer.models.registry import family_of
 from trainer.models.weight_files import carry_tokenizer, read_tensors, tokenizer_files
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 24,
-}
-VARIANTS = {
-    "tied": {},
-    "untied": {"tie_word_embeddings": False},
-    "grouped": {
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-        "rope_theta": 1e5,
-    },
-    "one_group": {"num_key_value_heads": 1},
-    "llama3": {"num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": LLAMA3},
-}
-
-
-def write(directory, weights, config=CONFIG, shards=1):
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    if shards == 1:
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        return directory
-    files = {name: f"part{i % shards}.safetensors" for i, name in enumerate(weights)}
-    for file in set(files.values()):
-        save_file(
-            {name: weights[name] for name in weights if files[name] == file},
-            directory / file,
-        )
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": files})
-    )
-    return directory
+INDEX = "model.safetensors.index.json"
 
 
 def same(actual, expected):
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (actual[name].dtype, actual[name].shape) == (
-            tensor.dtype,
-            tensor.shape,
-        ), name
-        assert actual[name].tobytes() == tensor.tobytes(), name
+        assert actual[name].dtype == tensor.dtype, name
+        np.testing.assert_array_equal(actual[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_another_llama_to_1e_5(tmp_path, variant):
-    config = CONFIG | VARIANTS[variant]
-    weights = random_tensors(config)
-    spec, params = load_llama(write(tmp_path / "llama", weights, config))
-    tokens = np.random.default_rng(1).integers(0, 100, (2, 64))
-    bind = functional(spec).bind
-    actual = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
-    expected = logits(weights, config, tokens)
-    np.testing.assert_allclose(
-        actual, expected, atol=1e-5 * np.abs(expected).max(), rtol=0
-    )
+@pytest.fixture
+def parts(tmp_path):
+    """A Llama in two files with an index."""
+    directory, weights = copied(tmp_path / "parts", "llama"), tensors_of("llama")
+    (directory / WEIGHTS).unlink()
+    files = {name: f"part{i % 2}.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        part = {name: x for name, x in weights.items() if files[name] == file}
+        save_file(part, directory / file)
+    (directory / INDEX).write_text(json.dumps({"weight_map": files}))
+    return directory
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_export_of_an_import_is_equal_byte_by_byte(tmp_path, variant, dtype):
-    config = CONFIG | VARIANTS[variant]
-    weights = random_tensors(config, dtype)
-    spec, params = load_llama(write(tmp_path / "llama", weights, config))
-    (file,) = save_llama(tmp_path / "out", spec, params, eot=7)
-    same(load_file(file), weights)
-    loaded, _ = load_llama(tmp_path / "out")
-    assert loaded == spec
+def test_scanned_layers_of_a_smoothed_mlp_export_the_same_tensors(tmp_path):
+    spec, params = load_llama(DATA / "llama")
+    ours = dataclasses.replace(spec, scan_layers=True, mlp="smooth_swiglu")
+    stacked = family_of(spec).stack_layers(params)
+    (file,) = huggingface.save(tmp_path / "out", ours, stacked, eot=7)
+    same(load_file(file), tensors_of("llama"))
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {key: written[key] for key in config} == config
-    assert written["eos_token_id"] == 7
-    assert written["torch_dtype"] == np.dtype(dtype).name
+    assert (written["eos_token_id"], written["torch_dtype"]) == (7, "float32")
 
 
-def test_scanned_layers_export_the_same_tensors(tmp_path):
-    weights = random_tensors(CONFIG)
-    spec, params = load_llama(write(tmp_path / "llama", weights))
-    scanned = LlamaSpec(**{**vars(spec), "scan_layers": True, "mlp": "smooth_swiglu"})
-    (file,) = huggingface.save(
-        tmp_path / "out", scanned, family_of(spec).stack_layers(params)
-    )
-    same(load_file(file), weights)
-
-
-def test_several_files_with_an_index_in_and_out(tmp_path):
-    weights = random_tensors(CONFIG)
-    spec, params = load_llama(write(tmp_path / "llama", weights, shards=3))
-    files = save_llama(tmp_path / "out", spec, params, shard_bytes=20_000)
-    # A kernel of the MLP has 10,240 bytes, so that more than one file is needed, and
-    # none has more than asked for.
-    assert [file.name for file in files] == [
-        f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
-    ]
+def test_several_files_with_an_index_in_and_out(parts, tmp_path):
+    weights = tensors_of("llama")
+    spec, params = load_llama(parts)
+    out = tmp_path / "out"
+    files = save_llama(out, spec, params, shard_bytes=5_000)
+    # A table has 4,288 bytes, so that more than one file is needed, and none has more
+    # than asked for.
+    names = [f"model-{i + 1:05}-of-{len(files):05}" for i in range(len(files))]
+    assert [file.stem for file in files] == names
     assert len(files) > 3
-    assert all(
-        sum(x.nbytes for x in load_file(file).values()) <= 20_000 for file in files
-    )
-    same(read_tensors(tmp_path / "out"), weights)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for file in files:
+        assert sum(x.nbytes for x in load_file(file).values()) <= 5_000
+    same(read_tensors(out), weights)
+    index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in weights.values())
-    assert all(
-        name in load_file(tmp_path / "out" / file)
-        for name, file in index["weight_map"].items()
-    )
+    for name, file in index["weight_map"].items():
+        assert name in load_file(out / file)
 
 
-def test_files_beside_those_of_the_index_are_not_read(tmp_path):
-    directory = write(tmp_path / "llama", random_tensors(CONFIG), shards=2)
-    save_file(
-        {"model.norm.weight": np.zeros(32, np.float32)},
-        directory / "consolidated.safetensors",
-    )
-    assert load_llama(directory)[1]["norm"]["scale"].all()
+def test_files_beside_those_of_the_index_are_not_read(parts):
+    norm = {"model.norm.weight": np.zeros(16, np.float32)}
+    save_file(norm, parts / "consolidated.safetensors")
+    check_same("llama", parts)
 
 
-def test_one_file_is_read_with_the_config_beside_it(tmp_path):
-    directory = write(tmp_path / "llama", random_tensors(CONFIG))
-    assert load_llama(directory / "model.safetensors")[0] == load_llama(directory)[0]
+def test_one_file_is_read_with_the_config_beside_it():
+    file = DATA / "llama" / WEIGHTS
+    assert load_llama(file)[0] == load_llama(DATA / "llama")[0]
 
 
 def test_configurations_of_any_age_say_the_same(tmp_path):
     """`rope_parameters` is what transformers 5 writes, `type` what files before version
     4.43 have."""
-    config = CONFIG | VARIANTS["llama3"]
-    weights = random_tensors(config)
-    spec, _ = load_llama(write(tmp_path / "4", weights, config))
-    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 24)
-    assert spec.rope_theta == 5e5
-    old = {key: value for key, value in LLAMA3.items() if key != "rope_type"} | {
-        "type": "llama3"
-    }
-    new = {
-        key: value
-        for key, value in config.items()
-        if key not in ("rope_theta", "rope_scaling")
-    }
-    new |= {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}
-    assert (
-        load_llama(write(tmp_path / "old", weights, config | {"rope_scaling": old}))[0]
-        == spec
-    )
-    assert load_llama(write(tmp_path / "5", weights, new))[0] == spec
+    rope = config_of("llama_llama3")["rope_parameters"]
+    scaling = {key: x for key, x in rope.items() if key != "rope_theta"}
+    spec, _ = load_llama(DATA / "llama_llama3")
+    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16)
+    for name in ("rope_type", "type"):
+        old = {name if key == "rope_type" else key: x for key, x in scaling.items()}
+        config = {"rope_parameters": "absent", "rope_scaling": old, "rope_theta": 5e5}
+        loaded, _ = load_llama(copied(tmp_path, "llama_llama3", config))
+        assert loaded == dataclasses.replace(spec, rope_theta=5e5)
 
 
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):
-    left_out = (
-        "num_key_value_heads",
-        "head_dim",
-        "rope_theta",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "mlp_bias",
-    )
-    config = {key: value for key, value in CONFIG.items() if key not in left_out}
-    spec, _ = load_llama(
-        write(
-            tmp_path / "llama",
-            random_tensors(CONFIG | {"tie_word_embeddings": False}),
-            config,
-        )
-    )
-    assert (
-        spec.n_kv_head,
-        spec.head_width,
-        spec.rope_theta,
-        spec.norm_eps,
-        spec.tied,
-    ) == (4, 8, 1e4, 1e-6, False)
+    left_out = ("num_key_value_heads", "head_dim", "rope_parameters", "mlp_bias")
+    left_out += ("rms_norm_eps", "tie_word_embeddings")
+    tensors = tensors_of("llama")
+    for name, tensor in tensors.items():
+        if ".k_proj" in name or ".v_proj" in name:
+            tensors[name] = np.repeat(tensor, 2, axis=0)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    config = dict.fromkeys(left_out, "absent")
+    spec, _ = load_llama(copied(tmp_path, "llama", config, tensors))
+    assert (spec.n_kv_head, spec.head_width, spec.tied) == (4, 4, False)
+    assert (spec.rope_theta, spec.norm_eps) == (1e4, 1e-6)
 
 
-def test_frequencies_that_old_files_carry_along_and_a_tied_head_are_no_weights(
-    tmp_path,
-):
-    weights = random_tensors(CONFIG)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
-    extra["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    spec, params = load_llama(write(tmp_path / "llama", weights | extra))
-    same(load_file(save_llama(tmp_path / "out", spec, params)[0]), weights)
-
-
-def test_loaded_vocabulary_padding_is_zero_and_stays_out_of_the_logits(tmp_path):
-    config = CONFIG | VARIANTS["untied"]
-    spec, params = load_llama(write(tmp_path / "llama", random_tensors(config), config))
+def test_loaded_vocabulary_padding_is_zero():
+    _, params = load_llama(DATA / "llama_llama3")
     for table in ("wte", "lm_head"):
-        assert params[table]["embedding"].shape == (128, 32)
-        assert not params[table]["embedding"][100:].any()
-    assert functional(spec).bind(params)(jnp.zeros((1, 8), jnp.int32)).shape == (
-        1,
-        8,
-        100,
-    )
-
-
-def changed(**tensors):
-    return {
-        name: tensor
-        for name, tensor in (random_tensors(CONFIG) | tensors).items()
-        if tensor is not None
-    }
+        assert params[table]["embedding"].shape == (128, 16)
+        assert not params[table]["embedding"][67:].any()
 
 
 @pytest.mark.parametrize(
-    ("weights", "config", "message"),
-    [
-        (
-            {},
-            {"model_type": "mistral"},
-            "model_type='mistral' is not supported; valid: 'llama'",
-        ),
-        (
-            {},
-            {"architectures": ["LlamaForSequenceClassification"]},
-            r"architectures=\['LlamaForSequenceClassifica",
-        ),
-        (
-            {},
-            {"hidden_act": "gelu"},
-            "hidden_act='gelu' is not supported; valid: 'silu'",
-        ),
-        (
-            {},
-            {"attention_bias": True},
-            "attention_bias=True is not supported; valid: False",
-        ),
-        ({}, {"mlp_bias": True}, "mlp_bias=True is not supported; valid: False"),
-        (
-            {},
-            {"quantization_config": {"bits": 4}},
-            "quantization_config=.* is not supported",
-        ),
-        (
-            {},
-            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "rope_type='longrope' is not supported; valid: 'def",
-        ),
-        (
-            {},
-            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}},
-            "mscale=0.7 of rope_type='yarn' is not supported",
-        ),
-        (
-            {},
-            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
-            "low_freq_factor=None: expected a number",
-        ),
-        (
-            {},
-            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
-            r"config\.json: rope_scaling: .* low_freq_factor below high",
-        ),
-        (
-            {},
-            {"partial_rotary_factor": 0.5},
-            "partial_rotary_factor=0.5 is not supported",
-        ),
-        (
-            {},
-            {"num_key_value_heads": 3},
-            "model.n_head=4 is not a multiple of model.n_kv_head=3",
-        ),
-        (
-            {},
-            {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
-            "model.d_model=32 is not a multiple of model.n_",
-        ),
-        ({}, {"head_dim": 7}, "head_dim=7: rotary positions turn pairs"),
-        (
-            {},
-            {"num_hidden_layers": "three"},
-            "num_hidden_layers='three': expected a whole number",
-        ),
-        (
-            {},
-            {"vocab_size": 90},
-            r"model\.embed_tokens\.weight has shape \(100, 32\), expected \(90, 32\)",
-        ),
-        (
-            {},
-            {"num_hidden_layers": 2},
-            r"unknown tensors model\.layers\.2\.input_layernorm\.weight.*9 in all",
-        ),
-        (
-            {},
-            {"tie_word_embeddings": False},
-            r"tensor lm_head\.weight \(100, 32\) is missing",
-        ),
-        (
-            {"lm_head.weight": np.zeros((100, 32), np.float32)},
-            {},
-            "lm_head.weight differs from model.embed_tokens",
-        ),
-        (
-            {"model.layers.1.mlp.up_proj.weight": None},
-            {},
-            r"model\.layers\.1\.mlp\.up_proj\.weight \(80, 32\) is missing",
-        ),
-        (
-            {"model.layers.1.self_attn.q_proj.bias": np.zeros(32, np.float32)},
-            {},
-            "unknown tensors .*q_proj.bias",
-        ),
-    ],
+    ("load", "model"), [(load_llama, "llama"), (load_gpt2, "gpt2")]
 )
-def test_what_is_not_this_llama_is_refused_in_one_line(
-    tmp_path, weights, config, message
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(
+    tmp_path, load, model
 ):
-    with pytest.raises(UserError, match=message) as refused:
-        load_llama(write(tmp_path / "llama", changed(**weights), CONFIG | config))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("load", [load_llama, load_gpt2])
-def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path, load):
-    (tmp_path / "config.json").write_text(
-        json.dumps(CONFIG if load is load_llama else {"model_type": "gpt2"})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     convert = (
         r"convert it: python -c 'from transformers"
@@ -366,100 +140,66 @@ def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path, 
         load(tmp_path)
 
 
-def test_absent_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(
-        UserError,
-        match=r"config\.json does not exist, and no tensor tells the number of heads",
-    ):
-        load_llama(tmp_path)
-    directory = write(tmp_path / "llama", random_tensors(CONFIG), shards=2)
-    (directory / "part1.safetensors").unlink()
-    with pytest.raises(UserError, match=r"part1\.safetensors is missing \(1 in all\)"):
-        load_llama(directory)
-    save_file({"x": np.zeros(1)}, directory / "part1.safetensors")
-    with pytest.raises(
-        UserError,
-        match=r"index\.json names tensors that its files do not hold: model.*in all",
-    ):
-        load_llama(directory)
-    (directory / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match=r"index\.json has no weight_map"):
-        load_llama(directory)
-    for name in (
-        "../part1.safetensors",
-        "/etc/passwd",
-        "sub/part1.safetensors",
-        3,
-        "config.json",
-    ):
-        (directory / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"x": name}})
-        )
-        with pytest.raises(
-            UserError,
-            match=(
-                r"weight_map names .*; expected safetensors files of the same directory"
-            ),
-        ):
+def test_absent_and_damaged_files_are_named(tmp_path, parts):
+    def refused(message, directory=parts):
+        with pytest.raises(UserError, match=message):
             load_llama(directory)
-    (directory / "config.json").write_text("[]")
-    with pytest.raises(
-        UserError, match=r"config\.json is not the configuration of a model"
-    ):
-        load_llama(directory)
+
+    refused(r"config\.json does not exist, and no tensor tells the number of", tmp_path)
+    (parts / "part1.safetensors").unlink()
+    refused(r"part1\.safetensors is missing \(1 in all\)")
+    save_file({"x": np.zeros(1)}, parts / "part1.safetensors")
+    refused(r"index\.json names tensors that its files do not hold: model.*in all")
+    (parts / INDEX).write_text("{}")
+    refused(r"index\.json has no weight_map")
+    names = ("../part1.safetensors", "/etc/passwd", "sub/part1.safetensors")
+    for name in (*names, 3, "config.json"):
+        (parts / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+        refused(
+            r"weight_map names .*; expected safetensors files of the same directory"
+        )
+    (parts / "config.json").write_text("[]")
+    refused(r"config\.json is not the configuration of a model")
 
 
 def test_export_keeps_what_is_there(tmp_path):
-    spec, params = load_llama(write(tmp_path / "llama", random_tensors(CONFIG)))
-    with pytest.raises(
-        UserError, match=r"model\.safetensors exists; choose another directory"
-    ):
-        save_llama(tmp_path / "llama", spec, params)
+    spec, params = load_llama(copied(tmp_path, "llama"))
+    with pytest.raises(UserError, match=r"exists; choose another directory"):
+        save_llama(tmp_path, spec, params)
 
 
 def test_a_tokenizer_is_carried_along_as_it_is(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    names = ["tokenizer.json", "tokenizer_config.json"]
+    for name in (*names, WEIGHTS):
         (source / name).write_bytes(b'{"\xc3\xa9": 1}\r\n' + name.encode())
-    assert [file.name for file in carry_tokenizer(tokenizer_files(source), target)] == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert {file.name for file in target.iterdir()} == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert (target / "tokenizer.json").read_bytes() == (
-        source / "tokenizer.json"
-    ).read_bytes()
+    carried = carry_tokenizer(tokenizer_files(source), target)
+    assert [file.name for file in carried] == names
+    assert sorted(file.name for file in target.iterdir()) == names
+    for name in names:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_path):
-    weights = random_tensors(CONFIG)
-    directory = write(tmp_path / "a", weights)
+    weights, directory = tensors_of("llama"), copied(tmp_path, "llama")
     zeros = {name: np.zeros_like(tensor) for name, tensor in weights.items()}
     save_file(zeros, directory / "model_old.safetensors")
-    same(read_tensors(directory), weights)  # model.safetensors, as in transformers
-    (directory / "model.safetensors").rename(directory / "model_new.safetensors")
+    # model.safetensors, as in transformers; an index beside it does not count either
+    index = {"weight_map": {"lost.weight": "lost.safetensors"}}
+    (directory / INDEX).write_text(json.dumps(index))
+    same(read_tensors(directory), weights)
+    (directory / INDEX).unlink()
+    (directory / WEIGHTS).rename(directory / "model_new.safetensors")
     with pytest.raises(UserError, match=r"model_old.safetensors and model_new.* both"):
         load_llama(directory)
 
 
-def test_an_index_beside_model_safetensors_does_not_count(tmp_path):
-    weights = random_tensors(CONFIG)
-    directory = write(tmp_path / "a", weights)
-    index = {"weight_map": {"lost.weight": "lost.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    same(read_tensors(directory), weights)
-
-
 def test_tensors_in_fp8_are_refused_in_a_line(tmp_path):
-    file = tmp_path / "model.safetensors"
-    header = json.dumps(
-        {"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
-    ).encode()
+    file = tmp_path / WEIGHTS
+    tensor = {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}
+    header = json.dumps({"a": tensor}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     with pytest.raises(UserError, match="a format that NumPy has not"):
         read_tensors(file)

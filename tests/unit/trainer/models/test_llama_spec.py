@@ -1,72 +1,15 @@
 """Sizes of Llamas: the presets', those that are published, and what cannot be."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
+from family_files import preset
 
-from trainer.config.fields import from_tree
 from trainer.errors import UserError
 from trainer.models.flops import param_count
 from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec, RopeScaling, forward_flops_per_token
-
-CONFIGS = Path(__file__).resolve().parents[4] / "trainer" / "configs"
-SPEC = LlamaSpec(
-    vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True
-)
-
-
-def preset(name, **settings):
-    """The spec that a file of `trainer/configs/model` describes."""
-    own = OmegaConf.load(CONFIGS / "model" / f"{name}.yaml")
-    assert own.pop("defaults") == ["/base/llama@_here_"]
-    settings = (
-        OmegaConf.to_container(
-            OmegaConf.merge(OmegaConf.load(CONFIGS / "base" / "llama.yaml"), own)
-        )
-        | settings
-    )
-    assert settings["family"] == "llama"
-    assert settings["name"] == name
-    return from_tree(
-        LlamaSpec,
-        {
-            key: value
-            for key, value in settings.items()
-            if key not in ("family", "name", "lr")
-        },
-    )
-
-
-def test_the_base_of_the_presets_has_the_defaults_of_the_spec():
-    base = OmegaConf.to_container(OmegaConf.load(CONFIGS / "base" / "llama.yaml"))
-    own = {
-        key: value
-        for key, value in base.items()
-        if key not in ("family", "name", "lr", "vocab_size")
-    }
-    assert from_tree(LlamaSpec, own | {"vocab_size": 1}) == LlamaSpec(vocab_size=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("llama2_7b", 6_738_415_616),
-        ("smollm2_135m", 134_515_008),
-        ("llama32_1b", 1_235_814_400),
-    ],
-)
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_parameter_counts_are_the_published_ones(name, published, scan_layers):
-    assert param_count(preset(name, scan_layers=scan_layers)) == published
-
-
-def test_the_smallest_preset_has_room_for_an_effect():
-    spec = preset("llama_nano", vocab_size=256)
-    assert param_count(spec) - spec.vocab_size * spec.d_model >= 750_000
 
 
 def test_frequencies_of_llama_3_keep_the_fast_and_stretch_the_slow():
@@ -101,6 +44,16 @@ def test_flops_are_those_of_the_published_sizes():
         forward_flops_per_token(preset("smollm2_135m", scan_layers=scan))
         for scan in (False, True)
     } == {expected}
+
+
+SPEC = LlamaSpec(
+    vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True
+)
+
+
+def test_the_smallest_preset_has_room_for_an_effect():
+    spec = preset("llama_nano", vocab_size=256)
+    assert param_count(spec) - spec.vocab_size * spec.d_model >= 750_000
 
 
 @pytest.mark.parametrize(
