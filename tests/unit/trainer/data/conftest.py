@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.data import get_tokenizer
+
 
 @pytest.fixture(scope="session")
 def gpt2_dir() -> Path:
@@ -46,3 +48,26 @@ def jsonl(documents, tmp_path_factory) -> Path:
         for i, text in enumerate(documents):
             file.write(json.dumps({"text": text, "id": i}) + "\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def gpt2(gpt2_dir):
+    """Read once: its fifty thousand tokens take most of a test."""
+    return get_tokenizer(str(gpt2_dir))
+
+
+@pytest.fixture(scope="session")
+def small_dir(gpt2_dir, tmp_path_factory) -> Path:
+    """A directory with GPT-2's first thousand merges and their ids, read in no time."""
+    folder = tmp_path_factory.mktemp("small")
+    merges = (gpt2_dir / "vocab.bpe").read_text(encoding="utf-8").splitlines()[:1001]
+    (folder / "vocab.bpe").write_text("\n".join(merges), encoding="utf-8")
+    ids = json.loads((gpt2_dir / "encoder.json").read_text(encoding="utf-8"))
+    kept = {token: i for token, i in ids.items() if i < 1256} | {"<|endoftext|>": 1256}
+    (folder / "encoder.json").write_text(json.dumps(kept))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(small_dir):
+    return get_tokenizer(str(small_dir))

@@ -51,12 +51,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def gpt2(gpt2_dir):
-    """Read once: its fifty thousand tokens take most of a test."""
-    return get_tokenizer(str(gpt2_dir))
-
-
 def few_merges(gpt2_dir, directory):
     """A tokenizer of GPT-2's first 400 merges, without an ids file, in a directory that
     has only them."""
@@ -69,7 +63,7 @@ LARGE = [slow(name) for name in ("cl100k_base", "o200k_base")]
 
 
 @pytest.fixture(params=["byte", "gpt2", *LARGE, "no ids", "end first"])
-def ours(request, gpt2, gpt2_dir, tmp_path):
+def ours(request, small, small_dir, tmp_path):
     """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first
     merges, without an ids file.
 
@@ -91,15 +85,15 @@ def ours(request, gpt2, gpt2_dir, tmp_path):
     if request.param == "byte":
         return get_tokenizer("byte")
     if request.param == "no ids":
-        return few_merges(gpt2_dir, tmp_path)
+        return few_merges(small_dir, tmp_path)
     if request.param == "gpt2":
-        return gpt2
+        return small
     pattern = known_settings(request.param, {})["pat_str"]
     special = {"<|endoftext|>": 50256, "<|other|>": 50300}
     return BPETokenizer(
         "own",
         tiktoken.Encoding(
-            "own", pat_str=pattern, mergeable_ranks=gpt2.tokens, special_tokens=special
+            "own", pat_str=pattern, mergeable_ranks=small.tokens, special_tokens=special
         ),
     )
 
@@ -124,16 +118,17 @@ def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
     assert theirs.decode([ours.encode("a")[0], ours.eot]) == "a"
 
 
-def test_ids_are_compared_with_those_beside_weights(ours, gpt2_dir, tmp_path):
+def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, small, tmp_path):
     directory = tmp_path / "export"
     directory.mkdir()
     assert ids_beside(directory) is None
     save_hf(directory, ours, 1024)
     beside = ids_beside(directory)
     assert first_difference(beside, ours) is None
-    byte, gpt2 = get_tokenizer("byte"), get_tokenizer(str(gpt2_dir))
-    other = gpt2 if ours.name == "byte" else byte
+    other = small if ours.name == "byte" else get_tokenizer("byte")
     assert first_difference(beside, other) is not None
+    for name in (directory, directory / "tokenizer.json"):
+        assert get_tokenizer(str(name)).fingerprint == ours.fingerprint
 
 
 def test_a_directory_named_as_an_encoding_has_its_own_tokenizer(tmp_path, monkeypatch):
@@ -144,39 +139,23 @@ def test_a_directory_named_as_an_encoding_has_its_own_tokenizer(tmp_path, monkey
 
 
 def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(
-    gpt2_dir, tmp_path
+    small, small_dir, tmp_path
 ):
-    (tmp_path / "vocab.json").write_bytes((gpt2_dir / "encoder.json").read_bytes())
-    gpt2 = get_tokenizer(str(gpt2_dir))
-    assert first_difference(ids_beside(tmp_path), gpt2) is None
+    (tmp_path / "vocab.json").write_bytes((small_dir / "encoder.json").read_bytes())
+    assert first_difference(ids_beside(tmp_path), small) is None
     ids = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     ids["Ġthe"], ids["Ġa"] = ids["Ġa"], ids["Ġthe"]
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     assert (
-        first_difference(ids_beside(tmp_path), gpt2)
+        first_difference(ids_beside(tmp_path), small)
         == "id 257 is ' the' there, ' a' here"
     )
 
 
-def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, tmp_path):
-    directory = tmp_path / "export"
-    directory.mkdir()
-    save_hf(directory, ours, 1024)
-    for name in (directory, directory / "tokenizer.json"):
-        assert get_tokenizer(str(name)).fingerprint == ours.fingerprint
-
-
-def test_a_runs_directory_has_its_tokenizer(gpt2_dir, tmp_path):
-    gpt2 = get_tokenizer(str(gpt2_dir))
-    gpt2.save(tmp_path)
-    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
-
-
-def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
+def test_gpt2s_own_tokenizer_json_is_gpt2(small, tmp_path):
     """As it is on the hub: merges as texts, words by the ByteLevel's own pattern, and
     no type of the model."""
-    gpt2 = get_tokenizer(str(gpt2_dir))
-    save_hf(tmp_path, gpt2, 1024)
+    save_hf(tmp_path, small, 1024)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
     tree["pre_tokenizer"] = {
@@ -188,10 +167,10 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
         "merges": [" ".join(pair) for pair in tree["model"]["merges"]],
         "ignore_merges": False,
     }
-    tree["model"]["vocab"]["<|endoftext|>"] = 50256
+    tree["model"]["vocab"]["<|endoftext|>"] = small.eot
     del tree["model"]["type"]
     file.write_text(json.dumps(tree))
-    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
+    assert get_tokenizer(str(tmp_path)).fingerprint == small.fingerprint
 
 
 def split_by(tree, regex, behavior="Isolated"):
@@ -242,10 +221,10 @@ def merge_otherwise(tree):
     ],
 )
 def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
-    change, gpt2_dir, tmp_path
+    change, small_dir, tmp_path
 ):
     (tmp_path / "origin").mkdir()
-    save_hf(tmp_path, few_merges(gpt2_dir, tmp_path / "origin"), 1024)
+    save_hf(tmp_path, few_merges(small_dir, tmp_path / "origin"), 1024)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
     change(tree)
@@ -372,14 +351,6 @@ def test_a_run_has_a_copy_of_the_files_beside_its_weights(tmp_path, monkeypatch)
         assert not (found / "model.safetensors").exists()
 
 
-def test_an_export_keeps_the_ends_of_a_turn(tmp_path):
-    assert generation_config(None, 5)["eos_token_id"] == 5
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    assert generation_config(tmp_path, 5)["eos_token_id"] == 5
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
-    assert generation_config(tmp_path, 5)["eos_token_id"] == [5, 7]
-
-
 @pytest.mark.parametrize("given", [{"bos_token_id": 0}, {"pad_token_id": 2}, {}])
 def test_an_export_keeps_the_ids_of_special_tokens(tmp_path, given):
     ids = {"eos_token_id": 5} | given
@@ -387,7 +358,7 @@ def test_an_export_keeps_the_ids_of_special_tokens(tmp_path, given):
     (tmp_path / "config.json").write_text(json.dumps({**ids, "hidden_size": 4}))
     assert with_ids_of(tmp_path, written) == {"hidden_size": 8, **ids}
     assert generation_config(tmp_path, 5) == ids
-    theirs = {"bos_token_id": 1, "eos_token_id": [7], "temperature": 0.5}
+    theirs = {"bos_token_id": 1, "eos_token_id": [7, 5], "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
     assert generation_config(tmp_path, 5) == {
         "bos_token_id": 1,

@@ -30,17 +30,13 @@ def stream(loader, split):
     return np.concatenate(loader.manifest.open(split)).astype(np.int32)
 
 
-def test_the_split_has_several_shards(directory):
-    loader = Loader(directory, "train", context=64, batch_size=4)
-    assert len(loader.manifest.splits["train"].shards) > 5
-
-
 def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(directory):
     context, batch_size = 64, 7
     loader = Loader(directory, "train", context=context, batch_size=batch_size, seed=1)
     tokens = stream(loader, "train")
     n = (len(tokens) - 1) // context
     assert loader.windows == n
+    assert len(loader.manifest.splits["train"].shards) > 5
     windows = np.stack([tokens[i * context : (i + 1) * context + 1] for i in range(n)])
     steps = -(-3 * n // batch_size)
     drawn = np.concatenate([loader.batch(step).tokens for step in range(steps)])[
@@ -73,7 +69,7 @@ def test_a_batch_depends_on_seed_and_step_alone(directory):
     assert not np.array_equal(other.batch(0).tokens, wanted[0])
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("processes", [2, 8])
 def test_processes_together_hold_the_same_batch(directory, processes):
     loader = Loader(
         directory, "train", context=32, batch_size=8, seed=1, document_mask=True
@@ -87,12 +83,6 @@ def test_processes_together_hold_the_same_batch(directory, processes):
     assert np.array_equal(
         np.concatenate([part.segments for part in parts]), whole.segments
     )
-
-
-def test_targets_of_a_window_lead_into_the_next_one(directory):
-    loader = Loader(directory, "val", context=16, batch_size=4, shuffle=False)
-    rows = np.concatenate([loader.batch(step).tokens for step in range(2)])
-    assert np.array_equal(rows[1:, 0], rows[:-1, -1])
 
 
 def test_validation_covers_its_split_in_order(directory):

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.data import compressed, corpus, get_tokenizer, prepare
 from trainer.data.corpus import HubSource, TextSource, open_corpus
-from trainer.data.files import NoColumn, expand
+from trainer.data.files import expand
 from trainer.errors import UserError
 
 TEXTS = ["one", "two", "", "four"]
@@ -199,52 +199,11 @@ def test_json_lines_of_objects_with_lists_are_lines(tmp_path):
     assert read(tmp_path, tmp_path / "a.jsonl") == TEXTS
 
 
-@pytest.mark.parametrize("more", [{}, {"entities": [{"text": "Ann"}, {"text": "Bob"}]}])
-@pytest.mark.parametrize("indent", [None, 2])
-def test_an_object_with_the_column_is_one_document(tmp_path, more, indent):
-    tree = {"id": 1, "text": TEXTS[0]} | more
-    (tmp_path / "a.json").write_text(json.dumps(tree, indent=indent))
-    assert read(tmp_path, tmp_path / "a.json") == TEXTS[:1]
-
-
-def test_a_column_that_no_row_has_is_named_with_those_that_rows_have(tmp_path):
-    rows = [{"a": 1}, {"b": 2}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(NoColumn, match=r"no column 'text'; .*: a, b"):
-        read(tmp_path, tmp_path / "a.jsonl")
-
-
 def test_a_mark_of_byte_order_is_no_text(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"\ufeff{name}\n")
     assert read(tmp_path, tmp_path / "a.txt") == ["a\n"]
     assert read(tmp_path, f"{tmp_path}/*.txt") == ["a\n", "b\n"]
-
-
-def test_markup_is_not_silently_text(tmp_path):
-    (tmp_path / "a.html").write_text("<p>text</p>")
-    with pytest.raises(UserError, match=r"a\.html is markup by its name: extract"):
-        read(tmp_path, tmp_path / "a.html")
-    assert read(tmp_path, tmp_path / "a.html", format="text") == ["<p>text</p>"]
-
-
-@pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.svg", "a.warc", "a.wet"])
-def test_text_in_a_container_is_not_silently_text(tmp_path, name):
-    (tmp_path / name).write_text("words")
-    with pytest.raises(UserError, match=r"is a?n? ?[a-z ]+ by its name: extract"):
-        read(tmp_path, tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "start", ["<!DOCTYPE html>", "\ufeff \n<html lang=en>", "<?xml "]
-)
-def test_markup_by_another_name_is_not_silently_text(tmp_path, start):
-    (tmp_path / "a.txt").write_text(f"{start}<p>text</p>")
-    with pytest.raises(UserError, match="looks like markup, but not by its name"):
-        read(tmp_path, tmp_path)
-    assert len(read(tmp_path, tmp_path, format="text")) == 1
-    (tmp_path / "a.txt").write_text("<htmlish> text, <html>")
-    assert read(tmp_path, tmp_path)
 
 
 def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkeypatch):
@@ -255,22 +214,6 @@ def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkey
     monkeypatch.setattr("os.access", lambda path, _: not str(path).endswith("closed"))
     with pytest.raises(UserError, match=r"closed is a directory that you may not read"):
         expand((f"{tmp_path}/texts",))
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.TSV"])
-def test_tables_of_text_are_not_silently_text(tmp_path, name):
-    (tmp_path / name).write_text("text\nwords\n")
-    with pytest.raises(UserError, match="is a table by its name: extract"):
-        read(tmp_path, tmp_path / name)
-    assert read(tmp_path, tmp_path / name, format="text") == ["text\nwords\n"]
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
-def test_what_git_lfs_left_is_no_text(tmp_path, name):
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
-    (tmp_path / name).write_text(pointer)
-    with pytest.raises(UserError, match=r"pointer to a file .*run `git lfs pull` in"):
-        read(tmp_path, tmp_path / name)
 
 
 def compress(path, content, parts=2):
@@ -508,38 +451,6 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         UserError, match=r"a\.parquet: several columns are named 'text'"
     ):
         read(tmp_path, tmp_path / "a.parquet")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
-        b'\n\n{"text": "a"}\n',
-        b'{"text": "a"} \n{"text": "b"}\n',
-        b'[{"text": "a"}]',
-        b'[\n  {\n    "text": "a"\n  }\n]\n',
-        b'{\n  "text": "a"\n}\n',
-        b'{"text": "' + b"a" * (1 << 22) + b'"}\n',
-    ],
-)
-def test_json_by_another_name_is_not_silently_text(tmp_path, content):
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(UserError, match="looks like JSON lines"):
-        prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")
-
-
-@pytest.mark.parametrize("content", ["[1] A citation.\n", "{a set}\n", '["a"]\n'])
-def test_text_with_brackets_is_text(tmp_path, content):
-    (tmp_path / "a.txt").write_text(content * 99)
-    prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")
-
-
-def test_a_row_with_a_list_of_objects_is_a_row(tmp_path):
-    row = {"text": "the document", "notes": [{"text": "a note"}, {"text": "more"}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    corpus = open_corpus(TextSource((str(tmp_path / "a.jsonl"),)), tmp_path / "cache")
-    texts = [text for rows in corpus.read(None) for text in rows.texts]
-    assert texts == ["the document"]
 
 
 def test_merges_of_another_pattern_are_not_gpt2_s(tmp_path):

@@ -108,8 +108,10 @@ def test_a_character_without_a_token_is_refused_and_others_are_not(tmp_path, kin
             encode("eaéf")
 
 
-@pytest.mark.parametrize("mark", [END, "<|im_end|>", "<|other|>"])
-@pytest.mark.parametrize("tokenizer", ["byte", "with marks"])
+@pytest.mark.parametrize(
+    ("tokenizer", "mark"),
+    [("byte", END), ("byte", "<|im_end|>"), ("with marks", "<|im_end|>")],
+)
 def test_a_text_that_spells_a_special_token_is_said(tmp_path, capsys, mark, tokenizer):
     """Elsewhere TinyStories' separator is the token that ends a document."""
     known = {"byte": {END}, "with marks": {END, "<|im_end|>"}}[tokenizer]
@@ -231,9 +233,9 @@ def test_an_end_that_is_the_unknown_token_is_refused(tmp_path, kind):
 
 
 def test_an_end_that_is_an_ordinary_token_of_a_tiktoken_file_is_refused(
-    gpt2_dir, tmp_path
+    small_dir, tmp_path
 ):
-    get_tokenizer(str(gpt2_dir)).save(tmp_path)
+    get_tokenizer(str(small_dir)).save(tmp_path)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text()) | {"special_tokens": {END: 0}}
     file.write_text(json.dumps(tree))

@@ -9,7 +9,6 @@ import pytest
 
 from trainer.data import Manifest, TextSource, prepare
 from trainer.data.corpus import open_corpus
-from trainer.errors import UserError
 
 TEXTS = [f"Document {i} has its own words, {i * i} of them." for i in range(60)]
 
@@ -90,40 +89,6 @@ def test_json_lines_are_known_by_their_name(name, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "format", "message"),
-    [
-        (
-            "a.jsonl",
-            "text",
-            (
-                r"data\.format=text, but .*a\.jsonl is jsonl by its name; leave"
-                r" data\.format out"
-            ),
-        ),
-        (
-            "a.parquet",
-            "jsonl",
-            r"data\.format=jsonl, but .*a\.parquet is parquet by its name",
-        ),
-        (
-            "a.txt",
-            None,
-            (
-                r"a\.txt looks like JSON lines, but not by its name: set"
-                r" data\.format=jsonl"
-            ),
-        ),
-    ],
-)
-def test_what_a_name_and_a_format_contradict_in_is_refused(
-    name, format, message, tmp_path
-):
-    (tmp_path / name).write_text(lines(TEXTS))
-    with pytest.raises(UserError, match=message):
-        prepare(TextSource((str(tmp_path / name),), format), "byte", tmp_path / "cache")
-
-
 def test_json_lines_with_another_name_are_read_as_what_is_said(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(lines(TEXTS))
@@ -137,12 +102,6 @@ def test_json_lines_with_another_name_are_read_as_what_is_said(tmp_path):
         prepare(TextSource((str(path),), "text"), "byte", tmp_path / "cache")
     )
     assert as_text.tokens("train") + as_text.tokens("val") == path.stat().st_size
-
-
-@pytest.mark.parametrize("line", ["{not json}", "{{", "[1, 2]", "{"])
-def test_a_text_that_only_begins_with_a_brace_is_a_text(line, tmp_path):
-    (tmp_path / "a.txt").write_text(f"{line}\n" * 50)
-    prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")
 
 
 def test_rows_need_not_have_the_same_keys(tmp_path):
@@ -178,19 +137,6 @@ def test_a_file_may_be_one_list_of_objects(indent, tmp_path, monkeypatch):
         assert [r.texts for r in read(json.loads(json.dumps(actual.position)))] == [
             r.texts for r in whole[i + 1 :]
         ]
-
-
-def test_settings_that_a_text_cannot_use_are_refused(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("text " * 100)
-    with pytest.raises(
-        UserError, match=r"data\.column=body, but text files have no columns"
-    ):
-        prepare(TextSource((str(path),), column="body"), "byte", tmp_path / "cache")
-    with pytest.raises(
-        UserError, match=r"data\.max_documents=3, but .*a\.txt is a single text"
-    ):
-        prepare(TextSource((str(path),), max_documents=3), "byte", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("count", [2, 7])
