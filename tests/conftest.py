@@ -37,10 +37,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from hydra._internal.core_plugins.file_config_source import (  # noqa: E402
-    FileConfigSource,
-)
-from hydra.plugins.config_source import ConfigResult  # noqa: E402
+from hydra.core.plugins import Plugins  # noqa: E402
+from hydra.plugins.config_source import ConfigResult, ConfigSource  # noqa: E402
 
 pytest_plugins = ["progress"]
 
@@ -63,21 +61,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 CONFIGS = Path(__file__).resolve().parents[1] / "trainer" / "configs"
-_read_config = FileConfigSource.load_config
 _configs: dict[tuple[str, str, str], bytes] = {}
 
 
-def _load_config(source: FileConfigSource, config_path: str) -> ConfigResult:
-    """Parse each file of configs/ once: parsing is a third of each composition."""
-    if not source.path.endswith(str(CONFIGS)):
-        return _read_config(source, config_path)
-    key = source.provider, source.path, config_path
-    if key not in _configs:
-        _configs[key] = pickle.dumps(_read_config(source, config_path))
-    return pickle.loads(_configs[key])
+def _parse_once(source: type[ConfigSource]) -> None:
+    """Let a source of Hydra parse each file of configs/, and each of Hydra's own, once:
+    parsing is half of each composition."""
+    read = source.load_config
+
+    def load_config(self: ConfigSource, config_path: str) -> ConfigResult:
+        if self.scheme() == "file" and not self.path.endswith(str(CONFIGS)):
+            return read(self, config_path)
+        key = self.provider, self.path, config_path
+        if key not in _configs:
+            _configs[key] = pickle.dumps(read(self, config_path))
+        return pickle.loads(_configs[key])
+
+    source.load_config = load_config
 
 
-FileConfigSource.load_config = _load_config
+# Once they are found: finding executes their modules anew, with classes of their own.
+for _source in Plugins.instance().discover(ConfigSource):
+    if _source.scheme() in ("file", "pkg"):
+        _parse_once(_source)
 
 KINDS = ("unit", "integration", "e2e")
 
