@@ -1,6 +1,6 @@
 """Values of a config.json, each refused by its key."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.errors import UserError
@@ -33,9 +33,12 @@ def truth(tree: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def check_unquantized(config: Mapping[str, Any]) -> None:
+def check_unquantized(
+    config: Mapping[str, Any],
+    keys: Sequence[str] = ("quantization_config", "quantization"),  # the second: MLX's
+) -> None:
     """Raise UserError for a configuration of quantized weights."""
-    for key in ("quantization_config", "quantization"):  # the second is MLX's
+    for key in keys:
         given = config.get(key)
         if given is not None:
             method = given.get("quant_method") if isinstance(given, dict) else given

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.files import PARTIAL, check_regular, read_file, write_atomically
+from trainer.models.fp8_checkpoints import DTYPES, Fp8Weights
 from trainer.models.other_formats import check_format, check_tensor_names
 
 CONFIG, INDEX, SINGLE = (
@@ -55,8 +56,12 @@ def config_beside(path: Path) -> Path:
     return (path if path.is_dir() else path.parent) / CONFIG
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
+def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndarray]:
     """Return all tensors of a directory or of one safetensors file, by name.
+
+    Args:
+      path: the directory or file.
+      fp8: how weights in FP8 are read; None: there are none.
 
     Raises:
       UserError: missing or damaged files, or an index that names missing files or
@@ -76,7 +81,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     for file in files:
         check_regular(file)
         try:
-            of_file = load_file(file)
+            of_file = load_file(file) if fp8 is None else load_fp8_file(file)
         except AttributeError as error:  # a dtype that NumPy has not
             raise UserError(
                 f"{file} holds tensors in a format that NumPy has not ({error});"
@@ -93,7 +98,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 f"{file} and {homes[twice[0]].name} both hold {twice[0]} ({len(twice)}"
                 " tensors twice in all); leave only one of them in the directory"
             )
-        check_tensor_names(file, of_file)
+        if fp8 is None:
+            check_tensor_names(file, of_file)
         tensors |= of_file
         homes |= dict.fromkeys(of_file, file)
     lost = sorted(indexed - tensors.keys()) if indexed is not None else []
@@ -102,6 +108,26 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             f"{path / INDEX} names tensors that its files do not hold: {lost[0]}"
             f" ({len(lost)} in all)"
         )
+    if fp8 is not None:
+        # Behind all files: a scale may be in another one than its weight.
+        tensors = fp8.widen(path, tensors)
+        check_tensor_names(path, tensors)
+    return tensors
+
+
+def load_fp8_file(file: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a safetensors file that may hold FP8.
+
+    Raises:
+      SafetensorError: the file is damaged.
+      AttributeError: a tensor has another type than those of `DTYPES`.
+    """
+    tensors = {}
+    for name, raw in deserialize(file.read_bytes()):
+        dtype = DTYPES.get(raw["dtype"])
+        if dtype is None:
+            raise AttributeError(f"{name} is {raw['dtype']}")
+        tensors[name] = np.frombuffer(raw["data"], dtype).reshape(raw["shape"])
     return tensors
 
 

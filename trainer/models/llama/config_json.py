@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.models.config_values import check_unquantized, number, truth, whole_number
+from trainer.models.fp8_checkpoints import Fp8Weights
 from trainer.models.llama.rope import rope_of, rope_to_config
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     for key, valid in required.items():
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
-    check_unquantized(config)
+    Fp8Weights.of_config(config)  # another quantization is refused
+    check_unquantized(config, ["quantization"])
     # without a head of its own, which a tied model does not need
     headless = form.architecture.replace("ForCausalLM", "Model")
     if config.get("architectures") not in (None, [], [form.architecture], [headless]):

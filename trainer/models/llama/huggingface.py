@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.fp8_checkpoints import Fp8Weights
 from trainer.models.functional import Params
 from trainer.models.llama.config_json import config_of
 from trainer.models.llama.model import functional
@@ -71,7 +72,8 @@ def load_llama(
     spec = read_spec(config_beside(path), cls)
     sizes = ("n_layer", "d_model", "vocab_size")
     check_sizes(path, {name: getattr(spec, name) for name in sizes})
-    named = with_prefix(path, read_tensors(path), "model.", ROOTS)
+    fp8 = Fp8Weights.of_config(read_object(config_beside(path)))
+    named = with_prefix(path, read_tensors(path, fp8), "model.", ROOTS)
     tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
     if spec.tied:
         pop_tied_head(path, tensors, TABLE)
