@@ -146,6 +146,18 @@ def generation_settings(origin: Path | None, eot: int) -> dict[str, Any]:
     return given | generation_config(origin, eot)
 
 
+def limit_lengths(out: Path, context: int) -> None:
+    """Lower the original's lengths in an export to the context of its model."""
+    from trainer.data.settings_beside import SETTINGS, read_beside
+    from trainer.models.weight_files import write_object
+
+    lengths = {SETTINGS: "model_max_length", "generation_config.json": "max_length"}
+    for name, key in lengths.items():
+        tree = read_beside(out, name)
+        if isinstance(tree.get(key), int | float) and tree[key] > context:
+            write_object(out / name, tree | {key: context})
+
+
 def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     """Return the text of README.md, as Hugging Face's hub shows it."""
     from trainer.models.flops import param_count
@@ -227,6 +239,7 @@ def main(args: Arguments) -> None:
         config = with_ids_of(origin, read_object(out / "config.json"))
         write_object(out / "config.json", config)
         others = carry_tokenizer(carried, out)
+        limit_lengths(out, model.spec.context)
     reader = tokenizer_class(out)
     write_text(out / "README.md", model_card(model, args.dtype, reader))
     files = [

@@ -1,8 +1,10 @@
 """An export goes to a directory of its own."""
 
+import json
+
 import pytest
 
-from trainer.cli.export import command, tokenizer_class
+from trainer.cli.export import command, limit_lengths, tokenizer_class
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,16 @@ def test_the_tokenizer_is_loaded_as_its_file_says(tmp_path):
     assert tokenizer_class(tmp_path) == "AutoTokenizer"
     (tmp_path / "tokenizer.json").write_text("{}")
     assert tokenizer_class(tmp_path) == "PreTrainedTokenizerFast"
+
+
+def test_lengths_of_the_original_are_at_most_the_context(tmp_path):
+    lengths = {
+        "tokenizer_config": "model_max_length",
+        "generation_config": "max_length",
+    }
+    for file, key in lengths.items():
+        (tmp_path / f"{file}.json").write_text(json.dumps({key: 64, "other": 70}))
+    limit_lengths(tmp_path, 32)
+    for file, key in lengths.items():
+        tree = json.loads((tmp_path / f"{file}.json").read_text())
+        assert tree == {key: 32, "other": 70}
