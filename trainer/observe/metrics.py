@@ -5,6 +5,7 @@ Tokens and utilization are totals over all devices and micro-batches.
 """
 
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class Throughput:
         self._since: float | None = None
         self._paused = 0.0
         self._waited = 0.0
+        self._steps: list[tuple[float, float]] = []  # seconds and waits, since a row
 
     def waited(self, seconds: float) -> None:
         """Count time spent waiting for the next batch."""
@@ -67,7 +69,22 @@ class Throughput:
         self._since, self._paused, self._waited = now, 0.0, 0.0
         if since is None:
             return {}
-        seconds = now - since - paused
+        self._steps.append((now - since - paused, waited))
+        return self._figures(*self._steps[-1])
+
+    def since_last_row(self) -> dict[str, float]:
+        """Return the means of `perf/*` over the steps since the last call, if any.
+
+        A step before a validation is not timed alone: it began before the one before
+        it had been waited for.
+        """
+        if not self._steps:
+            return {}
+        seconds, waits = zip(*self._steps, strict=True)
+        self._steps = []
+        return self._figures(statistics.fmean(seconds), statistics.fmean(waits))
+
+    def _figures(self, seconds: float, waited: float) -> dict[str, float]:
         tokens_per_s = self.tokens_per_step / seconds
         row = {
             "perf/tokens_per_s": tokens_per_s,

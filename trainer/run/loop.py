@@ -243,6 +243,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
             context.pause(f"at the {callback.name} after step {run.step}")
             context.take(call(run, callback, context))
     except Interrupted:
+        row |= run.throughput.since_last_row()
         run.unfinished = encode_row(run.step, row).decode()
         save(run, None, unfinished=run.unfinished)
         return
@@ -335,6 +336,7 @@ def log(run: Run, step: int, row: dict[str, float], *, extended: bool = False) -
     """
     run.session.display.update(step, row)
     if extended or step % run.plan.log_every == 0:
+        row |= run.throughput.since_last_row()
         run.session.tracker.row(step, row)
     run.logged = step
 

@@ -49,7 +49,7 @@ class Recording:
         )
         nothing = lambda *_: None
         display = SimpleNamespace(update=nothing, event=nothing, pause=nothing)
-        self.throughput = SimpleNamespace(pause=lambda _: None)
+        self.throughput = SimpleNamespace(pause=lambda _: None, since_last_row=dict)
         checkpointer = SimpleNamespace(
             save=lambda step, state, meta, val_loss: self.record.append(
                 ("save", step, meta["unfinished"], val_loss)

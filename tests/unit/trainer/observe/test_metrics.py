@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import jax
 import pytest
 
 from trainer.observe.metrics import GIB, Throughput, memory, mfu
+from trainer.run.loop import log
 
 
 class Clock:
@@ -64,6 +67,33 @@ def test_a_row_is_of_its_own_step_only(clock):
             "perf/mfu": 0.024,
         }
     )
+
+
+def test_a_logged_row_is_the_mean_of_the_steps_since_the_one_before(clock):
+    t, rows = throughput(clock), []
+    session = SimpleNamespace(
+        display=SimpleNamespace(update=lambda *_: None),
+        tracker=SimpleNamespace(row=lambda step, row: rows.append(row)),
+    )
+    run = SimpleNamespace(
+        session=session, plan=SimpleNamespace(log_every=3), throughput=t
+    )
+    t.row()
+    for step, (seconds, waited) in enumerate([(0.7, 0.1), (0.2, 0.05), (0.6, 0)], 1):
+        t.waited(waited)
+        clock.now += seconds
+        log(run, step, t.row())
+    assert rows == [
+        pytest.approx(
+            {
+                "perf/tokens_per_s": 2000.0,
+                "perf/step_ms": 500.0,
+                "perf/data_ms": 50.0,
+                "perf/mfu": 0.012,
+            }
+        )
+    ]
+    assert t.since_last_row() == {}
 
 
 def test_pauses_are_no_training_time(clock):
