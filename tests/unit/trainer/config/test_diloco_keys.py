@@ -4,6 +4,7 @@ refused in a line."""
 import re
 
 import pytest
+from configurations import configured
 
 from trainer.assembly.build import build_diloco, build_workload
 from trainer.config import schema
@@ -101,7 +102,7 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
 )
 def test_what_cannot_be_is_refused_in_a_line(arguments, message):
     with pytest.raises(UserError, match=message) as refusal:
-        compose_config(arguments)
+        configured(*arguments)
     assert not re.search(r"\n", str(refusal.value))
 
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from configurations import configured
 
 from trainer.assembly.build import build_learning_rates
 from trainer.config.composition import compose_config
@@ -82,7 +83,7 @@ def test_a_phase_may_change_keys_of_a_preset():
 )
 def test_what_are_no_phases_is_refused_in_a_line(phases, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        compose_config([f"train.phases={phases}", *ARGS])
+        configured(f"train.phases={phases}", *ARGS)
 
 
 def test_what_is_trained_is_said_once():

@@ -2,13 +2,16 @@
 
 import pytest
 
-from trainer.config.composition import choices_of_groups
+from trainer.config.composition import choice_of_each_family, choices_of_groups
 from trainer.config.reference import comments, reference
 
 
 @pytest.mark.parametrize("group", ["model", "data", "optimizer", "parallel"])
 def test_every_key_of_every_choice_has_a_comment(group):
-    for choice in choices_of_groups()[group]:
+    choices = choices_of_groups()[group]
+    if group == "model":  # sizes of a family have its keys
+        choices = choice_of_each_family().values()
+    for choice in choices:
         groups = reference([f"{group}={choice}"])
         assert [g.name for g in groups if g.name and not g.about] == []
         keys = [key for g in groups for key in g.keys]

@@ -26,14 +26,12 @@ def test_every_new_name_is_a_key_and_no_old_name_is():
     assert not set(RENAMED_KEYS) & keys
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
 @pytest.mark.parametrize("flags", [[], ["--multirun"]])
-def test_an_old_key_is_answered_with_its_new_name_in_one_line(capsys, flags, old, new):
-    assert main([*flags, f"{old}=1"]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"error: {old}=1: this key was renamed; use {new}=1\n"
-    )
+def test_an_old_key_is_answered_with_its_new_name_in_one_line(capsys, flags):
+    for old, new in list(RENAMED_KEYS.items())[:: 4 if flags else 1]:
+        assert main([*flags, f"{old}=1"]) == 2
+        line = f"error: {old}=1: this key was renamed; use {new}=1\n"
+        assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_CHOICES.items())

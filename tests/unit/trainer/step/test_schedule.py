@@ -9,19 +9,17 @@ from trainer.step.schedule import learning_rates
 EPS = float(np.finfo(np.float32).eps)
 
 
+def rates_of(name, steps, **shape):
+    usual = {"peak": 1.0, "warmup_fraction": 0.1, "min_ratio": 0.1}
+    return learning_rates(name, steps=steps, **usual | {"decay_fraction": 0.2} | shape)
+
+
 @pytest.mark.parametrize(
     ("name", "last"),
     [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)],
 )
 def test_schedules_warm_up_reach_the_peak_and_end_near_the_ratio(name, last):
-    rates = learning_rates(
-        name,
-        steps=1000,
-        peak=2.0,
-        warmup_fraction=0.1,
-        min_ratio=0.1,
-        decay_fraction=0.2,
-    )
+    rates = rates_of(name, 1000, peak=2.0)
     assert rates.shape == (1000,)
     assert rates.dtype == np.float32
     np.testing.assert_allclose(rates[[0, 49, 99]], [0.02, 1.0, 2.0], rtol=4 * EPS)
@@ -33,31 +31,16 @@ def test_schedules_warm_up_reach_the_peak_and_end_near_the_ratio(name, last):
 
 @pytest.mark.parametrize(("name", "decay"), [("linear", 90), ("wsd", 20)])
 def test_the_last_rate_is_one_step_of_the_decay_above_the_ratio(name, decay):
-    shape = {"warmup_fraction": 0.1, "min_ratio": 0.1, "decay_fraction": 0.2}
-    rates = learning_rates(name, steps=100, peak=1.0, **shape)
-    np.testing.assert_allclose(rates[-1], 0.1 + 0.9 / decay, rtol=4 * EPS)
+    last = rates_of(name, 100)[-1]
+    np.testing.assert_allclose(last, 0.1 + 0.9 / decay, rtol=4 * EPS)
 
 
 def test_wsd_is_stable_until_its_decay():
-    rates = learning_rates(
-        "wsd",
-        steps=1000,
-        peak=1.0,
-        warmup_fraction=0.0,
-        min_ratio=0.0,
-        decay_fraction=0.2,
-    )
+    rates = rates_of("wsd", 1000, warmup_fraction=0.0, min_ratio=0.0)
     np.testing.assert_array_equal(rates[:800], 1.0)
     np.testing.assert_allclose(rates[900], 0.5, rtol=1e-5)
 
 
 def test_an_unknown_schedule_lists_the_valid_ones():
     with pytest.raises(UserError, match="wsd"):
-        learning_rates(
-            "x",
-            steps=1,
-            peak=1.0,
-            warmup_fraction=0.0,
-            min_ratio=0.0,
-            decay_fraction=0.2,
-        )
+        rates_of("x", 1)

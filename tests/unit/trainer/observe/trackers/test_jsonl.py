@@ -73,14 +73,14 @@ def test_a_resumed_run_goes_on_after_its_step_as_if_never_stopped(tmp_path):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
 
 
-@pytest.mark.parametrize("kept", range(1, 30))
-def test_a_line_torn_anywhere_is_repaired(tmp_path, kept):
+def test_a_line_torn_anywhere_is_repaired(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(encode_row(1, {}) + encode_row(2, {"x": 123456789012})[:kept])
-    tracker = jsonl(tmp_path, start=1)
-    tracker.row(2, {})
-    tracker.finish()
-    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    for kept in range(1, 30):
+        path.write_bytes(encode_row(1, {}) + encode_row(2, {"x": 123456789012})[:kept])
+        tracker = jsonl(tmp_path, start=1)
+        tracker.row(2, {})
+        tracker.finish()
+        assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
@@ -88,6 +88,13 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     path.write_bytes(encode_row(1, {}) + b"{not json}\n" + encode_row(3, {}))
     with pytest.raises(UserError, match=r"metrics.jsonl:2 is not a row of metrics"):
         jsonl(tmp_path, start=3)
+
+
+def resume(run_dir, step, written, again=False):
+    tracker = JsonlTracker()
+    tracker.start(TrackerStart(run_dir, step, again, {}, None, None, written))
+    tracker.finish()
+    return read_rows(run_dir / "metrics.jsonl")
 
 
 DAMAGE = {
@@ -118,10 +125,7 @@ def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     lines = DAMAGE[damage](path.read_bytes().splitlines(keepends=True))
     path.unlink() if lines is None else path.write_bytes(b"".join(lines))
-    resumed = JsonlTracker()
-    resumed.start(TrackerStart(tmp_path, 4, False, {}, None, None, written))
-    resumed.finish()
-    rows = read_rows(path)
+    rows = resume(tmp_path, 4, written)
     noticed = [row["event"] for row in rows if "event" in row]
     if damage.startswith("none"):
         assert not noticed
@@ -150,10 +154,8 @@ def test_rows_that_were_added_behind_the_checkpoint_are_removed_and_spoken_of(
     tracker.finish()
 
     def resumed():
-        tracker = JsonlTracker()
-        tracker.start(TrackerStart(tmp_path, 4, False, {}, None, None, written))
-        tracker.finish()
-        return [row.get("event", row["step"]) for row in read_rows(log)]
+        rows = resume(tmp_path, 4, written)
+        return [row.get("event", row["step"]) for row in rows]
 
     log, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.txt"
     assert len(resumed()) == 3  # what the run itself writes there is right
@@ -176,10 +178,7 @@ def test_a_row_that_comes_again_may_stand_behind_the_checkpoint(tmp_path):
     written = tracker.written()  # a signal interrupted step 2
     tracker.row(2, loss(2))
     tracker.finish()
-    resumed = JsonlTracker()
-    resumed.start(TrackerStart(tmp_path, 2, True, {}, None, None, written))
-    resumed.finish()
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, **loss(1)}]
+    assert resume(tmp_path, 2, written, again=True) == [{"step": 1, **loss(1)}]
 
 
 def test_steps_that_were_taken_without_the_log_are_named_once(tmp_path, caplog):
@@ -226,12 +225,9 @@ def test_samples_that_are_not_what_was_written_are_noticed(tmp_path, damage):
         path.write_bytes(path.read_bytes().replace(b"some", b"same"))
     elif damage == "removed":
         path.unlink()
-    resumed = JsonlTracker()
-    resumed.start(TrackerStart(tmp_path, 2, False, {}, None, None, written))
-    resumed.finish()
     noticed = [
         row["event"]
-        for row in read_rows(tmp_path / "metrics.jsonl")
+        for row in resume(tmp_path, 2, written)
         if "samples.txt is not what the run wrote" in row.get("event", "")
     ]
     assert len(noticed) == (damage != "none")
