@@ -22,7 +22,7 @@ from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare, shards
 from trainer.data.files import beginning, begins_like_json
-from trainer.data.hf_tokenizer import ids_beside, save_hf
+from trainer.data.hf_tokenizer import ids_beside
 from trainer.data.json_tokenizer import parse
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import load_saved
@@ -288,7 +288,6 @@ def run_dir(tmp_path):
         "config.yaml",
         "environment.txt",
         "evaluation.json",
-        "samples.txt",
     ],
 )
 def test_what_a_report_and_a_comparison_read(run_dir, name, count):
@@ -299,7 +298,7 @@ def test_what_a_report_and_a_comparison_read(run_dir, name, count):
         write_comparison([run_dir, other], None)
 
     write_report(run_dir)
-    check(run_dir / name, read, count // 5)  # of each of the five files
+    check(run_dir / name, read, count // 5)
 
 
 def test_samples(run_dir, count):
@@ -458,12 +457,6 @@ def test_layers_are_bounded_by_the_weights(tmp_path):
         with pytest.raises(UserError, match=r"take at least|at most 1000"):
             huggingface.load(tmp_path / "weights", spec)
         assert time.process_time() - begun < 2
-
-
-def test_save_hf_writes_what_is_read(tokenizers_json, tmp_path):
-    ours = get_tokenizer(str(tokenizers_json[0]))
-    save_hf(tmp_path, ours, 32)
-    assert get_tokenizer(str(tmp_path)).tokens == ours.tokens
 
 
 @pytest.mark.parametrize("rotated", [[1, 1, 0], [0], "0", {"0": 0}, 0])

@@ -21,7 +21,6 @@ from small_models import (
 )
 
 from trainer.models.choices import REMAT_POLICIES
-from trainer.models.llama.spec import RopeScaling
 from trainer.models.registry import family_of
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
@@ -37,10 +36,11 @@ def spec(request):
 
 def test_first_loss_is_that_of_a_uniform_guess(spec):
     spec = dataclasses.replace(spec, vocab_size=5000, scan_layers=True)
-    params, loss_and_grads, _ = compiled(spec)
+    init, bind, *_ = functional(spec)
+    loss = jax.jit(lambda key: bind(init(key)).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the
     # expectation by half of that.
-    assert abs(float(loss_and_grads(params)[0]) - math.log(5000)) < 0.05
+    assert abs(float(loss(jax.random.key(0))) - math.log(5000)) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,6 @@ def test_remat_keeps_less_for_the_backward_pass(spec, scan_layers):
     assert residual_bytes("elementwise") < (0.8 if spec is GPT2 else 0.85) * everything
 
 
-def test_future_tokens_do_not_change_the_past(spec):
-    params, _, logits = compiled(spec)
-    other = TOKENS[:, :16].copy()
-    other[:, 9:] = (other[:, 9:] + 1) % 100
-    a, b = logits(params, TOKENS[:, :16]), logits(params, other)
-    np.testing.assert_array_equal(a[:, :9], b[:, :9])
-    assert (a[:, 9:] != b[:, 9:]).any(axis=-1).all()
-
-
 @scanned_or_not
 def test_documents_do_not_see_each_other_behind_their_segments(spec, scan_layers):
     params, _, logits = compiled(dataclasses.replace(spec, scan_layers=scan_layers))
@@ -153,14 +144,6 @@ def test_documents_do_not_see_each_other_behind_their_segments(spec, scan_layers
         (GPT2, {}),
         (GPT2, {"scan_layers": True, "value_gain": 2.0**12}),
         (LLAMA, {"head_dim": 6}),
-        (
-            LLAMA,
-            {
-                "head_dim": 6,
-                "scan_layers": True,
-                "rope_scaling": RopeScaling(4.0, 1.0, 4.0, 8),
-            },
-        ),
     ],
 )
 def test_decoding_in_pieces_equals_one_pass(spec, changes):

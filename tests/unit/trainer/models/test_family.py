@@ -13,7 +13,6 @@ from trainer.config.inherited import inherit, needs_architecture
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.flops import param_count
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.registry import SPECS, family_of
 from trainer.run.compatibility import architecture, check_same_model
@@ -29,10 +28,6 @@ FAMILIES = {
     name: spec(**SIZES) if spec is GPT2Spec else spec(**SIZES, n_kv_head=1, tied=False)
     for name, spec in SPECS.items()
 }
-
-
-def stacked(spec):
-    return type(spec)(**{**vars(spec), "scan_layers": True})
 
 
 @pytest.fixture(params=SPECS)
@@ -65,39 +60,6 @@ def test_every_part_has_its_place_in_the_order_of_rows(spec):
     }
     assert words <= set(family_of(spec).parts)
     assert len(probed) > 2 * spec.n_layer
-
-
-def test_layers_are_stacked_and_taken_apart(spec):
-    family = family_of(spec)
-    params = family.build(spec).init(jax.random.key(0))
-    scanned = family.build(stacked(spec)).init(jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, family.stack_layers(params), scanned)
-    jax.tree.map(np.testing.assert_array_equal, family.unstack_layers(scanned), params)
-    padding = (
-        sum(role.padding for role in jax.tree.leaves(family.build(spec).roles))
-        * spec.d_model
-    )
-    assert (
-        param_count(spec)
-        == param_count(stacked(spec))
-        == sum(x.size for x in jax.tree.leaves(params)) - padding
-    )
-
-
-def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(
-    spec, tmp_path
-):
-    params = family_of(spec).build(stacked(spec)).init(jax.random.key(0))
-    huggingface.save(tmp_path, stacked(spec), params, eot=3)
-    assert huggingface.family_at(tmp_path) is family_of(spec)
-    other = next(
-        other for name, other in FAMILIES.items() if name != family_of(spec).name
-    )
-    actual, loaded = huggingface.load(tmp_path, other)  # what the files say counts
-    assert actual.architecture() == spec.architecture()
-    jax.tree.map(
-        np.testing.assert_array_equal, loaded, family_of(spec).unstack_layers(params)
-    )
 
 
 def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):

@@ -53,16 +53,6 @@ def test_initial_values_are_normal_and_the_residual_ones_smaller(tied):
     } == {"kernel", "scale", "embedding"}
 
 
-def test_a_head_of_its_own_is_another_than_the_table():
-    params, _, logits = compiled(dataclasses.replace(SPEC, tied=False))
-    tied = {name: value for name, value in params.items() if name != "lm_head"}
-    same = params | {"lm_head": params["wte"]}
-    np.testing.assert_array_equal(
-        compiled(SPEC)[2](tied, TOKENS[:, :16]), logits(same, TOKENS[:, :16])
-    )
-    assert (logits(params, TOKENS[:, :16]) != logits(same, TOKENS[:, :16])).all()
-
-
 def test_smoothing_changes_no_more_than_roundings():
     params, plain, _ = compiled(SPEC)
     assert_close(

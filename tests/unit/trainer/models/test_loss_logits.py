@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import slow
 
 from scalify_core import asarray, scalify
 from scalify_core.optim.weights import scaled_params
@@ -46,7 +47,8 @@ def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked
         assert actual[0] == dtype
 
 
-@pytest.mark.parametrize("family", SPECS)
+# that GPT-2's head is asked alike, the test above shows
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
 def test_where_scales_propagate_they_are_in_the_format_of_the_data(family):
     params, loss = loss_of(
         dataclasses.replace(SPECS[family], loss_logits="compute"), jnp.float32

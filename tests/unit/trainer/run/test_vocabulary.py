@@ -76,8 +76,14 @@ def exported(directory, spec, tokenizer):
     return params
 
 
-@pytest.mark.parametrize("method", ["focus", "random"])
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, "focus") for family in SPECS),
+        ("scanned", "random"),
+        ("untied", "random"),
+    ],
+)
 def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
     family, method, tmp_path, data, old
 ):
