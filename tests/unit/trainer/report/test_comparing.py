@@ -3,7 +3,6 @@ page goes."""
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,35 +50,31 @@ def sweep(tmp_path):
     return tmp_path / "sweep"
 
 
-def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(
-    sweep, capsys, monkeypatch, tmp_path
+@pytest.fixture
+def compare(capsys):
+    """Print a comparison, without its page where `out` is "no"."""
+
+    def compare(runs, out="no"):
+        main(Arguments(str(runs), out))
+        return capsys.readouterr().out
+
+    return compare
+
+
+def test_a_sweep_is_a_table_best_first_with_means_over_seeds_and_a_picture_of_each_key(
+    sweep, compare, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    main(Arguments(str(sweep)))
-    table, rest = capsys.readouterr().out.split("\n\n")
-    (head, *rows), where = table.splitlines(), rest.splitlines()[-1]
+    table, rest = compare(sweep, None).split("\n\n")
+    head, *rows = table.splitlines()
     assert head.split()[:4] == ["optimizer.lr", "seed", "validation", "loss"]
     assert [row.split()[0] for row in rows][:3] == ["6", "7", "8"]
     assert rows[0].split()[1:4] == ["0.001", "0", "3"]
     assert rows[-1].split()[0] == "4"
     assert len(rows) == 12
-    assert where == str(sweep / "compare.html")
-    text = (sweep / "compare.html").read_text()
-    assert "Validation loss by optimizer.lr" in text
-    assert (
-        text.index(">0.0001</text>")
-        < text.index(">0.0003</text>")
-        < text.index(">0.01</text>")
-    )
-    assert not list(tmp_path.glob("*.html"))  # where the command was given
-
-
-def test_the_best_run_is_named_and_each_setting_has_its_mean_over_seeds(sweep, capsys):
-    main(Arguments(str(sweep)))
-    best, head, *means, _ = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert (
-        best == f"best: {sweep}/6 (validation loss 3.0000; optimizer.lr=0.001; seed=0)"
-    )
+    best, head, *means, where = rest.splitlines()
+    settings = "validation loss 3.0000; optimizer.lr=0.001; seed=0"
+    assert best == f"best: {sweep}/6 ({settings})"
     assert head.split("  ")[0] == "optimizer.lr"
     assert [row.split() for row in means] == [
         ["0.001", "3.0100", "0.0100", "3"],
@@ -88,22 +83,25 @@ def test_the_best_run_is_named_and_each_setting_has_its_mean_over_seeds(sweep, c
         # one has no loss: the two that are left prove nothing
         ["0.0003", "3.0800", "0.0141", "2", "of", "3"],
     ]
+    assert where == str(sweep / "compare.html")
     text = (sweep / "compare.html").read_text()
     assert best in text
     assert "mean validation loss over seeds" in text
+    assert "Validation loss by optimizer.lr" in text
+    places = [text.index(f">{lr}</text>") for lr in ("0.0001", "0.0003", "0.01")]
+    assert places == sorted(places)
+    assert not list(tmp_path.glob("*.html"))  # where the command was given
 
 
-def test_runs_that_differ_in_more_than_the_seed_have_no_mean(sweep, capsys):
-    main(Arguments(f"{sweep}/0,{sweep}/4,{sweep}/8", "no"))
-    out = capsys.readouterr().out
+def test_runs_that_differ_in_more_than_the_seed_have_no_mean(sweep, compare):
+    out = compare(f"{sweep}/0,{sweep}/4,{sweep}/8")
     assert "best: " in out
     assert "over seeds" not in out
-    main(Arguments(f"{sweep}/0,{sweep}/1", "no"))
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["3.0950", "0.0071", "2"]
-    make_run(sweep / "4", None, "", seed=1)
-    make_run(sweep / "5", None, "", seed=2)
-    main(Arguments(f"{sweep}/4,{sweep}/5", "no"))
-    out = capsys.readouterr().out
+    last = compare(f"{sweep}/0,{sweep}/1").splitlines()[-1]
+    assert last.split() == ["3.0950", "0.0071", "2"]
+    for name, seed in (("4", 1), ("5", 2)):
+        make_run(sweep / name, None, "", seed=seed)
+    out = compare(f"{sweep}/4,{sweep}/5")
     assert "best: " not in out  # nothing was validated
     assert out.splitlines()[-1].split() == ["-", "-", "0", "of", "2"]
 
@@ -125,58 +123,32 @@ def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
     assert actual["train.steps"] == ["4", "2"]
 
 
-def test_a_group_is_called_by_its_choice_and_not_by_the_name_of_a_run(tmp_path):
-    for name, precision in (("a", "fp32"), ("b", "bf16")):
-        groups = {
-            "tracker": {"kind": "jsonl", "name": f"run {name}"},
-            "precision": {"name": precision},
-        }
-        make_run(
-            tmp_path / name,
-            3.0,
-            f"tracker=jsonl precision={precision}",
-            run_dir=name,
-            **groups,
-        )
-    actual = overridden([History.read(tmp_path / name, name) for name in ("a", "b")])
-    assert actual == {"precision": ["fp32", "bf16"]}
-
-
-@pytest.mark.parametrize("relative", [True, False])
-def test_patterns_may_be_absolute_and_numbers_are_in_their_order(
-    sweep, relative, monkeypatch
-):
+def test_runs_are_directories_or_patterns_in_the_order_of_numbers(sweep, monkeypatch):
     monkeypatch.chdir(sweep.parent)
-    actual = directories("sweep/*" if relative else f"{sweep}/*")
-    assert [path.name for path in actual] == [str(i) for i in range(12)]
+    for pattern in ("sweep/*", f"{sweep}/*"):
+        assert [path.name for path in directories(pattern)] == [*map(str, range(12))]
     assert directories(f"{sweep}/3,{sweep}/1") == [sweep / "3", sweep / "1"]
-    with pytest.raises(UserError, match="found 0 runs"):
-        directories(str(sweep / "none*"))
-
-
-def test_a_directory_whose_name_is_a_pattern_is_that_directory(sweep):
+    # a directory whose name is a pattern is that directory
     (sweep / "1").rename(sweep / "lr[2]")
     runs = directories(f"{sweep}/lr[2],{sweep}/[34]")
     assert runs == [sweep / "lr[2]", sweep / "3", sweep / "4"]
 
 
-def test_a_directory_that_is_not_there_is_said_not_to_be_there(sweep):
-    for runs in (f"{sweep}/1,{sweep}/nowhere", f"{sweep}/nowhere"):
-        with pytest.raises(UserError, match=r"there is no directory .*nowhere "):
-            main(Arguments(runs, "no"))
-
-
-def test_runs_without_a_log_are_told_which_trackers_write_one(sweep):
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ("none*", "found 0 runs"),
+        ("3,{}/nowhere", "there is no directory .*nowhere "),
+        ("nowhere", "there is no directory .*nowhere "),
+        ("1,{}/2", r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"),
+        ("[12]", r"found 0 runs .*, and 2 without one, which had tracker=none"),
+    ],
+)
+def test_what_are_no_runs_is_refused(sweep, compare, runs, message):
     for name in ("1", "2"):
         (sweep / name / "metrics.jsonl").unlink()
-    with pytest.raises(
-        UserError, match=r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"
-    ):
-        main(Arguments(f"{sweep}/1,{sweep}/2", "no"))
-    with pytest.raises(
-        UserError, match=r"found 0 runs .*, and 2 without one, which had tracker=none"
-    ):
-        main(Arguments(f"{sweep}/[12]", "no"))
+    with pytest.raises(UserError, match=message):
+        compare(f"{sweep}/{runs}".format(sweep))
 
 
 def test_a_run_is_called_what_it_was_called(sweep):
@@ -202,9 +174,10 @@ def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp
     make_run(
         tmp_path / "a",
         3.0,
-        "data=text parallel=fsdp optimizer.lr=0.1",
+        "data=text parallel=fsdp tracker=jsonl optimizer.lr=0.1",
         data=data,
         parallel={"fsdp": -1},
+        tracker={"kind": "jsonl", "name": "run a"},
     )
     settings = {"data": data, "parallel": {"fsdp": -1}, "resume": {"source": "../a"}}
     make_run(tmp_path / "b", 3.0, "resume.source=../a optimizer.lr=0.2", **settings)
@@ -236,67 +209,62 @@ def rates(tmp_path, losses, key="lr"):
     return str(tmp_path)
 
 
+LARGEST, MEAN = "largest tried, {}; try larger", "by the mean over seeds"
+CHANCE = f"{MEAN}, optimizer.lr=0.3 is the best; the best single run may be chance"
+
+
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        (
-            [(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)],
-            ["the best optimizer.lr is the largest tried, 10.0; try larger"],
-        ),
-        (
-            [(1e-05, 1.0), (0.2, 2.0)],
-            ["the best optimizer.lr is the smallest tried, 1e-05; try smaller"],
-        ),
+        ([(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)], [LARGEST.format(10.0)]),
+        ([(1e-05, 1.0), (0.2, 2.0)], ["smallest tried, 1e-05; try smaller"]),
         ([(0.1, 3.0), (0.2, 1.0), (0.3, 2.0)], []),
         ([(0.1, 3.0), (0.2, 1.0), (0.3, None)], []),  # it was tried
         ([(0.1, None), (0.2, None)], []),
         ([("cosine", 1.0), ("linear", 2.0)], []),
         # the best run is of 0.2, the best mean of 0.3
         (
-            [(0.1, 3.0), (0.2, 1.0), (0.2, 3.0), (0.3, 1.5), (0.3, 1.6)],
-            ["the best optimizer.lr is the largest tried, 0.3; try larger"],
+            [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, 1.7)],
+            [CHANCE, LARGEST.format(0.3)],
+        ),
+        (
+            [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, 1.4)],
+            [LARGEST.format(0.3)],
         ),
     ],
 )
-def test_a_best_value_at_an_end_of_those_tried_is_told(tmp_path, losses, told, capsys):
-    main(Arguments(rates(tmp_path, losses)))
-    assert [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("the best ")
-    ] == told
-    assert all(line in (tmp_path / "compare.html").read_text() for line in told)
-
-
-def test_a_fork_beside_its_parent_has_tried_no_values(tmp_path, capsys):
-    folder = rates(tmp_path, [(0.1, 3.0), (0.3, 2.0)])
-    forked = next(path for path in Path(folder).glob("*/environment.txt"))
-    forked.write_text(forked.read_text() + "forked from: runs/a after step 80\n")
-    main(Arguments(folder, "no"))
-    assert "try larger" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("other", "is_told"), [(1.7, True), (1.4, False)])
-def test_where_the_means_have_another_best_than_the_runs_it_is_told(
-    tmp_path, other, is_told, capsys
+def test_a_best_value_at_an_end_of_those_tried_or_by_chance_is_told(
+    tmp_path, losses, told, compare
 ):
-    main(
-        Arguments(
-            rates(
-                tmp_path, [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, other)]
-            ),
-            "no",
-        )
-    )
-    told = (
-        "by the mean over seeds, optimizer.lr=0.3 is the best; the best single run may"
-        " be chance"
-    )
-    assert (told in capsys.readouterr().out.splitlines()) == is_told
+    out = compare(rates(tmp_path, losses), None if len(told) == 2 else "no")
+    lines = [x for x in out.splitlines() if x.startswith(("the best ", MEAN))]
+    lines = [line.removeprefix("the best optimizer.lr is the ") for line in lines]
+    assert sorted(lines) == sorted(told)
+    if len(told) == 2:
+        page = (tmp_path / "compare.html").read_text()
+        assert all(line in page for line in told)
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_neither_a_fork_nor_a_longer_run_has_tried_values(tmp_path, compare, fork):
+    rates(tmp_path, [(0.1, 3.0), (0.3, 2.0)], "lr" if fork else "steps")
+    if fork:
+        forked = tmp_path / "0" / "environment.txt"
+        forked.write_text(forked.read_text() + "forked from: runs/a after step 80\n")
+    else:
+        for steps in (1, 2):
+            settings = {"train": {"steps": steps}}
+            make_run(
+                tmp_path / str(steps - 1),
+                3.0 - steps,
+                f"train.steps={steps}",
+                **settings,
+            )
+    assert "try larger" not in compare(tmp_path)
 
 
 def test_a_key_has_a_chart_and_advice_only_where_runs_differ_in_it_alone(
-    tmp_path, capsys
+    tmp_path, compare
 ):
     for name, (lr, layers, loss) in enumerate(
         [(0.1, 2, 3.0), (0.2, 2, 2.5), (0.3, 4, 2.0), (0.4, 6, 4.0)]
@@ -309,8 +277,7 @@ def test_a_key_has_a_chart_and_advice_only_where_runs_differ_in_it_alone(
             model={"n_layer": layers},
             sample={"max_new_tokens": name},
         )
-    main(Arguments(str(tmp_path)))
-    out, page = capsys.readouterr().out, (tmp_path / "compare.html").read_text()
+    out, page = compare(tmp_path, None), (tmp_path / "compare.html").read_text()
     assert "the best " not in out  # no run differs from the best in one key
     assert "sample." not in out + page
     chart = page[page.index("Validation loss by optimizer.lr") :].split("</figure>")[0]
@@ -320,13 +287,12 @@ def test_a_key_has_a_chart_and_advice_only_where_runs_differ_in_it_alone(
     assert page.index("Training loss") < page.index("Validation loss by")
 
 
-def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, capsys):
+def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, compare):
     for name, (rate, loss) in enumerate([(0.1, 3.0), (0.2, 2.0), (0.3, 1.0)]):
         make_run(tmp_path / str(name), loss, "", optimizer={"lr": rate})
     with (tmp_path / "2" / "environment.txt").open("a") as file:
         file.write("text: another book\ntokenizer: byte\nvalidation tokens: 9\n")
-    main(Arguments(str(tmp_path)))
-    out = capsys.readouterr().out
+    out = compare(tmp_path, None)
     assert f"best: {tmp_path}/1 (" in out
     assert f"other validation text, not ranked: {tmp_path}/2" in out
     assert "2 (not ranked)" in (tmp_path / "compare.html").read_text()
@@ -350,122 +316,100 @@ def test_a_validation_text_is_known_by_its_content(tmp_path, capsys):
 FACTS = "text: a book\ntokenizer: byte\nvalidation tokens: 100000\n"
 
 
-def compared(folder, capsys, **runs):
-    """What is said of runs, each a loss, the step of its last validation, settings."""
-    for name, (loss, step, train, data) in runs.items():
-        make_run(folder / name, loss, "", train={"steps": 2} | train, data=data)
-        path = folder / name / "metrics.jsonl"
-        first, last = map(json.loads, path.read_text().splitlines())
-        if step == 1:
-            first["val/loss"] = last.pop("val/loss")
-        elif step == 0:  # the run diverges afterwards
-            first["val/loss"], last["val/loss"] = loss, "NaN"
-        path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
-        with (folder / name / "environment.txt").open("a") as file:
-            file.write(FACTS)
-    main(Arguments(",".join(str(folder / name) for name in runs), "no"))
-    out = capsys.readouterr().out
-    return [line for line in out.splitlines() if re.search(r"^best: |ranked: ", line)]
+@pytest.fixture
+def compared(tmp_path, compare):
+    def compared(**runs):
+        """What is said of runs, each a loss, the step of its last validation, settings."""
+        for name, (loss, step, train, data) in runs.items():
+            make_run(tmp_path / name, loss, "", train={"steps": 2} | train, data=data)
+            path = tmp_path / name / "metrics.jsonl"
+            first, last = map(json.loads, path.read_text().splitlines())
+            if step == 1:
+                first["val/loss"] = last.pop("val/loss")
+            elif step == 0:  # the run diverges afterwards
+                first["val/loss"], last["val/loss"] = loss, "NaN"
+            path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+            with (tmp_path / name / "environment.txt").open("a") as file:
+                file.write(FACTS)
+        out = compare(",".join(str(tmp_path / name) for name in runs))
+        lines = [x for x in out.splitlines() if re.search(r"^best: |ranked: ", x)]
+        return [line.replace(f"{tmp_path}/", "").split(" (")[0] for line in lines]
+
+    return compared
 
 
 def sizes(batch_tokens, batches, final_batches):
-    return {
-        "batch_tokens": batch_tokens,
-        "eval_batches": batches,
-        "final_eval_batches": final_batches,
-    }
+    names = ("batch_tokens", "eval_batches", "final_eval_batches")
+    return dict(zip(names, (batch_tokens, batches, final_batches), strict=True))
 
 
-def test_runs_that_read_less_of_the_validation_text_are_not_ranked(tmp_path, capsys):
+def test_runs_that_read_less_of_the_validation_text_are_not_ranked(compared):
     more, less = sizes(256, 1, 50), sizes(256, 1, 20)
-    losses = {"a": (3.0, 2, more, {}), "b": (2.5, 2, more, {}), "c": (2.0, 2, less, {})}
-    assert compared(tmp_path, capsys, **losses) == [
-        f"best: {tmp_path}/b (validation loss 2.5000)",
-        f"validated on 5,120 tokens, not ranked: {tmp_path}/c",
-    ]
-    told = compared(tmp_path, capsys, a=losses["a"], c=losses["c"])
-    assert told == [f"validated on 5,120 tokens, not ranked: {tmp_path}/c"]
+    a, b, c = (3.0, 2, more, {}), (2.5, 2, more, {}), (2.0, 2, less, {})
+    not_ranked = "validated on 5,120 tokens, not ranked: c"
+    assert compared(a=a, b=b, c=c) == ["best: b", not_ranked]
+    assert compared(a=a, c=c) == [not_ranked]
     # Batches of another size that read as much, and all of the text.
     for batches in (13, 1000):
         few, many = sizes(1024, 1, batches), sizes(256, 1, 4 * batches)
-        runs = {"a": (3.0, 2, many, {}), "b": (2.5, 2, few, {})}
-        [told] = compared(tmp_path, capsys, **runs)
-        assert told.startswith(f"best: {tmp_path}/b (")
+        assert compared(a=(3.0, 2, many, {}), b=(2.5, 2, few, {})) == ["best: b"]
     # The end of the text may be of another kind.
-    runs["b"] = (2.5, 2, sizes(4096, 1, 1000), {})
-    told = compared(tmp_path, capsys, **runs)
-    assert told == [f"validated on 98,304 tokens, not ranked: {tmp_path}/b"]
+    odd = (2.5, 2, sizes(4096, 1, 1000), {})
+    not_ranked = "validated on 98,304 tokens, not ranked: b"
+    assert compared(a=(3.0, 2, many, {}), b=odd) == [not_ranked]
     few, many = (SimpleNamespace(logged_validation_tokens={2: n}) for n in (99, 100))
     assert "on 99 to 100 tokens" in uneven_validations([few, many])[0]
     assert uneven_validations([few, few]) == []
 
 
-def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tmp_path, capsys):
+def test_a_run_that_stopped_early_or_diverged_is_not_ranked_beside_finished_ones(
+    compared,
+):
     short, equal = sizes(256, 1, 50), sizes(256, 50, 50)
+    not_ranked = "no final validation loss, not ranked: c"
     runs = {"a": (3.0, 2, short, {}), "b": (2.5, 2, short, {})}
-    assert compared(tmp_path, capsys, **runs, c=(2.0, 1, short, {})) == [
-        f"best: {tmp_path}/b (validation loss 2.5000)",
-        f"no final validation loss, not ranked: {tmp_path}/c",
-    ]
-    told = compared(tmp_path, capsys, c=(2.0, 1, short, {}), b=runs["b"])
-    assert told[0].startswith(f"best: {tmp_path}/b (")
+    c = (2.0, 1, short, {})
+    assert compared(**runs, c=c) == ["best: b", not_ranked]
+    assert compared(c=c, b=runs["b"])[0] == "best: b"
     runs = {"a": (3.0, 2, equal, {}), "b": (2.5, 2, equal, {})}
-    assert compared(tmp_path, capsys, **runs, c=(2.0, 1, equal, {})) == [
-        f"best: {tmp_path}/b (validation loss 2.5000)",
-        f"no final validation loss, not ranked: {tmp_path}/c",
-    ]
+    assert compared(**runs, c=(2.0, 1, equal, {})) == ["best: b", not_ranked]
     stopped = {"c": (2.0, 1, equal, {}), "d": (2.1, 1, equal, {})}
-    told = compared(tmp_path, capsys, **stopped)
-    assert told == [f"best: {tmp_path}/c (validation loss 2.0000)"]
+    assert compared(**stopped) == ["best: c"]
+    # its best loss is not its last
+    assert compared(**runs, c=(2.0, 0, equal, {})) == ["best: b", not_ranked]
 
 
-def test_the_best_loss_of_a_run_that_diverged_is_not_its_last(tmp_path, capsys):
-    every = sizes(256, 50, 50)
-    runs = {"a": (3.0, 2, every, {}), "b": (2.5, 2, every, {})}
-    assert compared(tmp_path, capsys, **runs, c=(2.0, 0, every, {})) == [
-        f"best: {tmp_path}/b (validation loss 2.5000)",
-        f"no final validation loss, not ranked: {tmp_path}/c",
-    ]
-
-
-def test_a_mixture_in_other_shares_is_another_validation_text(tmp_path, capsys):
+def test_a_mixture_in_other_shares_is_another_validation_text(compared):
     mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"], "stages": None}
     losses = (("a", [1, 1]), ("b", [3, 1]), ("c", None), ("d", [2, 2]))
     runs = {
         name: (3.0 - i / 10, 2, {}, mix | {"weights": weights})
         for i, (name, weights) in enumerate(losses)
     }
-    told = compared(tmp_path, capsys, **runs)
-    assert told[0].startswith(f"best: {tmp_path}/d (")
-    assert told[1:] == [f"other validation text, not ranked: {tmp_path}/b"]
+    assert compared(**runs) == ["best: d", "other validation text, not ranked: b"]
     # A later stage decides: every validation has the shares that a run ends with.
     stages = mix | {"weights": [3, 1], "stages": [[1, 1, 1]]}
-    runs["b"] = (1.0, 2, {}, stages)
-    assert len(compared(tmp_path, capsys, **runs)) == 1
+    assert compared(**runs | {"b": (1.0, 2, {}, stages)}) == ["best: b"]
 
 
-def test_a_loss_without_first_tokens_is_not_ranked_beside_others(tmp_path, capsys):
+def test_a_loss_without_first_tokens_is_not_ranked_beside_others(tmp_path, compare):
     for i, boundary in enumerate((None, True, False)):
         make_run(tmp_path / str(i), 3.0 - i, "", data={"boundary_loss": boundary})
-    main(Arguments(str(tmp_path), "no"))
-    out = capsys.readouterr().out
+    out = compare(tmp_path)
     assert f"best: {tmp_path}/1 (" in out
     assert f"other validation text, not ranked: {tmp_path}/2" in out
 
 
-def test_a_mixture_of_an_earlier_version_was_validated_by_its_seed(tmp_path, capsys):
+def test_a_mixture_of_an_earlier_version_was_validated_by_its_seed(tmp_path, compare):
     mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"]}
     for seed in (0, 1):
         make_run(tmp_path / str(seed), 2.0 + seed, "", seed=seed, data=mix)
-    main(Arguments(str(tmp_path), "no"))
-    assert "other validation text, not ranked" in capsys.readouterr().out
+    assert "other validation text, not ranked" in compare(tmp_path)
     for seed in (0, 1):
         path = tmp_path / str(seed) / "metrics.jsonl"
-        path.write_text(
-            path.read_text().replace('"val/loss"', '"val/tokens": 9, "val/loss"')
-        )
-    main(Arguments(str(tmp_path), "no"))
-    assert f"best: {tmp_path}/0 (" in capsys.readouterr().out
+        text = path.read_text()
+        path.write_text(text.replace('"val/loss"', '"val/tokens": 9, "val/loss"'))
+    assert f"best: {tmp_path}/0 (" in compare(tmp_path)
 
 
 def test_a_table_of_text_is_not_wider_than_a_terminal():
@@ -477,28 +421,15 @@ def test_a_table_of_text_is_not_wider_than_a_terminal():
     assert sum(line.startswith("run 2") for line in lines) == len(lines) / 4
 
 
-def test_a_longer_run_is_no_better_value_of_a_key(tmp_path, capsys):
-    for steps in (1, 2):
-        make_run(
-            tmp_path / str(steps),
-            3.0 - steps,
-            f"train.steps={steps}",
-            train={"steps": steps},
-        )
-    main(Arguments(str(tmp_path), "no"))
-    assert "try larger" not in capsys.readouterr().out
-
-
 def without_scripts(page):
     """The text of a page, without what Bokeh numbers anew at every call."""
     pattern = r"<script.*?</script>|<div id=.*?>"
     return re.sub(pattern, "", page.read_text(), flags=re.DOTALL)
 
 
-def test_another_comparison_is_not_overwritten_unless_it_is_said(sweep, capsys):
-    def where(*arguments):
-        main(Arguments(*arguments))
-        return capsys.readouterr().out.splitlines()[-1]
+def test_another_comparison_is_not_overwritten_unless_it_is_said(sweep, compare):
+    def where(runs, out=None):
+        return compare(runs, out).splitlines()[-1]
 
     assert where(str(sweep)) == str(sweep / "compare.html")
     first = without_scripts(sweep / "compare.html")

@@ -26,20 +26,22 @@ BROWSER = next(
 )
 
 
+def page_of(*given, **settings):
+    return render(history(*given, **settings), pictures={}, sample="", environment="")
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "{",
-        "{}",
         "[]",
         '{"step": 1, "tokens": 1, "results": [{"precision": "fp32", "loss": 1.0}]}',
     ],
 )
 def test_a_damaged_evaluation_is_named(run_dir, text):
     (run_dir / "evaluation.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"evaluation\.json is damaged \(.*\); remove it"
-    ):
+    damaged = r"evaluation\.json is damaged \(.*\); remove it"
+    with pytest.raises(UserError, match=damaged):
         write_report(run_dir)
 
 
@@ -95,9 +97,7 @@ def test_the_head_says_how_it_ended_and_what_it_was(steps, events, says):
     config = "model: {name: gpt2_nano}\nprecision: {name: bf16}\n" + (
         f"train: {{steps: {steps}}}" if steps else ""
     )
-    page = render(
-        history(rows(FALLING), events, config), pictures={}, sample="", environment=""
-    )
+    page = page_of(rows(FALLING), events, config)
     first, second, third = re.findall("<p class=sub>(.*?)</p>", page)[:3]
     assert says in first
     assert first.endswith("; 10k tokens")
@@ -111,19 +111,13 @@ def test_the_head_says_what_was_trained_on_what():
         "vocabulary": "256",
         "tokenizer": "byte",
         "training tokens": "4,000",
-    }
-    facts |= {
         "text": "a book",
         "validation tokens": "400",
         "arithmetic": "matmuls in bf16",
         "host": "2 CPU cores",
+        "devices": "1 x cpu (cpu)",
     }
-    page = render(
-        history(rows(FALLING), config=config, devices="1 x cpu (cpu)", **facts),
-        pictures={},
-        sample="",
-        environment="",
-    )
+    page = page_of(rows(FALLING), config=config, **facts)
     assert re.findall("<p class=sub>(.*?)</p>", page)[1:3] == [
         (
             "model gpt2_nano, 842,496 parameters; a book (4,000 training tokens, read"
@@ -135,12 +129,7 @@ def test_the_head_says_what_was_trained_on_what():
 
 
 def test_what_underflow_takes_is_charted_as_a_share_of_the_rms_with_its_limit():
-    page = render(
-        history(rows(FALLING), config=FP8, numerics=tensor(underflow=0.25)),
-        pictures={},
-        sample="",
-        environment="",
-    )
+    page = page_of(rows(FALLING), config=FP8, numerics=tensor(underflow=0.25))
     assert "<title>activations 0.0488281 after step 100</title>" in page
     assert "at most so many % of a tensor&#x27;s RMS" in page
 
@@ -148,21 +137,10 @@ def test_what_underflow_takes_is_charted_as_a_share_of_the_rms_with_its_limit():
 def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
     actual = rows(FALLING)
     actual[9]["grad_norm"] = 3.0
-    pages = [
-        render(
-            history(actual, config=f"optimizer: {{clip_norm: {clip}}}"),
-            pictures={},
-            sample="",
-            environment="",
-        )
-        for clip in ("2.0", "4.0", "null")
-    ]
-    assert ["which 1.0% of the steps had" in page for page in pages] == [
-        True,
-        False,
-        False,
-    ]
-    assert ["</i>limit</span>" in page for page in pages] == [True, False, False]
+    for clip, is_shown in (("2.0", True), ("4.0", False), ("null", False)):
+        page = page_of(actual, config=f"optimizer: {{clip_norm: {clip}}}")
+        assert ("which 1.0% of the steps had" in page) == is_shown
+        assert ("</i>limit</span>" in page) == is_shown
 
 
 @pytest.fixture
@@ -309,9 +287,9 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
 
 def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_was_looked_for():
     actual = rows(FALLING)
-    bare = render(history(actual), pictures={}, sample="", environment="")
+    bare = page_of(actual)
     actual[49] |= {"sharpness/logits": 0.07, "sharpness/critical": 500.0}
-    page = render(history(actual), pictures={}, sample="", environment="")
+    page = page_of(actual)
     for title in ("Sharpness of the logits", "Learning rate over the critical one"):
         figure = page[page.index(title) :].split("</figure>")[0]
         assert "not recorded" not in figure
@@ -326,8 +304,7 @@ def test_lines_that_are_flat_by_design_have_no_chart():
     actual[49] |= {f"numerics/weights/{name}": x for name, x in figures.items()}
     wide = "precision: {compute: fp32}"
     for config, shown in ((wide, False), ("precision: {compute: fp16}", True)):
-        past = history(actual, config=config)
-        page = render(past, pictures={}, sample="", environment="")
+        page = page_of(actual, config=config)
         assert ("<b>Underflow</b>" in page) == shown
         assert ("<b>Saturation</b>" in page) == shown
         assert "<b>Scales</b>" not in page  # all are one

@@ -76,7 +76,6 @@ def test_whether_it_learns(losses, val, grade, says):
 LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
 
 
-@pytest.mark.parametrize("fact", ["forked from", "weights from"])
 @pytest.mark.parametrize(
     ("losses", "val", "grade", "says"),
     [
@@ -99,10 +98,11 @@ LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
     ],
 )
 def test_what_begins_with_weights_is_judged_by_what_it_began_with(
-    fact, losses, val, grade, says
+    losses, val, grade, says
 ):
-    answer = learning(history(rows(losses, val), **{fact: "runs/a after step 900"}))
-    assert (answer.grade, says.format(fact) in answer.text) == (grade, True), answer
+    for fact in ("forked from", "weights from"):
+        answer = learning(history(rows(losses, val), **{fact: "runs/a after step 900"}))
+        assert (answer.grade, says.format(fact) in answer.text) == (grade, True), answer
     assert learning(history(rows(losses, val))).grade != GOOD
 
 
@@ -134,51 +134,36 @@ def test_the_course_of_a_fork_is_that_of_its_own_steps():
     )
 
 
+HUNG = "no progress for 1800 s, in step 10; ended; checkpoints: 5"
+STOPPED = "stopped: step 9: 3 steps in a row were not finite"
+
+
 @pytest.mark.parametrize(
-    ("events", "more", "grade", "says"),
+    ("event", "counts", "grade", "says"),
     [
-        ([], {}, GOOD, "No step was skipped"),
+        ("", {}, GOOD, "No step was skipped"),
         (
-            [(5, "step 5 skipped (loss nan)")],
-            {"watchdog/skipped": 1},
+            "step 5 skipped (loss nan)",
+            {"skipped": 1},
             FAIR,
-            "In 200 steps: 1 skipped (not finite);",
+            "steps: 1 skipped (not fin",
         ),
+        ("step 5 skipped", {"skipped": 9}, BAD, "9 skipped (not finite)"),
+        ("x; back to the state after step 5", {"rollbacks": 1}, FAIR, "1 rolled back"),
+        (STOPPED, {}, BAD, "The watchdog stopped it: step 9"),
+        ("stalled: no progress for 301 s, in step 10", {}, FAIR, "1 stalled"),
+        (HUNG, {}, FAIR, "1 ended because it hung"),
         (
-            [(5, "step 5 skipped")],
-            {"watchdog/skipped": 9},
-            BAD,
-            "9 skipped (not finite)",
-        ),
-        (
-            [(9, "x; back to the state after step 5, batches ... left out")],
-            {"watchdog/rollbacks": 1},
-            FAIR,
-            "1 rolled back",
-        ),
-        (
-            [(9, "stopped: step 9: 3 steps in a row were not finite")],
-            {},
-            BAD,
-            "The watchdog stopped it: step 9",
-        ),
-        ([(9, "stalled: no progress for 301 s, in step 10")], {}, FAIR, "1 stalled"),
-        (
-            [(9, "no progress for 1800 s, in step 10; ended; checkpoints: 5")],
-            {},
-            FAIR,
-            "1 ended because it hung",
-        ),
-        (
-            [(9, "not stopped within 300 s of the signal, but in step 10; ended")],
+            "not stopped within 300 s of the signal, but in step 10; ended",
             {},
             FAIR,
             "it did not stop",
         ),
     ],
 )
-def test_whether_it_is_healthy(events, more, grade, says):
-    answer = healthy(history(rows(SMOOTH, **more), events))
+def test_whether_it_is_healthy(event, counts, grade, says):
+    more = {f"watchdog/{name}": count for name, count in counts.items()}
+    answer = healthy(history(rows(SMOOTH, **more), [(9, event)] * bool(event)))
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
@@ -359,12 +344,6 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             tensor(underflow=0.25, rms=1.0),
             FP8,
             GOOD,
-            "Rounded to zero by the narrow format, in the worst layer",
-        ),
-        (
-            tensor(underflow=0.25, rms=1.0),
-            FP8,
-            GOOD,
             (
                 "at most 0.05% of their RMS, the activations that go into"
                 " h.1.mlp.c_proj (harmless below 1%)"
@@ -387,14 +366,6 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
         (
             tensor(
                 "activation_gradients", "h.1.mlp.c_fc.out", underflow=0.25, rms=0.001
-            ),
-            FP8,
-            GOOD,
-            "at most 0.38% of the",
-        ),
-        (
-            tensor(
-                "weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001
             ),
             FP8,
             GOOD,
