@@ -158,6 +158,13 @@ class History:
                 read_evaluation(run_dir),
                 {key: value for key, _, value in facts},
             )
+        # What was trained, and what a validation read, is known by it alone.
+        with well_formed(
+            run_dir / "config.yaml",
+            "restore it: the command that trained this run, given again, does",
+        ):
+            if not history.config.strip():
+                raise ValueError("it is missing or empty")
             run_name = history.settings.get("tracker.name") or run_dir.resolve().name
             return replace(history, name=name or run_name)
 
@@ -189,12 +196,11 @@ class History:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The configuration by dotted keys; empty where it cannot be read."""
-        try:
-            tree = parse_yaml(self.config)
-        except ValueError:
-            return {}
-        return dict(flatten(renamed_keys(tree))) if isinstance(tree, dict) else {}
+        """The configuration by dotted keys. Raises ValueError for no mapping."""
+        tree = parse_yaml(self.config) if self.config else {}
+        if not isinstance(tree, dict):
+            raise ValueError("not a mapping")
+        return dict(flatten(renamed_keys(tree)))
 
     def number(self, fact: str) -> int:
         """Return a fact that is an integer; 0: unknown."""

@@ -319,3 +319,10 @@ def test_a_log_with_a_step_twice_is_refused(run_dir):
         UserError, match=rf"a row of step {last} after that of step {last}, which no"
     ):
         History.read(run_dir)
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- a"])
+def test_a_configuration_that_cannot_be_read_is_refused(run_dir, text):
+    (run_dir / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml.*; restore it"):
+        History.read(run_dir)
