@@ -143,6 +143,12 @@ def in_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def is_search() -> bool:
+    """Return whether a sweeper chooses values by the losses of earlier jobs."""
+    sweeper: str = HydraConfig.get().sweeper["_target_"]
+    return in_sweep() and not sweeper.endswith("BasicSweeper")
+
+
 def overrides_of(keys: Collection[str]) -> list[str]:
     """Return the job's overrides of these keys; others may come from a continued
     run.
@@ -278,7 +284,11 @@ def main(argv: list[str]) -> int:
                 # A later sweep must not go on with the runs of an earlier one.
                 fixed = ["train.steps", *sweep.keys] if in_sweep() else []
                 this.exit_code, _ = run(config, given, fixed=fixed)
-                return validation_loss(this)
+                loss = validation_loss(this)
+                if loss is not None and math.isfinite(loss) and is_search():
+                    done = [job for job in jobs if job.exit_code == 0]
+                    check_same_text(this, done[0])
+                return loss
         except Exception as error:
             # Hydra would print a line of its own before it.
             this.error = error
@@ -336,6 +346,25 @@ def validation_loss(job: Job) -> float | None:
     log = job.run_dir / "metrics.jsonl"
     rows = read_rows(log) if log.exists() else []
     return next((row["val/loss"] for row in rows[::-1] if "val/loss" in row), None)
+
+
+def check_same_text(job: Job, first: Job) -> None:
+    """Refuse a job of a search whose loss cannot be compared with that of the first.
+
+    Raises:
+      UserError: they validated on other texts, or other amounts of one.
+    """
+    from trainer.report.comparing import last_validated
+    from trainer.report.history import History
+
+    texts = {last_validated(History.read(run.run_dir)) for run in (first, job)}
+    if len(texts) > 1:
+        raise UserError(
+            f"{job.run_dir} ({' '.join(job.settings)}) validated on another text than"
+            f" {first.run_dir}, or on more or less of it, so its loss counts as"
+            " infinite in this search; search over keys that leave the validation as"
+            " it is"
+        )
 
 
 def refuse_other_defaults(argv: Sequence[str]) -> None:

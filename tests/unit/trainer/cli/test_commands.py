@@ -12,7 +12,7 @@ import pytest
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import nearest_keys, without_dashes
 from trainer.cli.evaluate import harness_command
-from trainer.cli.train import Job, validation_loss, with_seed
+from trainer.cli.train import Job, check_same_text, validation_loss, with_seed
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -99,6 +99,20 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     assert validation_loss(job) == 2.5
     assert validation_loss(Job(tmp_path, [], exit_code=3)) == math.inf
+
+
+def test_a_job_of_a_search_that_validated_on_other_text_is_refused(tmp_path):
+    jobs = []
+    for name, tokens in (("0", 900), ("1", 900), ("2", 1800)):
+        (tmp_path / name).mkdir()
+        jobs.append(Job(tmp_path / name, ["train.batch_tokens=9"], exit_code=0))
+        row = f'{{"step": 2, "tokens": 18, "val/loss": 2.5, "val/tokens": {tokens}}}\n'
+        (tmp_path / name / "metrics.jsonl").write_text(row)
+        config = "train: {steps: 2, batch_tokens: 9}\n"
+        (tmp_path / name / "config.yaml").write_text(config)
+    check_same_text(jobs[1], jobs[0])
+    with pytest.raises(UserError, match="on more or less of it, so its loss counts as"):
+        check_same_text(jobs[2], jobs[0])
 
 
 def test_a_search_with_optuna_draws_the_same_values_again():
