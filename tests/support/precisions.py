@@ -30,9 +30,14 @@ PRESETS = (
 )  # fmt: skip
 
 
-def policy(preset, **changes):
+@functools.cache
+def composed(preset):
     config = compose_config([f"precision={preset}", "precision.amax_history=16"])
-    return dataclasses.replace(config.precision.policy, **changes)
+    return config.precision.policy
+
+
+def policy(preset, **changes):
+    return dataclasses.replace(composed(preset), **changes)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Parity runs: what is asked for, what is run, and that it is run in the precision that
 it is called by."""
 
-import dataclasses
 import json
 import os
 import re
@@ -17,10 +16,15 @@ from scripts.studies.parity import Arguments
 from scripts.studies.runs import Trial
 from trainer.errors import UserError
 from trainer.observe.records import encode_row
-from trainer.run.rundir import RunDir
 
 
-def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
+def test_items_are_precisions_with_further_overrides_separated_by_commas():
+    items, multiples = runs.parse(
+        Arguments("a+precision.exclude=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5")
+    )
+    assert items == ["fp32", "a+precision.exclude=[h.0.*,h.1.*]", "bf16"]
+    assert multiples == [1.0, 0.5]
+    assert runs.safe(items[1]) == "a+precision.exclude=_h.0.__h.1.__"
     assert runs.overrides("bf16") == ["precision=bf16"]
     assert runs.overrides("bf16+precision.mu=e4m3") == [
         "precision=bf16",
@@ -30,15 +34,6 @@ def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
         "experiment=fishman",
         "seed=1",
     ]
-
-
-def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
-    items, multiples = runs.parse(
-        Arguments("a+precision.exclude=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5")
-    )
-    assert items == ["fp32", "a+precision.exclude=[h.0.*,h.1.*]", "bf16"]
-    assert multiples == [1.0, 0.5]
-    assert runs.safe(items[1]) == "a+precision.exclude=_h.0.__h.1.__"
 
 
 @pytest.mark.parametrize(
@@ -60,13 +55,6 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
 def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         runs.parse(Arguments(**{"presets": "bf16"} | arguments))
-
-
-def test_a_directory_takes_more_seeds_and_presets_but_not_another_length(tmp_path):
-    runs.claim(tmp_path, Arguments("bf16", seeds=2))
-    runs.claim(tmp_path, Arguments("bf16,scalify_fp8", seeds=8, lr="1,3"))
-    with pytest.raises(UserError, match=re.escape("steps=500 (was 1000)")):
-        runs.claim(tmp_path, Arguments("bf16", steps=500))
 
 
 def write(run_dir, *rows):
@@ -105,28 +93,6 @@ def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_p
         actual = parity.read_outcome(tmp_path / name, 10)
         assert actual is not None
         assert actual.diverged
-
-
-def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
-    write(tmp_path / "a", {"step": 10, "val/loss": 1.0})
-    results = [
-        {"precision": "as trained", "loss": 1.0},
-        {"precision": "fp32", "loss": 0.5},
-    ]
-    results.append({"precision": "fp16", "loss": None})  # not finite
-    (tmp_path / "a" / "evaluation.json").write_text(
-        json.dumps({"step": 10, "tokens": 1, "results": results})
-    )
-    actual = [
-        parity.read_outcome(tmp_path / "a", 10, name)
-        for name in ("", "fp32", "bf16", "fp16")
-    ]
-    assert [outcome and outcome.elsewhere for outcome in actual] == [
-        None,
-        0.5,
-        None,
-        None,
-    ]
 
 
 @pytest.fixture
@@ -221,53 +187,12 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
 
 
-def test_a_last_checkpoint_that_cannot_be_read_is_said_and_none_is_removed(
-    ended, capsys
-):
-    args, run_dir = ended
-    (run_dir.parent.parent.parent / "older").touch()
-    parity.main(args)
-    assert (run_dir / "checkpoints" / "10").exists()
-    assert (
-        "is not evaluated: its checkpoint of step 10 cannot be read"
-        in capsys.readouterr().out
-    )
-
-
-def test_only_to_write_the_table_runs_nothing_and_touches_no_checkpoint(
-    ended, monkeypatch, capsys
-):
-    args, run_dir = ended
-    monkeypatch.setattr(runs, "in_turn", lambda *_: pytest.fail("a run was started"))
-    parity.main(dataclasses.replace(args, jobs=0, seeds=2))
-    assert (run_dir / "checkpoints").exists()
-    output = capsys.readouterr().out
-    assert "1 of 2 runs are finished; 0 to go" in output
-    assert "1 of them were not evaluated in fp32" in output
-
-
-def test_a_run_that_is_still_saving_keeps_its_checkpoints(ended):
-    args, run_dir = ended
-    with RunDir(run_dir):
-        parity.main(args)
-        assert (run_dir / "checkpoints").exists()
-
-
 def test_weights_that_cannot_be_evaluated_stay_and_the_study_goes_on(ended, capsys):
     args, run_dir = ended
     (run_dir.parent.parent.parent / "fails").touch()
     parity.main(args)
     assert (run_dir / "checkpoints").exists()
     assert "is not evaluated: it is damaged" in capsys.readouterr().out
-
-
-def test_the_other_precision_is_checked_before_anything_runs(ended):
-    with pytest.raises(UserError, match="only training writes"):
-        parity.main(dataclasses.replace(ended[0], evaluate_in="fp8_delayed"))
-    with pytest.raises(
-        UserError, match="evaluate_in=fp32,bf16: expected one precision"
-    ):
-        parity.main(dataclasses.replace(ended[0], evaluate_in="fp32,bf16"))
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):

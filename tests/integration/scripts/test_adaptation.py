@@ -51,15 +51,6 @@ msgstr ""
 """
 
 
-def test_messages_are_the_translations_without_header_fuzzy_ones_and_what_is_gone():
-    assert list(catalogues.messages(CATALOGUE)) == [
-        "Ja",
-        'Ein "langes"\nWort',
-        "%d Datei",
-        "%d Dateien",
-    ]
-
-
 def test_texts_are_documents_of_different_messages(tmp_path, monkeypatch):
     def fetch(packages, folder):
         assert packages == ["one==1", "two"]
@@ -83,21 +74,6 @@ def test_texts_are_documents_of_different_messages(tmp_path, monkeypatch):
         UserError, match="language=xx: one==1, two have no catalogue of it"
     ):
         catalogues.write_texts(tmp_path / "out/u.jsonl", ["one==1", "two"], "xx")
-
-
-def test_the_step_at_which_a_level_is_reached_lies_on_a_line_between_two_validations():
-    curve = Curve({10: 4.0, 20: 3.0, 30: 2.5})
-    assert (curve.first_at(3.5), curve.first_at(3.0), curve.first_at(2.75)) == (
-        15,
-        20,
-        25,
-    )
-    assert (curve.first_at(5.0), curve.first_at(2.0)) == (10, math.inf)
-
-
-def test_the_old_tokenizer_gets_as_many_steps_as_show_it_the_same_bytes():
-    sizes = Sizes(bytes=1000, old_tokens=500, new_tokens=280)
-    assert [sizes.steps(arm, 150, 15) for arm in adaptation.ARMS] == [150, 150, 270]
 
 
 def test_figures_are_of_pairs_of_one_seed_and_rate():
@@ -140,32 +116,6 @@ def test_figures_are_of_pairs_of_one_seed_and_rate():
     )
     assert "| 0.001 | old | 1 | 40 | 2.5000 | +0.5000 | never | never |" in text
     assert "| 0.003 | new, FOCUS | 1 | 20 | 1.5000 | -1.0000 | 0.50 | 0.75 |" in text
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"seeds": 0}, "seeds=0"),
-        ({"steps": 7, "evaluations": 2}, "steps=7: expected a multiple"),
-        ({"vocab_size": 9}, "vocab_size=9"),
-        ({"lr": "fast"}, "lr=fast: expected positive learning rates"),
-        ({"lr": "1e-3,0.001"}, "each once"),
-        ({"lr": "1e-3,-1"}, "expected positive"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_anything_is_made(tmp_path, more, words):
-    with pytest.raises(UserError, match=words):
-        adaptation.main(Arguments(out=str(tmp_path / "out"), **more))
-    assert not (tmp_path / "out").exists()
-
-
-def test_another_study_in_the_same_directory_is_refused(tmp_path):
-    adaptation.claim(tmp_path, Arguments(steps=15))
-    adaptation.claim(tmp_path, Arguments(steps=15, seeds=9))
-    # rates, as seeds, may be added
-    adaptation.claim(tmp_path, Arguments(steps=15, lr="1e-4"))
-    with pytest.raises(UserError, match=r"steps=30 \(was 15\)"):
-        adaptation.claim(tmp_path, Arguments(steps=30))
 
 
 def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(

@@ -42,24 +42,6 @@ def test_contestants_take_turns_and_alternate_who_begins():
     assert seconds == {"a": [0.5, 0.5], "b": [1.0, 1.0]}
 
 
-def test_absent_interpreter_is_named():
-    with pytest.raises(UserError, match="torch_python=/nowhere/python does not exist"):
-        interleave.torch_interpreter("/nowhere/python")
-
-
-def test_interpreter_without_torch_is_one_clear_error():
-    with (
-        interleave.torch_worker(sys.executable) as worker,
-        pytest.raises(
-            UserError,
-            match=(
-                "ended without an answer: ModuleNotFoundError: No module named 'torch'"
-            ),
-        ),
-    ):
-        bench.torch_step(bench.Arguments(), 64, worker)
-
-
 def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "torch_interpreter", lambda named: None)
     out = tmp_path / "bench.json"
@@ -103,34 +85,6 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
         == 2.0
     )
     assert actual["float16"]["speed"]["median"] == 0.5
-
-
-@pytest.mark.slow  # four programs; its figures from given times: above
-def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
-    out = tmp_path / "bench.json"
-    sizes = {
-        "vocab": "70",
-        "n_layer": 1,
-        "n_head": 1,
-        "d_model": 8,
-        "context": 8,
-        "batch": 1,
-    }
-    bench.main(
-        bench.Arguments(
-            **sizes, scalify="float16", rounds=1, compiles=1, steps=1, out=str(out)
-        )
-    )
-    (row,) = json.loads(out.read_text())["results"]
-    assert (
-        min(row["float16"][key]["median"] for key in ("trace", "compile", "speed")) > 0
-    )
-    assert "scalify, float16 data, against plain: trace" in capsys.readouterr().out
-
-
-def test_unknown_data_format_is_named():
-    with pytest.raises(UserError, match="float8"):
-        bench.main(bench.Arguments(scalify="float8"))
 
 
 def test_cases_are_read_and_wrong_ones_named():
@@ -188,18 +142,6 @@ def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
     )
     assert actual.rows == {}
     assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
-
-
-def test_compiling_only_takes_no_step_and_fills_the_cache(tmp_path, capsys):
-    actual = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", compile_only=True)
-    assert actual.rows == actual.failed == {}
-    assert not (tmp_path / "a.json").exists()
-    assert "GiB" in capsys.readouterr().out
-
-
-def test_no_case_is_begun_when_the_time_is_over(capsys, tmp_path):
-    assert run("gpt2_nano:fp32", tmp_path / "a.json", minutes=0).rows == {}
-    assert "gpt2_nano fp32 B=8: left out, 0 minutes are over" in capsys.readouterr().out
 
 
 def test_figures_of_other_settings_are_not_mixed(tmp_path):
@@ -309,22 +251,6 @@ def test_an_error_is_an_answer_and_the_worker_lives():
         with pytest.raises(Failed, match="KeyError: 'x'"):
             worker.ask({})
         assert worker.ask({"x": 3}) == {"twice": 6}
-
-
-@pytest.mark.slow  # a case that runs: ours alone, above
-def test_a_case_needs_neither_hydra_nor_data(monkeypatch):
-    for name in (
-        "wandb",
-        "datasets",
-        "hydra",
-        "tiktoken",
-        "matplotlib",
-        "orbax",
-        "orbax.checkpoint",
-    ):
-        monkeypatch.setitem(sys.modules, name, None)
-    case = bench_cases.parse_case("gpt2_nano:fp32:batch=1")
-    assert jax_worker.prepare(case, 16, cached=True).take(1) > 0
 
 
 def test_hugging_faces_configuration_is_given_by_keyword(monkeypatch):

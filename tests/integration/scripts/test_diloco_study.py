@@ -5,7 +5,6 @@ import pytest
 
 from scripts.studies import diloco, rows
 from trainer.cli.arguments import read
-from trainer.errors import UserError
 
 TINY = "model.n_layer=1 model.d_model=32 model.n_head=2 model.context=32"
 
@@ -70,8 +69,3 @@ def test_clients_have_consecutive_parts_of_two_texts(tmp_path, monkeypatch):
     assert texts[0].startswith("In the beginning God created")
     assert "import" in texts[2] + texts[3]
     assert diloco.texts_apart(tmp_path, 4) == paths
-
-
-def test_unknown_sources_are_refused(tmp_path):
-    with pytest.raises(UserError, match="sources=other: Valid: apart, none"):
-        diloco.main(read(diloco.Arguments, [f"out={tmp_path}", "sources=other"]))

@@ -1,14 +1,10 @@
 """A profile becomes a table: kernels by class, gaps, and the roofline of a program that
 is read."""
 
-import json
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts.bench import profiling
 from scripts.bench.kernel_times import (
     Span,
     class_of,
@@ -32,7 +28,6 @@ from trainer.compiled.classes import (
     classes_of,
 )
 from trainer.compiled.hlo import Program
-from trainer.errors import UserError
 from trainer.plan.targets import get_target
 from trainer.plan.times import RATES
 
@@ -187,31 +182,6 @@ def test_a_profile_of_a_cpu_is_read_to_its_end():
     assert table["classes"][UPDATE]["ms"] > 0
     assert all(row["roofline_ms"] is None for row in table["classes"].values())
     assert 0 <= table["gaps_ms"] < table["step_ms"]
-
-
-# a worker that compiles and runs; what is made of its profile: above
-@pytest.mark.slow
-def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
-    out = tmp_path / "profile.json"
-    settings = {
-        "cases": "gpt2_nano:fp32:batch=1",
-        "platform": "cpu",
-        "sequence": 16,
-        "steps": 1,
-        "out": str(out),
-    }
-    arguments = profiling.Arguments(
-        **settings, compile_cache=os.environ["SCALIFY_TEST_CACHE"]
-    )
-    profiling.main(arguments)
-    table = json.loads(out.read_text())["gpt2_nano fp32 B=1"]
-    assert table["classes"][PRODUCTS32]["ms"] > 0
-    assert table["classes"][UPDATE]["ms"] > 0
-    assert "| FP32 products |" in capsys.readouterr().out
-    profiling.main(arguments)
-    assert "already profiled" in capsys.readouterr().out
-    with pytest.raises(UserError, match="not torch"):
-        profiling.main(profiling.Arguments(cases="gpt2_nano:torch"))
 
 
 GPU_TRACE = """

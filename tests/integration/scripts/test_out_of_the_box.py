@@ -1,12 +1,8 @@
-import itertools
-
 import jax
-import numpy as np
 import pytest
 
 from scripts.studies import out_of_the_box
-from scripts.studies.out_of_the_box import TASKS, Arguments, ZooTrial, main, train
-from trainer.errors import UserError
+from scripts.studies.out_of_the_box import Arguments, ZooTrial, main, train
 
 MODELS = "vit:1,llama:2"
 
@@ -49,31 +45,6 @@ def test_runs_of_other_settings_are_not_taken(monkeypatch, tmp_path):
     for steps in (300, 200):
         main(Arguments(out=str(tmp_path), models="llama:2", seeds=1, steps=steps))
     assert len(trained) == 4
-
-
-@pytest.mark.parametrize("models", ["llama", "llama:0", "lama:4"])
-def test_a_model_without_its_depth_is_refused(models, tmp_path):
-    with pytest.raises(UserError, match="models="):
-        main(Arguments(out=str(tmp_path), models=models))
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_batches_depend_on_the_seed_only(name):
-    first, second, other = (
-        list(itertools.islice(TASKS[name](seed, 2), 2)) for seed in (0, 0, 1)
-    )
-    for a, b, c in zip(
-        *(map(np.concatenate, map(flat, x)) for x in (first, second, other)),
-        strict=True,
-    ):
-        assert np.array_equal(a, b)
-        assert not np.array_equal(a, c)
-
-
-def flat(batch):
-    return [
-        np.ravel(x) for x in (batch.values() if isinstance(batch, dict) else [batch])
-    ]
 
 
 @pytest.mark.slow  # three runs; the study of such: above

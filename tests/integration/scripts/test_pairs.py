@@ -20,10 +20,6 @@ def test_half_width_is_students(n, t):
     assert half_width(values) == pytest.approx(t * math.sqrt(n / (n - 1) / n), rel=1e-3)
 
 
-def test_a_single_pair_has_no_interval():
-    assert half_width([0.1]) == math.inf
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_difference_that_is_not_finite_has_no_interval(bad):
     assert half_width([0.1, bad]) == half_width([bad, bad]) == math.inf
@@ -97,18 +93,6 @@ def test_a_diverged_run_is_reported_and_makes_no_pair():
         "| 1x | fp32 | 2 | 0 | 0 | 2.0000 | - | - | - |",
         "| 1x | fp16 | 1 | 1 | 11 | 2.5000 | +0.5000 | +25.00 | - |",
     ]
-
-
-def test_what_only_diverged_has_a_row_without_figures():
-    outcomes = {
-        Trial(1, "fp32", 0): outcome(2.0),
-        Trial(1, "fp16", 0): outcome(diverged=True),
-    }
-    rows = compare(outcomes, "fp32", last=1)
-    assert (
-        markdown(rows, "fp32").splitlines()[-1]
-        == "| 1x | fp16 | 0 | 1 | 0 | - | - | - | - |"
-    )
 
 
 def test_the_upper_end_is_of_the_interval_not_of_the_mean():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import sys
 
 import pytest
@@ -58,26 +57,6 @@ def test_runs_without_a_trunk_to_start_from_are_not_run_and_that_is_said(
     assert not (tmp_path / "1x/fp32/0/checkpoints").exists()
     with pytest.raises(UserError, match="other trunk=0 \\(was 4\\)"):
         parity.main(dataclasses.replace(args, trunk=0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"trunk": 10}, "trunk=10: expected fewer steps than steps=10"),
-        ({"trunk": -1}, "trunk=-1: expected fewer"),
-        (
-            {"trunk": 4, "jobs": 2},
-            "trunk=4 and jobs=2: runs of a seed wait for the base's; give jobs=1",
-        ),
-        (
-            {"against": "bf15"},
-            "against=bf15 is none of the items of this study: fp32, bf16",
-        ),
-    ],
-)
-def test_a_trunk_or_a_second_item_that_no_study_has_is_refused(arguments, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        parity.check_arguments(Arguments("bf16", steps=10, evaluations=10, **arguments))
 
 
 def test_runs_are_compared_with_another_item_than_the_base_too():

@@ -79,14 +79,6 @@ def test_what_is_no_study_or_has_no_pair_is_said(tmp_path):
         read_study(args)
 
 
-def test_a_study_of_one_validation_has_no_curve(tmp_path):
-    args = write_study(tmp_path, {"fp32": [2.0], "scalify_fp8_fp16": [2.0]})
-    for path in tmp_path.rglob("metrics.jsonl"):
-        path.write_bytes(path.read_bytes().splitlines(keepends=True)[-1])
-    with pytest.raises(UserError, match="two validations or more"):
-        read_study(args)
-
-
 def test_the_picture_in_the_readme_has_the_bytes_of_the_results_and_is_small(tmp_path):
     actual = state_bytes(RESULTS.read_text())
     assert (actual["bf16"], actual["scalify_fp8_fp16"], actual["scalify_fp8_fp8"]) == (
@@ -104,8 +96,3 @@ def test_the_picture_in_the_readme_has_the_bytes_of_the_results_and_is_small(tmp
     assert len(text) < 100_000
     counts = {kind: len(titles) for kind, titles in lines_of(PICTURE).items()}
     assert counts["base"] == counts["ours"] >= 2
-
-
-def test_figures_that_are_gone_are_said():
-    with pytest.raises(UserError, match="no table of the precisions' memory"):
-        state_bytes("## Memory of the precisions")

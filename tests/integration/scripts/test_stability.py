@@ -1,18 +1,13 @@
 """The stability study: each figure by hand on made-up runs, and a short study of real
 ones that can fail."""
 
-import json
 import math
 from typing import NamedTuple
 
 import pytest
 
-from scripts.studies import stability, stable
-from scripts.studies.stability import Arguments
+from scripts.studies import stable
 from scripts.studies.stable import Run
-from trainer.errors import UserError
-
-TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
 
 def ended(first=5.0, final=2.0, *, diverged=False):
@@ -80,47 +75,6 @@ def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitiv
         " 2.200) |" in text
     )
     assert text.rstrip().endswith("| 2 diverged |")
-
-
-@pytest.mark.slow  # ten runs; studies that go on: test_parity.py
-def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(
-    tmp_path, capsys
-):
-    out = tmp_path / "out"
-    args = Arguments(
-        "fp32",
-        seeds=1,
-        lr="1,100000",
-        steps=40,
-        batch_tokens=64,
-        evaluations=4,
-        eval_batches=2,
-        last=1,
-        jobs=2,
-        overrides=(
-            f"{TINY} parallel.data=1 data.cache_dir={tmp_path}/data"
-            f" compile_cache={tmp_path}/cache"
-        ),
-        out=str(out),
-    )
-    stability.main(args)
-    assert "1 to go, about" in capsys.readouterr().out
-    study = json.loads((out / "stability.json").read_text())
-    (row,) = study["table"]
-    assert (row["runs"], row["diverged"], row["largest"]) == (2, 1, 1.0)
-    assert row["sensitivity"] > 0.1
-    trained, lost = study["runs"]
-    assert trained["final"] < trained["first"] - 0.5
-    assert not trained["diverged"]
-    assert lost["diverged"]
-    assert "| fp32 | 2 | 1 |" in (out / "stability.md").read_text()
-    assert not list(out.glob("*/*/*/checkpoints"))
-    finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    stability.main(args)
-    assert "2 of 2 runs are finished; 0 to go" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    with pytest.raises(UserError, match=r"steps=20 \(was 40\)"):
-        stability.main(Arguments(**vars(args) | {"steps": 20}))
 
 
 def test_a_run_has_figures_when_it_has_ended():

@@ -4,7 +4,6 @@ import pytest
 
 from scripts.studies import zoo
 from scripts.studies.zoo import Arguments, cell, main
-from trainer.errors import UserError
 
 GOOD = {
     "fits": True,
@@ -55,19 +54,6 @@ def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
     assert "| rwkv | 0.001 / 0.002 | - | - | - | - | - | fits |" in table
 
 
-def test_rows_of_other_sizes_are_not_taken(measured, tmp_path):
-    arguments = {
-        "out": str(tmp_path / "zoo.md"),
-        "models": "rwkv",
-        "formats": "bf16",
-        "scales": "dynamic",
-        "rounds": 0,
-    }
-    for depth in (2, 3, 2):
-        main(Arguments(**arguments, depth=depth))
-    assert len(measured) == 2
-
-
 def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path):
     def fails(*args):
         raise NotImplementedError("vmap of while")
@@ -94,8 +80,3 @@ def test_a_cell_says_what_fails():
     actual = GOOD | {"failures": 2, "most_zeros": 0.25, "error": "inf", "resized": 7.0}
     assert cell(actual) == "**inf / 0.002**, 2 of 3, zeros 25.0%, resized **7**"
     assert cell(None) == "-"
-
-
-def test_unknown_models_are_named_with_what_is_valid(tmp_path):
-    with pytest.raises(UserError, match="did you mean 'llama'"):
-        main(Arguments(out=str(tmp_path / "zoo.md"), models="lama"))

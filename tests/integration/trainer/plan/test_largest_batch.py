@@ -47,16 +47,6 @@ def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing(limit):
     assert calls <= more_calls
 
 
-def test_a_search_with_slack_measures_less():
-    need = lambda b: 100 + 10 * b + b**2 // 20
-    counts = []
-    for slack in (0, 0.1):
-        calls = []
-        largest_that_fits(lambda b: calls.append(b) or need(b), 8, 1000, 80, slack)  # noqa: B023
-        counts.append(len(calls))
-    assert counts[1] < counts[0]
-
-
 def test_a_need_that_once_falls_is_searched_on():
     need = lambda b: {1: 100, 2: 99}.get(b, 98 + 2 * b)  # as continued figures may
     assert largest_that_fits(need, 1, 202) == (52, 52)
