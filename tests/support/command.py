@@ -2,6 +2,7 @@
 run directory then says."""
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -11,13 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from scripts.faults.chaos import SMALL
-from trainer import Callback, compose, train
+from trainer import Callback, Result, compose, train
 from trainer.cli.train import main
 from trainer.observe.records import read_rows
 from trainer.text import merge_overrides
@@ -33,7 +34,11 @@ type Process = subprocess.Popen[str]
 
 def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
     """What a trainer in this process prints, which imports nothing anew; it ends with
-    `code`. It works in `folder`."""
+    `code`. It works in `folder`.
+
+    This process has eight devices, so more threads than one with a device: large sums
+    of a run have other last bits there.
+    """
     printed = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -94,28 +99,39 @@ def trainer(
     )
 
 
-def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
-    """A run in this process that a signal stops soon after this step, as one from a
-    cluster's queue would."""
-    stop = Callback(
-        "stop",
-        1,
-        lambda context: (
-            os.kill(os.getpid(), signal.SIGTERM) if context.step == step else None
-        ),
+def _train_with(
+    action: Callable[[], None], step: int, folder: Path, run_dir: str, *args: str
+) -> Result:
+    """Train in this process, and do something after a step."""
+    callback = Callback(
+        "action", 1, lambda context: action() if context.step == step else None
+    )
+    given = merge_overrides(
+        TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        actual = train(
-            compose(
-                merge_overrides(
-                    TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
-                )
-            ),
-            callbacks=[stop],
-        )
+        return train(compose(given), callbacks=[callback])
+
+
+def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
+    """A run in this process that a signal stops soon after this step, as one from a
+    cluster's queue would."""
+    stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    actual = _train_with(stop, step, folder, run_dir, *args)
     assert actual.stopped_by == signal.SIGTERM
     assert actual.step >= step
+
+
+def crashed_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
+    """A run in this process that ends without a word after this step: what it has
+    saved before is what there is of it."""
+
+    def crash() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _train_with(crash, step, folder, run_dir, *args)
 
 
 def finish(process: Process, code: int = 0) -> str:

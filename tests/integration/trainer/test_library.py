@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_texts_are_prepared_once_and_trained_on():
+def test_texts_are_prepared_once_and_trained_on_in_another_thread_too():
     texts = [f"{i} and {i} are {2 * i}. " * 9 for i in range(300)]
     config = configuration("train.steps=2", "data.val_fraction=0.1")
     actual = train(config, data=texts)
@@ -170,20 +170,16 @@ def test_texts_are_prepared_once_and_trained_on():
         sum(name.startswith("own-") and name.endswith(".jsonl") for name in prepared)
         == 1
     )
-    train(dataclasses.replace(config, run_dir="B"), data=iter(texts))
-    assert sorted(os.listdir(cache)) == prepared
-
-
-def test_a_run_in_another_thread_catches_no_signal_and_ends():
+    other = dataclasses.replace(config, run_dir="B")
     entries = []
+    # where no signal can be caught
     thread = threading.Thread(
-        target=lambda: entries.append(
-            train(configuration("train.steps=2"), data=Walk())
-        )
+        target=lambda: entries.append(train(other, data=iter(texts)))
     )
     thread.start()
     thread.join()
     assert entries[0].step == 2
+    assert sorted(os.listdir(cache)) == prepared
 
 
 def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():
@@ -240,14 +236,16 @@ def test_errors_are_exceptions_of_the_program():
             data=Walk(),
             callbacks=[Callback("samples", 1, lambda context: None)],
         )
-    bad = [
-        "optimizer=sgd",
-        "optimizer.lr=1e30",
-        "optimizer.clip_norm=0",
-        "watchdog.max_skips=2",
-        "train.steps=9",
-    ]
+
+    def diverge(context):  # as the watchdog does: test_runs.py
+        raise Diverged("it did")
+
     recorder = Recorder()
-    with pytest.raises(Diverged):
-        train(configuration(*bad, run_dir="bad"), data=Walk(), tracker=recorder)
+    with pytest.raises(Diverged, match="it did"):
+        train(
+            configuration("train.steps=2"),
+            data=Walk(),
+            tracker=recorder,
+            callbacks=[Callback("diverge", 1, diverge)],
+        )
     assert recorder.exit_code == 3

@@ -5,7 +5,7 @@ import logging
 
 import numpy as np
 import pytest
-from command import TINY, here, parameters, stopped_after, values
+from command import TINY, crashed_after, here, parameters, stopped_after, values
 
 from trainer import compose
 from trainer.assembly.data import build_data
@@ -45,7 +45,8 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(
     assert rows[3]["data/low/share"] > 0.6
     assert rows[-1]["val/low/loss"] != rows[-1]["val/up/loss"]
     assert rows[-1]["val/up/bits_per_byte"] > 0
-    stopped_after(texts, "B", 3, *ARGS)
+    stopped_after(texts, "B", 3, *ARGS)  # before the stage, and behind it
+    crashed_after(texts, "B", 5, *ARGS)
     monkeypatch.chdir(texts)
     monkeypatch.setattr(logging.root, "handlers", [])
     assert main(["resume=B"]) == 0

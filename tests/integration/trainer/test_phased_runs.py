@@ -1,8 +1,8 @@
-"""A run in phases: what each trains, and the same bits when it is stopped before a
-border."""
+"""A run in phases: what each trains, and the same bits when it is stopped on both
+sides of a border."""
 
 import pytest
-from command import here, parameters, stopped_after, values
+from command import crashed_after, here, parameters, stopped_after, values
 
 from trainer.assembly.saved_model import restore_training
 
@@ -27,12 +27,14 @@ def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
     assert not (tmp_path / "A").exists()
 
 
-def test_a_run_stopped_before_a_border_is_the_same_run(tmp_path):
+@pytest.mark.slow  # its border: precision/test_kahan.py; stops: test_library.py
+def test_a_run_stopped_on_both_sides_of_a_border_is_the_same_run(tmp_path):
     phases = f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:bf16_pure}}]"
     output = here(tmp_path, "A", *ARGS, phases)
     assert "phase 1 of 2, steps 1 to 6: embeddings (" in output
     assert "phase 2 of 2, steps 7 to 12: all (" in output
     stopped_after(tmp_path, "B", 5, *ARGS, phases)
+    crashed_after(tmp_path, "B", 7, *ARGS, phases)
     here(tmp_path, "B", *ARGS, phases)
     assert values(tmp_path / "A") == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 12) == parameters(tmp_path / "B", 12)

@@ -25,8 +25,9 @@ def first_state(model, context):
     return w, build_state(c, w)
 
 
-@pytest.mark.parametrize("model", [FROM_INIT, SIZES], ids=["from_init", "preset"])
-@pytest.mark.parametrize("kind", ["run", "Hugging Face"])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("run", FROM_INIT), ("Hugging Face", SIZES)]
+)
 def test_weights_are_taken_into_a_shorter_context(
     finished_run, tmp_path, monkeypatch, model, kind
 ):

@@ -60,33 +60,31 @@ def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(
             "is not what the run wrote up to step" in text for text in events(folder)
         ), damage
         whole = log.read_bytes()
-    capsys.readouterr()
-    train(compose([*SMALL, f"train.steps={steps + 1}"]))
-    assert "is not what the run wrote" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", ["removed", "replaced", "emptied"])
 def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(
-    folder, capsys, damage
+    folder, capsys
 ):
     log = folder / "A" / "metrics.jsonl"
 
+    def steps():
+        return [row["step"] for row in read_rows(log) if "event" not in row]
+
     def harm(moment):
-        if damage == "emptied":
+        if moment.step in (3, 5):  # the checkpoints of 2 and 4 have noticed the last
+            assert steps() == list(range(1, moment.step))
+        if moment.step == 5:
             os.truncate(log, 0)
-        else:
+        elif moment.step % 2:
             log.unlink()
-        if damage == "replaced":
+        if moment.step == 3:
             log.write_text("")
 
-    train(compose([*SMALL, "train.steps=6"]), callbacks=[Callback("harm", 3, harm)])
-    steps = [row["step"] for row in read_rows(log) if "event" not in row]
-    assert steps[-1] == 6
-    assert (
-        "was removed or replaced" if damage != "emptied" else "was changed while"
-    ) in capsys.readouterr().out
-    if damage != "emptied":
-        assert steps == [1, 2, 3, 4, 5, 6]
+    train(compose([*SMALL, "train.steps=6"]), callbacks=[Callback("harm", 1, harm)])
+    assert steps()[-1] == 6
+    printed = capsys.readouterr().out
+    assert printed.count("was removed or replaced") == 2
+    assert printed.count("was changed while") == 1
 
 
 def test_the_end_names_no_report_that_was_not_written(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Weights that are not finite are found before a checkpoint holds them, and no run with
 them ends well."""
 
+import contextlib
 import dataclasses
 import os
 
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from trainer import Diverged, UserError, compose, train
 from trainer.assembly import run as assembly
+from trainer.assembly.saved_model import restore_run
+from trainer.cli import export
 from trainer.report.history import History
 from trainer.report.page import ending
 from trainer.run.checkpoint import Checkpointer
@@ -167,11 +170,9 @@ def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command
     assert "5 of 5 steps: finished" in ending(History.read(folder / "A"))
 
 
-def test_given_weights_are_looked_at_and_the_tensor_named(folder):
-    train(configuration("train.steps=1"))
-    from trainer.cli import export
-
-    export.main(export.Arguments("A", "weights"))
+def test_given_weights_are_looked_at_and_the_tensor_named(folder, finished_run):
+    with contextlib.chdir(finished_run[0]):
+        export.main(export.Arguments("A", str(folder / "weights")))
     file = folder / "weights" / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "c_fc.weight" in name)
@@ -193,8 +194,6 @@ def test_a_checkpoint_of_an_older_version_with_a_nan_is_refused(folder):
         meta = checkpointer.meta()
         broken, _ = poison(1)(1, None, run.state, {})
         checkpointer.save(2, assembly.to_stored(broken), meta)
-    from trainer.assembly.saved_model import restore_run
-
     with pytest.raises(
         UserError,
         match=r"checkpoint 2 in .*: params/.* is not finite; choose another run",
