@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from measured_and_plain import HALF, ROUNDINGS, SIZES, both, error, normal
+from beside_plain import HALF, ROUNDINGS, SIZES, both, error, normal
+from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
@@ -20,7 +21,7 @@ def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     x = normal(0, 256) * size
     actual = quantize.stored(x, np.dtype(dtype))
     fmt = sc.numerics.formats.FloatFormat.of(dtype)
-    np.testing.assert_allclose(
+    assert_allclose(
         quantize.unstored(actual), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
     )
     if dtype != jnp.bfloat16:
@@ -31,7 +32,7 @@ def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
             <= 2.0 ** (amax.top_of(dtype) + 1)
             <= fmt.max
         )
-    np.testing.assert_array_equal(
+    assert_array_equal(
         quantize.unstored(quantize.stored(jnp.zeros(4), np.dtype(dtype))), 0
     )
     assert quantize.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
@@ -85,7 +86,7 @@ def test_an_argument_that_is_returned_is_returned_as_it_is():
     )[0]
     assert actual.is_static
     assert actual.scale == w.scale
-    np.testing.assert_array_equal(actual.data, w.data)
+    assert_array_equal(actual.data, w.data)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +149,9 @@ def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
     x = as_scaled_array(normal(0, 64), dtype=HALF)
     rescaled, kept, plain, rebalanced = jax.jit(scalify(fun))(x)
     assert error(rescaled, asarray(x) * 1e-6) <= ROUNDINGS[HALF]
-    np.testing.assert_array_equal(asarray(kept), asarray(x))
+    assert_array_equal(asarray(kept), asarray(x))
     assert isinstance(plain, jax.Array)
-    np.testing.assert_array_equal(asarray(rebalanced), asarray(x))
+    assert_array_equal(asarray(rebalanced), asarray(x))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -158,7 +159,5 @@ def test_simulated_formats_are_applied_to_data(size):
     fmt = sc.numerics.formats.FloatFormat.parse("e4m3")
     x = as_scaled_array(normal(0, 64) * size)
     actual = asarray(jax.jit(scalify(lambda x: sc.static.cast_on_forward(x, fmt)))(x))
-    np.testing.assert_allclose(
-        actual, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size
-    )
+    assert_allclose(actual, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size)
     assert not np.array_equal(actual, asarray(x))

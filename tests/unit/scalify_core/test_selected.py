@@ -1,16 +1,22 @@
 """What a product with a mask, one-hot vectors or a one-hot matrix selects is the number
-that it is selected from."""
+that it is selected from; and who reads a value beside a product, moved or passed on,
+reads all of it."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from families import quick
-from jax import nn
-from measured_and_plain import HALF, ROUNDINGS, error, normal
+from beside_plain import F32, HALF, ROUNDINGS, error, normal, products, scaled
+from families import slow
+from jax import lax, nn
+from numpy.testing import assert_allclose
 
-from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core import asarray, scalify
 
 LABELS = jnp.arange(32) % 10
+
+
+def eye(h, **how):
+    return jnp.eye(8, dtype=h.dtype, **how)
 
 
 def picked(mask, s):
@@ -24,13 +30,12 @@ def hardest_wrong(w, x):
     return jnp.mean(jnp.where(wrong > -1e4, nn.relu(1 + wrong - right), 0))
 
 
-def accuracy(w, x):
-    s = x @ w
-    return jnp.mean(
-        (
-            picked(nn.one_hot(jnp.argmax(s, -1), 10, dtype=s.dtype), s) == s.max(-1)
-        ).astype(jnp.float32)
-    )
+def margin(w, x):
+    z = jnp.tanh(x @ w)
+    mask = jnp.where(jnp.argmax(z, -1)[:, None] == jnp.arange(10)[None], 1.0, 0.0)
+    top = picked(mask, z)
+    other = jnp.max(jnp.where(z >= top[:, None], -1e4, z), -1)
+    return jnp.mean(nn.relu(0.5 - top + other))
 
 
 def of_the_diagonal(w, x):
@@ -39,26 +44,12 @@ def of_the_diagonal(w, x):
     return jnp.mean(jnp.max(jnp.where(s == selected[:, None], -10.0, s), -1))
 
 
-def margin(w, x):
-    z = jnp.tanh(x @ w)
-    mask = jnp.where(jnp.argmax(z, -1)[:, None] == jnp.arange(10)[None], 1.0, 0.0)
-    top = picked(mask, z)
-    return jnp.mean(
-        nn.relu(0.5 - top + jnp.max(jnp.where(z >= top[:, None], -1e4, z), -1))
-    )
-
-
-@pytest.mark.parametrize(
-    "loss",
-    quick([hardest_wrong, accuracy, of_the_diagonal, margin], hardest_wrong, margin),
-)
-@pytest.mark.parametrize("seed", quick([0, 1], 0))
-def test_it_compares_as_it_does_in_the_plain_program(loss, seed):
-    w, x = as_scaled_array((normal(seed + 9, 16, 10), normal(seed, 32, 16)), dtype=HALF)
+@pytest.mark.parametrize("loss", [hardest_wrong, margin, slow(of_the_diagonal)])
+def test_it_compares_as_it_does_in_the_plain_program(loss):
+    args = scaled(normal(9, 16, 10), normal(0, 32, 16))
     both = jax.value_and_grad(loss)
-    expected = both(*asarray((w, x)))
-    for actual in (jax.jit(scalify(both))(w, x), scalify(both, check=True)(w, x)):
-        assert error(actual, expected) < ROUNDINGS[HALF]
+    for fun in (jax.jit(scalify(both)), scalify(both, check=True)):
+        assert error(fun(*args), both(*asarray(args))) < ROUNDINGS[HALF]
 
 
 ROWS, IDS = jnp.arange(8), jnp.array([3, 1, 1, 6])
@@ -67,58 +58,44 @@ ROWS, IDS = jnp.arange(8), jnp.array([3, 1, 1, 6])
 def dispatched(h):
     """By two one-hot vectors each, to four places of two experts, and back again in
     order."""
-    expert, place = jnp.arange(8) % 2, jnp.arange(8) // 2
-    to = nn.one_hot(expert, 2)[:, :, None] * nn.one_hot(place, 4)[:, None, :]
+    to = nn.one_hot(ROWS % 2, 2)[:, :, None] * nn.one_hot(ROWS // 2, 4)[:, None, :]
     return jnp.einsum("tec,td->ecd", to, h).transpose(1, 0, 2).reshape(8, 8)
+
+
+def signed(h):
+    signs = jnp.where(ROWS[:, None] % 2 == 0, 1.0, -1.0)
+    return jnp.where(ROWS[:, None] == (ROWS[None] ^ 1), signs, 0.0) @ h
 
 
 # What copies rows or columns by a product, and how to take them.
 COPIES = {
     "eye": (lambda h: jnp.eye(8)[:4] @ h, lambda h: h[:4]),
-    "shifted": (
-        lambda h: jnp.eye(8, k=-1) @ h,
-        lambda h: jnp.pad(h, ((1, 0), (0, 0)))[:8],
-    ),
-    "booleans": (
-        lambda h: jnp.eye(8, dtype=bool)[:4].astype(h.dtype) @ h,
-        lambda h: h[:4],
-    ),
     "one-hot": (lambda h: nn.one_hot(IDS, 8) @ h, lambda h: h[IDS]),
-    "where": (
-        lambda h: jnp.where(IDS[:, None] == jnp.arange(8)[None], 1.0, 0.0) @ h,
-        lambda h: h[IDS],
-    ),
-    "columns": (lambda h: h @ nn.one_hot(IDS, 8).T, lambda h: h[:, IDS]),
-    "of a part": (lambda h: jnp.eye(8)[:4] @ h[:, :3], lambda h: h[:4, :3]),
-    "of the transpose": (lambda h: jnp.eye(8)[:4] @ h.T, lambda h: h.T[:4]),
-    "dispatch": (dispatched, lambda h: h),
-    "inside a call": (jax.jit(lambda h: jnp.eye(8)[:4] @ h), lambda h: h[:4]),
-    "in a scan": (
-        lambda h: jax.lax.scan(lambda c, _: (c, jnp.eye(8)[:4] @ c), h, length=2)[1][1],
-        lambda h: h[:4],
+    "a convolution": (
+        lambda h: lax.conv_general_dilated(
+            h[:, None], jnp.eye(3)[None, :1], (1,), "VALID"
+        )[:, 0],
+        lambda h: h[:, :6],
     ),
     "a mask that is given": (
-        lambda h: jax.lax.scan(
+        lambda h: lax.scan(
             lambda c, m: (c, m.astype(c.dtype) @ c), h, jnp.eye(8, dtype=bool)[None, :4]
         )[1][0],
         lambda h: h[:4],
     ),
+    "where": (
+        lambda h: jnp.where(IDS[:, None] == ROWS[None], 1.0, 0.0) @ h,
+        lambda h: h[IDS],
+    ),
+    "columns": (lambda h: h @ nn.one_hot(IDS, 8).T, lambda h: h[:, IDS]),
+    "of the transpose": (lambda h: jnp.eye(8)[:4] @ h.T, lambda h: h.T[:4]),
+    "dispatch": (dispatched, lambda h: h),
     "by another comparison": (
-        lambda h: (
-            (jnp.abs(jnp.arange(8)[:, None] - jnp.arange(8)[None]) < 1).astype(h.dtype)
-            @ h
-        ),
+        lambda h: (jnp.abs(ROWS[:, None] - ROWS[None]) < 1).astype(h.dtype) @ h,
         lambda h: h,
     ),
     "signs": (
-        lambda h: (
-            jnp.where(
-                ROWS[:, None] == (ROWS[None] ^ 1),
-                jnp.where(ROWS[:, None] % 2 == 0, 1.0, -1.0),
-                0.0,
-            )
-            @ h
-        ),
+        signed,
         lambda h: jnp.where(ROWS[:, None] % 2 == 0, h[ROWS ^ 1], -h[ROWS ^ 1]),
     ),
     "a power of two": (
@@ -126,16 +103,10 @@ COPIES = {
         lambda h: h[:4] / 4,
     ),
     "patches": (
-        lambda h: jax.lax.conv_general_dilated_patches(h[:, None], (3,), (1,), "SAME")[
+        lambda h: lax.conv_general_dilated_patches(h[:, None], (3,), (1,), "SAME")[
             :, 1
         ],
         lambda h: h,
-    ),
-    "a convolution": (
-        lambda h: jax.lax.conv_general_dilated(
-            h[:, None], jnp.eye(3)[None, :1], (1,), "VALID"
-        )[:, 0],
-        lambda h: h[:, :6],
     ),
     "under vmap": (
         lambda h: jax.vmap(lambda i: nn.one_hot(i, 8) @ h)(IDS),
@@ -146,9 +117,13 @@ COPIES = {
 
 # by `sizes`: true, and not the subject
 @pytest.mark.filterwarnings("ignore:.*plain code has FP32 here, by promotion")
-@pytest.mark.parametrize("dtype", quick([HALF, jnp.bfloat16], HALF))
 @pytest.mark.parametrize(
-    "how", quick(COPIES, "eye", "one-hot", "in a scan", "a convolution")
+    ("how", "dtype"),
+    [
+        *((how, HALF) for how in list(COPIES)[:4]),
+        *(slow(how, HALF) for how in list(COPIES)[4:]),
+        slow("eye", jnp.bfloat16),
+    ],
 )
 def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dtype):
     copied, taken = COPIES[how]
@@ -162,7 +137,7 @@ def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dty
         h = made(x)
         return jnp.mean(jnp.tanh(copied(h) @ w[: copied(h).shape[-1]]) ** 2)
 
-    x, w = as_scaled_array((normal(0, 8, 8), normal(1, 8, 4)), dtype=dtype)
+    x, w = scaled(normal(0, 8, 8), normal(1, 8, 4), dtype=dtype)
     differ = scalify(lambda x: jnp.abs(copied(made(x)) - taken(made(x))).max())
     assert asarray(differ(x)) == asarray(jax.jit(differ)(x)) == 0
     both = jax.value_and_grad(loss, (0, 1))
@@ -170,100 +145,181 @@ def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dty
         assert error(actual, both(*asarray((x, w)))) < ROUNDINGS[dtype]
 
 
+def picks(kind, ids, h):
+    """Rows of `h`, chosen by the product with one-hot vectors."""
+    hot = nn.one_hot(ids, h.shape[0], dtype=h.dtype)
+    if kind == "jit":
+        return jax.jit(jnp.matmul)(hot, h)
+    if kind == "remat":
+        return jax.checkpoint(jnp.matmul)(hot, h)
+    if kind == "scan, constant":
+        return lax.scan(lambda c, a: (c, hot @ a), 0, h.T[..., None])[1][..., 0].T
+    if kind == "scan, stack":
+        return lax.scan(lambda c, a: (c, a @ h), 0, hot)[1]
+    if kind == "cond":
+        return lax.cond(h[0, 0] > -9, lambda h: hot @ h, lambda h: h[ids], h)
+    zeros = jnp.zeros((ids.size, h.shape[0]), h.dtype)
+    return zeros.at[jnp.arange(ids.size), ids].set(1) @ h
+
+
+KINDS = ["jit", "remat", "scan, constant", "scan, stack", "cond", "scatter"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_by_one_hot_vectors_are_equal_in_bodies_too(kind):
+    same = lambda h: jnp.mean((picks(kind, IDS, h) == h[IDS]).astype(F32))
+    equal = jax.jit(scalify(lambda x: same(jnp.tanh(x))))
+    assert float(asarray(equal(*scaled(normal(0, 8, 4))))) == 1
+
+
 def test_what_is_not_finite_stays_so_in_a_copy():
-    x = as_scaled_array(jnp.array([[1.0, 2], [jnp.inf, 3], [4, 5]]), dtype=HALF)
-    copied = scalify(lambda x: jnp.eye(3)[:1] @ (x * 1.1))(x)
-    assert jnp.isnan(asarray(copied)[0, 0])  # 0 * inf, as in the plain program
-    assert abs(asarray(copied)[0, 1] - 2.2) < 2e-3
+    (x,) = scaled(jnp.array([[1.0, 2], [jnp.inf, 3], [4, 5]]))
+    copied = asarray(scalify(lambda x: jnp.eye(3)[:1] @ (x * 1.1))(x))
+    assert jnp.isnan(copied[0, 0])  # 0 * inf, as in the plain program
+    assert abs(copied[0, 1] - 2.2) < 2e-3
 
 
 def test_a_copy_loses_nothing():
-    x = as_scaled_array(normal(0, 8, 8), dtype=HALF)
-    copied = lambda x: jnp.eye(8, dtype=x.dtype)[:4] @ (1e-30 * jnp.tanh(x))
-    same = lambda x: jnp.all(copied(x) == (1e-30 * jnp.tanh(x))[:4])
-    assert scalify(same)(x)
+    small = lambda x: 1e-30 * jnp.tanh(x)
+    same = lambda x: jnp.all(eye(x)[:4] @ small(x) == small(x)[:4])
+    assert scalify(same)(*scaled(normal(0, 8, 8)))
 
 
-def test_how_often_a_product_is_multiplied():
+def test_how_often_and_in_which_format_a_product_is_multiplied():
     """Once: by zeros and powers of two in FP32, but for what is stored as it is."""
-    s = as_scaled_array(normal(0, 8, 8), dtype=HALF)
-
-    def products(fun):
-        text = jax.jit(scalify(fun)).lower(s).as_text()
-        return sum("dot_general" in line for line in text.splitlines())
-
-    eye = lambda s: jnp.eye(8, dtype=s.dtype)
-    assert (
-        products(
-            lambda s: (2 * jnp.eye(8, dtype=jnp.int8)).astype(s.dtype) @ jnp.tanh(s)
-        )
-        == 1
-    )
-    assert (
-        products(lambda s: eye(s)[:4] @ s)
-        == products(lambda s: eye(s)[:4] @ s[::-1].T)
-        == 1
-    )
-    assert products(lambda s: eye(s)[:4] @ jnp.tanh(s)) == 1
-    assert (
-        products(lambda s: jnp.where(jnp.eye(8, dtype=bool), -0.5, 0.0) @ jnp.tanh(s))
-        == 1
-    )
-    assert (
-        products(lambda s: jnp.where(jnp.eye(8, dtype=bool), 3.0, 0.0) @ jnp.tanh(s))
-        == 1
-    )
-
-
-def test_what_copies_a_computed_value_is_in_float32():
-    s, mask = as_scaled_array(normal(0, 8, 8), dtype=HALF), jnp.eye(8, dtype=bool)
-
-    def product(fun):
-        text = jax.jit(scalify(fun)).lower(s).as_text()
-        lines = [line for line in text.splitlines() if "dot_general" in line]
-        return "".join(lines)
-
-    matrix = product(lambda s: mask.astype(s.dtype) @ s)
+    (s,), mask = scaled(normal(0, 8, 8)), jnp.eye(8, dtype=bool)
+    for fun in (
+        lambda s: (2 * jnp.eye(8, dtype=jnp.int8)).astype(s.dtype) @ jnp.tanh(s),
+        lambda s: eye(s)[:4] @ s,
+        lambda s: eye(s)[:4] @ s[::-1].T,
+        lambda s: eye(s)[:4] @ jnp.tanh(s),
+        lambda s: jnp.where(mask, -0.5, 0.0) @ jnp.tanh(s),
+        lambda s: jnp.where(mask, 3.0, 0.0) @ jnp.tanh(s),
+    ):
+        assert len(products(fun, s)) == 1
+    (matrix,) = products(lambda s: mask.astype(s.dtype) @ s, s)
     assert "f16>, tensor" in matrix
     assert "HIGHEST" not in matrix
-    chosen = product(lambda s: picked(mask.astype(s.dtype), jnp.tanh(s)))
-    assert "f32>, tensor" in chosen
-    assert "HIGHEST" in chosen
-    in_fp32 = product(
-        lambda s: jnp.einsum(
-            "bc,bc->b", mask.astype(s.dtype), jnp.tanh(s), precision="high"
-        )
+    chosen = lambda s, **how: jnp.einsum(
+        "bc,bc->b", mask.astype(s.dtype), jnp.tanh(s), **how
     )
+    (computed,) = products(chosen, s)
+    assert "f32>, tensor" in computed
+    assert "HIGHEST" in computed
+    (in_fp32,) = products(lambda s: chosen(s, precision="high"), s)
     assert "HIGHEST" not in in_fp32
 
 
 def test_a_product_of_the_highest_precision_is_in_float32_and_so_is_its_gradient():
-    s = as_scaled_array(normal(0, 8, 8), dtype=HALF)
-
-    def products(fun):
-        text = jax.jit(scalify(jax.grad(fun))).lower(s).as_text()
-        return [line for line in text.splitlines() if "dot_general" in line]
-
-    in_fp32 = products(
-        lambda s: jnp.sum(jnp.tanh(jnp.dot(jnp.tanh(s), s, precision="highest")))
+    (s,) = scaled(normal(0, 8, 8))
+    gradient = lambda how: jax.grad(
+        lambda s: jnp.sum(jnp.tanh(jnp.dot(jnp.tanh(s), s, precision=how)))
     )
+    in_fp32 = products(gradient("highest"), s)
     assert len(in_fp32) == 3
     assert not any("f16>" in line for line in in_fp32)
-    assert all(
-        "f16>" in line
-        for line in products(lambda s: jnp.sum(jnp.tanh(jnp.tanh(s) @ s)))
-    )
+    assert all("f16>" in line for line in products(gradient(None), s))
 
 
 def test_derivatives_of_linear_algebra_are_what_plain_float32_gives():
     """Their products ask for the highest precision; plain code of FP16 casts to FP32
     before."""
-    fun = lambda a, b: jnp.sum(
-        jnp.linalg.lstsq(a.astype(jnp.float32), b.astype(jnp.float32))[0] ** 2
-    )
-    a, b = as_scaled_array((normal(0, 12, 6), normal(1, 12)), dtype=HALF)
-    actual, expected = (
-        asarray(scalify(jax.grad(fun))(a, b)),
-        jax.grad(fun)(asarray(a), asarray(b)),
-    )
-    assert jnp.linalg.norm(actual - expected) < 2.0**-11 * jnp.linalg.norm(expected)
+    solve = lambda a, b: jnp.linalg.lstsq(a.astype(F32), b.astype(F32))[0]
+    gradient = jax.grad(lambda a, b: jnp.sum(solve(a, b) ** 2))
+    args = scaled(normal(0, 12, 6), normal(1, 12))
+    assert error(scalify(gradient)(*args), gradient(*asarray(args))) < 2.0**-11
+
+
+# Who reads a value beside a product.
+
+X, V = scaled(normal(0, 8, 8), normal(1, 8, 4))
+# There, and back again.
+MOVES = {
+    "two": (lambda p: -p.T[::-1], lambda m: -m[::-1].T),
+    "swapaxes": (lambda p: jnp.swapaxes(p[None], 1, 2), lambda m: m[0].T),
+    "reshape": (lambda p: p.reshape(4, 2, 8), lambda m: m.reshape(8, 8)),
+    "rev of columns": (lambda p: jnp.flip(p, 1), lambda m: jnp.flip(m, 1)),
+    "broadcast": (lambda p: jnp.broadcast_to(p, (2, 8, 8)), lambda m: m[1]),
+}
+# Of a value, of it moved, and of that moved back.
+READERS = {
+    "log": lambda p, m, back: -jnp.mean(jnp.log(jnp.abs(m))),
+    "reciprocal": lambda p, m, back: jnp.log(jnp.sum(1 / jnp.abs(m))),
+    "comparison": lambda p, m, back: jnp.mean(
+        jnp.where(jnp.abs(back - p) <= 1e-5 * jnp.abs(p), p, 1e3)
+    ),
+}
+# Who reads a value for a product and otherwise, in a function of its own.
+PASSED_ON = {
+    "jit": lambda fun, p, v: jax.jit(fun)(p, v),
+    "checkpoint": lambda fun, p, v: jax.checkpoint(fun)(p, v),
+    "constant of a scan": lambda fun, p, v: lax.scan(
+        lambda c, _: (c + fun(p, v), None), 0.0, length=2
+    )[0],
+    "stack of a scan": lambda fun, p, v: lax.scan(
+        lambda c, p: (c + fun(p, v), None), 0.0, p[None]
+    )[0],
+}
+
+
+def weights_of(x):
+    """Of attention, so sharp that no narrow format holds the small ones beside the
+    large."""
+    return nn.softmax(7 * x, -1)
+
+
+def moved(move, reader):
+    there, back = MOVES[move]
+
+    def loss(x, v):
+        p = weights_of(x)
+        m = there(p)
+        return jnp.mean((m @ v) ** 2) + READERS[reader](p, m, back(m))
+
+    return loss
+
+
+def passed_on(how, reader):
+    inner = lambda p, v: jnp.mean((p @ v) ** 2) + READERS[reader](p, p, p)
+
+    def loss(x, v):
+        p = weights_of(x)
+        return jnp.mean(jnp.tanh(p @ v)) + PASSED_ON[how](inner, p, v)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(moved("two", reader) for reader in READERS),
+        *(slow(moved(move, "log")) for move in list(MOVES)[1:]),
+        passed_on("checkpoint", "reciprocal"),
+        passed_on("stack of a scan", "log"),
+        slow(passed_on("jit", "log")),
+        slow(passed_on("constant of a scan", "log")),
+    ],
+)
+def test_who_reads_a_value_beside_a_product_reads_all_of_it(loss):
+    inside = jax.value_and_grad(loss, (0, 1))
+    actual = asarray(jax.jit(scalify(inside))(X, V))
+    assert error(actual, inside(*asarray((X, V)))) < ROUNDINGS[HALF]
+    checked = asarray(scalify(inside, check=True)(X, V))
+    # both FP16, of sums in another order
+    close = lambda a, b: assert_allclose(a, b, rtol=2**-9, atol=2**-18)
+    jax.tree.map(close, actual, checked)
+
+
+def test_what_a_product_reads_moved_is_stored_once():
+    """The peak of the value is measured where it is made, and not again where it is
+    read transposed."""
+
+    def stores(fun):
+        text = str(jax.make_jaxpr(scalify(lambda x, v: fun(jnp.tanh(x), v)))(X, V))
+        return text.count("name=measured ")
+
+    direct = stores(lambda h, v: jnp.sum(h @ v))
+    assert direct > 0
+    logs = lambda h, v: jnp.sum(h[None] @ v) + jnp.sum(jnp.log(h.T))
+    assert stores(logs) == direct
+    assert stores(lambda h, v: jnp.sum(h.T @ v) + jnp.sum(jnp.abs(h.T))) == direct

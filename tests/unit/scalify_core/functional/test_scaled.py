@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draws import draw_normal
+from beside_plain import assert_near, normal
 from families import quick
+from numpy.testing import assert_array_equal
 
 import scalify_core
 import scalify_core as sc
@@ -21,18 +22,7 @@ RTOL = 64 * float(jnp.finfo(jnp.float32).eps)
 
 # the composites' own rules
 scalify = functools.partial(scalify_core.scalify, scales="static")
-
-
-def normal(seed, *shape):
-    return draw_normal(seed, shape)
-
-
-def assert_near(actual, expected, rtol=RTOL):
-    """Within `rtol` of the largest element."""
-    for a, b in zip(
-        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.abs(b).max()))
+near = functools.partial(assert_near, rtol=RTOL)
 
 
 X, HEAD, TARGETS = (
@@ -58,15 +48,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0, None])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "scale"), zip(LOSSES, (1.0, None, 1.0, None), strict=True)
+)
 def test_gradient_of_a_batched_linear_cross_entropy_is_that_of_the_plain_program(
     name, scale
 ):
     gradient = jax.grad(LOSSES[name], (0, 1))
-    assert_near(
-        scalify(gradient)(*as_scaled_array((X, HEAD), scale)), gradient(X, HEAD)
-    )
+    near(scalify(gradient)(*as_scaled_array((X, HEAD), scale)), gradient(X, HEAD))
 
 
 def test_gradients_per_example_of_linear_cross_entropy_are_those_of_the_plain_program():
@@ -75,9 +64,7 @@ def test_gradients_per_example_of_linear_cross_entropy_are_those_of_the_plain_pr
         twice = jax.vmap(lambda x: gradients(x, head, TARGETS), in_axes=1, out_axes=1)
         return twice(jnp.stack([x, 2 * x], axis=1))
 
-    assert_near(
-        scalify(per_example)(*as_scaled_array((X, HEAD), 1.0)), per_example(X, HEAD)
-    )
+    near(scalify(per_example)(*as_scaled_array((X, HEAD), 1.0)), per_example(X, HEAD))
 
 
 # Run-time scales: what is far from 1 is neither zero nor infinite in FP16.
@@ -86,7 +73,6 @@ HALF = jnp.float16
 # FP16 operands as they are given, some dozens of roundings of FP16 results on the way
 # to the gradients.
 HALF_RTOL = 32 * float(jnp.finfo(HALF).eps)
-EXPONENTS = [-30, 0, 20]
 
 
 def half(x, exponent, dynamic):
@@ -94,8 +80,9 @@ def half(x, exponent, dynamic):
     return sc.ScaledArray(x.astype(HALF), jnp.float32(scale) if dynamic else scale)
 
 
-@pytest.mark.parametrize("dynamic", ["q", "k", "v", "qkv", ""])
-@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize(
+    ("dynamic", "exponent"), [("q", -30), ("k", 20), ("v", -30), ("qkv", 20), ("", -30)]
+)
 def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(
     exponent, dynamic
 ):
@@ -131,8 +118,7 @@ def rms(x):
     return float(jnp.sqrt(jnp.mean(jnp.square(x.data.astype(jnp.float32)))))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("exponent", [-60, -30, 0, 20, 60])
+@pytest.mark.parametrize(("dynamic", "exponent"), [(False, -60), (True, 60)])
 def test_a_rotation_changes_no_scale(exponent, dynamic):
     x = half(normal(0, 2, 64, 3, 8), exponent, dynamic)
     actual = scalify(rotated)(x)
@@ -153,15 +139,16 @@ def test_a_rotation_under_vmap_rotates_each():
 def test_a_rotation_of_a_plain_array_by_scaled_tables():
     x = normal(0, 1, 64, 2, 8)
     tables = as_scaled_array(TABLES, 1.0)
-    assert_near(scalify(sc.functional.rope)(x, *tables), sc.functional.rope(x, *TABLES))
-    assert_near(
+    near(scalify(sc.functional.rope)(x, *tables), sc.functional.rope(x, *TABLES))
+    near(
         scalify(jax.grad(lambda t: jnp.sum(sc.functional.rope(x, *t))))(tables),
         (0 * TABLES[0], 0 * TABLES[1]),
     )
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("exponents", [(0, 0, 0), (-60, 60, 0), (20, -20, 60)])
+@pytest.mark.parametrize(
+    ("dynamic", "exponents"), [(False, (20, -20, 60)), (True, (-60, 60, 0))]
+)
 def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
     """Keys and values that three query heads share: their gradients are sums over
     these."""
@@ -176,7 +163,7 @@ def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
         assert 0.25 <= rms(y) <= 4
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 4])
 def test_what_heads_share_has_the_size_that_is_expected(groups):
     """Of the gradients of keys and values, data of one size however many query heads
     add up to them."""
@@ -193,8 +180,9 @@ def test_what_heads_share_has_the_size_that_is_expected(groups):
         assert 0.5 <= rms(actual) / rms(own) <= 2
 
 
-@pytest.mark.parametrize("dynamic", ["x", "head", "x head"])
-@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize(
+    ("dynamic", "exponent"), [("x", -30), ("head", 20), ("x head", -30)]
+)
 def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
     x, head = (
         half(X[0], exponent, "x" in dynamic),
@@ -204,8 +192,7 @@ def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
     assert_near(scalify(fun)(x, head), fun(*asarray((x, head))), HALF_RTOL)
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dynamic", "exponent"), [(False, -30), (True, 20)])
 def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynamic):
     x, head = half(X[0], exponent, dynamic), half(HEAD, -exponent, dynamic)
     fun = jax.value_and_grad(
@@ -228,8 +215,7 @@ def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynam
         lambda x: sc.functional.rms_norm(x, jnp.ones(D)),
     ],
 )
-@pytest.mark.parametrize("exponent", EXPONENTS)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dynamic", "exponent"), [(False, 20), (True, -30)])
 def test_gradient_of_a_norm_has_the_scale_of_what_it_divides_by(
     norm, exponent, dynamic
 ):
@@ -252,7 +238,7 @@ def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
         for i, e in enumerate(exponents)
     ]
     actual = scalify(sc.functional.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
-    assert_near(actual, sc.functional.layer_norm(X[0], *asarray(parameters)))
+    near(actual, sc.functional.layer_norm(X[0], *asarray(parameters)))
     if exponents[1] in (None, -126) or exponents[1] <= exponents[0]:
         assert 0.25 <= float(jnp.sqrt(jnp.mean(jnp.square(actual.data)))) <= 4
 
@@ -264,7 +250,7 @@ def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
         lambda x: sc.functional.layer_norm(x, jnp.ones(D), None),
         lambda x: sc.functional.rms_norm(x, jnp.ones(D)),
     ):
-        np.testing.assert_array_equal(asarray(scalify(norm)(x))[1], 0)
+        assert_array_equal(asarray(scalify(norm)(x))[1], 0)
         assert np.isfinite(
             scalify(jax.grad(lambda x, norm=norm: norm(x)[0, 0]))(x).data
         ).all()
@@ -285,9 +271,9 @@ def test_a_gelu_with_its_own_bias_is_the_gelu_of_a_sum(scale):
         )
 
     args = as_scaled_array((2.0**5 * X[0], 2.0**3 * bias), scale)
-    assert_near(scalify(own)(*args), of_a_sum(*asarray(args)))
+    near(scalify(own)(*args), of_a_sum(*asarray(args)))
     stack = as_scaled_array((X, jnp.stack([bias, 2 * bias, -bias])), scale)
-    assert_near(scalify(jax.vmap(own))(*stack), jax.vmap(of_a_sum)(*asarray(stack)))
+    near(scalify(jax.vmap(own))(*stack), jax.vmap(of_a_sum)(*asarray(stack)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -314,7 +300,7 @@ def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
 )
 @pytest.mark.parametrize(
     ("outer", "inner"),
-    [(0, None), (1, None), (2, None), (1, 0), (1, 1), (2, 1), (0, 1)],
+    [(0, None), (2, None), (1, 0), (2, 1)],
 )
 def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(
     fun, outer, inner
@@ -329,8 +315,38 @@ def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(
         return jnp.sum(y * jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))
 
     x = jnp.arange(24.0).reshape(2, 3, 4) - 7
-    np.testing.assert_array_equal(
-        asarray(scalify(mapped)(as_scaled_array(x, 0.25))), mapped(x)
-    )
+    assert_array_equal(asarray(scalify(mapped)(as_scaled_array(x, 0.25))), mapped(x))
     actual = asarray(scalify(jax.grad(loss))(as_scaled_array(x, 0.25)))
-    np.testing.assert_array_equal(actual, jax.grad(loss)(x))
+    assert_array_equal(actual, jax.grad(loss)(x))
+
+
+F = sc.functional
+ONE = normal(9, 64, 32)
+COMPOSITES = {
+    "layer_norm": (lambda x: F.layer_norm(x, jnp.ones(32), jnp.zeros(32)), ONE),
+    "rms_norm": (lambda x: F.rms_norm(x, jnp.ones(32)), ONE),
+    "gelu": (F.gelu, ONE),
+    "swiglu": (F.swiglu, ONE, ONE[::-1]),
+    "attention": (F.attention, *(normal(i, 2, 32, 2, 16) for i in range(3))),
+    "embedding": (lambda t: F.embedding(t, jnp.arange(48) % 16), normal(3, 16, 32)),
+    "cross entropy": (
+        lambda x, w: F.linear_cross_entropy(x, w, jnp.arange(64) % 48),
+        ONE,
+        normal(4, 48, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_data_near_one_stays_near_one_forward_and_backward(name):
+    """Or it creeps over 48 layers."""
+    fun, *args = COMPOSITES[name]
+
+    def both(*args):
+        out, pull = jax.vjp(fun, *args)
+        return out, pull(jnp.ones(()) if out.ndim == 0 else normal(5, *out.shape))
+
+    out, gradients = scalify(both)(*as_scaled_array(tuple(args), 1.0, dtype=HALF))
+    for y in (out, *gradients):
+        if isinstance(y, sc.ScaledArray):
+            assert 1 / 4 <= rms(y) <= 4
