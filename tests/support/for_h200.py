@@ -50,6 +50,20 @@ def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):
     )
 
 
+def compiled_for_a_gpu(step, args):
+    """A jitted step, compiled quickly: the machine code is thrown away."""
+    sharding = jax.sharding.SingleDeviceSharding(h200_devices()[0])
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    options = {
+        "xla_gpu_autotune_level": 0,
+        "xla_backend_optimization_level": 0,
+        "xla_gpu_disable_gpuasm_optimizations": True,
+    }
+    return step.lower(*args).compile(compiler_options=options)
+
+
 def gemms(text):
     """(kernel, operand dtypes, algorithm) of every matrix product; Triton's and plain
     dots are found by name too."""

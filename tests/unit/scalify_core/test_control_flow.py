@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from beside_plain import HALF, assert_near
 from draws import draw_normal
-from families import quick
+from families import slow
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
@@ -75,11 +77,6 @@ PROGRAMS = {
         X,
         LAYERS,
     ),
-    "scan_gradient": (
-        lambda x, ws: jax.grad(lambda ws: (lax.scan(layer, x, ws)[0] ** 2).mean())(ws),
-        X,
-        LAYERS,
-    ),
     "scan_remat_gradient": (
         lambda x, ws: jax.grad(
             lambda ws: (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean()
@@ -98,10 +95,6 @@ PROGRAMS = {
         lambda x: lax.scan(
             lambda c, _: (c * 1.5, jnp.full(3, 0.75)), x, None, length=5
         ),
-        X,
-    ),
-    "fori_of_growing_carry": (
-        lambda x: lax.fori_loop(0, 5, lambda i, c: c * 2.0, x),
         X,
     ),
     "fori_of_fifty_sums": (
@@ -151,27 +144,8 @@ PROGRAMS = {
         ),
         X,
     ),
-    "remat_gradient": (
-        lambda x, w: jax.grad(
-            lambda w: (jax.checkpoint(lambda w: jnp.sin(x @ w))(w) ** 2).sum()
-        )(w),
-        X,
-        W,
-    ),
-    "custom_derivatives": (
-        lambda x: jax.grad(
-            lambda x: (jax.nn.relu(x) + jax.nn.silu(x) + jax.nn.softplus(x)).sum()
-        )(x),
-        X,
-    ),
-    "vmap_inside": (lambda x, ws: jax.vmap(lambda w: jnp.tanh(x @ w))(ws), X, LAYERS),
     "associative_scan": (lambda x: lax.associative_scan(jnp.add, x), X),
-    "linear_solve": (lambda w: jnp.linalg.solve(w @ w.T + jnp.eye(8), w), W),
     "convolution_and_pooling_gradients": (jax.grad(conv_loss, (0, 1)), KERNEL, IMAGE),
-    "gather_gradient": (
-        lambda x: jax.grad(lambda x: (x[jnp.array([1, 0, 1])] ** 2).sum())(x),
-        X,
-    ),
     "shard_map": (sharded, X, W),
     "shard_map_gradient": (
         lambda x, w: jax.grad(lambda w: sharded(x, w)[0].sum())(w),
@@ -182,8 +156,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("scale", quick([1.0, None], 1.0))
-@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(1.0, HALF), slow(None, HALF), slow(1.0, jnp.float32)],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_gives_the_plain_values(name, dtype, scale):
     fun, *args = PROGRAMS[name]
@@ -191,15 +167,7 @@ def test_program_gives_the_plain_values(name, dtype, scale):
     out = jax.jit(scalify(fun))(*as_scaled_array(args, scale, dtype=dtype))
     # Twelve layers, or fifty sums, each of which rounds a few times.
     tolerance = 64 * float(jnp.finfo(dtype).eps)
-    for actual, plain in zip(
-        jax.tree.leaves(asarray(out)), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(
-            actual,
-            plain,
-            rtol=0,
-            atol=tolerance * float(jnp.abs(plain).max(initial=0)) + 1e-30,
-        )
+    assert_near(out, expected, tolerance)
     for leaf in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, ScaledArray)):
         if isinstance(leaf, ScaledArray):
             assert leaf.dtype == dtype
@@ -224,11 +192,11 @@ def test_carry_that_is_multiplied_in_each_turn_is_followed_over_its_whole_way(
             lambda c: c[0] < 40, lambda c: (c[0] + 1, c[1] * factor), (0, x)
         )[1]
 
-    x = as_scaled_array(X, 1.0, dtype=jnp.float16)
+    x = as_scaled_array(X, 1.0, dtype=HALF)
     actual = asarray(jax.jit(scalify(fun))(x))
     # A rounding of FP16 in each turn; numbers of 1/8 are normal there, whatever the
     # power of two.
-    np.testing.assert_allclose(
+    assert_allclose(
         actual,
         asarray(x) * factor**40,
         rtol=40 * 2.0**-11,
@@ -273,13 +241,11 @@ def test_layers_of_a_scan_have_scales_of_their_own():
     exponents = jnp.arange(12) % 3 * 10
     layers = ScaledArray(LAYERS, 2.0 ** -exponents.astype(jnp.float32))
     fun = lambda x, ws: lax.scan(lambda c, w: (c, c @ w), x, ws)[1]
-    out = scalify(fun)(
-        as_scaled_array(X, 1.0, dtype=jnp.float16), layers.astype(jnp.float16)
-    )
+    out = scalify(fun)(as_scaled_array(X, 1.0, dtype=HALF), layers.astype(HALF))
     assert out.scale.shape == (12, 1, 1)
     rms = np.sqrt(np.mean(np.square(np.float32(out.data)), axis=(1, 2)))
     assert ((rms > 1 / 4) & (rms < 4)).all()
-    np.testing.assert_allclose(asarray(out), fun(X, asarray(layers)), rtol=0, atol=0.02)
+    assert_allclose(asarray(out), fun(X, asarray(layers)), rtol=0, atol=0.02)
 
 
 # Scales far apart.
@@ -290,7 +256,7 @@ def test_branches_whose_scales_are_far_apart_keep_their_own(which):
     x = as_scaled_array(
         draw_normal(0, (16,)) * 2.0**-20,
         2.0**-20,
-        dtype=jnp.float16,
+        dtype=HALF,
     )
 
     def fun(which, x):
@@ -298,9 +264,7 @@ def test_branches_whose_scales_are_far_apart_keep_their_own(which):
             which, [lambda: x * 2.0**-20, lambda: x * 2.0**20, lambda: jnp.ones_like(x)]
         )
 
-    np.testing.assert_array_equal(
-        asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x))
-    )
+    assert_array_equal(asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x)))
 
 
 def test_clipping_by_the_global_norm_keeps_static_scales_static():
@@ -308,7 +272,7 @@ def test_clipping_by_the_global_norm_keeps_static_scales_static():
         return optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())[0]
 
     gradients = [
-        as_scaled_array(2.0**-9 * jnp.ones((64, n)), 2.0**-9, dtype=jnp.float16)
+        as_scaled_array(2.0**-9 * jnp.ones((64, n)), 2.0**-9, dtype=HALF)
         for n in (1, 64)
     ]
     assert all(x.is_static for x in jax.jit(scalify(clipped))(gradients))
@@ -325,7 +289,7 @@ def test_constants_that_begin_a_loop_have_any_scale_however_they_are_used():
     x = as_scaled_array(
         draw_normal(0, (16, 8)) * 2.0**-20,
         2.0**-20,
-        dtype=jnp.float16,
+        dtype=HALF,
     )
     (_, h, m), hs = jax.jit(scalify(fun))(x)
     assert max(y.scale for y in (h, m, hs)) <= 2.0**-16

@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import F32
 from draws import draw_normal
+from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
@@ -35,7 +37,7 @@ def test_guards_below_the_format_act_as_in_fp32(name, dtype):
     expected = np.clip(GUARDS[name](x), -limit, limit)
     # The clip's complement, 1 - (1 - 1e-7), has few bits in FP32 already: an ulp of its
     # logarithm's argument.
-    np.testing.assert_allclose(asarray(actual), expected, rtol=RTOL[dtype], atol=1e-6)
+    assert_allclose(asarray(actual), expected, rtol=RTOL[dtype], atol=1e-6)
 
 
 def test_a_guard_that_a_matrix_product_also_reads_is_not_rounded_to_zero():
@@ -45,7 +47,7 @@ def test_a_guard_that_a_matrix_product_also_reads_is_not_rounded_to_zero():
 
     x = jnp.zeros((3, 4)).at[1].set(1.0)
     rows, _ = scalify(normalised)(as_scaled_array(x, 1.0, dtype=HALF))
-    np.testing.assert_allclose(asarray(rows), normalised(x)[0], rtol=2.0**-10)
+    assert_allclose(asarray(rows), normalised(x)[0], rtol=2.0**-10)
 
 
 def test_a_constant_that_the_format_holds_costs_no_conversion():
@@ -58,26 +60,27 @@ def test_a_constant_that_the_format_holds_costs_no_conversion():
         assert "convert_element_type" not in str(jaxpr)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("mask", [-1e9, -1e30, float(jnp.finfo(jnp.float32).min)])
-def test_a_mask_hides_small_logits_too(mask, dynamic):
+@pytest.mark.parametrize(
+    ("dynamic", "mask"), [(False, -1e9), (True, float(jnp.finfo(F32).min))]
+)
+def test_a_mask_hides_small_logits_too(dynamic, mask):
     def probabilities(x):
         return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((4, 4), bool)), x, mask))
 
     scale = 2.0**-30
     x = ScaledArray(
         jax.random.normal(jax.random.key(0), (4, 4), HALF),
-        jnp.float32(scale) if dynamic else scale,
+        F32(scale) if dynamic else scale,
     )
     actual = asarray(scalify(probabilities)(x))
-    np.testing.assert_allclose(actual, probabilities(asarray(x)), rtol=2 * RTOL[HALF])
+    assert_allclose(actual, probabilities(asarray(x)), rtol=2 * RTOL[HALF])
 
 
 # Scales that the operation, not the operand, decides.
 
 
 def small(dtype=HALF, dynamic=False, exponent=-26):
-    scale = jnp.float32(2.0**exponent) if dynamic else 2.0**exponent
+    scale = F32(2.0**exponent) if dynamic else 2.0**exponent
     return ScaledArray(jnp.asarray([1.0, -2.0, 0.5, 0.0], dtype), scale)
 
 
@@ -88,26 +91,22 @@ def small(dtype=HALF, dynamic=False, exponent=-26):
 )
 def test_functions_that_are_their_argument_near_zero_keep_small_ones(fun, dynamic):
     x = small(dynamic=dynamic)
-    np.testing.assert_allclose(
-        asarray(scalify(fun)(x)), fun(asarray(x)), rtol=RTOL[HALF]
-    )
+    assert_allclose(asarray(scalify(fun)(x)), fun(asarray(x)), rtol=RTOL[HALF])
     large = small(dynamic=dynamic, exponent=3)
     actual = scalify(fun)(large)
-    np.testing.assert_allclose(
-        asarray(actual), fun(asarray(large)), rtol=RTOL[HALF], atol=0
-    )
+    assert_allclose(asarray(actual), fun(asarray(large)), rtol=RTOL[HALF], atol=0)
 
 
 def test_run_time_zeros_do_not_get_a_scale_that_others_saturate_at():
     x = as_scaled_array(jnp.zeros(4), dtype=HALF)
-    np.testing.assert_array_equal(asarray(scalify(lambda x: jnp.tanh(x) + 1)(x)), 1)
+    assert_array_equal(asarray(scalify(lambda x: jnp.tanh(x) + 1)(x)), 1)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fun", [jnp.floor, jnp.ceil, jnp.round])
 def test_integers_are_not_out_of_proportion_to_a_small_scale(fun, dynamic):
     x = small(dynamic=dynamic, exponent=-20)
-    np.testing.assert_array_equal(asarray(scalify(fun)(x)), fun(asarray(x)))
+    assert_array_equal(asarray(scalify(fun)(x)), fun(asarray(x)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -117,10 +116,10 @@ def test_integers_are_not_out_of_proportion_to_a_small_scale(fun, dynamic):
 def test_integer_powers_stay_in_range_whatever_the_scale(n, exponent, dynamic):
     scale = 2.0**exponent
     x = ScaledArray(
-        jnp.asarray([0.9, 0.99, 1.0]) / scale, jnp.float32(scale) if dynamic else scale
+        jnp.asarray([0.9, 0.99, 1.0]) / scale, F32(scale) if dynamic else scale
     )
     # Repeated squaring doubles a relative error.
-    np.testing.assert_allclose(
+    assert_allclose(
         asarray(scalify(lambda x: x**n)(x)), asarray(x) ** n, rtol=2 * abs(n) * 2.0**-23
     )
 
@@ -129,25 +128,23 @@ def test_a_logarithm_of_what_the_user_cast_to_fp16_is_of_the_logical_value():
     x = as_scaled_array(jnp.asarray([2.0**-30, 2.0**-22]), 2.0**-26)
     actual = scalify(lambda x: jnp.log(x.astype(HALF)))(x)
     assert actual.dtype == HALF
-    np.testing.assert_allclose(asarray(actual), jnp.log(asarray(x)), rtol=RTOL[HALF])
+    assert_allclose(asarray(actual), jnp.log(asarray(x)), rtol=RTOL[HALF])
 
 
 # Constants.
 
 
 def test_a_scalar_compared_with_a_constant_array_is_broadcast():
-    x = as_scaled_array(jnp.float32(0.5), 0.5)
-    np.testing.assert_array_equal(scalify(lambda x: x > jnp.zeros(3))(x), [True] * 3)
-    np.testing.assert_array_equal(
-        scalify(lambda x: jnp.full(3, jnp.inf) > x)(x), [True] * 3
-    )
+    x = as_scaled_array(F32(0.5), 0.5)
+    assert_array_equal(scalify(lambda x: x > jnp.zeros(3))(x), [True] * 3)
+    assert_array_equal(scalify(lambda x: jnp.full(3, jnp.inf) > x)(x), [True] * 3)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+@pytest.mark.parametrize("dtype", [F32, HALF])
 def test_a_quotient_by_zero_or_infinity_does_not_drag_the_scale(dtype):
     x = as_scaled_array(jnp.asarray([1.5, -2.0, 0.25]), 1.0, dtype=dtype)
     for fun in (lambda x: x / jnp.inf + x, lambda x: jnp.where(x > 10, x / 0.0, x)):
-        np.testing.assert_array_equal(asarray(scalify(fun)(x)), asarray(x))
+        assert_array_equal(asarray(scalify(fun)(x)), asarray(x))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, BRAIN])
@@ -157,7 +154,7 @@ def test_a_product_with_a_constant_is_rounded_once_and_to_an_arithmetic_format(d
         actual = scalify(fun)(x)
         assert actual.dtype == (HALF if dtype == jnp.float8_e4m3fn else BRAIN)
         expected = fun(asarray(x))
-        np.testing.assert_allclose(
+        assert_allclose(
             asarray(actual),
             expected,
             rtol=float(jnp.finfo(actual.dtype).eps),
@@ -191,8 +188,8 @@ def test_run_time_scales_keep_what_leaves_their_range_as_static_ones_do(name):
     x = jnp.asarray(
         [1.0, 2.0, 0.0 if "inverse" not in name and name != "quotient" else 1.0]
     )
-    actual = scalify(fun)(ScaledArray(x, jnp.float32(2.0**exponent)))
+    actual = scalify(fun)(ScaledArray(x, F32(2.0**exponent)))
     expected = scalify(fun)(ScaledArray(x, 2.0**exponent))
-    np.testing.assert_array_equal(asarray(actual), asarray(expected))
+    assert_array_equal(asarray(actual), asarray(expected))
     assert np.all(np.isfinite(asarray(expected)))
     assert asarray(expected)[0] != 0

@@ -9,35 +9,10 @@ import pytest
 from for_h200 import AS_TRAINED, MATRIX, assert_all_fp8, compiled_text
 from propagated import scalify
 
-from scalify_core.array.scaled_array import ScaledArray
+from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
 from scalify_core.numerics.amax import largest_magnitudes, sums_of_squares
 from scalify_core.ops.functional import gelu, layer_norm, materialised
 from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
-
-
-def test_an_activation_is_written_in_fp8_and_then_transposed(h200):
-    """A kernel that writes both orders takes longer than two, on an H100."""
-
-    def step(x, bias, w, gradient):
-        hidden = lambda x, bias, w: fp8_dot_general(gelu(x, bias), w, MATRIX)
-        out, pull = jax.vjp(hidden, x, bias, w)
-        return out, pull(gradient)
-
-    def on_data(x, bias, w, gradient):
-        out, gradients = scalify(step)(
-            *(ScaledArray(a, 1.0) for a in (x, bias, w, gradient))
-        )
-        return out.data, [g.data for g in gradients]
-
-    text = compiled_text(
-        h200, on_data, (4096, 1024), (1024,), (1024, 256), (4096, 256), **AS_TRAINED
-    )
-    assert_all_fp8(text, forward=1, backward=2)
-    entry = text[text.index("ENTRY ") :]
-    fusions = re.findall(r" = (\(.*?\)|\S+) fusion\(", entry)
-    orders = ("f8e4m3fn[4096,1024]", "f8e4m3fn[1024,4096]")
-    actual = [[order for order in orders if order in out] for out in fusions]
-    assert sorted(filter(None, actual)) == sorted([order] for order in orders), fusions
 
 
 def written(text):
@@ -45,22 +20,79 @@ def written(text):
     return re.findall(r" = (\(.*?\)|\S+) fusion\(", text[text.index("ENTRY ") :])
 
 
+def on_data(step):
+    """Of data at scale 1; the data of what comes out."""
+
+    def run(*arrays):
+        out = scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))
+        return [y.data for y in jax.tree.leaves(out, is_leaf=is_scaled_array)]
+
+    return run
+
+
+def with_gradients(fun, wanted=slice(None)):
+    """Of operands and a gradient: the result and the gradients that are wanted."""
+
+    def step(*args):
+        out, pull = jax.vjp(fun, *args[:-1])
+        return out, pull(args[-1])[wanted]
+
+    return step
+
+
+def product(x, w):
+    return fp8_dot_general(x, w, MATRIX)
+
+
+# What is multiplied, the shapes, the products of the backward pass, and which array of
+# E4M3 is written in both orders. A kernel that writes both takes longer than two, on an
+# H100.
+WRITTEN = {
+    "an activation": (
+        with_gradients(lambda x, bias, w: product(gelu(x, bias), w)),
+        ((4096, 1024), (1024,), (1024, 256), (4096, 256)),
+        2,
+        (4096, 1024),
+    ),
+    "a layer norm": (
+        with_gradients(lambda x, g, b, w: product(layer_norm(x, g, b), w), slice(3, 4)),
+        ((8192, 768), (768,), (768,), (768, 768), (8192, 768)),
+        1,
+        (8192, 768),
+    ),
+    **{
+        f"a weight, kept: {kept}": (
+            with_gradients(
+                lambda x, w, kept=kept: Fp8DotGeneral(keep_rhs=kept)(x, w, MATRIX)
+            ),
+            ((8192, 768), (768, 2304), (8192, 2304)),
+            2,
+            (768, 2304),
+        )
+        for kept in (True, False)
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_operand_is_written_in_fp8_and_then_transposed(h200, name):
+    step, shapes, backward, (rows, columns) = WRITTEN[name]
+    text = compiled_text(h200, on_data(step), *shapes, **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=backward)
+    orders = (f"f8e4m3fn[{rows},{columns}]", f"f8e4m3fn[{columns},{rows}]")
+    actual = [[order for order in orders if order in out] for out in written(text)]
+    assert sorted(filter(None, actual)) == sorted([order] for order in orders)
+
+
 def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that_adds_up_its_rows(
     h200,
 ):
-    def hidden(w, bias, v, x):
-        return fp8_dot_general(gelu(fp8_dot_general(x, w, MATRIX), bias), v, MATRIX)
-
     def step(w, bias, v, x, gradient):
-        return jax.vjp(lambda *parameters: hidden(*parameters, x), w, bias, v)[1](
-            gradient
-        )
-
-    def on_data(*arrays):
-        return [g.data for g in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
+        hidden = lambda w, bias, v: product(gelu(product(x, w), bias), v)
+        return jax.vjp(hidden, w, bias, v)[1](gradient)
 
     shapes = (256, 1024), (1024,), (1024, 256), (4096, 256), (4096, 256)
-    text = compiled_text(h200, on_data, *shapes, **AS_TRAINED)
+    text = compiled_text(h200, on_data(step), *shapes, **AS_TRAINED)
     assert_all_fp8(text, forward=1, backward=3)
     actual = [out for out in written(text) if "f8e5m2[4096,1024]" in out]
     assert len(actual) == 1, written(text)
@@ -85,36 +117,6 @@ def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
     ), written(text)
 
 
-def test_the_output_of_a_layer_norm_is_written_in_fp8_and_then_transposed(h200):
-    def step(x, weight, bias, w, gradient):
-        out, pull = jax.vjp(
-            lambda *args: fp8_dot_general(layer_norm(*args[:3]), args[3], MATRIX),
-            x,
-            weight,
-            bias,
-            w,
-        )
-        return out, pull(gradient)[3]
-
-    def on_data(*arrays):
-        return [y.data for y in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
-
-    text = compiled_text(
-        h200,
-        on_data,
-        (8192, 768),
-        (768,),
-        (768,),
-        (768, 768),
-        (8192, 768),
-        **AS_TRAINED,
-    )
-    assert_all_fp8(text, forward=1, backward=1)
-    orders = ("f8e4m3fn[8192,768]", "f8e4m3fn[768,8192]")
-    actual = [[order for order in orders if order in out] for out in written(text)]
-    assert sorted(filter(None, actual)) == sorted([order] for order in orders)
-
-
 def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
     statistics = lambda *arrays: (
         largest_magnitudes([arrays[:2], arrays[2:4]]),
@@ -136,27 +138,6 @@ def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200
         "f32[512]",
         "f32[512]",
     ]
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_weight_is_written_once_in_each_order(h200, kept):
-    dot = Fp8DotGeneral(keep_rhs=kept)
-
-    def step(x, w, gradient):
-        out, pull = jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
-        return out, pull(gradient)
-
-    def on_data(*arrays):
-        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))
-        return out.data, [g.data for g in gradients]
-
-    text = compiled_text(
-        h200, on_data, (8192, 768), (768, 2304), (8192, 2304), **AS_TRAINED
-    )
-    assert_all_fp8(text, forward=1, backward=2)
-    orders = ("f8e4m3fn[2304,768]", "f8e4m3fn[768,2304]")
-    actual = [[order for order in orders if order in out] for out in written(text)]
-    assert sorted(filter(None, actual)) == [[order] for order in orders]
 
 
 @pytest.mark.parametrize("scale", [1.0, None])

@@ -3,17 +3,17 @@ element."""
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import propagated
 import pytest
+from beside_plain import assert_near, pairs
 from draws import draw_normal
-from families import quick
+from families import quick, slow
 from jax import lax
 from jax.experimental.ode import odeint
+from numpy.testing import assert_allclose
 
 import scalify_core
 from scalify_core import as_scaled_array, asarray
@@ -50,16 +50,14 @@ def nest(depth, *kinds):
     return fun
 
 
-@pytest.mark.parametrize("scale", quick([1.0, None], None))
 @pytest.mark.parametrize(
-    "kinds",
+    ("kinds", "scale"),
     [
-        (branch,),
-        (turns,),
-        (counted,),
-        (branch, turns),
-        (branch, branch, turns),
-        (jax.checkpoint, branch, counted),
+        ((branch,), None),
+        ((turns,), 1.0),
+        ((counted,), None),
+        ((branch, branch, turns), 1.0),
+        ((jax.checkpoint, branch, counted), None),
     ],
 )
 def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(
@@ -81,18 +79,15 @@ def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(
     assert 0 < counts[9] <= 5 * counts[3], counts
 
 
-@pytest.mark.parametrize("scale", quick([1.0, None], None))
-@pytest.mark.parametrize("kinds", [(branch, turns), (turns, counted)])
+@pytest.mark.parametrize(
+    ("kinds", "scale"), [((branch, turns), None), ((turns, counted), 1.0)]
+)
 def test_nested_control_flow_gives_the_plain_values(kinds, scale, scalify):
     x = draw_normal(0, (8,))
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.float16, 0.02)):
         scaled = as_scaled_array(x, scale, dtype=dtype)
         fun = nest(4, *kinds)
-        expected = fun(asarray(scaled))
-        actual = asarray(jax.jit(scalify(fun))(scaled))
-        np.testing.assert_allclose(
-            actual, expected, rtol=0, atol=tolerance * float(jnp.abs(expected).max())
-        )
+        assert_near(jax.jit(scalify(fun))(scaled), fun(asarray(scaled)), tolerance)
 
 
 # A batch of loops, each of which ends when its own predicate says so.
@@ -147,20 +142,18 @@ def decay(a):
     )
 
 
-LOOPS = (doubled, counted_apart, newton, to_its_own_bound, vector_until_long, decay)
+HALF = jnp.float16
 
 
 @pytest.mark.parametrize(
     ("fun", "dtype"),
-    quick(
-        [
-            *itertools.product(LOOPS, (jnp.float32, jnp.float16)),
-            # its coefficients are beyond FP16, and its terms cancel
-            (jax.scipy.special.expi, jnp.float32),
-        ],
-        (counted_apart, jnp.float16),
-        (vector_until_long, jnp.float16),
-    ),
+    [
+        *((f, HALF) for f in (counted_apart, vector_until_long)),
+        *(slow(f, HALF) for f in (doubled, newton, to_its_own_bound, decay)),
+        slow(newton, jnp.float32),
+        # its coefficients are beyond FP16, and its terms cancel
+        slow(jax.scipy.special.expi, jnp.float32),
+    ],
 )
 @pytest.mark.parametrize("scale", quick([1.0, None], 1.0))
 def test_elements_of_a_batch_end_when_their_own_predicate_says_so(
@@ -181,7 +174,5 @@ def test_elements_of_a_batch_end_when_their_own_predicate_says_so(
     if scale is not None:  # a dynamic one would be batched, too
         ways.append((jax.vmap(scalify(fun)), scaled))
     for way, given in ways:
-        for a, b in zip(
-            jax.tree.leaves(asarray(way(given))), jax.tree.leaves(expected), strict=True
-        ):
-            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+        for a, b in pairs(way(given), expected):
+            assert_allclose(a, b, rtol=tolerance, atol=tolerance)

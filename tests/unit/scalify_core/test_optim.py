@@ -11,12 +11,13 @@ import pytest
 from families import quick
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
 
-from scalify_core import ScaledArray, as_scaled_array, optim, tree
+from scalify_core import ScaledArray, as_scaled_array, tree
 from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
 from scalify_core.optim import Stored, scaled_state
 
-FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
+HALF, FP8 = {"mu": FP16, "nu": FP16}, {"mu": E4M3, "nu": E5M2}
 
 
 def adam_state(state):
@@ -55,16 +56,8 @@ def gradients(key, shape=(64, 32)):
     }
 
 
-@pytest.mark.parametrize("formats", quick(FORMATS, "fp8"))
-def test_state_on_eight_devices_is_bitwise_the_state_on_one(formats):
-    tx = optax.chain(
-        scaled_state(
-            optax.scale_by_adam(0.9, 0.99),
-            **FORMATS[formats],
-            rounding="stochastic",
-            seed=3,
-        )
-    )
+def test_state_on_eight_devices_is_bitwise_the_state_on_one():
+    tx = optax.chain(scaled_state(optax.scale_by_adam(0.9, 0.99), **FP8, seed=3))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shard(x):
@@ -136,8 +129,7 @@ def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
             assert abs(np.mean(drawn[i] == drawn[j]) - 0.5) < 0.02 + 6 * 0.5 / 2**6
 
 
-@pytest.mark.parametrize("fmt", quick([E4M3, E5M2, FP16, BF16], E4M3, E5M2), ids=str)
-@pytest.mark.parametrize("sqrt", quick([False, True], True))
+@pytest.mark.parametrize(("fmt", "sqrt"), [(E4M3, False), (E5M2, True)], ids=str)
 def test_stochastic_storage_is_unbiased(fmt, sqrt):
     n = 2**16
     tx = scaled_state(
@@ -185,34 +177,8 @@ def test_an_e5m2_second_moment_settles_at_its_value_only_if_rounded_stochastical
     assert ratio["nearest"][1] == pytest.approx(16 * ratio["nearest"][0])
 
 
-def test_a_second_moment_decays_at_b2_999_only_if_rounded_stochastically():
-    gradient = {"w": jnp.full(2**12, 1.0)}
-    decayed = {}
-    for fmt, rounding in (
-        (E5M2, "stochastic"),
-        (E5M2, "nearest"),
-        (FP16, "stochastic"),
-    ):
-        tx = scaled_state(
-            optax.scale_by_adam(0.9, 0.999),
-            fields={"nu": Stored(fmt, True, rounding)},
-            seed=0,
-        )
-        state, _ = run(tx, gradient, 20)
-        before = second_moment(state).mean()
-        state, _ = run(tx, {"w": jnp.zeros(2**12)}, 1000, state)
-        decayed[str(fmt), rounding] = second_moment(state).mean() / before
-    assert decayed["e5m10", "stochastic"] == pytest.approx(0.999**1000, rel=0.01)
-    assert decayed["e5m2", "nearest"] > 0.9
-    assert 0.2 * 0.999**1000 < decayed["e5m2", "stochastic"] < 5 * 0.999**1000
-
-
-@pytest.mark.parametrize("formats", quick(FORMATS, "fp8"))
-@pytest.mark.parametrize("eps", quick([0.0, 1e-8], 0.0))
-def test_rows_never_seen_get_no_update_and_nothing_is_nan(formats, eps):
-    tx = scaled_state(
-        optax.scale_by_adam(0.9, 0.95, eps=eps), **FORMATS[formats], seed=0
-    )
+def test_rows_never_seen_get_no_update_and_nothing_is_nan():
+    tx = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=0.0), **FP8, seed=0)
     zeros = jax.tree.map(jnp.zeros_like, gradients(0))
     state, updates = run(tx, zeros, 5)
     assert all(np.all(np.asarray(u) == 0) for u in jax.tree.leaves(updates))
@@ -225,11 +191,11 @@ def test_rows_never_seen_get_no_update_and_nothing_is_nan(formats, eps):
         assert np.all(np.asarray(moment["wte"])[::2] == 0)
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("formats", [HALF, FP8], ids=["fp16", "fp8"])
 def test_a_small_element_takes_no_exploding_step(formats):
     # Elements at 2^-12 of the RMS, and a large one that sets the scale.
     gradient = {"w": jnp.full(1024, 2.0**-13).at[0].set(30.0).at[1:512].set(1.0)}
-    tx = scaled_state(optax.scale_by_adam(0.9, 0.95), **FORMATS[formats], seed=0)
+    tx = scaled_state(optax.scale_by_adam(0.9, 0.95), **formats, seed=0)
     state = tx.init(gradient)
     step = jax.jit(tx.update)
     for i in range(40):
@@ -243,7 +209,7 @@ def test_a_small_element_takes_no_exploding_step(formats):
 def test_fp8_updates_are_as_good_for_rows_of_any_size():
     # Gradients of one size per row, from 1 down to 2^-24 of the largest: seldom seen
     # rows of an embedding.
-    n = 2**12
+    n = 2**10
     gradient = {"w": jnp.full((13, n), 1.0) * 2.0 ** (-2 * jnp.arange(13.0))[:, None]}
     fields = {"nu": Stored(E5M2, sqrt=True)}
     relative = scaled_state(
@@ -262,7 +228,7 @@ def test_fp8_updates_are_as_good_for_rows_of_any_size():
     state, updates = run(relative, gradient, 100)
     assert_same_bits((state, updates), run(by_default, gradient, 100))
     sizes = np.sqrt(np.mean(np.square(updates["w"]), axis=1))
-    np.testing.assert_allclose(sizes, sizes[0], rtol=0.05)
+    assert_allclose(sizes, sizes[0], rtol=0.05)
     # a step of m / sqrt(v), v having the noise of two mantissa bits
     assert sizes[0] == pytest.approx(1, abs=0.25)
     sizes = np.sqrt(np.mean(np.square(run(absolute, gradient, 100)[1]["w"]), axis=1))
@@ -299,7 +265,7 @@ def test_a_positive_second_moment_is_never_stored_as_zero():
         assert data[2] == fmt.min_subnormal
 
 
-@pytest.mark.parametrize("fmt", quick([E4M3, E5M2, FP16], E4M3), ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, FP16], ids=str)
 def test_the_largest_magnitude_is_in_the_upper_octave_and_never_saturates(fmt):
     tx = scaled_state(
         optax.trace(0.0), fields={"trace": Stored(fmt, rounding="nearest")}, seed=0
@@ -311,7 +277,7 @@ def test_the_largest_magnitude_is_in_the_upper_octave_and_never_saturates(fmt):
             <= float(np.asarray(state.inner_state.trace.data, np.float32)[0])
             <= fmt.max
         )
-        np.testing.assert_allclose(
+        assert_allclose(
             np.asarray(state.inner_state.trace),
             [peak, -peak / 3],
             rtol=fmt.epsilon / 2 + 2**-22,
@@ -334,7 +300,7 @@ def test_a_tensor_of_zeros_or_nan_keeps_its_scale():
 
 
 WRAPPED = {
-    "adamw": (lambda: optax.adamw(1e-2, b2=0.95), {"mu": E4M3, "nu": E5M2}),
+    "adamw": (lambda: optax.adamw(1e-2, b2=0.95), FP8),
     "lion": (lambda: optax.lion(1e-3), {"mu": E4M3}),
     "momentum": (
         lambda: optax.sgd(1e-2, momentum=0.9),
@@ -349,21 +315,12 @@ WRAPPED = {
             optax.clip_by_global_norm(1.0),
             optax.masked(optax.adam(1e-2), {"wte": True, "w": True, "b": False}),
         ),
-        {"mu": FP16, "nu": FP16},
+        HALF,
     ),
     "injected": (
         lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
-        {"mu": FP16, "nu": FP16},
+        HALF,
     ),
-    "amsgrad": (
-        lambda: optax.amsgrad(1e-2),
-        {"mu": FP16, "nu": FP16, "fields": {"nu_max": Stored(FP16, sqrt=True)}},
-    ),
-    "adagrad": (
-        lambda: optax.adagrad(1e-2),
-        {"fields": {"sum_of_squares": Stored(FP16, sqrt=True)}},
-    ),
-    "muon": (lambda: optax.contrib.muon(1e-2), {"mu": FP16, "nu": FP16}),
 }
 
 
@@ -401,109 +358,56 @@ def test_gradients_and_parameters_may_be_scaled_or_narrow():
         assert_same_bits((updates, state), (expected, expected_state))
 
 
-def test_a_field_that_does_not_exist_is_named_together_with_those_that_do():
-    with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
-        scaled_state(optax.lion(1e-3), mu=FP16, nu=FP16, seed=0).init(
-            {"w": jnp.ones(3)}
-        )
-    with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
-        scaled_state(
-            optax.lion(1e-3), fields={"mu": Stored(E4M3, relative_to="nu")}, seed=0
-        ).init({"w": jnp.ones(3)})
-    chained = {
-        "mu": Stored(E4M3, relative_to="nu"),
-        "nu": Stored(FP16, relative_to="mu"),
-    }
-    with pytest.raises(ValueError, match="relative itself"):
-        scaled_state(optax.adam(1e-3), fields=chained, seed=0)
-    with pytest.raises(ValueError, match="given twice"):
-        scaled_state(optax.adam(1e-3), mu=FP16, fields={"mu": Stored(E4M3)}, seed=0)
-    with pytest.raises(ValueError, match="no native dtype"):
-        scaled_state(optax.adam(1e-3), mu=FloatFormat.parse("e3m3"), seed=0)
-    for rounding in ("up", "none"):
-        with pytest.raises(ValueError, match="valid: nearest, stochastic"):
-            scaled_state(optax.adam(1e-3), mu=FP16, rounding=rounding, seed=0)
-
-
 def test_fp32_fields_are_left_alone():
     tx = scaled_state(optax.adam(1e-2), mu=jnp.float32, nu=FP32, seed=0)
     state = tx.init({"w": jnp.ones(3)})
     assert not any(isinstance(x, ScaledArray) for x in tree.leaves(state))
 
 
-@pytest.mark.parametrize(
-    ("tx", "given", "says"),
-    [
-        (
-            optax.sgd(1e-2),
-            {"mu": FP16, "nu": FP16},
-            "in []: leave mu and nu out, there is nothing to store",
-        ),
-        (optax.lion(1e-2), {"mu": FP16, "nu": E5M2}, "in ['mu']: leave nu out"),
-        (
-            optax.sgd(1e-2, momentum=0.9),
-            {"mu": E4M3},
-            (
-                "in ['trace']: in place of mu give fields={'trace':"
-                " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}"
-            ),
-        ),
-        # Scalars, and copies of the parameters, are not offered; means of squares as
-        # their roots.
-        (
-            optax.contrib.schedule_free_adamw(1e-3),
-            {"mu": FP16, "nu": FP16},
-            "in ['nu', 'z']: leave mu out",
-        ),
-        (
-            optax.contrib.prodigy(),
-            {"mu": E4M3, "nu": E5M2},
-            (
-                "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0']: in place of mu"
-                " and nu give fields={'exp_avg':"
-                " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn)), 'exp_avg_sq':"
-                " optim.Stored(FloatFormat.of(jnp.float8_e5m2), sqrt=True), 'grad_sum':"
-                " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}"
-            ),
-        ),
-    ],
-)
-def test_of_a_field_that_is_not_there_it_is_said_what_to_give_instead(tx, given, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
+REFUSED = [
+    (optax.lion(1e-3), HALF, "field 'nu'; it has some in ['mu']"),
+    (
+        optax.lion(1e-3),
+        {"fields": {"mu": Stored(E4M3, relative_to="nu")}},
+        "field 'nu'; it has some in ['mu']",
+    ),
+    (
+        optax.adam(1e-3),
+        {"fields": {f: Stored(E4M3, relative_to=g) for f, g in ("mn", "nm")}},
+        "relative itself",
+    ),
+    (optax.adam(1e-3), {"mu": FP16, "fields": {"mu": Stored(E4M3)}}, "given twice"),
+    (optax.adam(1e-3), {"mu": FloatFormat.parse("e3m3")}, "no native dtype"),
+    (optax.adam(1e-3), {"mu": FP16, "rounding": "up"}, "valid: nearest, stochastic"),
+    (optax.adam(1e-3), {"nu": None}, "None has no FloatFormat"),
+    (
+        optax.sgd(0.1, momentum=0.9),
+        {"fields": {"trace": jnp.float16}},
+        "fields['trace'] is <class 'jax.numpy.float16'>, expected a Stored",
+    ),
+    (optax.sgd(1e-2), HALF, "in []: leave mu and nu out, there is nothing to store"),
+    (optax.lion(1e-2), HALF, "in ['mu']: leave nu out"),
+    (
+        optax.sgd(1e-2, momentum=0.9),
+        {"mu": E4M3},
+        "in ['trace']: in place of mu give fields={'trace':"
+        " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+    ),
+    # Scalars, and copies of the parameters, are not offered; means of squares as their
+    # roots.
+    (
+        optax.contrib.prodigy(),
+        FP8,
+        "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0']: in place of mu"
+        " and nu give fields={'exp_avg':"
+        " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn)), 'exp_avg_sq':"
+        " optim.Stored(FloatFormat.of(jnp.float8_e5m2), sqrt=True), 'grad_sum':"
+        " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tx", "given", "says"), REFUSED)
+def test_what_cannot_be_stored_is_refused_with_what_to_give_instead(tx, given, says):
+    with pytest.raises((ValueError, TypeError), match=re.escape(says)):
         scaled_state(tx, seed=0, **given).init({"w": jnp.ones(8)})
-
-
-@pytest.mark.parametrize(
-    ("tx", "field"),
-    [(optax.sgd(1e-2, momentum=0.9), "trace"), (optax.contrib.prodigy(), "exp_avg_sq")],
-)
-def test_what_is_said_to_be_given_instead_is_valid(tx, field):
-    params = {"w": jnp.ones(8)}
-    with pytest.raises(ValueError, match="give fields=") as error:
-        scaled_state(tx, mu=FP16, nu=FP16, seed=0).init(params)
-    names = {"optim": optim, "FloatFormat": FloatFormat, "jnp": jnp}
-    fields = eval(str(error.value).partition("give fields=")[2].splitlines()[0], names)
-    scaled = scaled_state(tx, fields=fields, seed=0)
-    state = scaled.init(params)
-    actual = [
-        x
-        for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state)
-        if field in str(path)
-    ]
-    assert actual[0].dtype == jnp.float16
-    updates, _ = scaled.update({"w": jnp.full(8, 1e-3)}, state, params)
-    assert jnp.all(jnp.isfinite(updates["w"]))
-
-
-def test_no_format_is_refused_by_its_name():
-    with pytest.raises(ValueError, match="None has no FloatFormat"):
-        scaled_state(optax.adam(1e-3), nu=None, seed=0)
-
-
-def test_a_field_that_is_no_stored_is_refused():
-    with pytest.raises(
-        TypeError, match=r"fields\['trace'\] is .*float16.*, expected a Stored"
-    ):
-        scaled_state(
-            optax.sgd(0.1, momentum=0.9), fields={"trace": jnp.float16}, seed=0
-        )

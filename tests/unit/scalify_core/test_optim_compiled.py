@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from for_h200 import h200_devices
+from for_h200 import compiled_for_a_gpu
 
 from scalify_core import ScaledArray, tree
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
@@ -58,22 +58,6 @@ def step_of(tx, formats, shapes):
     )
 
 
-def compiled_for_a_gpu(step, args):
-    """As an H200 would get it."""
-    sharding = jax.sharding.SingleDeviceSharding(h200_devices()[0])
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-    )
-    # Without a device to tune on; quickly: the machine code is thrown away.
-    quickly = {
-        "xla_backend_optimization_level": 0,
-        "xla_gpu_disable_gpuasm_optimizations": True,
-    }
-    return step.lower(*args).compile(
-        compiler_options={"xla_gpu_autotune_level": 0, **quickly}
-    )
-
-
 @pytest.mark.parametrize(("formats", "bytes_per_parameter"), [("fp16", 4), ("fp8", 2)])
 def test_state_has_four_or_two_bytes_a_parameter_beside_scales_and_counts(
     formats, bytes_per_parameter
@@ -109,46 +93,31 @@ def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(formats, t
     )
 
 
+def kernels(step, args):
+    """What the entry of the program calls; no parameter is copied."""
+    program = compiled_for_a_gpu(step, args).as_text()
+    entry = program[program.index("\nENTRY") :]
+    assert "f16[768]{0} copy(" not in entry
+    return len(re.findall(r" (?:fusion|copy)\(", entry))
+
+
 @pytest.mark.slow  # test_stacks.py has fewer vectors, compiled for the same GPU
 def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     """Beside those that any step has, such as the words and the scales of its large
-    arrays put apart."""
-
-    def kernels(vectors):
-        shapes = [(256, 256)] + vectors * [(768,)]
-        program = compiled_for_a_gpu(
-            *step_of(optax.scale_by_adam(), "fp16", shapes)
-        ).as_text()
-        entry = program[program.index("\nENTRY") :]
-        assert "f16[768]{0} copy(" not in entry
-        return len(re.findall(r" (?:fusion|copy)\(", entry))
-
-    assert kernels(48) - kernels(6) < (48 - 6) / 4
-
-
-@pytest.mark.slow  # above for 48 vectors
-def test_on_a_gpu_the_kernels_for_the_vectors_of_a_deep_model_are_few():
-    """Each was one, where the random words of all parameters were one array of more
-    than 1 KiB."""
-    vectors = 300
-    shape, number = (
-        jax.ShapeDtypeStruct((768,), jnp.float32),
-        jax.ShapeDtypeStruct((), jnp.int32),
+    arrays put apart. Of updates alone each vector was one, where the random words of
+    all parameters were one array of more than 1 KiB."""
+    few, many = (
+        kernels(*step_of(optax.scale_by_adam(), "fp16", [(256, 256)] + n * [(768,)]))
+        for n in (6, 48)
     )
-    params = vectors * [ScaledArray(shape.update(dtype=jnp.float16), 2.0**-4)]
-
-    def step(params, updates, lr, number):
-        updates = [lr * update for update in updates]
-        return apply_updates(
-            params, updates, rounding="stochastic", seed=0, step=number
-        )
-
-    args = params, vectors * [shape], jax.ShapeDtypeStruct((), jnp.float32), number
-    program = compiled_for_a_gpu(jax.jit(step, donate_argnums=0), args).as_text()
-    assert (
-        len(re.findall(r" (?:fusion|copy)\(", program[program.index("\nENTRY") :]))
-        < vectors / 10
+    assert many - few < (48 - 6) / 4
+    shape, scalar = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((768,), ()))
+    params = 300 * [ScaledArray(shape.update(dtype=jnp.float16), 2.0**-4)]
+    step = lambda params, updates, lr, number: apply_updates(
+        params, [lr * u for u in updates], rounding="stochastic", seed=0, step=number
     )
+    args = params, 300 * [shape], scalar, scalar.update(dtype=jnp.int32)
+    assert kernels(jax.jit(step, donate_argnums=0), args) < 300 / 10
 
 
 def test_the_first_moments_are_computed_when_the_program_runs():

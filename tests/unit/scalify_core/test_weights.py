@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import HALF
 from draws import draw_normal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.numerics.formats import BF16, E4M3, FP16, counter_bits
@@ -23,15 +25,15 @@ from scalify_core.optim.weights import (
 )
 
 KINDS = {
-    "fp16_static": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), 2.0**-6)),
+    "fp16_static": (FP16, lambda x: ScaledArray(x.astype(HALF), 2.0**-6)),
     "fp16_dynamic": (
         FP16,
-        lambda x: ScaledArray(x.astype(jnp.float16), jnp.float32(2.0**-6)),
+        lambda x: ScaledArray(x.astype(HALF), jnp.float32(2.0**-6)),
     ),
     "fp16_per_layer": (
         FP16,
         lambda x: ScaledArray(
-            x.astype(jnp.float16), jnp.full(x.shape[:1], 2.0**-6, jnp.float32)
+            x.astype(HALF), jnp.full(x.shape[:1], 2.0**-6, jnp.float32)
         ),
     ),
     "bf16_plain": (BF16, lambda x: x.astype(jnp.bfloat16)),
@@ -60,7 +62,7 @@ def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastical
         assert out.dtype == fmt.dtype
         return np.asarray(out, np.float64) / scale
 
-    np.testing.assert_array_equal(after("nearest"), 1)
+    assert_array_equal(after("nearest"), 1)
     moved = (after("stochastic") - 1) / fmt.epsilon
     # Each step is a Bernoulli trial of probability 1/4: six standard deviations of the
     # mean of all.
@@ -70,7 +72,7 @@ def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastical
 
 
 def test_large_updates_saturate_and_what_is_not_finite_stays_so():
-    params = [ScaledArray(jnp.array([6e4, -6e4, 1, 1], jnp.float16), 0.5)]
+    params = [ScaledArray(jnp.array([6e4, -6e4, 1, 1], HALF), 0.5)]
     for rounding in ("nearest", "stochastic"):
         new = apply_updates(
             params,
@@ -79,27 +81,23 @@ def test_large_updates_saturate_and_what_is_not_finite_stays_so():
             seed=0,
             step=0,
         )
-        np.testing.assert_array_equal(
-            np.asarray(new[0].data), [65504, -65504, np.nan, np.inf]
-        )
+        assert_array_equal(np.asarray(new[0].data), [65504, -65504, np.nan, np.inf])
         assert new[0].scale == 0.5
 
 
 def test_fp32_parameters_get_the_plain_sum_and_updates_may_be_scaled():
     params = {"a": jnp.array([1.0, 2.0]), "b": ScaledArray(jnp.array([1.0, 2.0]), 0.25)}
     updates = {
-        "a": ScaledArray(jnp.array([3.0, -3.0], jnp.float16), 2.0),
+        "a": ScaledArray(jnp.array([3.0, -3.0], HALF), 2.0),
         "b": jnp.array([1e-6, 1.0]),
     }
     new = apply_updates(params, updates, rounding="stochastic", seed=0, step=0)
-    np.testing.assert_array_equal(new["a"], [7.0, -4.0])
-    np.testing.assert_array_equal(
-        new["b"].data, np.float32([1, 2]) + np.float32([4e-6, 4.0])
-    )
+    assert_array_equal(new["a"], [7.0, -4.0])
+    assert_array_equal(new["b"].data, np.float32([1, 2]) + np.float32([4e-6, 4.0]))
 
 
 def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and_step():
-    params = scaled_params({"w": draw_normal(0, (64, 32))}, jnp.float16)
+    params = scaled_params({"w": draw_normal(0, (64, 32))}, HALF)
     update = {"w": 1e-4 * draw_normal(1, (64, 32))}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
@@ -113,7 +111,7 @@ def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and
     base = np.asarray(add(params, update, 0, jnp.int32(5))["w"].data)
     sharded = add(*jax.device_put((params, update), rows), 0, jnp.int32(5))["w"].data
     assert sharded.sharding.shard_shape(sharded.shape) == (8, 32)
-    np.testing.assert_array_equal(base, sharded)
+    assert_array_equal(base, sharded)
     for seed, step in ((1, 5), (0, 6)):
         assert np.any(
             base != np.asarray(add(params, update, seed, jnp.int32(step))["w"].data)
@@ -142,43 +140,41 @@ def test_the_first_weight_and_the_first_moment_draw_different_bits():
 
 def test_master_weights_have_static_scales_and_fresh_biases_room_to_grow():
     params = {"w": 3e-3 * jnp.ones(64), "b": jnp.zeros(4), "id": jnp.arange(3)}
-    scaled = scaled_params(params, jnp.float16)
+    scaled = scaled_params(params, HALF)
     assert scaled["w"].is_static
     assert scaled["w"].scale == 2.0**-8
-    np.testing.assert_allclose(
-        np.asarray(scaled["w"]), params["w"], rtol=FP16.epsilon / 2
-    )
+    assert_allclose(np.asarray(scaled["w"]), params["w"], rtol=FP16.epsilon / 2)
     assert scaled["id"].dtype == jnp.int32
     moved = apply_updates(
         {"b": scaled["b"]}, {"b": jnp.full(4, 1e-3)}, rounding="nearest", seed=0, step=0
     )["b"]
-    np.testing.assert_allclose(np.asarray(moved), 1e-3, rtol=FP16.epsilon / 2)
+    assert_allclose(np.asarray(moved), 1e-3, rtol=FP16.epsilon / 2)
 
 
 def test_only_what_is_named_is_rescaled_and_its_values_stay_exactly():
     def data(rms):
-        return jnp.array([rms, -rms, rms, rms], jnp.float16)
+        return jnp.array([rms, -rms, rms, rms], HALF)
 
     params = {
         "kept": ScaledArray(data(0.07), 1.0),
         "low": ScaledArray(data(0.04), 2.0**-3),
         "high": ScaledArray(data(100.0), jnp.float32(2.0)),
-        "zero": ScaledArray(jnp.zeros(4, jnp.float16), 1.0),
-        "broken": ScaledArray(jnp.full(4, jnp.nan, jnp.float16), 1.0),
+        "zero": ScaledArray(jnp.zeros(4, HALF), 1.0),
+        "broken": ScaledArray(jnp.full(4, jnp.nan, HALF), 1.0),
         "plain": data(100.0),
     }
     rms = rms_of_params(params)
     expected = {"kept": 0.07, "low": 0.04, "high": 100.0, "zero": 0.0, "broken": np.nan}
     assert list(rms) == [f"['{name}']" for name in sorted(expected)]
     for name, value in expected.items():
-        np.testing.assert_allclose(rms[f"['{name}']"], value, rtol=FP16.epsilon / 2)
+        assert_allclose(rms[f"['{name}']"], value, rtol=FP16.epsilon / 2)
     new = rescale_params(params, {"['low']": 2.0**-5, "['high']": 2.0**7})
     assert (new["low"].scale, float(new["high"].scale)) == (2.0**-8, 2.0**8)
     assert new["low"].is_static
     assert not new["high"].is_static
     for name in params:
         assert (new[name] is params[name]) == (name not in ("low", "high"))
-        np.testing.assert_array_equal(np.asarray(new[name]), np.asarray(params[name]))
+        assert_array_equal(np.asarray(new[name]), np.asarray(params[name]))
 
 
 def test_an_unknown_rounding_is_refused():
@@ -191,7 +187,7 @@ def test_an_unknown_rounding_is_refused():
 def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
     """Their scale is the smallest there is: kept, it would saturate each update at
     1e-33."""
-    zeros = as_scaled_array({"b": jnp.zeros((2, 4))}, dtype=jnp.float16)
+    zeros = as_scaled_array({"b": jnp.zeros((2, 4))}, dtype=HALF)
     if stacked:
         zeros = {"b": ScaledArray(zeros["b"].data, jnp.full(2, zeros["b"].scale))}
     step = jax.jit(
@@ -204,19 +200,18 @@ def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
             2, 4
         )
         zeros, exact = step(zeros, {"b": jnp.asarray(update)}, n), exact + update
-        np.testing.assert_allclose(
+        assert_allclose(
             np.asarray(zeros["b"]), exact, rtol=2.0**-9, atol=2.0**-9 * abs(size)
         )
     refused = apply_updates(
         zeros, {"b": 1e9 * exact}, rounding=rounding, seed=0, step=9, accept=False
     )
-    np.testing.assert_array_equal(np.asarray(refused["b"]), np.asarray(zeros["b"]))
+    assert_array_equal(np.asarray(refused["b"]), np.asarray(zeros["b"]))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_run_time_scale_follows_weights_that_shrink(dtype):
+def test_a_run_time_scale_follows_weights_that_shrink():
     """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
-    p = as_scaled_array(draw_normal(0, (64,)), dtype=dtype)
+    p = as_scaled_array(draw_normal(0, (64,)), dtype=HALF)
     exact = asarray(p)
     shrink = jax.jit(
         lambda p, n: apply_updates(
@@ -230,9 +225,8 @@ def test_a_run_time_scale_follows_weights_that_shrink(dtype):
         scales.append(float(p.scale))
     # Roundings to one of two neighbours, each off by at most an epsilon, add up as
     # their root.
-    epsilon = float(jnp.finfo(dtype).eps)
     error = jnp.linalg.norm(asarray(p) - exact) / jnp.linalg.norm(exact)
-    assert error < epsilon * np.sqrt(300)
+    assert error < FP16.epsilon * np.sqrt(300)
     assert len(set(scales)) < 16  # seldom, and by many octaves
 
 
@@ -258,14 +252,12 @@ def test_what_rounding_loses_is_kept_and_moves_the_weight_later(kind):
             new[name].data if isinstance(new[name], ScaledArray) else new[name],
             np.float64,
         )
-        np.testing.assert_array_equal(
+        assert_array_equal(
             (data - (1 if isinstance(new[name], ScaledArray) else scale)) / fmt.epsilon,
             8,
         )
         assert lost[name].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(
-            np.asarray(lost[name], np.float64), scale * fmt.epsilon / 4
-        )
+        assert_array_equal(np.asarray(lost[name], np.float64), scale * fmt.epsilon / 4)
 
 
 def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
@@ -274,17 +266,17 @@ def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
     new, rest = apply_with_compensation(
         params, [jnp.full(4, jnp.nan)], lost, accept=jnp.asarray(False), **options
     )
-    np.testing.assert_array_equal(np.asarray(new[0], np.float32), 1)
-    np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 2.0**-12)
-    top = [ScaledArray(jnp.full(4, 6e4, jnp.float16), 0.5)]
+    assert_array_equal(np.asarray(new[0], np.float32), 1)
+    assert_array_equal(np.asarray(rest[0], np.float32), 2.0**-12)
+    top = [ScaledArray(jnp.full(4, 6e4, HALF), 0.5)]
     new, rest = apply_with_compensation(top, [jnp.full(4, 1e6)], lost, **options)
-    np.testing.assert_array_equal(np.asarray(new[0].data, np.float32), 65504)
-    np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 0)
+    assert_array_equal(np.asarray(new[0].data, np.float32), 65504)
+    assert_array_equal(np.asarray(rest[0], np.float32), 0)
 
 
 def test_weights_and_what_they_lost_of_their_values_are_nearly_those():
     exact = {"w": draw_normal(0, (64, 64))}
-    params = scaled_params(exact, jnp.float16)
+    params = scaled_params(exact, HALF)
     lost = kahan_compensation(exact, params)
     error = np.abs(
         np.asarray(params["w"].unscale())
@@ -323,14 +315,14 @@ def test_updates_of_another_tree_are_refused(updates):
 
 def test_a_moving_average_in_half_precision_follows_its_parameters():
     average = {
-        "w": as_scaled_array(jnp.ones(4096), dtype=jnp.float16),
+        "w": as_scaled_array(jnp.ones(4096), dtype=HALF),
         "b": jnp.ones(4096, jnp.bfloat16),
     }
     params = {
-        "w": as_scaled_array(jnp.full(4096, 1.2), dtype=jnp.float16),
+        "w": as_scaled_array(jnp.full(4096, 1.2), dtype=HALF),
         "b": jnp.full(4096, 1.2),
     }
-    leafwise = jnp.ones(4, jnp.float16)
+    leafwise = jnp.ones(4, HALF)
     step = jax.jit(
         lambda average, number: moving_average(
             average, params, 0.999, seed=0, step=number
@@ -338,12 +330,12 @@ def test_a_moving_average_in_half_precision_follows_its_parameters():
     )
     for number in range(100):
         average = step(average, number)
-        leafwise = 0.999 * leafwise + jnp.float16(0.001) * jnp.float16(1.2)
-    assert (average["w"].dtype, average["b"].dtype) == (jnp.float16, jnp.bfloat16)
+        leafwise = 0.999 * leafwise + HALF(0.001) * HALF(1.2)
+    assert (average["w"].dtype, average["b"].dtype) == (HALF, jnp.bfloat16)
     expected = 1.2 - 0.2 * 0.999**100
     assert leafwise[0] == 1
     for x in average.values():
-        np.testing.assert_allclose(
+        assert_allclose(
             np.mean(np.asarray(asarray(x)), dtype=np.float64), expected, atol=2e-3
         )
     with pytest.raises(ValueError, match="params is not a tree like"):
