@@ -99,8 +99,8 @@ def same_kernels(program: Program) -> dict[str, str]:
     """Return, for each instruction, the one whose kernel it runs."""
     same = {}
     for executed in program.executed:
-        of = re.search(r'deduplicated_name="([^"]+)"', executed.instruction.text)
-        same[executed.instruction.name] = of[1] if of else executed.instruction.name
+        twin = re.search(r'deduplicated_name="([^"]+)"', executed.instruction.text)
+        same[executed.instruction.name] = twin[1] if twin else executed.instruction.name
     return same
 
 
@@ -117,7 +117,7 @@ def table_of(
     # A kernel has its instruction's name, except for characters that are invalid in
     # function names.
     valid = {re.sub(r"\W", "_", name): name for name in classes}
-    by_op = {name: classes[of] for name, of in valid.items()} | classes
+    by_op = {name: classes[twin] for name, twin in valid.items()} | classes
     containers = set()
     if program is not None:
         for computation in program.computations.values():

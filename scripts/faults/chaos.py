@@ -203,7 +203,7 @@ def inject(study: Study, args: Arguments, kinds: list[Fault]) -> list[dict[str, 
     window = (study.steps - LAST - 50) / max(1, study.faults)
     try:
         for i, fault in enumerate([*order, finish][len(lines) :], len(lines)):
-            began, before = time.monotonic(), len(chaos.damaged)
+            began, damages_before = time.monotonic(), len(chaos.damaged)
             chaos.rng = random.Random(f"{args.seed} {i}")
             chaos.target = int(50 + window * (i + chaos.rng.random()))
             chaos.starts, chaos.notes = 0, []
@@ -216,7 +216,7 @@ def inject(study: Study, args: Arguments, kinds: list[Fault]) -> list[dict[str, 
                     "from_step": chaos.target,
                     "what": what,
                     "unexpected": chaos.notes,
-                    "damaged": chaos.damaged[before:],
+                    "damaged": chaos.damaged[damages_before:],
                     "starts": chaos.starts,
                     "seconds": round(time.monotonic() - began, 1),
                 }

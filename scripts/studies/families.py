@@ -209,12 +209,12 @@ def beside_transformers(family: str) -> Row:
         scanned = dataclasses.replace(spec, scan_layers=True)
         with tempfile.TemporaryDirectory() as written:
             huggingface.save(written, spec, params)
-            _, again = reader.huggingface.load(Path(written), None)
+            _, reread = reader.huggingface.load(Path(written), None)
         computed = {
             "unrolled": logits(spec, params, ids),
             "scanned": logits(scanned, reader.stack_layers(params), ids),
             "cache": decoded(spec, params, ids),
-            "written": logits(spec, again, ids),
+            "written": logits(spec, reread, ids),
         }
         for name, values in computed.items():
             difference = np.abs(values - expected).max() / np.abs(expected).max()

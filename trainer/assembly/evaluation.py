@@ -94,7 +94,7 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
         (rows, text) for rows in corpus.read_for(tokenizer, None) for text in rows.texts
     )
     for rows, text in pieces:
-        ids = tokenizer.encode_array(text, rows.before, rows.after)
+        ids = tokenizer.encode_array(text, rows.preceding, rows.following)
         ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
         arrays += [ids, ends]
         tokens += len(ids) + len(ends)

@@ -127,8 +127,8 @@ def schedule_changes(c: schema.Config, checkpoint: Restored) -> list[str]:
     if not step or checkpoint.is_fork:
         return changes
     saved = saved_config(checkpoint.meta)
-    before, now = (build_learning_rates(config)[:step] for config in (saved, c))
-    if not np.array_equal(before, now):
+    saved_rates, rates = (build_learning_rates(x)[:step] for x in (saved, c))
+    if not np.array_equal(saved_rates, rates):
         changes.append(f"after step {step:,} ({changed_schedule(saved, c)})")
     return changes
 

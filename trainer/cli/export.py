@@ -109,8 +109,8 @@ def with_ids_of(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
     One that the original does not give is left out, for transformers' default; a
     model's own documents end with the id that is there already.
     """
-    kept = {key: value for key, value in config.items() if key != "bos_token_id"}
-    return kept | given_ids(origin, "config.json")
+    fields = {key: value for key, value in config.items() if key != "bos_token_id"}
+    return fields | given_ids(origin, "config.json")
 
 
 def describe_origin(origin: Path, files: Sequence[Path]) -> str:

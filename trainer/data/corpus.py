@@ -128,14 +128,14 @@ class Rows(NamedTuple):
     Attributes:
       texts: the documents, or the piece.
       position: after them.
-      before: of a piece, the text before it, as far as its tokens may depend on it.
-      after: likewise, the text after it.
+      preceding: of a piece, the text before it, as far as its tokens may depend on it.
+      following: likewise, the text after it.
     """
 
     texts: list[str]
     position: Position
-    before: str = ""
-    after: str = ""
+    preceding: str = ""
+    following: str = ""
 
 
 @dataclass(frozen=True)
@@ -487,18 +487,18 @@ def rows(
 def read_text(file: File, position: Position) -> Iterator[Rows]:
     """Yield a single text from line `position` on, in pieces that end at LINE_START."""
     start = position or 0
-    before, piece = "", list[str]()
+    preceding, piece = "", list[str]()
     size = 0
     with file.path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines):
             if number < start:
-                before = (before + line)[-AROUND:]
+                preceding = (preceding + line)[-AROUND:]
                 continue
             if size >= PIECE and LINE_START.search(piece[-1][-2:] + line[:1]):
                 text = "".join(piece)
-                yield Rows([text], number, before, line)
-                before, piece, size = (before + text)[-AROUND:], [], 0
+                yield Rows([text], number, preceding, line)
+                preceding, piece, size = (preceding + text)[-AROUND:], [], 0
             piece.append(line)
             size += len(line)
     if piece:
-        yield Rows(["".join(piece)], number + 1, before)
+        yield Rows(["".join(piece)], number + 1, preceding)

@@ -101,7 +101,7 @@ class NumberTokenizer:
         numbers = [int(word) for word in text.split() if word.isdecimal()]
         return [number for number in numbers if number < self.vocab_size] or [0]
 
-    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
+    def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """Return `encode` as an array."""
         return np.array(self.encode(text), np.uint32)
 

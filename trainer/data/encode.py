@@ -25,8 +25,8 @@ class Piece(NamedTuple):
     """A text or a piece of one, the text around it, and whether it ends the text."""
 
     text: str
-    before: str = ""
-    after: str = ""
+    preceding: str = ""
+    following: str = ""
     is_last: bool = False
 
 
@@ -132,10 +132,10 @@ class Encoder:
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
         # Around a piece of a single text, the other split is another text.
         at = 0 if cut is None else cut
-        after = rows.after[: max(0, at - sum(map(len, texts)))]
-        before = rows.before[at:] if at < 0 else ""
-        train = self._part(pool, "train", train_texts, rows.before, after)
-        val = self._part(pool, "val", val_texts, before, rows.after)
+        following = rows.following[: max(0, at - sum(map(len, texts)))]
+        preceding = rows.preceding[at:] if at < 0 else ""
+        train = self._part(pool, "train", train_texts, rows.preceding, following)
+        val = self._part(pool, "val", val_texts, preceding, rows.following)
         # 1 where a text was cut in two, which counts as one document
         cut_texts = len(train_texts) + len(val_texts) - len(texts)
         parts = [train, val._replace(documents=val.documents - cut_texts)]
@@ -148,17 +148,19 @@ class Encoder:
         pool: ThreadPoolExecutor,
         split: str,
         texts: list[str],
-        before: str,
-        after: str,
+        preceding: str,
+        following: str,
     ) -> Part:
-        """Encode the texts of a split; `before` and `after` are around a lone one."""
+        """Encode the texts of a split; `preceding` and `following` are around a lone
+        one.
+        """
         futures: list[Future[Tokens]] = []
         unit: list[Piece] = []
         size = 0
         for text in texts:
             first, *others = self.tokenizer.cut_up(text, UNIT_CHARS)
-            pieces = [Piece(first, before), *map(Piece, others)]
-            pieces[-1] = pieces[-1]._replace(after=after, is_last=True)
+            pieces = [Piece(first, preceding), *map(Piece, others)]
+            pieces[-1] = pieces[-1]._replace(following=following, is_last=True)
             for piece in pieces:
                 unit.append(piece)
                 size += len(piece.text)
@@ -176,7 +178,9 @@ class Encoder:
         eot = np.full(1, self.tokenizer.eot, self.dtype)
         arrays: list[Tokens] = []
         for piece in pieces:
-            ids = self.tokenizer.encode_array(piece.text, piece.before, piece.after)
+            ids = self.tokenizer.encode_array(
+                piece.text, piece.preceding, piece.following
+            )
             if ids.size and ids.max() >= self.tokenizer.vocab_size:
                 raise UserError(
                     f"tokenizer {self.tokenizer.name} makes the id {ids.max()} of a"

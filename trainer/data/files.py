@@ -139,7 +139,7 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
     the validation text would be one that was trained on.
     """
     files: dict[str, Path] = {}
-    again: dict[str, str] = {}
+    linked: dict[str, str] = {}
     for path in paths:
         path = os.path.expanduser(path)
         if os.path.isfile(path):
@@ -161,10 +161,10 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         for match in matches:
             real = os.path.realpath(match)
             if files.setdefault(real, Path(match)) != Path(match):
-                again[match] = str(files[real])
-    if again:
-        (other, first), *_ = again.items()
-        more = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
+                linked[match] = str(files[real])
+    if linked:
+        (other, first), *_ = linked.items()
+        more = f" (and {len(linked) - 1:,} more)" if len(linked) > 1 else ""
         note(f"data.paths: {other}{more} is {first} by a link, and is read once")
     return list(files.values())
 

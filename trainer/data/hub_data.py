@@ -202,8 +202,8 @@ def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> 
     those of a larger data set that was saved there before. The state.json names those
     that `load_from_disk` reads.
     """
-    whole = [path for path in local if path == folder / STATE]
-    states = whole or [path for path in local if path.name == STATE]
+    saved_states = [path for path in local if path == folder / STATE]
+    states = saved_states or [path for path in local if path.name == STATE]
     saved = {
         os.path.realpath(state.parent / entry["filename"])
         for state in states

@@ -101,18 +101,20 @@ class JSONTokenizer:
         return encoding.ids
 
     def encode_array(
-        self, text: str, before: str = "", after: str = ""
+        self, text: str, preceding: str = "", following: str = ""
     ) -> npt.NDArray[np.unsignedinteger]:
         """See Tokenizer."""
-        if not before and not after:
+        if not preceding and not following:
             return np.array(self.encode(text), np.uint32)
-        encoding = self._encoding(before + text + after, self._tokenizer.encode_batch)
+        encoding = self._encoding(
+            preceding + text + following, self._tokenizer.encode_batch
+        )
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         ids = np.array(encoding.ids, np.uint32)
         # A space of the tokenizer's own may begin at the end of the text.
-        inside = starts >= len(before)
-        if after:
-            inside &= starts < len(before) + len(text)
+        inside = starts >= len(preceding)
+        if following:
+            inside &= starts < len(preceding) + len(text)
         return ids[inside]
 
     def _encoding(

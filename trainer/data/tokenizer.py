@@ -79,12 +79,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
 
-    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
+    def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """Return `encode` as an array [n]; other threads run meanwhile.
 
         Of a piece of a longer text, these are the ids that begin in it, if the
-        tokenizer is line-safe. `before` and `after` are the text around it, as far as
-        that can change its ids.
+        tokenizer is line-safe. `preceding` and `following` are the text around it, as
+        far as that can change its ids.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -122,7 +122,7 @@ class ByteTokenizer:
         """See Tokenizer."""
         return self.encode_array(text).tolist()
 
-    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
+    def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
         return np.frombuffer(text.replace("\0", UNKNOWN).encode(), np.uint8)
 
@@ -171,7 +171,7 @@ class BPETokenizer:
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
             return self.encoding.encode_ordinary(text)
 
-    def encode_array(self, text: str, before: str = "", after: str = "") -> Ids:
+    def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
         # With nothing disallowed all of it is encoded as ordinary text.
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):

@@ -84,13 +84,13 @@ def refuse_out_of_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Non
     follows.
     """
     steps = [row["step"] for row in rows if "event" not in row]
-    for before, step in itertools.pairwise(steps):
-        if step <= before:
+    for previous, step in itertools.pairwise(steps):
+        if step <= previous:
             raise UserError(
                 f"{run_dir}/metrics.jsonl has a row of step {step} after that of step"
-                f" {before}, which no run writes; {override('resume', run_dir)} removes"
-                " rows that were added behind its newest checkpoint; else remove that"
-                " line"
+                f" {previous}, which no run writes; {override('resume', run_dir)}"
+                " removes rows that were added behind its newest checkpoint; else"
+                " remove that line"
             )
 
 
@@ -233,10 +233,11 @@ class History:
         if read is None:
             return None
         available = self.number("validation tokens")
-        whole = available // size * size
-        if not available or read < whole:
+        whole_batches = available // size * size
+        if not available or read < whole_batches:
             return read
-        return available if whole >= WHOLE * available or not whole else whole
+        is_all = not whole_batches or whole_batches >= WHOLE * available
+        return available if is_all else whole_batches
 
     @property
     def comparable_validations(self) -> list[tuple[int, float]]:

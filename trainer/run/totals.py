@@ -58,8 +58,8 @@ def added_up(
             saved.exchanged + now.exchanged - begin.exchanged,
             saved.fp32_gradients + now.fp32_gradients - begin.fp32_gradients,
             tuple(
-                was + later - before
-                for was, later, before in zip(
+                was + later - start
+                for was, later, start in zip(
                     samples, now.samples, begin.samples, strict=True
                 )
             ),
