@@ -3,9 +3,9 @@ strings."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from draws import draw_normal
+from numpy.testing import assert_allclose, assert_array_equal
 
 from scalify_core import as_scaled_array, asarray, explain, scalify, weights
 
@@ -37,9 +37,7 @@ def test_leaves_that_are_no_arrays_pass_through():
     scaled = as_scaled_array(model(X), dtype=HALF)
     assert (scaled["layers"][1], scaled["name"]) == (jnp.tanh, "tower")
     actual = scalify(called)(scaled, X.astype(HALF))
-    np.testing.assert_allclose(
-        asarray(actual), called(model(X), X), rtol=2e-2, atol=1e-2
-    )
+    assert_allclose(asarray(actual), called(model(X), X), rtol=2e-2, atol=1e-2)
     changed = scalify(lambda m: {**m, "layers": [m["layers"][0] * 2, m["layers"][1]]})(
         scaled
     )
@@ -48,9 +46,7 @@ def test_leaves_that_are_no_arrays_pass_through():
         "tower",
         None,
     )
-    np.testing.assert_array_equal(
-        asarray(changed["layers"][0]), 2 * asarray(scaled["layers"][0])
-    )
+    assert_array_equal(asarray(changed["layers"][0]), 2 * asarray(scaled["layers"][0]))
     assert explain(called, scaled, X.astype(HALF)).errors[0] < 1e-2
 
 
@@ -71,9 +67,9 @@ def test_a_gradient_with_respect_to_the_arrays_of_a_model():
     scaled = as_scaled_array(model(X), dtype=HALF)
     value, gradient = scalify(value_and_grad)(scaled, X.astype(HALF))
     expected, of_plain = value_and_grad(model(X), X)
-    np.testing.assert_allclose(value, expected, atol=2e-2)
+    assert_allclose(value, expected, atol=2e-2)
     assert gradient["name"] is None
-    np.testing.assert_allclose(
+    assert_allclose(
         asarray(gradient["layers"][0]), of_plain["layers"][0], rtol=2e-2, atol=2e-2
     )
 
@@ -81,8 +77,6 @@ def test_a_gradient_with_respect_to_the_arrays_of_a_model():
 def test_updates_are_rounded_to_nearest_unless_told_otherwise():
     params, updates = as_scaled_array(X, dtype=HALF), 0.1 * X
     actual = weights.apply_updates(params, updates)
-    np.testing.assert_allclose(
-        asarray(actual), asarray(params) + updates, rtol=2.0**-11
-    )
+    assert_allclose(asarray(actual), asarray(params) + updates, rtol=2.0**-11)
     with pytest.raises(ValueError, match=r"stochastic.* needs seed= and step="):
         weights.apply_updates(params, updates, rounding="stochastic")

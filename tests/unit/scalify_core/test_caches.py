@@ -7,8 +7,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from draws import draw_normal
-from families import quick
+from beside_plain import normal
+from families import slow
 from jax import lax
 
 from scalify_core import as_scaled_array, scalify
@@ -17,17 +17,12 @@ from scalify_core.static import composite
 HALF = jnp.float16
 
 
-def normal(seed, *shape):
-    return draw_normal(seed, shape)
-
-
 @composite
 def cubed(x):
     return x**3
 
 
 CALLS = {
-    "plain": lambda fun: fun,
     "jit": jax.jit,
     "remat": jax.checkpoint,
     # The carry keeps its dtype, as plain code in FP16 must have it.
@@ -46,8 +41,15 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("scales", ["auto", "static"])
-@pytest.mark.parametrize("name", quick(CALLS, "scan", "composite"))
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        ("scan", "auto"),
+        ("composite", "static"),
+        *(slow(name, "auto") for name in ("jit", "remat", "cond", "composite")),
+        slow("scan", "static"),
+    ],
+)
 def test_what_a_program_closes_over_is_freed_with_it(name, scales):
     def call(turn):
         large = normal(turn, 16, 300)

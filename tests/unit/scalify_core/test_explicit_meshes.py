@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import slow
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -35,9 +36,16 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("scales", ["auto", "static"])
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_programs_run_as_on_automatic_axes(program, scales):
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        *((name, "auto") for name in PROGRAMS),
+        *((name, "static") for name in list(PROGRAMS)[::2]),
+        *(slow(name, "static") for name in list(PROGRAMS)[1::2]),
+    ],
+)
+def test_programs_run_as_on_automatic_axes(name, scales):
+    program = PROGRAMS[name]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         split, whole = (NamedSharding(mesh, spec) for spec in (P("d"), P()))

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from beside_plain import F32
 from families import quick
+from numpy.testing import assert_array_equal, assert_array_less
 
 from scalify_core.numerics.formats import (
     BF16,
@@ -86,9 +88,7 @@ def assert_same(actual, expected) -> None:
     actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
     assert np.array_equal(np.isnan(actual), np.isnan(expected))
     number = ~np.isnan(expected)
-    np.testing.assert_array_equal(
-        actual[number].view(np.uint32), expected[number].view(np.uint32)
-    )
+    assert_array_equal(actual[number].view(np.uint32), expected[number].view(np.uint32))
 
 
 @pytest.mark.parametrize("source", EVERY_16_BITS)
@@ -189,7 +189,7 @@ def test_narrow_operands_saturate_at_the_formats_own_maximum(dtype):
         if dtype == jnp.bfloat16
         else jnp.asarray([65504, -65504], dtype)
     )
-    np.testing.assert_array_equal(np.asarray(FP16.cast(x), np.float32), [65504, -65504])
+    assert_array_equal(np.asarray(FP16.cast(x), np.float32), [65504, -65504])
 
 
 @pytest.mark.parametrize(
@@ -265,25 +265,21 @@ def test_stochastic_rounding_is_unbiased_over_all_draws(fmt):
     bound = 2.0**-17 + np.where(
         np.abs(x) < fmt.min_normal, 2.0 ** (fmt.mantissa_bits - 24), 0
     )
-    np.testing.assert_array_less(
-        np.abs(rounded.mean(0) - x), (high - low) * bound * (1 + 1e-9)
-    )
+    assert_array_less(np.abs(rounded.mean(0) - x), (high - low) * bound * (1 + 1e-9))
 
 
 def test_stochastic_rounding_from_fp32_to_fp16_is_exactly_unbiased():
     x = np.float32(1) + np.float32(2**-23) * np.arange(1, 2**13, 97, dtype=np.float32)
     draws = jnp.tile(jnp.arange(2**16, dtype=jnp.uint16)[:, None], (1, len(x)))
     rounded = jax.vmap(FP16.stochastic_round, in_axes=(None, 0))(x, draws)
-    np.testing.assert_array_equal(
-        np.asarray(rounded, np.float64).mean(0), x.astype(np.float64)
-    )
+    assert_array_equal(np.asarray(rounded, np.float64).mean(0), x.astype(np.float64))
 
 
 @pytest.mark.parametrize("fmt", [*NATIVE[:3], FloatFormat.parse("e3m2")], ids=str)
 def test_stochastic_rounding_of_a_part_of_the_smallest_number_gives_it_as_often(fmt):
     draws = jnp.arange(2**16, dtype=jnp.uint16)
     for part in (1.0, 0.75, 0.5, 2.0**-3, 2.0**-10, 0.0):
-        x = jnp.full(2**16, part * fmt.min_subnormal, jnp.float32)
+        x = jnp.full(2**16, part * fmt.min_subnormal, F32)
         rounded = np.asarray(jax.jit(fmt.stochastic_round)(-x, draws), np.float64)
         assert set(rounded) <= {0.0, -fmt.min_subnormal}
         assert np.all(np.signbit(rounded))
@@ -321,8 +317,8 @@ def test_counter_bits_are_the_same_on_any_sharding_and_differ_by_every_counter()
     sharded = jax.jit(counter_bits, static_argnums=0, out_shardings=sharding)(
         shape, 1, jnp.int32(2), 3
     )
-    np.testing.assert_array_equal(base, sharded)
-    np.testing.assert_array_equal(base.reshape(-1), counter_bits((64 * 48,), 1, 2, 3))
+    assert_array_equal(base, sharded)
+    assert_array_equal(base.reshape(-1), counter_bits((64 * 48,), 1, 2, 3))
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (3, 2, 1)):
         assert np.mean(base == np.asarray(counter_bits(shape, *other))) < 0.01
 
@@ -366,7 +362,7 @@ def test_powers_of_two_round_at_the_binary_border_and_at_the_square_root_of_two(
     )
     top = np.nextafter(one * 2, np.float32(0)) if exponent < 126 else one
     above = np.nextafter(border, np.float32(np.inf)) if exponent < 126 else one
-    for convert in (float, jnp.float32):
+    for convert in (float, F32):
         assert float(pow2_floor(convert(one))) == one
         assert float(pow2_floor(convert(top))) == one
         # FP32's nearest number to sqrt(2) lies below it
@@ -380,14 +376,14 @@ def test_powers_of_two_agree_between_numbers_and_arrays_over_all_exponents():
     x = (2.0 ** rng.uniform(-149, 127.9, 5000)).astype(np.float32)
     for function in (pow2_floor, pow2_round):
         actual = np.asarray(jax.jit(function)(x))
-        np.testing.assert_array_equal(actual, [function(v) for v in x])
+        assert_array_equal(actual, [function(v) for v in x])
         assert np.all(np.frexp(actual)[0] == 0.5)
         assert actual.min() == 2.0**-126
         assert actual.max() == 2.0**126
 
 
 @pytest.mark.parametrize("function", [pow2_floor, pow2_round])
-@pytest.mark.parametrize("convert", [float, jnp.float32])
+@pytest.mark.parametrize("convert", [float, F32])
 def test_powers_of_two_of_zero_infinity_and_nan_are_defined(function, convert):
     assert float(function(convert(0))) == 2.0**-126
     assert float(function(convert(np.inf))) == 2.0**126
@@ -408,7 +404,7 @@ def test_rounding_is_not_removed_by_the_compiler():
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, jnp.float16, jnp.bfloat16])
 def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
     x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(dtype)
     x = jnp.concatenate(
@@ -419,14 +415,12 @@ def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
             ),
         ]
     )
-    expected = np.asarray(fmt.cast(x.astype(jnp.float32)), np.float32)
+    expected = np.asarray(fmt.cast(x.astype(F32)), np.float32)
     expected[~np.isfinite(np.asarray(x, np.float32))] = np.nan
     actual = np.asarray(jax.jit(fmt.cast_or_nan)(x), np.float32)
-    np.testing.assert_array_equal(actual, expected)
+    assert_array_equal(actual, expected)
     finite = np.isfinite(expected)
-    np.testing.assert_array_equal(
-        np.signbit(actual[finite]), np.signbit(expected[finite])
-    )
+    assert_array_equal(np.signbit(actual[finite]), np.signbit(expected[finite]))
 
 
 def test_cast_or_nan_is_for_fp8():
@@ -436,6 +430,4 @@ def test_cast_or_nan_is_for_fp8():
 
 def test_the_inverse_of_a_power_of_two_is_exact():
     powers = 2.0 ** np.arange(-126, 127)
-    np.testing.assert_array_equal(
-        pow2_inverse(jnp.asarray(powers, jnp.float32)), 1 / powers
-    )
+    assert_array_equal(pow2_inverse(jnp.asarray(powers, F32)), 1 / powers)

@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import as_scaled_array, asarray
@@ -17,7 +17,7 @@ def test_a_number_to_fill_with_is_a_logical_one(scale):
     actual = scalify(
         lambda x: x.at[jnp.asarray([0, 9])].get(mode="fill", fill_value=5.0)
     )(x)
-    np.testing.assert_array_equal(asarray(actual), [8.0, 5.0])
+    assert_array_equal(asarray(actual), [8.0, 5.0])
 
 
 def test_sums_of_very_many_rows_stay_within_fp16():
@@ -26,4 +26,4 @@ def test_sums_of_very_many_rows_stay_within_fp16():
     actual = scalify(
         lambda x: jax.ops.segment_sum(x, jnp.zeros(count, jnp.int32), num_segments=4)
     )(ones)
-    np.testing.assert_allclose(asarray(actual), [count, 0, 0, 0], rtol=2.0**-11)
+    assert_allclose(asarray(actual), [count, 0, 0, 0], rtol=2.0**-11)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from numpy.testing import assert_allclose
 
 from scalify_core import as_scaled_array, asarray, scalify
 
@@ -61,7 +62,7 @@ def test_stacks_that_are_returned_or_computed_with_keep_their_digits():
         return (chunks - 1000).sum()
 
     (x,) = as_scaled_array((X.astype(np.float16),))
-    np.testing.assert_allclose(
+    assert_allclose(
         asarray(scalify(loss)(x)), loss(asarray(x)), rtol=2.0**-9, atol=1e-4
     )
 

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import F32, assert_near
 from draws import draw_normal
-from families import quick
+from families import quick, slow
 from jax import lax
+from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core
 from scalify_core import ScaledArray, as_scaled_array, asarray
 
-LOWEST = float(jnp.finfo(jnp.float32).min)
-STARTS = [LOWEST, -1e30, -1e9, -float("inf")]
+LOWEST = float(jnp.finfo(F32).min)
 
 
 @pytest.fixture(params=["auto", "static"])
@@ -35,15 +36,6 @@ def running_maximum(start):
         return lax.scan(lambda m, t: (jnp.maximum(m, t), m + t), jnp.full(8, start), x)[
             0
         ]
-
-    return fun
-
-
-def indexed_maximum(start):
-    def fun(x):
-        return lax.fori_loop(
-            0, len(x), lambda i, m: jnp.maximum(m, x[i]), jnp.full(8, start)
-        )
 
     return fun
 
@@ -72,20 +64,7 @@ def nearest(start):
                 jnp.where(d < best, i, at),
             ), None
 
-        return lax.scan(body, (0, jnp.float32(-start), -1), x)[0][1:]
-
-    return fun
-
-
-def logsumexp(start):
-    def fun(x):
-        def body(carry, t):
-            m, s = carry
-            new = jnp.maximum(m, t)
-            return (new, s * jnp.exp(m - new) + jnp.exp(t - new)), None
-
-        m, s = lax.scan(body, (jnp.full(8, start), jnp.zeros(8)), x)[0]
-        return m, jnp.log(s)
+        return lax.scan(body, (0, F32(-start), -1), x)[0][1:]
 
     return fun
 
@@ -121,38 +100,11 @@ def online_softmax(start):
     return fun
 
 
-def weighted_keys(start):
-    """The recurrence of RWKV, with its running maximum."""
-
-    def fun(x):
-        k = x / jnp.max(jnp.abs(x))
-
-        def body(carry, t):
-            a, b, p = carry
-            key, value = t
-            q = jnp.maximum(p, 0.5 + key)
-            out = (jnp.exp(p - q) * a + jnp.exp(0.5 + key - q) * value) / (
-                jnp.exp(p - q) * b + jnp.exp(0.5 + key - q)
-            )
-            q = jnp.maximum(p - 0.1, key)
-            old, new = jnp.exp(p - 0.1 - q), jnp.exp(key - q)
-            return (old * a + new * value, old * b + new, q), out
-
-        return lax.scan(body, (jnp.zeros(8), jnp.zeros(8), jnp.full(8, start)), (k, x))[
-            1
-        ]
-
-    return fun
-
-
 PROGRAMS = [
     running_maximum,
-    indexed_maximum,
     counted_minimum,
     nearest,
-    logsumexp,
     online_softmax,
-    weighted_keys,
 ]
 
 
@@ -163,38 +115,33 @@ def plain(program, start):
 
 
 def close(actual, expected, dtype):
-    for x, y in zip(
-        jax.tree.leaves(asarray(actual)), jax.tree.leaves(expected), strict=True
-    ):
-        # Sixteen turns, each with a few roundings.
-        atol = 64 * float(jnp.finfo(dtype).eps) * float(jnp.abs(y).max())
-        np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+    # Sixteen turns, each with a few roundings.
+    assert_near(actual, expected, 64 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
-@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("dynamic", jnp.float16), slow("static", F32)]
+)
 @pytest.mark.parametrize(
     "program", quick(PROGRAMS, running_maximum, nearest, online_softmax)
 )
 def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scalify):
-    for start in STARTS:
+    for start in (LOWEST, -1e9, -float("inf")):
         # one program for all sizes, where they are not in it
         fun = jax.jit(scalify(program(start)))
         for size in sizes_of(scalify, kind, 2.0**-20, 1.0, 2.0**40):
-            if program is logsumexp and size != 1.0:
-                continue
             x = draw_normal(0, (16, 8)) * size
             scaled = as_scaled_array(x, size if kind == "static" else None, dtype=dtype)
             close(fun(scaled), plain(program, start)(asarray(scaled)), dtype)
 
 
-@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
-@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "static"))
-@pytest.mark.parametrize("start", quick([LOWEST, -1e30], LOWEST))
-def test_start_of_a_loop_under_other_transformations(start, kind, dtype, scalify):
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("static", jnp.float16), slow("dynamic", F32)]
+)
+def test_start_of_a_loop_under_other_transformations(kind, dtype, scalify):
     x = draw_normal(0, (3, 16, 8))
     scaled = as_scaled_array(x, 1.0 if kind == "static" else None, dtype=dtype)
-    fun = online_softmax(start)
+    fun = online_softmax(LOWEST)
     for program in (
         jax.vmap(fun),
         jax.vmap(jax.checkpoint(fun)),
@@ -206,9 +153,10 @@ def test_start_of_a_loop_under_other_transformations(start, kind, dtype, scalify
         )
 
 
-@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
-@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
-@pytest.mark.parametrize("start", quick([LOWEST, -1e30, -1e9], LOWEST))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("dynamic", jnp.float16), slow("static", F32)]
+)
+@pytest.mark.parametrize("start", quick([LOWEST, -1e9], LOWEST))
 def test_a_start_that_nothing_was_compared_with_stays_far_away(
     start, kind, dtype, scalify
 ):
@@ -236,7 +184,7 @@ def test_a_start_that_nothing_was_compared_with_stays_far_away(
         expected = fun(asarray(scaled))
         close(actual[1:3], expected[1:3], dtype)
         close(actual[3][:4], expected[3][:4], dtype)
-        np.testing.assert_array_equal(actual[0][4:], 0)
+        assert_array_equal(actual[0][4:], 0)
         assert (actual[3][4:] <= -1000 * size).all()
 
 
@@ -262,8 +210,8 @@ def test_scales_that_differ_from_turn_to_turn_carry_a_start_along(kind, scalify)
         asarray(jax.jit(scalify(fun))(scaled)),
         fun(asarray(scaled)),
     )
-    np.testing.assert_allclose(actual[:4], expected[:4], rtol=1e-6)
-    np.testing.assert_allclose(each[1:, :4], each_expected[1:, :4], rtol=1e-6)
+    assert_allclose(actual[:4], expected[:4], rtol=1e-6)
+    assert_allclose(each[1:, :4], each_expected[1:, :4], rtol=1e-6)
     assert (each[:, 4:] < -1e6).all()
 
 
@@ -277,14 +225,14 @@ def test_a_large_start_that_counts_is_not_lost(scalify):
     x = draw_normal(0, (40, 8))
     is_static = scalify.keywords["scales"] == "static"
     for scale in (1.0,) if is_static else (1.0, None):
-        for dtype, rtol in ((jnp.float32, 1e-5), (jnp.float16, 0.02)):
+        for dtype, rtol in ((F32, 1e-5), (jnp.float16, 0.02)):
             scaled = as_scaled_array(x, scale, dtype=dtype)
             (last, each), (expected, each_expected) = (
                 asarray(jax.jit(scalify(fun))(scaled)),
                 fun(asarray(scaled)),
             )
-            np.testing.assert_allclose(last, expected, rtol=rtol, atol=rtol)
-            np.testing.assert_allclose(each[:12], each_expected[:12], rtol=rtol)
+            assert_allclose(last, expected, rtol=rtol, atol=rtol)
+            assert_allclose(each[:12], each_expected[:12], rtol=rtol)
 
 
 def test_a_body_with_effects_is_run_as_often_as_it_turns(scalify):
@@ -300,5 +248,5 @@ def test_a_body_with_effects_is_run_as_often_as_it_turns(scalify):
     x = draw_normal(0, (16, 8))
     actual = asarray(jax.jit(scalify(fun))(as_scaled_array(x)))
     jax.effects_barrier()
-    np.testing.assert_allclose(actual, x.max(0), rtol=1e-6)
+    assert_allclose(actual, x.max(0), rtol=1e-6)
     assert len(seen) == 16

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from scalify_core import as_scaled_array, asarray, scalify
 from scalify_core.numerics import compiler_hints
@@ -78,7 +79,7 @@ def test_no_case_changes_a_number(fun):
     expected = jax.jit(lambda x: fun(x))(X)
     with compiler_hints.without(*compiler_hints.CASES):
         actual = jax.jit(lambda x: fun(x))(X)
-    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def test_cases_are_turned_off_by_the_environment():

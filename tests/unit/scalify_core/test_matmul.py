@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import F32, HALF
 from families import quick
-from flax import nnx
 from jax import lax
+from numpy.testing import assert_allclose, assert_array_equal
 
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
@@ -36,13 +37,13 @@ CASES = {  # lhs shape, rhs shape, dimension numbers
 EPS32 = 2.0**-23
 
 
-def normal(seed, shape, dtype=jnp.float32):
+def normal(seed, shape, dtype=F32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def on_grid(fmt, x):
     """The FP8 values, in FP32."""
-    return fmt.cast(x).astype(jnp.float32)
+    return fmt.cast(x).astype(F32)
 
 
 @pytest.mark.parametrize("fmt", quick([E5M2, E4M3], E5M2), ids=str)
@@ -69,17 +70,17 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
     dot = Fp8DotGeneral(gradient=fmt)
     all_found = jax.jit(with_gradients, static_argnums=0)(dot, lhs, rhs, gradient)
     for actual, right in zip(all_found, expected, strict=True):
-        np.testing.assert_allclose(actual, right, **tolerance)
+        assert_allclose(actual, right, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, F32])
 def test_result_is_rounded_once_to_the_compute_dtype_and_gradients_have_their_operands_dtype(
     dtype,
 ):
     # Small integers are exact in E4M3 and in the FP32 sum, so the only rounding is the
     # last one.
     lhs = jax.random.randint(jax.random.key(0), (16, 512), -7, 8).astype(dtype)
-    rhs = jax.random.randint(jax.random.key(1), (512, 16), -7, 8).astype(jnp.float32)
+    rhs = jax.random.randint(jax.random.key(1), (512, 16), -7, 8).astype(F32)
     out, vjp = jax.vjp(
         lambda a, b: fp8_dot_general(a, b, MATRIX, preferred_element_type=dtype),
         lhs,
@@ -87,29 +88,19 @@ def test_result_is_rounded_once_to_the_compute_dtype_and_gradients_have_their_op
     )
     exact = np.asarray(lhs, np.float32) @ np.asarray(rhs)
     assert out.dtype == dtype
-    np.testing.assert_array_equal(out, jnp.asarray(exact).astype(dtype))
-    assert [g.dtype for g in vjp(out)] == [dtype, jnp.float32]
+    assert_array_equal(out, jnp.asarray(exact).astype(dtype))
+    assert [g.dtype for g in vjp(out)] == [dtype, F32]
 
 
 def test_default_result_dtype_is_what_the_operands_promote_to():
     assert (
-        fp8_dot_general(
-            jnp.ones((16, 16), jnp.float16), jnp.ones((16, 16)), MATRIX
-        ).dtype
-        == jnp.float32
+        fp8_dot_general(jnp.ones((16, 16), HALF), jnp.ones((16, 16)), MATRIX).dtype
+        == F32
     )
     assert (
         fp8_dot_general(*[jnp.ones((16, 16), jnp.bfloat16)] * 2, MATRIX).dtype
         == jnp.bfloat16
     )
-
-
-def test_a_forward_cast_acts_under_differentiation():
-    lhs, rhs = normal(0, (16, 16)), normal(1, (16, 16))
-    value, _ = jax.value_and_grad(lambda a: fp8_dot_general(a, rhs, MATRIX).sum())(lhs)
-    rounded = lax.dot(on_grid(E4M3, lhs), on_grid(E4M3, rhs), precision="highest").sum()
-    assert abs(value - rounded) < 16**3 * EPS32 * 16
-    assert abs(value - lax.dot(lhs, rhs, precision="highest").sum()) > 0.01
 
 
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling("rms", "amax", "rms")])
@@ -126,8 +117,8 @@ def test_residuals_are_the_fp8_operands_and_nothing_wider(scaling):
 def test_large_operands_saturate_and_what_is_not_finite_stays_visible():
     huge = jnp.full((16, 16), 1e6)
     out, vjp = jax.vjp(lambda a: fp8_dot_general(a, jnp.eye(16), MATRIX), huge)
-    np.testing.assert_array_equal(out, np.full((16, 16), 448.0))
-    np.testing.assert_array_equal(vjp(huge)[0], np.full((16, 16), 57344.0))
+    assert_array_equal(out, np.full((16, 16), 448.0))
+    assert_array_equal(vjp(huge)[0], np.full((16, 16), 57344.0))
     for bad in (np.nan, np.inf):
         assert np.isnan(
             fp8_dot_general(huge.at[0, 0].set(bad), jnp.eye(16), MATRIX)[0, 0]
@@ -149,7 +140,7 @@ def test_scales_from_the_tensors_make_the_product_homogeneous(statistic):
     base = both(lhs, rhs, gradient)
     scaled = both(lhs * 2.0**-40, rhs * 2.0**50, gradient * 2.0**-30)
     for actual, expected, power in zip(scaled, base, (10, 20, -70), strict=True):
-        np.testing.assert_array_equal(actual, expected * 2.0**power)
+        assert_array_equal(actual, expected * 2.0**power)
     # The rounding of both operands to nearest: 2^-4 each, of the typical size of a
     # product.
     error = np.abs(base[0] - lax.dot(lhs, rhs, precision="highest"))
@@ -177,41 +168,39 @@ def test_an_all_zero_operand_gives_zero_with_scales_from_the_tensors():
         lambda a, b: dot(a, b, MATRIX), jnp.zeros((16, 16)), jnp.zeros((16, 16))
     )
     for x in (out, *vjp(jnp.zeros((16, 16)))):
-        np.testing.assert_array_equal(x, 0)
+        assert_array_equal(x, 0)
 
 
 def test_constant_scales_divide_operands_and_multiply_the_product():
     dot = Fp8DotGeneral(scaling=Scaling(lhs=2.0**-12, rhs=4, gradient=2.0**-20))
     lhs, rhs = (
-        normal(0, (16, 16), jnp.float16) * 2.0**-12,
-        normal(1, (16, 16), jnp.float16) * 4,
+        normal(0, (16, 16), HALF) * 2.0**-12,
+        normal(1, (16, 16), HALF) * 4,
     )
-    unit = fp8_dot_general(
-        lhs * 2.0**12, rhs / 4, MATRIX, preferred_element_type=jnp.float32
-    )
+    unit = fp8_dot_general(lhs * 2.0**12, rhs / 4, MATRIX, preferred_element_type=F32)
     out, vjp = jax.vjp(lambda a, b: dot(a, b, MATRIX), lhs, rhs)
-    np.testing.assert_array_equal(out, (unit * 2.0**-10).astype(jnp.float16))
+    assert_array_equal(out, (unit * 2.0**-10).astype(HALF))
     # E5M2 alone ends at 2^-16; the gradient's scale keeps what lies below.
-    assert float(jnp.abs(vjp(jnp.full((16, 16), 2.0**-19, jnp.float16))[0]).max()) > 0
+    assert float(jnp.abs(vjp(jnp.full((16, 16), 2.0**-19, HALF))[0]).max()) > 0
 
 
 def test_fp16_products_with_scales_do_not_overflow_before_they_are_scaled():
     dot = Fp8DotGeneral(scaling=Scaling("amax", "amax", 1.0))
     # unscaled: 64 * 128 * 128
-    out = dot(jnp.ones((16, 64), jnp.float16), jnp.ones((64, 16), jnp.float16), MATRIX)
-    np.testing.assert_array_equal(out, np.full((16, 16), 64, np.float16))
+    out = dot(jnp.ones((16, 64), HALF), jnp.ones((64, 16), HALF), MATRIX)
+    assert_array_equal(out, np.full((16, 16), 64, np.float16))
 
 
 def test_sizes_that_are_not_multiples_of_16_fall_back_once_a_shape_and_are_named():
     dot = Fp8DotGeneral("h.0.mlp.c_fc")
-    lhs, rhs = normal(0, (16, 20), jnp.float16), normal(1, (20, 32), jnp.float16)
+    lhs, rhs = normal(0, (16, 20), HALF), normal(1, (20, 32), HALF)
     with pytest.warns(
         UserWarning, match=re.escape("h.0.mlp.c_fc: not FP8 but float16")
     ) as caught:
         out = dot(lhs, rhs, MATRIX)
     assert "(16, 32, 20)" in str(caught[0].message)
     dot(lhs, rhs, MATRIX)  # a second warning would be an error
-    np.testing.assert_array_equal(out, lax.dot_general(lhs, rhs, MATRIX))
+    assert_array_equal(out, lax.dot_general(lhs, rhs, MATRIX))
     dot(normal(0, (16, 32)), rhs.T.reshape(32, 20)[:, :16], MATRIX)
     assert (dot.skipped, dot.converted) == ({(16, 32, 20)}, {(16, 16, 32)})
 
@@ -262,7 +251,7 @@ def test_remat_scan_and_jit_change_no_bit():
     expected = jax.jit(jax.value_and_grad(unrolled))(weights)
     for body in (layer, jax.checkpoint(layer)):
         actual = jax.jit(jax.value_and_grad(loss), static_argnums=1)(weights, body)
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        jax.tree.map(assert_array_equal, actual, expected)
 
 
 def test_vmap_gives_each_example_its_own_scales():
@@ -278,7 +267,7 @@ def test_vmap_gives_each_example_its_own_scales():
     looped = [f(a, rhs) for a in lhs]
     for i, expected in enumerate(looped):
         jax.tree.map(
-            lambda m, e, i=i: np.testing.assert_allclose(m[i], e, rtol=16 * EPS32),
+            lambda m, e, i=i: assert_allclose(m[i], e, rtol=16 * EPS32),
             mapped,
             expected,
         )
@@ -291,18 +280,7 @@ def test_it_is_the_dot_general_of_linen_layers():
     variables = layer.init(jax.random.key(1), x)
     kernel = variables["params"]["kernel"].astype(jnp.bfloat16)
     expected = fp8_dot_general(x.astype(jnp.bfloat16), kernel, (((2,), (0,)), ((), ())))
-    np.testing.assert_array_equal(layer.apply(variables, x), expected)
-    grads = jax.grad(lambda v: layer.apply(v, x).astype(jnp.float32).sum())(variables)
+    assert_array_equal(layer.apply(variables, x), expected)
+    grads = jax.grad(lambda v: layer.apply(v, x).astype(F32).sum())(variables)
     assert np.isfinite(grads["params"]["kernel"]).all()
-    assert dot.converted == {(16, 32, 16)}
-
-
-def test_it_is_the_dot_general_of_nnx_layers():
-    dot = Fp8DotGeneral("linear")
-    layer = nnx.Linear(16, 32, dot_general=dot, rngs=nnx.Rngs(0))
-    x = normal(0, (16, 16))
-    expected = fp8_dot_general(x, layer.kernel[...], MATRIX)
-    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, x), expected)
-    grads = nnx.grad(lambda m: (m(x) ** 2).sum())(layer)
-    assert np.isfinite(grads["kernel"][...]).all()
     assert dot.converted == {(16, 32, 16)}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from families import quick
+from numpy.testing import assert_allclose
 from optax import contrib
 
 from scalify_core import as_scaled_array, asarray, scalify
@@ -17,7 +18,6 @@ from scalify_core.static import dynamic_rescale_rms
 STEPS = 50
 OPTIMISERS = {
     "adamw": lambda: optax.adamw(1e-2),
-    "adam": lambda: optax.adam(1e-2),
     "sgd_momentum": lambda: optax.sgd(5e-2, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
@@ -25,13 +25,8 @@ OPTIMISERS = {
     # which are discarded.
     "lamb": lambda: optax.lamb(1e-2),
     "lars": lambda: optax.lars(0.1, trust_coefficient=0.1),
-    "rmsprop": lambda: optax.rmsprop(1e-3),
-    "adagrad": lambda: optax.adagrad(5e-2),
-    "nadam": lambda: optax.nadam(1e-2),
-    "radam": lambda: optax.radam(1e-2),
     "sm3": lambda: optax.sm3(5e-2),
     "novograd": lambda: optax.novograd(1e-2),
-    "yogi": lambda: optax.yogi(1e-2),
     "muon": lambda: contrib.muon(1e-2),
 }
 
@@ -101,7 +96,7 @@ def plain(name):
 
 @pytest.mark.parametrize("name", quick(OPTIMISERS, "lamb"))
 def test_in_fp32_data_the_losses_are_those_of_the_plain_twin(name):
-    np.testing.assert_allclose(run(name, jnp.float32), plain(name), rtol=1e-5)
+    assert_allclose(run(name, jnp.float32), plain(name), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", quick(OPTIMISERS, "adamw", "muon"))

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import HALF
 from draws import draw_normal
+from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import ScaledArray, asarray
@@ -33,19 +35,19 @@ def seen(**formats):
 def test_the_slots_gradient_is_the_figures_of_the_array_and_of_its_gradient():
     x, weight = 2 * normal(0), normal(1)
     gradient, actual = jax.jit(seen())(x, weight, EMPTY)
-    np.testing.assert_array_equal(gradient, 3 * weight)
-    np.testing.assert_array_equal(actual, [figures(x), figures(3 * weight)])
+    assert_array_equal(gradient, 3 * weight)
+    assert_array_equal(actual, [figures(x), figures(3 * weight)])
     assert dict(zip(FIGURES, actual[0].tolist(), strict=True))["rms"] == pytest.approx(
         2, rel=0.1
     )
 
 
 def test_under_scalify_the_figures_are_those_of_data_and_scale():
-    x = ScaledArray((normal(0) * 4).astype(jnp.float16), 2.0**-3)
-    weight = ScaledArray(normal(1).astype(jnp.float16), 2.0**-9)
+    x = ScaledArray((normal(0) * 4).astype(HALF), 2.0**-3)
+    weight = ScaledArray(normal(1).astype(HALF), 2.0**-9)
     gradient, actual = jax.jit(scalify(seen()))(x, weight, EMPTY)
-    np.testing.assert_array_equal(actual[0], figures(x))
-    np.testing.assert_array_equal(actual[1], figures(gradient))
+    assert_array_equal(actual[0], figures(x))
+    assert_array_equal(actual[1], figures(gradient))
     assert actual[0, 0] == -3
     assert actual[1, 0] == np.log2(float(gradient.scale))
 
@@ -93,12 +95,12 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
     if scaled:
         with_probes, without = scalify(with_probes), scalify(without)
         x, weights = (
-            ScaledArray(x.astype(jnp.float16), 1.0),
-            ScaledArray((weights * 4).astype(jnp.float16), 0.25),
+            ScaledArray(x.astype(HALF), 1.0),
+            ScaledArray((weights * 4).astype(HALF), 0.25),
         )
     gradient, actual = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT)))
     right = jax.jit(without)(x, weights, None)
-    np.testing.assert_array_equal(asarray(gradient), asarray(right))
+    assert_array_equal(asarray(gradient), asarray(right))
     h, rms = asarray(x), []
     for weight in asarray(weights):
         h = h @ weight
@@ -110,7 +112,7 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
     )
     # Data in FP16: one rounding of each element and layer, and those of the layers
     # before.
-    np.testing.assert_allclose(size, rms, rtol=3 * 2**-10 if scaled else 1e-5)
+    assert_allclose(size, rms, rtol=3 * 2**-10 if scaled else 1e-5)
 
 
 def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
@@ -128,20 +130,20 @@ def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
 
         return jax.vjp(outputs, x, slot)[0]
 
-    x = ScaledArray(normal(0).astype(jnp.float16), 1.0)
-    weight = ScaledArray(normal(1, (32, 8)).astype(jnp.float16), 1.0)
+    x = ScaledArray(normal(0).astype(HALF), 1.0)
+    weight = ScaledArray(normal(1, (32, 8)).astype(HALF), 1.0)
     for actual, right in zip(
         scalify(function)(x, weight, EMPTY),
         scalify(function)(x, weight, None),
         strict=True,
     ):
-        np.testing.assert_array_equal(actual.data, right.data)
+        assert_array_equal(actual.data, right.data)
 
 
 def test_a_probe_without_a_derivative_is_the_identity():
     x = normal(0)
-    np.testing.assert_array_equal(probe(x, EMPTY, forward=FloatFormat.parse("e3m4")), x)
-    scaled = ScaledArray(x.astype(jnp.float16), 0.5)
+    assert_array_equal(probe(x, EMPTY, forward=FloatFormat.parse("e3m4")), x)
+    scaled = ScaledArray(x.astype(HALF), 0.5)
     out = scalify(probe)(scaled, EMPTY)
-    np.testing.assert_array_equal(out.data, scaled.data)
+    assert_array_equal(out.data, scaled.data)
     assert out.scale == 0.5

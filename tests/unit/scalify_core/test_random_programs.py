@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from scalify_core.array.scaled_array import (
     ScaledArray,
@@ -13,7 +14,6 @@ from scalify_core.array.scaled_array import (
     asarray,
     is_scaled_array,
 )
-from scalify_core.debug.stats import Summary, summarize
 from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics.formats import pow2_round
 
@@ -86,7 +86,7 @@ def within_range(values):
     return bool(np.all((sizes == 0) | ((sizes > 2.0**-90) & (sizes < 2.0**90))))
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(deadline=None, derandomize=True, max_examples=50)
 @given(programs, arrays, arrays, exponents, exponents, st.booleans())
 def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
     program, x, y, ex, ey, dynamic
@@ -102,7 +102,7 @@ def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
         assert all(
             pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32))
         )
-        np.testing.assert_array_equal(np.asarray(a), b, err_msg=f"step {step - 2}")
+        assert_array_equal(np.asarray(a), b, err_msg=f"step {step - 2}")
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)
@@ -150,26 +150,5 @@ def test_random_pytrees_pass_through_scaling_and_back(tree, scale):
     for original, a, b in zip(
         *map(jax.tree.leaves, (tree, back, through)), strict=True
     ):
-        np.testing.assert_array_equal(
-            np.asarray(a, np.float64), np.asarray(original, np.float64)
-        )
-        np.testing.assert_array_equal(
-            np.asarray(b, np.float64), np.asarray(original, np.float64)
-        )
-
-
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(trees)
-def test_random_pytrees_are_summarised_leaf_by_leaf(tree):
-    expected = [
-        x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    summaries = jax.tree.leaves(
-        summarize(as_scaled_array(tree)), is_leaf=lambda x: isinstance(x, Summary)
-    )
-    assert len(summaries) == len(expected)
-    for s, x in zip(summaries, expected, strict=True):
-        size = float(s.rms) * 2.0 ** int(s.exponent)
-        np.testing.assert_allclose(
-            size, np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))), rtol=1e-6
-        )
+        assert_array_equal(np.asarray(a, np.float64), np.asarray(original, np.float64))
+        assert_array_equal(np.asarray(b, np.float64), np.asarray(original, np.float64))

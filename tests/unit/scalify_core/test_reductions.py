@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from scalify_core.numerics.amax import (
     SMALL_ROWS,
@@ -35,7 +36,7 @@ def arrays(seed, dtype=np.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.float8_e5m2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e5m2])
 def test_each_array_has_its_own(dtype):
     a, b = arrays(0, dtype), arrays(1, dtype)
     pairs = list(zip(a, b, strict=True))
@@ -47,9 +48,7 @@ def test_each_array_has_its_own(dtype):
     assert jax.jit(largest_magnitudes)(pairs).tolist() == peaks
     expected = [np.sum(np.square(np.asarray(x, np.float64))) for x in a]
     # Sums of up to 18432 squares, in FP32 and in blocks of at most 2^14.
-    np.testing.assert_allclose(
-        jax.jit(sums_of_squares)(a), expected, rtol=18432 / 2**24
-    )
+    assert_allclose(jax.jit(sums_of_squares)(a), expected, rtol=18432 / 2**24)
     assert largest_magnitudes([]).shape == sums_of_squares([]).shape == (0,)
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draws import draw_normal
+from beside_plain import normal
+from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 import scalify_core as sc
@@ -21,16 +22,12 @@ def rms(x):
     return float(jnp.sqrt(jnp.mean(jnp.square(x.data.astype(jnp.float32)))))
 
 
-def normal(seed, *shape):
-    return draw_normal(seed, shape)
-
-
 @pytest.mark.parametrize("name", ["dynamic_rescale_rms", "dynamic_rescale_max"])
 def test_rescale_finds_the_power_of_two_and_changes_no_value(name):
     x = as_scaled_array(normal(0, 512) * 2.0**-9, 1.0)
     out = scalify(getattr(sc.static, name))(x)
     assert float(out.scale) == (2.0**-9 if name.endswith("rms") else 2.0**-7)
-    np.testing.assert_array_equal(asarray(out), asarray(x))
+    assert_array_equal(asarray(out), asarray(x))
 
 
 @pytest.mark.parametrize("content", [0.0, np.inf, np.nan])
@@ -49,7 +46,7 @@ def test_rescale_of_the_gradient_leaves_the_forward_alone():
     gradient = scalify(jax.grad(loss))(x)
     assert 0.7 < rms(gradient) < 1.42
     assert scalify(sc.static.dynamic_rescale_rms_grad)(x).scale == 1.0
-    np.testing.assert_allclose(
+    assert_allclose(
         asarray(gradient), jnp.cos(asarray(x)) * 2.0**-15, rtol=2**-9, atol=2.0**-24
     )
 
@@ -78,7 +75,7 @@ def test_a_bias_in_front_of_a_rescale_gets_its_gradient_from_what_was_there_befo
     (dx, dbias), (dx_alone, dbias_alone) = (
         scalify(functools.partial(gradients, columns=c))(*args) for c in (True, False)
     )
-    np.testing.assert_array_equal(dx.data, dx_alone.data)
+    assert_array_equal(dx.data, dx_alone.data)
     assert float(dx.scale) == float(dx_alone.scale)
     exact = np.sum(np.float64(gradient), 0)
     error, alone = (
@@ -113,7 +110,7 @@ def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():
     for actual, expected in zip(
         scalify(total)(x, y), total(asarray(x), asarray(y)), strict=True
     ):
-        np.testing.assert_allclose(
+        assert_allclose(
             asarray(actual),
             expected,
             rtol=0,
@@ -145,7 +142,7 @@ def test_remat_changes_no_bit_of_the_loss_or_the_gradient():
     for a, b in zip(
         jax.tree.leaves(stored), jax.tree.leaves(rematerialized), strict=True
     ):
-        np.testing.assert_array_equal(a, b)
+        assert_array_equal(a, b)
 
 
 def test_rescaling_functions_mean_nothing_in_plain_arithmetic():
@@ -161,7 +158,7 @@ def test_rescaling_functions_mean_nothing_in_plain_arithmetic():
         sc.static.dynamic_rescale_rms_grad,
         sc.static.dynamic_rescale_max_grad,
     ):
-        np.testing.assert_array_equal(fun(x), x)
+        assert_array_equal(fun(x), x)
 
 
 def test_scales_are_set_read_moved_and_dropped_inside():
@@ -174,8 +171,8 @@ def test_scales_are_set_read_moved_and_dropped_inside():
     for scale in (0.5, jnp.float32(0.5)):
         g = ScaledArray(normal(1, 8), scale)
         assert gradient(x, g).scale == 1.0
-        np.testing.assert_array_equal(asarray(gradient(x, g)), asarray(g))
+        assert_array_equal(asarray(gradient(x, g)), asarray(g))
     assert not isinstance(scalify(sc.static.stop_scaling)(x), ScaledArray)
     data, scale = scalify(sc.static.get_data_scale)(as_scaled_array(normal(0, 8), 0.25))
-    np.testing.assert_array_equal(data, normal(0, 8) * 4)
+    assert_array_equal(data, normal(0, 8) * 4)
     assert float(scale) == 0.25

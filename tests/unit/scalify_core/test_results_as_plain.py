@@ -4,19 +4,15 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from draws import draw_normal
+from beside_plain import normal
+from numpy.testing import assert_allclose, assert_array_equal
 
-from scalify_core import as_scaled_array, asarray, explain, scalify
+from scalify_core import as_scaled_array, asarray, scalify
 from scalify_core.array.scaled_array import is_scaled_array
 
 F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
-
-
-def normal(seed, *shape):
-    return draw_normal(seed, shape)
 
 
 def dtypes(tree):
@@ -49,8 +45,8 @@ def test_an_optimiser_step_leaves_state_in_float32_and_parameters_narrow(transfo
     for actual, expected in zip(
         jax.tree.leaves(asarray(state)), jax.tree.leaves(like), strict=True
     ):
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)
-    np.testing.assert_allclose(asarray(params), plain, rtol=3 * 2.0**-11, atol=1e-6)
+        assert_allclose(actual, expected, rtol=1e-6)
+    assert_allclose(asarray(params), plain, rtol=3 * 2.0**-11, atol=1e-6)
 
 
 def mean_square(x, w):
@@ -68,7 +64,7 @@ def test_a_loss_that_plain_code_has_in_float32_is_so_and_gradients_are_as_narrow
     product = jnp.matmul(*asarray((x, w)), precision="highest")
     # operands are what they were
     tolerance = 2.0**-9 if dtype == jnp.bfloat16 else 2.0**-20
-    np.testing.assert_allclose(asarray(loss), jnp.mean(product**2), rtol=tolerance)
+    assert_allclose(asarray(loss), jnp.mean(product**2), rtol=tolerance)
 
 
 def test_a_loss_in_float32_takes_no_product_of_its_gradient_out_of_its_format():
@@ -104,13 +100,6 @@ def test_data_in_eight_bits_counts_as_sixteen_and_what_is_cast_to_eight_has_eigh
     assert scalify(jnp.transpose)(x).dtype == HALF
     assert scalify(lambda x: x.T.astype(E4M3))(x).dtype == E4M3
     assert scalify(lambda x: x.T.astype(F32))(x).dtype == F32
-
-
-def test_explain_has_results_in_the_same_dtypes():
-    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
-    fun = lambda x, w: jnp.exp(x.astype(F32))
-    assert explain(lambda x, w: jnp.exp(x), x, w).errors[0] > 2.0**-13
-    assert explain(fun, x, w).errors[0] < 2.0**-20
 
 
 TABLE = jnp.linspace(0.5, 1.5, 16)[None]
@@ -154,7 +143,7 @@ def test_a_state_in_float32_stays_so(name):
     )
     actual = scalify(fun)(g, state)
     assert {actual.dtype.type, jax.jit(scalify(fun))(g, state).dtype.type} == {F32}
-    np.testing.assert_allclose(
+    assert_allclose(
         asarray(actual),
         fun(asarray(g), state),
         rtol=1e-6,
@@ -179,17 +168,8 @@ def test_an_argument_that_is_only_cast_is_float32_with_every_bit(name, dtype):
     x = as_scaled_array(normal(0, 8, 16) * 2.0**-40, dtype=dtype)
     actual = scalify(ONLY_CAST[name])(x)
     assert actual.dtype == F32
-    np.testing.assert_array_equal(asarray(actual), asarray(x))
+    assert_array_equal(asarray(actual), asarray(x))
     assert scalify(lambda x: (x, x.astype(F32)))(x)[0].dtype == dtype
-
-
-def test_a_result_that_is_asked_to_be_float32_by_a_product_is():
-    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
-    actual = scalify(lambda x, w: jnp.matmul(x, w, preferred_element_type=F32))(x, w)
-    assert actual.dtype == F32
-    np.testing.assert_allclose(
-        asarray(actual), jnp.matmul(*asarray((x, w)), precision="highest"), atol=1e-5
-    )
 
 
 def test_what_is_asked_for_within_a_nested_scalify_is_float32():
@@ -201,5 +181,5 @@ def test_what_is_asked_for_within_a_nested_scalify_is_float32():
         return jnp.sum(jnp.sin(x.astype(F32)) @ w.astype(F32))
 
     actual = scalify(lambda x, w: scalify(fun)(x, w))(x, w)
-    np.testing.assert_allclose(asarray(actual), fun(*asarray((x, w))), rtol=2.0**-18)
+    assert_allclose(asarray(actual), fun(*asarray((x, w))), rtol=2.0**-18)
     assert scalify(fun)(*asarray((x, w))) == jax.jit(fun)(*asarray((x, w)))

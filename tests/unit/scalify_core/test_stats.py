@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import HALF
+from numpy.testing import assert_allclose, assert_array_equal
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.debug.stats import Summary, summarize
@@ -28,7 +30,7 @@ def test_figures_of_eight_known_numbers(fmt):
     assert jax.jit(lambda x: summarize(x, zeros=False))(data).underflow == 2 / 8
     assert s.saturated == 1 / 8
     expected = np.sqrt(np.mean(np.square(np.asarray(data, np.float64))))
-    np.testing.assert_allclose(s.rms, expected, rtol=8 * FP32.epsilon)
+    assert_allclose(s.rms, expected, rtol=8 * FP32.epsilon)
 
 
 def test_plain_arrays_have_scale_one_and_other_leaves_are_left_out():
@@ -43,7 +45,7 @@ def test_plain_arrays_have_scale_one_and_other_leaves_are_left_out():
     )
     assert out["step"] is None
     assert out["key"] is None
-    np.testing.assert_allclose(out["w"].rms, np.sqrt(12.5), rtol=4 * FP32.epsilon)
+    assert_allclose(out["w"].rms, np.sqrt(12.5), rtol=4 * FP32.epsilon)
     assert out["w"].exponent == 0
     assert out["s"].exponent == 2
     assert out["s"].rms == out["w"].rms
@@ -53,7 +55,7 @@ def test_underflow_of_a_cast_to_come_is_counted_exactly():
     # E4M3 rounds to zero up to and including half of its smallest number.
     half = E4M3.min_subnormal / 2
     data = jnp.array(
-        [0.0, half, half * 1.01, half / 3, 1.0, 448.0, 449.0, np.inf], jnp.float16
+        [0.0, half, half * 1.01, half / 3, 1.0, 448.0, 449.0, np.inf], HALF
     )
     s = summarize(ScaledArray(data, 1.0), fmt=E4M3)
     assert s.underflow == 2 / 8
@@ -63,11 +65,11 @@ def test_underflow_of_a_cast_to_come_is_counted_exactly():
 
 def test_underflow_against_exact_values_tells_true_zeros_from_lost_ones():
     exact = jnp.array([0.0, 1e-9, 1e-3, 2e-9])
-    s = summarize({"g": exact.astype(jnp.float16)}, exact={"g": exact})["g"]
+    s = summarize({"g": exact.astype(HALF)}, exact={"g": exact})["g"]
     assert s.underflow == 2 / 4
     assert s.zeros == 3 / 4
     scaled = summarize(
-        ScaledArray(exact.astype(jnp.float16), 1.0), exact=ScaledArray(exact, 1.0)
+        ScaledArray(exact.astype(HALF), 1.0), exact=ScaledArray(exact, 1.0)
     )
     assert scaled.underflow == 2 / 4
 
@@ -75,21 +77,21 @@ def test_underflow_against_exact_values_tells_true_zeros_from_lost_ones():
 def test_a_stack_of_layers_has_figures_for_each_layer():
     data = jnp.stack(
         [jnp.ones((2, 4)), jnp.zeros((2, 4)), jnp.full((2, 4), 3.0)]
-    ).astype(jnp.float16)
+    ).astype(HALF)
     for scale in (
         jnp.array([1.0, 0.5, 2.0**90]),
         jnp.array([1.0, 0.5, 2.0**90]).reshape(3, 1, 1),
     ):
         s = jax.jit(summarize)(ScaledArray(data, scale))
-        np.testing.assert_array_equal(s.exponent, [0, -1, 90])
-        np.testing.assert_array_equal(s.rms, [1, 0, 3])
-        np.testing.assert_array_equal(s.zeros, [0, 1, 0])
+        assert_array_equal(s.exponent, [0, -1, 90])
+        assert_array_equal(s.rms, [1, 0, 3])
+        assert_array_equal(s.zeros, [0, 1, 0])
 
 
 @pytest.mark.parametrize("exponent", [-125, -100, -70, 70, 100, 126])
 def test_rms_is_right_where_squares_leave_fp32(exponent):
     x = jnp.float32(2.0**exponent) * jnp.array([1.0, 1.0, 0.0, 0.0])
-    np.testing.assert_allclose(
+    assert_allclose(
         summarize(x).rms, 2.0**exponent * np.sqrt(0.5), rtol=4 * FP32.epsilon
     )
 
@@ -97,7 +99,7 @@ def test_rms_is_right_where_squares_leave_fp32(exponent):
 def test_what_is_not_finite_shows():
     assert np.isnan(summarize(jnp.array([1.0, np.nan])).rms)
     assert not np.isfinite(summarize(jnp.array([1.0, np.inf])).rms)
-    assert summarize(jnp.array([1.0, np.inf], jnp.float16)).saturated == 0.5
+    assert summarize(jnp.array([1.0, np.inf], HALF)).saturated == 0.5
 
 
 def test_all_figures_are_arrays_so_that_a_step_can_return_them():

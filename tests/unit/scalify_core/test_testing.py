@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_plain import F32, HALF
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.debug.testing import assert_close, check_scalify
@@ -14,7 +15,7 @@ from scalify_core.ops.rescale import set_scaling
 X = ScaledArray(jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.5]]), 2.0**20)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, HALF, jnp.bfloat16])
 def test_it_passes_a_composition_with_its_gradient(dtype):
     out = check_scalify(
         lambda x, b: {"y": jnp.sin(x * 2.0**-20) * b, "n": jnp.argmax(x)},
@@ -33,7 +34,7 @@ def test_it_wants_something_scaled():
 
 
 def close(actual, expected, **kwargs):
-    assert_close(actual, jnp.asarray(expected, jnp.float32), FP32, **kwargs)
+    assert_close(actual, jnp.asarray(expected, F32), FP32, **kwargs)
 
 
 def test_a_wrong_value_is_found_and_named():
@@ -76,7 +77,7 @@ def test_infinities_and_nans_that_belong_are_fine():
 
 @pytest.mark.parametrize("scale", [3.0, 0.0, 2.0**127, np.nan])
 def test_a_scale_that_is_no_power_of_two_in_range_is_found(scale):
-    x = ScaledArray(jnp.ones(2), jnp.float32(scale))
+    x = ScaledArray(jnp.ones(2), F32(scale))
     with pytest.raises(AssertionError, match="power of two"):
         close(x, [1.0, 1.0])
 
@@ -94,8 +95,8 @@ def test_another_shape_tree_or_integer_is_found():
         (jnp.zeros(2), jnp.zeros(3), "shape"),
         ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, "tree"),
         (jnp.int32(3), jnp.int32(4), "expected 4"),
-        (jnp.float16(1), jnp.float32(1), "plain float16"),
-        (ScaledArray(jnp.float32(1), 1.0), jnp.int32(1), "expected int32"),
+        (HALF(1), F32(1), "plain float16"),
+        (ScaledArray(F32(1), 1.0), jnp.int32(1), "expected int32"),
     ]:
         with pytest.raises(AssertionError, match=message):
             assert_close(actual, expected, FP32)
@@ -107,14 +108,12 @@ def test_keys_are_compared():
         assert_close(jax.random.key(0), jax.random.key(1), FP32)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "too_large"), [(jnp.float16, 2.0**24), (jnp.float32, 2.0**126)]
-)
+@pytest.mark.parametrize(("dtype", "too_large"), [(HALF, 2.0**24), (F32, 2.0**126)])
 def test_what_vanishes_at_a_scale_that_is_astray_is_found(dtype, too_large):
     """Zeros below the smallest number of the data are no excuse where plain data keeps
     the numbers."""
     x = ScaledArray(
-        jnp.asarray([1.0, -2.0, 0.5]) * (1.0 if dtype == jnp.float16 else 2.0**-24), 1.0
+        jnp.asarray([1.0, -2.0, 0.5]) * (1.0 if dtype == HALF else 2.0**-24), 1.0
     )
 
     def astray(x):
@@ -132,23 +131,19 @@ def test_what_vanishes_beside_larger_numbers_is_found_if_plain_data_keeps_it():
     for small, lost in ((2.0**-22, True), (2.0**-30, False)):
         args = ScaledArray(jnp.asarray([1.0, 1.5]), small), large
         check_scalify(
-            lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16, strict=False
+            lambda a, b: jnp.concatenate([a, b]), *args, dtype=HALF, strict=False
         )
         if lost:
             with pytest.raises(AssertionError, match="expected"):
-                check_scalify(
-                    lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16
-                )
+                check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=HALF)
         else:
-            check_scalify(
-                lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16
-            )
+            check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=HALF)
 
 
 def test_what_plain_data_overflows_on_is_no_measure():
     x = ScaledArray(jnp.asarray([1.0, 2.0**-24]), 2.0**40)
-    check_scalify(lambda x: x * 1.5, x, dtype=jnp.float16)
-    check_scalify(lambda x: jnp.stack([x, x * 2.0**-20]), x, dtype=jnp.float16)
+    check_scalify(lambda x: x * 1.5, x, dtype=HALF)
+    check_scalify(lambda x: jnp.stack([x, x * 2.0**-20]), x, dtype=HALF)
 
 
 def test_gradients_are_held_to_plain_data_too():
@@ -161,6 +156,6 @@ def test_gradients_are_held_to_plain_data_too():
     astray.defvjp(
         lambda x: (astray(x), x), lambda x, g: (set_scaling(g * x, 2.0**26) * 1.0,)
     )
-    check_scalify(astray, x, dtype=jnp.float16, ways=("eager",))
+    check_scalify(astray, x, dtype=HALF, ways=("eager",))
     with pytest.raises(AssertionError, match="expected"):
-        check_scalify(astray, x, dtype=jnp.float16, grad=True, ways=("eager",))
+        check_scalify(astray, x, dtype=HALF, grad=True, ways=("eager",))

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from beside_plain import F32
 from draws import draw_normal
+from numpy.testing import assert_array_equal
 
 from scalify_core import (
     PrecisionWarning,
@@ -24,7 +26,6 @@ HALF = jnp.float16
 told_elsewhere = pytest.mark.filterwarnings(
     "ignore:.*reads as NaN:scalify_core.PrecisionWarning"
 )
-X = draw_normal(0, (4, 8))
 W = 0.01 * draw_normal(1, (8, 8))
 READ = {
     "asarray": asarray,
@@ -42,20 +43,20 @@ def run(fun, *args):
 @told_elsewhere
 @pytest.mark.parametrize("way", READ)
 def test_a_scale_that_became_no_power_of_two_is_not_a_number(way):
-    a, b = as_scaled_array(W, jnp.float32(2)), as_scaled_array(W, jnp.float32(0.5))
+    a, b = as_scaled_array(W, F32(2)), as_scaled_array(W, F32(0.5))
     for wrong in (
         jax.tree.map(lambda x, y: (x + y) / 2, a, b),
         jax.tree.map(lambda x: 0.1 * x, a),
     ):
         assert np.isnan(READ[way](wrong)).all()
     assert np.isnan(READ[way](jax.tree.map(jnp.negative, a))).all()
-    assert np.isnan(READ[way](ScaledArray(W, jnp.float32(3)))).all()
+    assert np.isnan(READ[way](ScaledArray(W, F32(3)))).all()
 
 
 @told_elsewhere
 @pytest.mark.parametrize("way", ["asarray", "scalify"])
 def test_data_beside_a_scale_that_became_zero_is_not_a_number(way):
-    a, b = as_scaled_array(W, jnp.float32(2)), as_scaled_array(2 * W, jnp.float32(2))
+    a, b = as_scaled_array(W, F32(2)), as_scaled_array(2 * W, F32(2))
     assert np.isnan(READ[way](jax.tree.map(jnp.subtract, b, a))).all()
 
 
@@ -66,7 +67,7 @@ def test_zeros_are_zeros():
         lambda x: asarray(scalify(lambda x: jax.tree.map(jnp.sin, x))(x)),
     ):
         for compiled in (way, jax.jit(way)):
-            np.testing.assert_array_equal(compiled(zeros)["w"], np.zeros_like(W))
+            assert_array_equal(compiled(zeros)["w"], np.zeros_like(W))
 
 
 def test_who_reads_what_is_no_number_is_told_by_name():
@@ -89,7 +90,7 @@ def test_who_reads_what_is_no_number_is_told_by_name():
     assert np.isnan(asarray(as_scaled_array(jnp.full(3, jnp.nan)))).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+@pytest.mark.parametrize("dtype", [F32, HALF])
 def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_used_next(
     dtype,
 ):

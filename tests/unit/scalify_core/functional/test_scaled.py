@@ -323,9 +323,9 @@ def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(
 F = sc.functional
 ONE = normal(9, 64, 32)
 COMPOSITES = {
-    "layer_norm": (lambda x: F.layer_norm(x, jnp.ones(32), jnp.zeros(32)), ONE),
-    "rms_norm": (lambda x: F.rms_norm(x, jnp.ones(32)), ONE),
-    "gelu": (F.gelu, ONE),
+    "layer_norm": (F.layer_norm, ONE, normal(6, 32), normal(7, 32)),
+    "rms_norm": (F.rms_norm, ONE, normal(6, 32)),
+    "gelu": (F.gelu, ONE, normal(6, 32)),
     "swiglu": (F.swiglu, ONE, ONE[::-1]),
     "attention": (F.attention, *(normal(i, 2, 32, 2, 16) for i in range(3))),
     "embedding": (lambda t: F.embedding(t, jnp.arange(48) % 16), normal(3, 16, 32)),
