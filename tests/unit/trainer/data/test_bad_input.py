@@ -59,7 +59,7 @@ AS_JSONL, BY_COLUMN = {"format": "jsonl"}, {"column": "body"}
         ("a.txt", "text\0more", AS_JSONL, NO_TEXT.format("NUL at offset 4")),
         (
             "a.txt",
-            gzip.compress(b"text"),
+            gzip.compress(b"text", mtime=0),
             {},
             r"not text but gzip .*; decompress it fi",
         ),
