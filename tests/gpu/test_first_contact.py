@@ -6,11 +6,12 @@ On a CPU the same checks run at a small size, so that they work the day there is
 Legend: B batch, T time, H heads, K head dim; N rows, D inputs, F outputs.
 """
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import slow
 
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
@@ -28,6 +29,7 @@ from trainer.step.kernels import Kernels, gpu_options
 from trainer.step.step import Hyper
 from trainer.workload import Model, TrainTask, compile_step, first_state
 
+FOR_GPU = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
 PRESETS = (
     "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
     "scalify_fp8_fp8", "fp8_delayed", "fp8_current",
@@ -200,9 +202,10 @@ def in_fp32(on_gpu):
 
 
 @pytest.mark.parametrize(
-    "preset",  # test_precision.py has them all; of what is named, as on a GPU, all run
-    [preset if preset == "scalify_fp8_fp16" else slow(preset) for preset in PRESETS],
+    "preset",
+    PRESETS if FOR_GPU else ["scalify_fp8_fp16"],  # else: test_precision.py
 )
+@pytest.mark.slow  # on a CPU: test_precision.py
 def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
     w = task(preset, on_gpu)
     losses, _, step = trained(w)
@@ -228,8 +231,8 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
 
 # on a CPU golden runs have the same bits; it clears the caches that all tests share
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [Kernels.KEPT, Kernels.FIXED])
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16"])
+@pytest.mark.parametrize("kernels", [Kernels.KEPT, Kernels.FIXED][: 1 + FOR_GPU])
+@pytest.mark.parametrize("preset", ["bf16", "scalify_fp8_fp16"][: 1 + FOR_GPU])
 def test_the_same_steps_give_the_same_bits(on_gpu, preset, kernels):
     """Of two compilations: the second takes over what the first has measured, or
     nothing is measured."""

@@ -13,8 +13,6 @@ from scripts.studies.adaptation_table import RANDOM
 from scripts.studies.runs import Trial
 from trainer.cli import train_tokenizer
 from trainer.config.composition import compose_config
-from trainer.data import TextSource
-from trainer.data.corpus import open_corpus
 from trainer.errors import UserError
 
 CATALOGUE = r"""
@@ -116,31 +114,6 @@ def test_figures_are_of_pairs_of_one_seed_and_rate():
     )
     assert "| 0.001 | old | 1 | 40 | 2.5000 | +0.5000 | never | never |" in text
     assert "| 0.003 | new, FOCUS | 1 | 20 | 1.5000 | -1.0000 | 0.50 | 0.75 |" in text
-
-
-def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(
-    tmp_path,
-):
-    (tmp_path / "a.jsonl").write_text(
-        '{"text": "ab"}\n{"text": null}\n\n{"text": "\u00fc"}\n', encoding="utf-8"
-    )
-    for name in ("old", "new"):
-        words = [
-            "vocab_size=257",
-            f"out={tmp_path / 'tokenizers' / name}",
-            f"data.cache_dir={tmp_path}",
-            "all_text=yes",
-        ]
-        text = ["data=text", f"data.paths=[{tmp_path / 'a.jsonl'}]"]
-        assert train_tokenizer.command([*text, *words]) == 0
-    (tmp_path / "odd.jsonl").write_text('{"text": "ab"}\n{"text": 3}\n')
-    good, odd = (
-        open_corpus(TextSource((str(tmp_path / name),)), tmp_path)
-        for name in ("a.jsonl", "odd.jsonl")
-    )
-    assert adaptation.sizes_of(tmp_path, good) == Sizes(4, 4, 4)
-    with pytest.raises(UserError, match="line 2: column 'text' holds a number"):
-        adaptation.sizes_of(tmp_path, odd)
 
 
 def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(

@@ -3,15 +3,13 @@ import json
 import math
 import os
 import re
-import runpy
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from scripts.bench import cases as bench_cases
-from scripts.bench import interleave, jax_worker
+from scripts.bench import interleave
 from scripts.bench import scalify as bench_scalify
 from scripts.bench import speed as bench
 from scripts.bench.compare import Comparison, Results, RunningCase, Settings, run_cases
@@ -251,36 +249,3 @@ def test_an_error_is_an_answer_and_the_worker_lives():
         with pytest.raises(Failed, match="KeyError: 'x'"):
             worker.ask({})
         assert worker.ask({"x": 3}) == {"twice": 6}
-
-
-def test_hugging_faces_configuration_is_given_by_keyword(monkeypatch):
-    """As transformers takes it from version 5 on, in a stand-in for it and for
-    torch."""
-    made = {}
-
-    class Config:
-        def __init__(self, *, vocab_size, n_positions, n_embd, n_layer, n_head, **more):
-            made.update(
-                sizes=(vocab_size, n_positions, n_embd, n_layer, n_head), **more
-            )
-
-    torch = ModuleType("torch")
-    torch.nn = ModuleType("torch.nn")
-    torch.nn.Module, torch.Tensor = object, object
-    torch.nn.functional = ModuleType("torch.nn.functional")
-    transformers = SimpleNamespace(
-        GPT2Config=Config, GPT2LMHeadModel=lambda config: config
-    )
-    modules = {
-        "torch": torch,
-        "torch.nn": torch.nn,
-        "torch.nn.functional": torch.nn.functional,
-    }
-    for name, module in (modules | {"transformers": transformers}).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    peer = runpy.run_path(
-        str(Path(jax_worker.__file__).with_name("torch_peer.py")), run_name="peer"
-    )
-    peer["HuggingFace"](vocab=7, context=5, n_layer=3, n_head=2, d_model=4)
-    assert made["sizes"] == (7, 5, 4, 3, 2)
-    assert made["attn_implementation"] == "sdpa"

@@ -9,7 +9,7 @@ import pytest
 from scripts.studies import parity
 from scripts.studies.pairs import Outcome
 from scripts.studies.parity import Arguments
-from scripts.studies.runs import Trial, code_of, folder
+from scripts.studies.runs import Trial
 from trainer.errors import UserError
 
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
@@ -84,24 +84,6 @@ def test_runs_are_compared_with_another_item_than_the_base_too():
         "fp8_current": ["-", "-"],
         "scalify_fp8": ["+0.0010 ± 0.0000", "+0.05"],
     }
-
-
-def test_a_table_names_the_code_of_its_runs_and_not_that_which_writes_it(tmp_path):
-    runs = [tmp_path / name for name in "abcd"]
-    for run, text in zip(
-        runs,
-        ("code: 12+changes\njax: 1\n", "jax: 1\ncode: 34\n\ncode: 12+changes\n", ""),
-        strict=False,
-    ):
-        run.mkdir()
-        (run / "environment.txt").write_text(text)
-    assert code_of(runs) == "12+changes, 34"
-    args = Arguments("bf16", seeds=1, steps=2, evaluations=2, last=1, out=str(tmp_path))
-    job = Trial(1.0, "fp32", 0)
-    folder(tmp_path, job).mkdir(parents=True)
-    (folder(tmp_path, job) / "environment.txt").write_text("code: 56\n")
-    parity.report(tmp_path, args, {job: Outcome({1: 2.0, 2: 2.0}, 0, False)})
-    assert json.loads((tmp_path / "parity.json").read_text())["code"] == "56"
 
 
 # what starts from it is test_runs_without_a_trunk's, a fork test_resume.py's

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import CACHE, TINY
-from families import slow
 from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
@@ -65,11 +64,8 @@ def configuration(*overrides):
     )
 
 
-# Of our models, in test_precision.py.
-OTHERS = [slow(name) for name in ("scalify_fp8_fp16", "fp8_current")]
-
-
-@pytest.mark.parametrize("precision", ["fp32", *OTHERS])
+@pytest.mark.slow  # its steps in FP32: test_a_run_goes_on_with_the_same_model
+@pytest.mark.parametrize("precision", ["scalify_fp8_fp16", "fp8_current"])
 def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern(
     precision,
 ):

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from families import slow
 from safetensors.numpy import load_file
 
 from scripts.studies.family_journeys import NEW_TOKENS, PROMPTS, WEIGHTS, journey
@@ -38,9 +37,9 @@ def greedy_texts(exported, tokenizer):
     return texts
 
 
-@pytest.mark.parametrize(
-    "family", [name if name == "qwen3" else slow(name) for name in WEIGHTS]
-)
+# their files and texts, part by part: unit/trainer/models, unit/trainer/data
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WEIGHTS)
 def test_a_family_goes_in_and_out_with_the_texts_of_transformers(
     tmp_path, monkeypatch, family
 ):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from command import here, values
-from families import slow
 
 from trainer.cli.evaluate import Arguments, main
 
@@ -17,12 +16,9 @@ TASKS = [
 ]
 
 
-FLAGSHIP = slow("precision=scalify_fp8_fp16")  # test_scoring.py scores in it
-
-
-@pytest.mark.parametrize("precision", ["precision=fp32", FLAGSHIP])
-def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path, precision):
-    here(tmp_path, "run", *TASKS, precision, "parallel.fsdp=2")
+@pytest.mark.slow  # the scores: tasks/
+def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path):
+    here(tmp_path, "run", *TASKS, "parallel.fsdp=2")
     scored = {
         row["step"]: row
         for row in values(tmp_path / "run")
@@ -37,8 +33,7 @@ def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path, precision):
         result["tasks"]["last_word"]["perplexity"]["value"],
         scored[20]["tasks/last_word/perplexity"],
     )
-    # e^(nats of a word): of some 6 tokens' FP32 sums of FP16 products, in other
-    # batches.
+    # e^(nats of a word): of some 6 tokens' sums, in other batches.
     assert actual == pytest.approx(logged, rel=6 * 5 * 2.0**-11)
 
 

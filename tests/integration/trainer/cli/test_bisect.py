@@ -6,10 +6,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from families import quick
-from omegaconf import OmegaConf
+from precisions import policy
 
-from trainer.config.composition import CONFIGS, compose_config
+from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.observe.precision_bisect import (
@@ -24,28 +23,10 @@ from trainer.observe.precision_bisect import (
     switches,
 )
 from trainer.precision.arrays import store_weights
-from trainer.precision.policy import Policy
 from trainer.workload import Model
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
 SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile
-
-
-def policy(preset, **changes):
-    fields = OmegaConf.merge(
-        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"),
-        OmegaConf.load(f"{CONFIGS}/precision/{preset}.yaml"),
-    )
-    plain = {
-        k: tuple(v) if isinstance(v, list) else v
-        for k, v in OmegaConf.to_container(fields).items()
-    }
-    names = [field.name for field in dataclasses.fields(Policy)]
-    return Policy(
-        **{k: v for k, v in plain.items() if k in names}
-        | {"amax_history": 16}
-        | changes
-    )
 
 
 @functools.cache
@@ -84,8 +65,8 @@ def layers(actual, tensor=ALL):
 PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
 
 
-@pytest.mark.parametrize("hurt", quick([0, 1], 1))
-def test_the_layer_that_was_hurt_is_ranked_first(hurt):
+def test_the_layer_that_was_hurt_is_ranked_first():
+    hurt = 1
     actual = findings(hurt, **PLAIN)
     trained = next(f for f in actual if f.tensor == "none")
     assert layers(actual)[0] == f"h.{hurt}.attn.c_proj"
@@ -95,9 +76,8 @@ def test_the_layer_that_was_hurt_is_ranked_first(hurt):
     assert f"h.{hurt}.attn.c_proj" in report(actual, 12)
 
 
-@pytest.mark.slow  # a second model to be bisected
 def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_place():
-    actual = {(f.layer, f.tensor): f for f in findings(**PLAIN)}
+    actual = {(f.layer, f.tensor): f for f in findings(1, **PLAIN)}
     assert set(actual) == set(
         switches([f"h.{i}.{n}" for i in range(2) for n in LINEAR])
     )

@@ -37,6 +37,7 @@ def settings(tmp_path_factory):
     ]
 
 
+@pytest.mark.slow  # the explanation: unit/scalify_core/debug
 def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
     folder, arguments = settings
     assert command([*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"]) == 0

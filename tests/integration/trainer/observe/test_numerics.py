@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 from command import here, parameters, stopped_after, values
 from families import slow
+from precisions import SPEC, batch, policy, workload
 
 from scalify_core.array.tree import leaves
 from scalify_core.debug.stats import FIGURES
-from trainer.config.composition import compose_config
-from trainer.data import Batch
-from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
-from trainer.parallel.mesh import make_mesh, place_batch
+from trainer.parallel.mesh import make_mesh
 from trainer.step.clip_and_decay import make_optimizer
 from trainer.workload import Model, TrainTask, first_state
 
-SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
 TWO = dataclasses.replace(SPEC, n_layer=2)
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 PARAMETERS = [
@@ -41,30 +38,10 @@ LAYERS = [
 ]
 
 
-def policy(preset, **changes):
-    config = compose_config([f"precision={preset}", "precision.amax_history=16"])
-    return dataclasses.replace(config.precision.policy, **changes)
-
-
-def workload(preset, spec=SPEC, name="adamw", **changes):
-    settings = {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0} | (
-        {"eps": 1e-8} if name != "lion" else {}
-    )
-    model = Model.make(spec, policy(preset, **changes))
-    return TrainTask(model, name, make_optimizer(name, **settings), make_mesh(1))
-
-
-def batch(w):
-    tokens = np.random.default_rng(0).integers(
-        0, 64, (16, SPEC.context + 1), dtype=np.int32
-    )
-    return place_batch(Batch(tokens, None), accum=1, mesh=w.mesh)
-
-
 @functools.cache
 def made(preset, spec=SPEC):
     """The task and its numerics, compiled once for all states of a form."""
-    w = workload(preset, spec)
+    w = workload(preset, spec=spec)
     return w, make_numerics(w)
 
 
@@ -74,7 +51,7 @@ def row(preset, spec=SPEC):
     return numerics(first_state(w, seed=0), batch(w), 0)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32", slow("bf16")])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32"])
 def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     expected = {
         f"numerics/{kind}/{layer}/{figure}"
@@ -199,10 +176,7 @@ def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        "scalify_fp8_fp16",
-        *map(slow, ("fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim")),
-    ],
+    ["scalify_fp8_fp16", *map(slow, ("fp16_loss_scaled", "fp8_delayed", "sim"))],
 )
 def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
     actual, right = row(preset), row("fp32")
@@ -218,10 +192,9 @@ def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
             assert size == pytest.approx(times * right[f"{name}/rms"], rel=2**-3), name
 
 
-@pytest.mark.parametrize("name", ["muon", slow("lion"), slow("sgd")])
+@pytest.mark.parametrize("name", ["muon", slow("sgd")])
 def test_moments_are_those_that_the_optimiser_has(name):
     settings = {
-        "lion": {"b1": 0.9, "b2": 0.99},
         "sgd": {"momentum": 0.9},
         "muon": {"momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-8},
     }
@@ -266,12 +239,9 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     assert actual["numerics/weights/h.0.mlp.c_proj.kernel/underflow"] < 0.1
 
 
-@pytest.mark.parametrize(
-    "preset", ["fp32", slow("scalify_fp8_fp16"), slow("scalify_fp8_fp8")]
-)
-def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
-    w, numerics = made(preset)
-    state, actual = first_state(w, seed=0), row(preset)
+def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is():
+    w, numerics = made("scalify_fp8_fp16")
+    state, actual = first_state(w, seed=0), row("scalify_fp8_fp16")
     zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
     for name in [
         *zeros,
@@ -280,19 +250,17 @@ def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(prese
         assert (
             actual[f"numerics/{name}/rms"] == actual[f"numerics/{name}/underflow"] == 0
         ), name
-    if preset != "fp32":
-        lost = jax.tree_util.tree_map_with_path(
-            lambda path, x: (
-                jnp.ones_like(x)
-                if "nu" in {getattr(k, "name", None) for k in path}
-                else x
-            ),
-            state.opt_state,
-        )
-        actual = numerics(dataclasses.replace(state, opt_state=lost), batch(w), 0)
-        assert actual["numerics/mu/wte.embedding/underflow"] == 1
+    lost = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jnp.ones_like(x) if "nu" in {getattr(k, "name", None) for k in path} else x
+        ),
+        state.opt_state,
+    )
+    actual = numerics(dataclasses.replace(state, opt_state=lost), batch(w), 0)
+    assert actual["numerics/mu/wte.embedding/underflow"] == 1
 
 
+@pytest.mark.slow  # operation by operation; the figures: above
 def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
     """Operation by operation: fused by a compiler, values that are stored no more may
     keep more bits than they have."""

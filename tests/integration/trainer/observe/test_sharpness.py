@@ -139,7 +139,7 @@ def figures(w, state, tokens, step):
 
 @pytest.mark.parametrize(
     ("preset", "spec"),
-    [("fp32", SPEC), slow("scalify_fp8_fp8", SCANNED), slow("fp8_delayed", SPEC)],
+    [("fp32", SPEC), slow("scalify_fp8_fp8", SCANNED)],
 )
 def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_below_lowers_it(
     preset, spec
@@ -174,9 +174,10 @@ def test_the_logits_are_those_of_the_last_token_of_the_whole_model():
     )
 
 
+@pytest.mark.slow  # sums over devices: parallel/test_distribute.py
 @pytest.mark.parametrize(
     ("spec", "sizes"),
-    [(SPEC, (1, 4)), slow(SPLIT, (2, 2, 2))],
+    [(SPEC, (1, 4)), (SPLIT, (2, 2, 2))],
     ids=["gpt2-fsdp", "llama-tensor"],
 )
 def test_a_split_state_is_as_sharp_as_a_whole_one(spec, sizes):

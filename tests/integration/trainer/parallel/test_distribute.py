@@ -178,6 +178,7 @@ def bits(state):
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
+@pytest.mark.slow  # unit/trainer/run/test_checkpoint.py has a state on fewer
 def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
     state = to_stored(state_of("scalify_fp8_fp16", (1, DEVICES)))
     before = bits(state)
@@ -208,9 +209,10 @@ def test_the_squares_of_split_arrays_are_those_of_the_whole():
     np.testing.assert_allclose(actual, expected, rtol=1e2 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.slow  # the statistics themselves: above and below
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [slow((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})],
+    [((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})],
     ids=["scanned", "tensor"],
 )
 def test_of_moments_split_along_any_axis_only_statistics_are_moved(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import slow
 from precisions import abstract, batch, bits, copied, hyper, workload
 
 from scalify_core.array.scaled_array import is_scaled_array
@@ -19,8 +20,6 @@ from trainer.run.converting import convert_state, exact_weights
 from trainer.run.phases import enter_phase
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
-
-PRESETS = ["bf16_pure", "scalify_fp8_fp16"]
 
 
 def kahan(preset, **more):
@@ -60,7 +59,7 @@ def gap(a, b):
     )
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["bf16_pure", slow("scalify_fp8_fp16")])
 def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
     w = kahan(preset)
     state = first_state(w, seed=0)
@@ -78,9 +77,8 @@ def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
 
 
 @pytest.mark.slow  # without remainders: test_precision.py
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
-    w = kahan(preset)
+def test_a_saved_state_goes_on_bit_for_bit(tmp_path):
+    w = kahan("scalify_fp8_fp16")
     whole, half = take(w, 4)[0], take(w, 2)[0]
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, to_stored(half), {})
@@ -94,6 +92,7 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     assert bits(take(w, 2, start=2, state=restored)[0]) == bits(whole)
 
 
+@pytest.mark.slow  # three programs; of weights alone: unit/scalify_core/test_weights.py
 def test_updates_too_small_for_bf16_add_up_as_in_fp32():
     # Adam's updates are at most so large: 2^-15.6, below half of most weights' last
     # place

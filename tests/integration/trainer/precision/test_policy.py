@@ -103,7 +103,6 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
             "fp32 or bf16",
         ),
         ("bf16", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-        ("fp32", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
         (
             "bf16_pure",
             {"weight_grad": "fp32"},
@@ -114,12 +113,6 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
             "scalify_fp16",
             {"weight_grad": "e5m2"},
             "e5m2, but gradients are propagated in precision.compute=fp16",
-            "fp16",
-        ),
-        (
-            "scalify_fp16",
-            {"weight_grad": "bf16"},
-            "bf16, but gradients are propagated in precision.compute=fp16",
             "fp16",
         ),
         (
@@ -134,19 +127,6 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
             "e5m2, but without precision.scaling=propagate",
             "fp32 or bf16",
         ),
-        (
-            "fp8_delayed",
-            {"weight_grad": "fp16"},
-            "fp16, but without precision.scaling=propagate",
-            "fp32 or bf16",
-        ),
-        (
-            "sim",
-            {"weight_grad": "e4m3"},
-            "e4m3, but without precision.scaling=propagate",
-            "fp32 or bf16",
-        ),
-        ("sim", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
         (
             "fp8_current",
             {"weights": "bf16"},

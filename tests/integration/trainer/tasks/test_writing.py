@@ -41,9 +41,7 @@ def prompts(count=7):
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [LLAMA, *(slow(s) for s in (LONG, dataclasses.replace(LONG, scan_layers=True)))],
-    ids=["llama", "gpt2", "scanned"],
+    "spec", [LLAMA, slow(dataclasses.replace(LONG, scan_layers=True))]
 )
 def test_each_row_is_continued_as_if_alone(spec):
     task, params = sharp(spec)
@@ -55,6 +53,7 @@ def test_each_row_is_continued_as_if_alone(spec):
     assert len({tuple(ids) for ids in actual}) == len(actual)
 
 
+@pytest.mark.slow  # shorter ones: above
 def test_the_last_token_fills_the_context():
     task, params = sharp(LONG)
     prompt = prompts(1)[0][:1] * 47
