@@ -16,6 +16,7 @@ from scripts.studies.parity import Arguments
 from scripts.studies.runs import Trial
 from trainer.errors import UserError
 from trainer.observe.records import encode_row
+from trainer.run.rundir import RunDir
 
 
 def test_items_are_precisions_with_further_overrides_separated_by_commas():
@@ -185,6 +186,26 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(
     parity.main(args)
     assert continued == [Trial(1.0, "fp32", 0)]
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
+
+
+def test_a_last_checkpoint_that_cannot_be_read_is_said_and_none_is_removed(
+    ended, capsys
+):
+    args, run_dir = ended
+    (run_dir.parent.parent.parent / "older").touch()
+    parity.main(args)
+    assert (run_dir / "checkpoints" / "10").exists()
+    assert (
+        "is not evaluated: its checkpoint of step 10 cannot be read"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_run_that_is_still_saving_keeps_its_checkpoints(ended):
+    args, run_dir = ended
+    with RunDir(run_dir):
+        parity.main(args)
+        assert (run_dir / "checkpoints").exists()
 
 
 def test_weights_that_cannot_be_evaluated_stay_and_the_study_goes_on(ended, capsys):
