@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from command import finish, trainer
+from command import here
 
 from trainer.assembly import evaluation
 from trainer.cli import explain
@@ -54,7 +54,7 @@ def run_dir(tmp_path_factory):
         f"data.paths=[{folder}/text.txt]",
     ]
     settings += [f"data.cache_dir={folder}/data"]
-    finish(trainer(folder, "run", *settings))
+    here(folder, "run", *settings)
     return folder / "run"
 
 
@@ -92,23 +92,20 @@ def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
     )
 
 
-def test_a_compilation_that_takes_long_is_said(run_dir, capsys, monkeypatch):
+def test_a_single_batch_has_no_interval_and_a_long_compilation_is_said(
+    run_dir, capsys, monkeypatch
+):
     monkeypatch.setattr(
         progress, "log_duration", functools.partial(progress.log_duration, seconds=0.0)
     )
     main(Arguments(str(run_dir), "fp32", batches=1))
-    assert re.search(
-        r"^compiling the evaluation: \d+ s$", capsys.readouterr().err, re.MULTILINE
-    )
-
-
-def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):
-    main(Arguments(str(run_dir), "fp32", batches=1))
+    out, err = capsys.readouterr()
+    assert "±" not in out
+    assert re.search(r"^compiling the evaluation: \d+ s$", err, re.MULTILINE)
     text = (run_dir / "evaluation.json").read_text()
     assert [
         r["half_width"] for r in json.loads(text, parse_constant=pytest.fail)["results"]
     ] == [None, None]
-    assert "±" not in capsys.readouterr().out
 
 
 def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
@@ -154,7 +151,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_computed(
 def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(
     run_dir, tmp_path, capsys
 ):
-    main(Arguments(str(run_dir), "fp32", batches=3))
+    main(Arguments(str(run_dir), batches=3))
     as_trained = (run_dir / "evaluation.json").read_text()
     whole = "In the beginning was the word. " * 1600
     # the validation part
@@ -164,7 +161,6 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(
         main(
             Arguments(
                 str(run_dir),
-                "fp32",
                 batches=3,
                 text=str(tmp_path / name),
                 column=column,

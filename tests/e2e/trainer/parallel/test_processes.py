@@ -1,11 +1,9 @@
 """Several real processes on one machine: the same run as one process, stopped together,
 writing once."""
 
-import shutil
-
 import numpy as np
 import pytest
-from command import finish, parameters, several, trainer, values, wait_for_row
+from command import finish, here, parameters, several, trainer, values, wait_for_row
 from safetensors.numpy import load_file, save_file
 
 from trainer.cli import export
@@ -47,18 +45,9 @@ def test_a_run_goes_on_with_other_devices(both):
     """From four devices that share the state to two that do not, and to four in two
     rows."""
     folder, _ = both
-    finish(trainer(folder, "one", *ARGS, "train.steps=8", devices=2))
-    finish(
-        trainer(
-            folder,
-            "two",
-            *ARGS,
-            "train.steps=8",
-            "parallel.data=2",
-            "parallel.fsdp=2",
-            devices=4,
-        )
-    )
+    more = ["train.steps=8", "parallel.data=2"]
+    here(folder, "one", *ARGS, *more)
+    here(folder, "two", *ARGS, *more, "parallel.fsdp=2")
     one, two = values(folder / "one"), values(folder / "two")
     assert [row["step"] for row in two] == list(range(1, 9))
     for a, b in zip(one, two, strict=True):
@@ -172,28 +161,17 @@ def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line
     assert "Error executing job" not in said
 
 
-def test_processes_that_read_other_files_are_refused_together(both):
-    folder, _ = both
-    for i, word in enumerate(("one", "two")):
-        (folder / f"{word}.txt").write_text(f"process {word} has this. " * 2000)
-        export.main(
-            export.Arguments(str(folder / "one"), str(folder / f"w{i}"), str(3 + 3 * i))
-        )
-    text = ["data=text", "data.tokenizer=byte"]
-    for args, own, message in (
-        ([*text, "data.paths=[one.txt]"], "data.paths=[two.txt]", "the data: process"),
-        (["init_from=w0"], "init_from=w1", "init_from=w0: process"),
-        (["init_from=one"], "init_from=two", "init_from: process"),
-        ([], "run_dir=elsewhere", "run_dir=new: process 1 has another directory"),
-    ):
-        # the weights alone differ
-        shutil.copy(folder / "w0" / "config.json", folder / "w1")
-        processes = several(folder, "new", *args, devices=1, last_args=[own])
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-        assert [process.returncode for process in processes] == [2, 2], outputs
-        assert message in outputs[0]
-        assert all(output.count("error: ") == 1 for output in outputs)
-        assert not (folder / "new").exists()
+def test_processes_that_read_other_files_are_refused_together(tmp_path):
+    """Other weights, checkpoints and directories: unit/trainer/parallel."""
+    for word in ("one", "two"):
+        (tmp_path / f"{word}.txt").write_text(f"process {word} has this. " * 2000)
+    args = ["data=text", "data.tokenizer=byte", "data.paths=[one.txt]"]
+    other = ["data.paths=[two.txt]"]
+    processes = several(tmp_path, "new", *args, devices=1, last_args=other)
+    outputs = [finish(process, code=2) for process in processes]
+    assert "the data: process" in outputs[0]
+    assert all(output.count("error: ") == 1 for output in outputs)
+    assert not (tmp_path / "new").exists()
 
 
 def test_processes_with_other_settings_are_refused_together(tmp_path):
