@@ -27,6 +27,7 @@ from trainer.data.files import (
 )
 from trainer.data.hub_data import (
     check_column,
+    exact_json,
     hub_errors,
     load_hub,
     local_files,
@@ -439,7 +440,7 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
         return open_builder(source, local, content)
 
     def read(position: Position) -> Iterator[Rows]:
-        with hub_errors(source):
+        with hub_errors(source), exact_json(opened().name):
             dataset = load_hub(source, opened())
             check_column(dataset, source.column)
             yield from rows(

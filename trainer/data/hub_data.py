@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,8 +103,6 @@ def open_builder(
         builder = open_builder(keep_default_na=False, converters=converters)
         builder.info.features = None  # those of its README.md, of all columns
     check_tables(builder, source.column)
-    if builder.name == "json":
-        read_exactly()
     data_files = builder.config.data_files or {}
     splits = data_files.values()
     folder = path_of(source.name)
@@ -140,10 +138,7 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
     """
     cast = getattr(builder, "_cast_table", None)
     if cast is None and builder.name in CASTING:
-        raise UserError(
-            f"`datasets` {version('datasets')} reads {builder.name} in a way that is"
-            " not known here, and could change texts unnoticed; install datasets==5.2.0"
-        )
+        raise unknown_version(builder.name)
     if cast is None:
         return
 
@@ -166,19 +161,41 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
     vars(builder)["_cast_table"] = checked
 
 
-def read_exactly() -> None:
+@contextmanager
+def exact_json(format: str) -> Iterator[None]:
     """Have `datasets` read JSON by Python's reader where it would by pandas'.
 
     It does so for lists and for columns of several types. pandas' reader leaves out
     half a character, which Arrow's refuses, and takes texts for numbers and dates.
+
+    Raises:
+      UserError: the functions are private to `datasets`, and this version lacks one.
     """
-    from datasets.packaged_modules.json import json as builder
-    from datasets.utils import json as fields
+    if format != "json":
+        yield
+        return
+    from unittest.mock import patch
+
     from pandas import DataFrame
 
-    for module in (builder, fields):
-        vars(module).update(ujson_loads=json.loads, ujson_dumps=json.dumps)
-    vars(builder)["pandas_read_json"] = lambda file: DataFrame(json.load(file))
+    exact: Any = {"ujson_loads": json.loads, "ujson_dumps": json.dumps}
+    with ExitStack() as replaced:
+        try:
+            replaced.enter_context(patch.multiple("datasets.utils.json", **exact))
+            exact["pandas_read_json"] = lambda file: DataFrame(json.load(file))
+            builder = "datasets.packaged_modules.json.json"
+            replaced.enter_context(patch.multiple(builder, **exact))
+        except (AttributeError, ImportError):
+            raise unknown_version(format) from None
+        yield
+
+
+def unknown_version(format: str) -> UserError:
+    """Return the error of a version of `datasets` with another reader of a format."""
+    return UserError(
+        f"`datasets` {version('datasets')} reads {format} in a way that is not known"
+        " here, and could change texts unnoticed; install datasets==5.2.0"
+    )
 
 
 def check_text_column(table: "pyarrow.Table", column: str) -> None:

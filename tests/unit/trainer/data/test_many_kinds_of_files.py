@@ -1,6 +1,7 @@
 """Files as people have them: links, Parquet's kinds of text, JSON's kinds of lists."""
 
 import gzip
+import importlib
 import json
 import resource
 
@@ -125,6 +126,22 @@ def test_half_a_character_in_json_of_a_data_set_is_refused(
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.json").write_text(content)
     with pytest.raises(UserError, match="The surrogate pair in string is invalid"):
+        read_hub(tmp_path, tmp_path / "set")
+
+
+@pytest.mark.parametrize("name", ["packaged_modules.json.json", "utils.json"])
+def test_a_version_of_datasets_that_reads_json_otherwise_is_refused(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.json").write_text('[{"text": "a"}]')
+    module = importlib.import_module(f"datasets.{name}")
+    loads = module.ujson_loads
+    assert read_hub(tmp_path, tmp_path / "set") == ["a"]
+    assert module.ujson_loads is loads
+    monkeypatch.delattr(module, "ujson_loads")
+    with pytest.raises(UserError, match=r"reads json in a way .* datasets==5\.2\.0"):
         read_hub(tmp_path, tmp_path / "set")
 
 
