@@ -152,6 +152,8 @@ def run_with_coverage(out: Path, args: Arguments) -> dict[str, float]:
     seconds: Counter[str] = Counter()
     for test, took in json.loads(cache.read_text()).items():
         seconds[test.split("[")[0]] += took
+    if not seconds:
+        raise UserError("no test ran; see above")
     return dict(seconds)
 
 
