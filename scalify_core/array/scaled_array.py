@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from scalify_core.numerics import precision_warnings
@@ -382,12 +381,6 @@ def _is_at_hand(x: Any) -> bool:
         and getattr(y, "is_fully_addressable", True)
         for y in leaves
     )
-
-
-def is_unreadable(x: ScaledArray) -> jax.Array:
-    """Return whether a dynamic scale is a number but not a power of two: a boolean."""
-    scale = lax.stop_gradient(jnp.asarray(x.scale, jnp.float32))
-    return jnp.any(jnp.isnan(checked_scale(scale)) & ~jnp.isnan(scale))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -29,7 +29,7 @@ from scalify_core.interpreter.measured.products import Reading
 from scalify_core.interpreter.value import Value, in_format, narrow, value
 from scalify_core.numerics.formats import materialise
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
-from scalify_core.numerics.precision_warnings import Observer, made_at
+from scalify_core.numerics.precision_warnings import Observer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Evaluator:
     Attributes:
         measures: whether scales are measured where values are stored; else rules
             propagate them.
-        observer: sees equations and the losses of casts: the check mode's, which has
-            callbacks, or that of `explain`.
+        observer: sees jaxprs and equations, for `explain`.
         place: tells evaluators with an observer apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
         stacks: for each result of a scan's body how products of later loops read it,
@@ -129,15 +128,11 @@ class Evaluator:
         args = list(map(entering, leaves))
         out = self(jaxpr, args)
         if self.measures:
-            made = measuring.leaving(jaxpr, args, out, dtypes, self.observer)
+            made = measuring.leaving(jaxpr, args, out, dtypes)
             # An argument that comes back is that argument: no copy, and no new scale.
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
-            left = [given.get(id(x), x) for x in made]
-        else:
-            left = _leaving(self.observer, jaxpr, out)
-        if self.observer is not None:
-            self.observer.call_is_done(left)
-        return left
+            return [given.get(id(x), x) for x in made]
+        return list(map(_leaving, out))
 
 
 evaluate = Evaluator(measures=False)
@@ -210,13 +205,8 @@ def entering(x: Any) -> Any:
     )
 
 
-def _leaving(observer: Observer | None, jaxpr: Any, out: Sequence[Any]) -> list[Any]:
-    """Return the results of a program, values in their formats as ScaledArrays."""
-    left = []
-    for x, var in zip(out, jaxpr.outvars, strict=True):
-        if isinstance(x, Value):
-            with made_at(observer, jaxpr, var):
-                left.append(with_scale(narrow(x).data, x.scale))
-        else:
-            left.append(materialise(x))
-    return left
+def _leaving(x: Any) -> Any:
+    """Return a result of a program; a value, in its format, as a ScaledArray."""
+    if isinstance(x, Value):
+        return with_scale(narrow(x).data, x.scale)
+    return materialise(x)

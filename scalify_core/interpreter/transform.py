@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -25,7 +24,6 @@ from scalify_core.array.scaled_array import (
     asarray,
     has_range_of_float32,
     is_scaled_array,
-    is_unreadable,
     readable,
     undifferentiated,
     with_scale,
@@ -34,7 +32,6 @@ from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator
 from scalify_core.interpreter.reference_trace import Program, traced
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.precision_warnings import PrecisionWarning, Reporter
 
 Scales = Literal["auto", "static"]
 _OUTSIDE = (
@@ -48,7 +45,6 @@ def scalify(
     fun: Callable,
     *,
     scales: Scales = "auto",
-    check: bool = False,
 ) -> Callable:
     """Return `fun` with scale propagation: the same function, on `ScaledArray`s.
 
@@ -66,13 +62,6 @@ def scalify(
             The program has no more operations than the plain one. A plain array has
             scale 1 beside scaled ones, constants have any scale, and the carry of a
             loop needs a rescale in each iteration.
-        check: whether the program warns while it runs (`PrecisionWarning`, once per
-            place and call). It warns where a cast to a narrow format flushes to zero
-            more than 1% of a tensor's norm, or saturates a finite number. Errors are
-            measured by the norm: small elements may vanish beside large ones (a fifth
-            of GELU's results, in E4M3) as long as their share of the norm is small. A
-            mask's constant (-1e9) may saturate.
-            The program then has callbacks (`jax.debug.callback`), and is slower.
 
     Returns:
         A function of the same arguments, which may contain ScaledArrays. A
@@ -101,8 +90,7 @@ def scalify(
         ValueError: `scales` is unknown.
         TypeError: differentiated with respect to a ScaledArray.
     """
-    reporter = Reporter() if check else None
-    evaluate = _evaluator(scales, reporter)
+    evaluate = _evaluator(scales)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +98,7 @@ def scalify(
         if not any(map(is_scaled_array, call.leaves)):
             # plain code, which a surrounding `scalify` sees as such
             return asarray(fun(*args, **kwargs))
-        leaves = _entering(call.leaves, call.names, reporter)
+        leaves = _entering(call.leaves, call.names)
         with _collector_paused():
             program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
             program.warn()
@@ -126,24 +114,9 @@ def scalify(
     return scalified
 
 
-def _entering(
-    leaves: Sequence[Any], names: Callable[[], Sequence[str]], reporter: Reporter | None
-) -> list[Any]:
-    """Return the arguments; scaled ones can no longer be differentiated.
-
-    With a reporter, the program reports scales that are not powers of two.
-    """
-    if reporter is None:
-        out = readable("argument", leaves, names)
-    else:
-        dynamic = {
-            n: x
-            for n, x in zip(names(), leaves, strict=True)
-            if is_scaled_array(x) and not x.is_static
-        }
-        reporter.entered({name: is_unreadable(x) for name, x in dynamic.items()})
-        with warnings.catch_warnings(action="ignore", category=PrecisionWarning):
-            out = readable("argument", leaves, names)
+def _entering(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:
+    """Return the arguments; scaled ones can no longer be differentiated."""
+    out = readable("argument", leaves, names)
     traced = {i: x for i, x in enumerate(out) if is_scaled_array(x) and _is_traced(x)}
     if traced:
         for i, x in undifferentiated(traced, _OUTSIDE).items():
@@ -155,9 +128,7 @@ def _is_traced(x: ScaledArray) -> bool:
     return any(isinstance(y, jax.core.Tracer) for y in (x.data, x.scale))
 
 
-def _evaluator(
-    scales: Scales, reporter: Reporter | None
-) -> Callable[[Program, Sequence[Any]], list[Any]]:
+def _evaluator(scales: Scales) -> Callable[[Program, Sequence[Any]], list[Any]]:
     """Return the function that evaluates a program on arrays and ScaledArrays.
 
     An FP32 scalar is returned plain, since losses are compared, averaged and branched
@@ -168,7 +139,7 @@ def _evaluator(
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
             ' "static" (propagated)'
         )
-    evaluator = Evaluator(scales == "auto", reporter)
+    evaluator = Evaluator(scales == "auto")
 
     def evaluate(program: Program, leaves: Sequence[Any]) -> list[Any]:
         results = evaluator.arrays(program.jaxpr, leaves, program.dtypes)

@@ -1,22 +1,19 @@
-"""Callbacks that observe casts to narrow formats: `explain` and the check mode.
+"""Warnings about lost numbers, and callbacks by which `explain` observes casts.
 
-Without an observer they cost nothing.
+Without `explain` the callbacks cost nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from scalify_core.numerics.jaxprs import NO_PLACE, Place, name_of, place_of
 
 FLUSHED = 0.01  # reported share of a tensor's norm
 # Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
@@ -25,11 +22,10 @@ _watcher: ContextVar[Callable[[Any, Any], None] | None] = ContextVar(
     "watcher", default=None
 )
 _warned: dict = {}  # the registry of warnings that were shown
-_place: ContextVar[tuple[Place, str]] = ContextVar("place", default=(NO_PLACE, ""))
 
 
 class PrecisionWarning(UserWarning):
-    """`scalify(f, check=True)` saw values vanish or saturate while the program ran."""
+    """Numbers are lost: a format does not hold them, or a scale is not valid."""
 
 
 def is_watched() -> bool:
@@ -181,154 +177,13 @@ def unreadable(where: str, names: Sequence[str]) -> None:
     warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 
 
-def unreadable_when_run(where: str, is_invalid: Mapping[str, Any]) -> None:
-    """Add a callback that warns of ScaledArrays with an invalid scale.
-
-    `is_invalid` holds a flag for each array, by name; without arrays there is no
-    callback.
-    """
-    if not is_invalid:
-        return
-    names = list(is_invalid)
-
-    def report(*flags: Any) -> None:
-        unreadable(
-            where, [name for name, flag in zip(names, flags, strict=True) if flag.any()]
-        )
-
-    jax.debug.callback(report, *is_invalid.values())
-
-
-class Observer:
-    """Sees what an evaluator evaluates: an `Observer` by itself sees nothing."""
+class Observer(Protocol):
+    """Sees what an evaluator evaluates."""
 
     def jaxpr(
         self, jaxpr: Any, args: Sequence[Any], run: Callable[[], list[Any]]
     ) -> list[Any]:
         """Return the results of a jaxpr, which `run` evaluates on `args`."""
-        return run()
 
     def equation(self, eqn: Any, operands: Sequence[Any], run: Callable) -> list[Any]:
         """Return the results of an equation: `run(operands)`."""
-        with self.at(eqn):
-            return run(operands)
-
-    def at(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
-        """Attribute roundings inside the context to this equation."""
-        return contextlib.nullcontext()
-
-    def returned(self, dtype: str, lost: Any) -> None:
-        """See the lost share of a result, see `beside_lost`."""
-
-    def call_is_done(self, results: Sequence[Any]) -> None:
-        """See the results of a call."""
-
-
-@contextlib.contextmanager
-def made_at(observer: Observer | None, jaxpr: Any, var: Any) -> Iterator[None]:
-    """Attribute roundings to the equation that makes a result, inside calls of jit."""
-    with contextlib.ExitStack() as places:
-        while observer is not None:
-            eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-            if eqn is None:
-                break
-            places.enter_context(observer.at(eqn))
-            if eqn.primitive.name != "jit":
-                break
-            jaxpr = eqn.params["jaxpr"]
-            var = jaxpr.outvars[eqn.outvars.index(var)]
-        yield
-
-
-class Reporter(Observer):
-    """The check mode of one scalified function.
-
-    It gives one `PrecisionWarning` per place and call.
-    """
-
-    def __init__(self) -> None:
-        self._reported: set[tuple] = set()
-        self._lock = threading.Lock()  # callbacks come from the threads of the devices
-
-    @contextlib.contextmanager
-    def at(self, eqn: Any) -> Iterator[None]:
-        """Attribute roundings inside the context to this equation."""
-        outer, _ = _place.get()
-        token = _place.set((place_of(eqn, outer), name_of(eqn)))
-        try:
-            with watching(self._watch):
-                yield
-        finally:
-            _place.reset(token)
-
-    def _watch(self, unrounded: Any, narrowed: Any) -> None:
-        """Add a callback with the losses of a rounding."""
-        place, name = _place.get()
-        dtype = str(narrowed.dtype)
-        with watching(None):
-            jax.debug.callback(
-                lambda lost: self._report(place, name, dtype, lost),
-                losses(unrounded, narrowed),
-            )
-
-    def entered(self, is_invalid: Mapping[str, Any]) -> None:
-        """Add a callback with flags of arguments whose scale is invalid, by name."""
-        unreadable_when_run("argument", is_invalid)
-
-    def returned(self, dtype: str, lost: Any) -> None:
-        """Add a callback with the lost share of a result, see `beside_lost`."""
-        place, name = _place.get()
-
-        def report(lost: Any) -> None:
-            share = float(np.max(lost))
-            text = (
-                f"{share:.2%} of its elements are off by more than 1%, because they are"
-                " small beside the others"
-            )
-            self._warn(place, name, dtype, [text] if share > 0 else [])
-
-        jax.debug.callback(report, lost)
-
-    def _report(self, place: Place, name: str, dtype: str, lost: Any) -> None:
-        norm, share, saturated = (float(x) for x in np.asarray(lost))
-        texts = []
-        if norm > FLUSHED:
-            texts.append(
-                f"{share:.2%} of its elements, {norm:.2%} of its norm, are flushed to"
-                " zero"
-            )
-        if saturated > 0:
-            texts.append(f"{saturated:.2%} of its elements saturate")
-        self._warn(place, name, dtype, texts)
-
-    def _warn(self, place: Place, name: str, dtype: str, texts: Sequence[str]) -> None:
-        """Warn of losses that have not been reported in this call."""
-        key = (place, name, dtype)
-        with self._lock:
-            if not texts or key in self._reported:
-                return
-            self._reported.add(key)
-        name += " of the backward pass" if place.backward else ""
-        text = (
-            f"{place}, {name}: in {dtype} {' and '.join(texts)} (scalify_core.explain"
-            " shows where from)"
-        )
-        warnings.warn_explicit(
-            text, PrecisionWarning, place.file or "scalify", place.line
-        )
-
-    def call_is_done(self, results: Sequence[Any]) -> None:
-        """Add a callback that runs after the results, and ends the call.
-
-        From then on each place is reported again.
-        """
-        leaves = (
-            x
-            for x in jax.tree.leaves(results)
-            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        )
-        jax.debug.callback(self._forget, *(jnp.any(jnp.isnan(x)) for x in leaves))
-
-    def _forget(self, *_: Any) -> None:
-        with self._lock:
-            self._reported.clear()

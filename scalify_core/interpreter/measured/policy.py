@@ -38,7 +38,7 @@ from scalify_core.interpreter.measured.products import (
     scales_of_result,
 )
 from scalify_core.interpreter.value import Value, logical
-from scalify_core.numerics import formats, precision_warnings
+from scalify_core.numerics import formats
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import is_float, is_narrow
 from scalify_core.numerics.jaxprs import CALLS
@@ -420,7 +420,6 @@ def leaving(
     args: Sequence[Any],
     out: Sequence[Any],
     dtypes: Sequence[np.dtype | None],
-    observer: Any = None,
 ) -> list[Any]:
     """Return the results of a program in storage form: ScaledArrays and arrays.
 
@@ -431,7 +430,6 @@ def leaving(
         args: its operands.
         out: its results, values and plain arrays.
         dtypes: the dtypes of the results in plain code; None where they are unknown.
-        observer: sees losses at the equation that makes a result; None: no reports.
     """
     given = {id(x) for x in args}
     limits = masks.limits_of_results(jaxpr, [not isinstance(x, Value) for x in args])
@@ -447,12 +445,7 @@ def leaving(
             continue
         var = jaxpr.outvars[i]
         is_nonzero = not isinstance(var, Literal) and var in nonzero
-        with precision_warnings.made_at(observer, jaxpr, var):
-            y = quantize.result(as_array(x), dtype, limits[i], nonzero=is_nonzero)
-            if observer is not None and quantize.has_own_range(dtype):
-                lost = precision_warnings.beside_lost(logical(x), quantize.unstored(y))
-                observer.returned(str(dtype), lost)
-        made.append(y)
+        made.append(quantize.result(as_array(x), dtype, limits[i], nonzero=is_nonzero))
     return made
 
 

@@ -32,7 +32,6 @@ REFUSED = {
     "scalify": lambda w: asarray(scalify(loss)(w, X)),
     "propagated": lambda w: asarray(scalify(loss, scales="static")(w, X)),
     "jit of scalify": lambda w: jax.jit(scalify(loss))(w, X),
-    "check": lambda w: scalify(loss, check=True)(w, X),
     "scan": lambda w: lax.scan(
         lambda c, x: (c + scalify(loss)(w, x[None]), None), 0.0, X
     )[0],
@@ -145,14 +144,6 @@ def test_the_gradient_of_a_narrow_result_is_refused():
         relative(actual, jax.grad(lambda x: jnp.sum((x @ asarray(w)) ** 2))(X))
         < 2.0**-9
     )
-
-
-def test_check_mode_has_it_too():
-    w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
-    actual = jax.grad(
-        scalify(lambda w, x: loss(w, x).astype(F32), check=True), argnums=1
-    )(w, x)
-    assert relative(actual, jax.grad(loss, 1)(asarray(w), x.astype(F32))) < 2.0**-9
 
 
 def root(a):

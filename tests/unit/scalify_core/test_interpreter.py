@@ -332,17 +332,11 @@ def test_a_function_may_close_over_what_an_outer_jit_traces(transform):
 
 
 @pytest.mark.parametrize(
-    ("scales", "check", "under"),
-    [
-        ("auto", False, lambda fun: fun),
-        ("auto", True, jax.jit),
-        ("static", False, jax.jit),
-        ("static", True, lambda fun: fun),
-    ],
+    ("scales", "under"), [("auto", lambda fun: fun), ("static", jax.jit)]
 )
-def test_numbers_that_the_function_returns_are_arrays(scales, check, under):
+def test_numbers_that_the_function_returns_are_arrays(scales, under):
     fun = lambda x: (x * 2, 3, 2.5, True, np.float32(2), np.arange(3), None)
-    _, *actual, none = under(transform.scalify(fun, scales=scales, check=check))(
+    _, *actual, none = under(transform.scalify(fun, scales=scales))(
         as_scaled_array(X, dtype=HALF)
     )
     assert none is None
