@@ -1,12 +1,10 @@
-"""Figures that tell whether a format holds the arrays of a tree.
+"""Figures that tell whether a format holds an array.
 
 They are cheap reductions, safe inside jit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,111 +17,62 @@ from scalify_core.interpreter.measured.policy import like, measured_composite
 from scalify_core.interpreter.registry import composite_rule
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import formats
-from scalify_core.numerics.formats import FloatFormat, is_float, pow2_floor
+from scalify_core.numerics.formats import FloatFormat, pow2_floor
 from scalify_core.ops.composite import composite
 
-
-class Summary(NamedTuple):
-    """Figures of one tensor: scalars, or arrays of shape (L,) for L layers with scales.
-
-    Attributes:
-        exponent: log2 of the scale (int32); 0 for a plain array.
-        rms: root mean square of the data, without the scale; a narrow format holds most
-            numbers where it is about 1.
-        zeros: the share of elements that are zero, for any reason (a mask, a row never
-            seen, underflow).
-        underflow: the share of elements that underflow, as `summarize` counts them.
-        saturated: the share of elements at or beyond the largest finite number of the
-            format, infinities included.
-    """
-
-    exponent: jax.Array
-    rms: jax.Array
-    zeros: jax.Array
-    underflow: jax.Array
-    saturated: jax.Array
+FIGURES = ("exponent", "rms", "underflow", "saturated")
 
 
-def summarize(
-    tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None, zeros: bool = True
-) -> Any:
-    """Return a `Summary` of each floating-point array and ScaledArray of a tree.
+def figures(
+    x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True
+) -> jax.Array:
+    """Return FIGURES of an array, or of a ScaledArray with one scale: FP32 [4].
 
-    Other leaves become None. Data does not tell whether a zero was zero before
-    rounding, so underflow is counted in one of three ways:
+    - exponent: log2 of the scale; 0 for a plain array.
+    - rms: root mean square of the data, without the scale; a narrow format holds most
+      numbers where it is about 1.
+    - underflow: the share of elements that underflow, see below.
+    - saturated: the share of elements at or beyond the largest finite number of the
+      format, infinities included.
 
-    - `exact`, a tree of the same structure with the unrounded logical values (arrays or
-      ScaledArrays): the elements that are zero although the exact value is not. Exact.
+    Data does not tell whether a zero was zero before rounding, so underflow is counted
+    in one of three ways:
+
+    - `exact`, the unrounded logical values (an array or a ScaledArray): the elements
+      that are zero although the exact value is not. Exact.
     - `fmt`, the format that the data is cast to next (E4M3 for the operand of a matrix
       product): the elements that are not zero but will be, and `saturated` counts those
       that the cast will clamp. Exact.
     - neither: an upper bound, the elements that are zero or subnormal in the data's own
-      format. Only these can have lost bits by rounding; true zeros are counted (compare
-      with `zeros`). A tensor that slides out of its format shows subnormals long before
-      it is lost. With `zeros=False`, for tensors whose zeros are known to be true, the
-      subnormal ones alone.
+      format. Only these can have lost bits by rounding; true zeros are counted. A
+      tensor that slides out of its format shows subnormals long before it is lost. With
+      `zeros=False`, for tensors whose zeros are known to be true, the subnormal ones
+      alone.
 
-    The figures mean the same for plain arrays, whose scale is 1. Data of FP64 is
-    summarized as FP32.
+    Data of FP64 counts as FP32.
 
     Raises:
-        ValueError: `fmt` and `exact` are both given, or a leaf's dtype has no
-            FloatFormat.
+        ValueError: the dtype has no FloatFormat.
     """
-    if fmt is not None and exact is not None:
-        raise ValueError(
-            "summarize: give fmt (the cast to come) or exact (the values before the"
-            " last cast), not both"
-        )
-    if exact is None:
-        return jax.tree.map(
-            lambda x: _summary(x, fmt, None, zeros), tree, is_leaf=is_scaled_array
-        )
-    return jax.tree.map(
-        lambda x, e: _summary(x, None, e, zeros), tree, exact, is_leaf=is_scaled_array
-    )
-
-
-def _summary(
-    x: Any, fmt: FloatFormat | None, exact: Any, zeros: bool
-) -> Summary | None:
     data, scale = (x.data, x.scale) if is_scaled_array(x) else (jnp.asarray(x), 1.0)
-    if not is_float(data):
-        return None
     if data.dtype == jnp.float64:
         data = data.astype(jnp.float32)
     data_format = FloatFormat.of(data.dtype)
-    scale = jnp.asarray(scale, jnp.float32)
-    if scale.ndim:
-        scale = scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim))
-    axes = tuple(i for i in range(data.ndim) if scale.ndim == 0 or scale.shape[i] == 1)
-    shape = tuple(n for i, n in enumerate(data.shape) if i not in axes)
-
     data = data.astype(jnp.float32)
-    magnitude = jnp.abs(data)
-    zero = _is_zero(data)
+    magnitude, zero = jnp.abs(data), _is_zero(data)
+    saturated = magnitude >= data_format.max
     if exact is not None:
-        reference = jnp.asarray(data_of(exact))
-        lost = zero & ~_is_zero(reference.astype(jnp.float32))
+        lost = zero & ~_is_zero(jnp.asarray(data_of(exact)).astype(jnp.float32))
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantise(data))
+        saturated = magnitude > fmt.max
     else:
         lost = (magnitude < data_format.min_normal) & (zeros | ~zero)
-
-    def share(condition: jax.Array) -> jax.Array:
-        return jnp.mean(condition, axes, dtype=jnp.float32)
-
-    return Summary(
-        exponent=((lax.bitcast_convert_type(scale, jnp.int32) >> 23) - 127).reshape(
-            shape
-        ),
-        rms=_rms(magnitude, axes),
-        zeros=share(zero),
-        underflow=share(lost),
-        saturated=share(
-            magnitude >= data_format.max if fmt is None else magnitude > fmt.max
-        ),
-    )
+    bits = lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.int32)
+    exponent = ((bits >> 23) - 127).astype(jnp.float32)
+    underflow = jnp.mean(lost, dtype=jnp.float32)
+    share = jnp.mean(saturated, dtype=jnp.float32)
+    return jnp.stack([exponent, _rms(magnitude), underflow, share])
 
 
 def _is_zero(x: jax.Array) -> jax.Array:
@@ -134,14 +83,13 @@ def _is_zero(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32) << 1 == 0
 
 
-def _rms(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return the root mean square along axes, for FP32 numbers of any size.
+def _rms(magnitude: jax.Array) -> jax.Array:
+    """Return the root mean square of FP32 numbers of any size.
 
     Their squares may overflow FP32.
     """
-    unit = pow2_floor(jnp.max(magnitude, axes, keepdims=True, initial=0.0))
-    rms = jnp.sqrt(jnp.mean(jnp.square(magnitude * (1 / unit)), axes))
-    return rms * unit.reshape(rms.shape)
+    unit = pow2_floor(jnp.max(magnitude, initial=0.0))
+    return jnp.sqrt(jnp.mean(jnp.square(magnitude * (1 / unit)))) * unit
 
 
 # Figures of an array and its gradient inside a program, without changing its results.
@@ -152,19 +100,7 @@ def _rms(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 # `scalify` they are figures of the data, in its format, and of the scale. Use a slot in
 # one probe only: the figures of two would be added.
 
-FIGURES = ("exponent", "rms", "underflow", "saturated")  # of `stats.Summary`
 SLOT = (2, len(FIGURES))  # of the array and of its gradient
-
-
-def figures(
-    x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True
-) -> jax.Array:
-    """Return FIGURES of an array, or of a ScaledArray with one scale: FP32 [4].
-
-    The other arguments are those of `summarize`.
-    """
-    summary = summarize(x, fmt=fmt, exact=exact, zeros=zeros)
-    return jnp.stack([getattr(summary, name).astype(jnp.float32) for name in FIGURES])
 
 
 def probe(
@@ -179,7 +115,7 @@ def probe(
     Args:
         x: float array; a ScaledArray under `scalify`.
         slot: FP32 zeros of the shape SLOT; they are not read.
-        forward: the format that `x` is cast to next, or None; see `summarize`.
+        forward: the format that `x` is cast to next, or None; see `figures`.
         backward: the same for the gradient of `x`.
     """
     return _probe(x, slot, forward=forward, backward=backward)
@@ -234,12 +170,12 @@ def _(call: Any, x: Any, slot: Any) -> Any:
 
 @composite_rule("probe.fwd", wide=True, lazy=True, passes=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
-    return x, fwd(_stored(x), slot, **dict(call.static))[1]
+    return x, fwd(_stored(x), slot, **call.settings)[1]
 
 
 @composite_rule("probe.bwd", wide=True, lazy=True, passes=(1, 0))
 def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
-    return gradient, bwd(seen, _stored(gradient), **dict(call.static))[1]
+    return gradient, bwd(seen, _stored(gradient), **call.settings)[1]
 
 
 @measured_composite("probe", "probe.fwd", "probe.bwd")
@@ -252,7 +188,7 @@ def _measured_probe(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         return [like(x, data)]
     seen = quantize.result(data, x.dtype) if isinstance(x, Value) else data
     rest = [logical(y) for i, y in enumerate(operands) if i != number]
-    static = dict(call.static)
+    static = call.settings
     if call.name == "probe.fwd":
         return [like(x, data), fwd(seen, *rest, **static)[1]]
     (forward,) = rest
