@@ -13,8 +13,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import (
-    FloatFormat,
     as_float32,
+    has_range_of_float32,
     pow2_round,
     saturating_cast,
 )
@@ -319,18 +319,18 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
         TypeError: differentiated with respect to a ScaledArray, other than a result of
             a scalified function in FP32 or BF16.
     """
-    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
-    leaves: list[Any] = [x for _, x in named]
-    structure: Any = jax.tree.structure(tree, is_leaf=is_scaled_array)
-    to = np.dtype(dtype)
-
-    def names() -> list[str]:
-        return [jax.tree_util.keystr(path) for path, _ in named]
-
-    checked = readable("asarray", leaves, names)
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    checked = readable("asarray", leaves, functools.partial(paths, tree))
     return structure.unflatten(
-        [_unscale(x, to) if is_scaled_array(x) else x for x in checked]
+        [_unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x for x in checked]
     )
+
+
+def paths(tree: Any) -> list[str]:
+    """Return the path of each leaf of a tree, a ScaledArray being a leaf."""
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
+    return [jax.tree_util.keystr(path) for path, _ in named]
 
 
 def readable(
@@ -398,11 +398,6 @@ def undifferentiated(tree: Any, message: str = _REFUSED) -> Any:
     return _barrier(tree, message)
 
 
-def has_range_of_float32(dtype: Any) -> bool:
-    """Return whether a format has the range of FP32, and so needs no scale."""
-    return FloatFormat.of(np.dtype(dtype)).max > 2.0**120
-
-
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
     if x.is_static and isinstance(scale, float):
         data = as_float32(x.data)
@@ -414,19 +409,19 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
         else:
             factor = 1 / broadcast_scale(scale, x.data)
         # The old scale first: a ratio of two scales may leave FP32.
-        data = times(_unscaled(x.data, x.scale, np.dtype(np.float32)), factor)
+        data = times(unscaled(x.data, x.scale), factor)
     return with_scale(saturating_cast(data, x.dtype), scale)
 
 
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
     if x.is_static:
-        return _unscaled(undifferentiated(x.data), x.scale, dtype)
+        return unscaled(undifferentiated(x.data), x.scale, dtype)
     return _unscale_dynamic(x.data, x.scale, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _unscale_dynamic(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
-    return _unscaled(data, scale, dtype)
+    return unscaled(data, scale, dtype)
 
 
 def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
@@ -444,13 +439,14 @@ def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
             "that format does not hold; return it in FP32, x.astype(jnp.float32), or "
             f"a scalar loss, or {_INSIDE}"
         )
-    return _unscaled(data, scale, dtype), _unscaled(tangent, scale, dtype)
+    return unscaled(data, scale, dtype), unscaled(tangent, scale, dtype)
 
 
 _unscale_dynamic.defjvp(_unscale_jvp, symbolic_zeros=True)
 
 
-def _unscaled(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
+def unscaled(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
+    """Return `data * scale`, which may be differentiated."""
     if data.dtype != jnp.float64:
         data = jnp.asarray(data, jnp.float32)
     if not isinstance(scale, float):

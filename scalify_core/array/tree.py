@@ -1,7 +1,5 @@
 """Functions of pytrees in which a ScaledArray is one leaf, and not two."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import struct
@@ -24,6 +22,11 @@ from scalify_core.numerics.formats import is_float
 def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
     """Return `jax.tree.map` over a tree, with `fun` taking ScaledArrays as leaves."""
     return jax.tree.map(fun, tree, *rest, is_leaf=is_scaled_array)
+
+
+def structure_of(tree: Any) -> Any:
+    """Return the structure of a tree, a ScaledArray being a leaf."""
+    return jax.tree.structure(tree, is_leaf=is_scaled_array)
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -436,13 +436,9 @@ class Casts:
         return tuple(dtype for dtype, _ in self._seen)
 
     def lost(self) -> tuple[float, float, float]:
-        if self._seen:
-            norm, share, saturated = np.max(
-                [x for _, x in self._seen], axis=0, initial=0.0
-            )
-        else:
-            norm, share, saturated = (0, 0, 0)
-        return float(norm), float(share), float(saturated)
+        largest = np.max([np.zeros(3), *(x for _, x in self._seen)], axis=0)
+        norm, share, saturated = largest.tolist()
+        return norm, share, saturated
 
 
 def _bodies(eqn: Any, operands: list[Tensor]) -> Any:

@@ -1,7 +1,5 @@
 """The result of `explain`: rows of figures, the first loss, and a table of both."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

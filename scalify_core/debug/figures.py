@@ -1,7 +1,5 @@
 """The figures that `explain` measures."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -10,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
+from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.debug.explanation import Figures, Row, epsilon
-from scalify_core.interpreter.measured.policy import as_array
-from scalify_core.interpreter.value import MEASURED, Value
+from scalify_core.interpreter.measured.policy import is_stored, stored_value
+from scalify_core.interpreter.value import MEASURED, Value, logical
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import Place
 from scalify_core.numerics.scales import broadcast_scale, is_static
@@ -105,23 +103,10 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
 
     The expected RMS is 0 where there is none.
     """
-    if isinstance(x, ScaledArray):
-        fmt, scale = (
-            jnp.finfo(x.dtype),
-            x.scale if x.is_static else broadcast_scale(jnp.asarray(x.scale), x.data),
-        )
-        data = np.asarray(x.data).astype(np.float64)
-        return (
-            data,
-            np.asarray(scale, np.float64),
-            0.0,
-            float(fmt.smallest_subnormal),
-            float(fmt.max),
-        )
-    if isinstance(x, Value) and x.expected_rms == MEASURED:
-        x = as_array(x)
-        if is_scaled_array(x):
-            return _taken_apart(x)
+    if isinstance(x, Value) and x.expected_rms == MEASURED and not is_stored(x):
+        x = logical(x)
+    if is_scaled_array(x):
+        x = stored_value(x)
     if not isinstance(x, Value):
         return np.asarray(x, np.float64), np.ones(()), 0.0, np.inf, np.inf
     scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)

@@ -10,8 +10,6 @@ Deliberate roundings are left out: casts to narrower floats, FP8 products and
 numbers, not those of some narrower program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -22,8 +20,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from scalify_core.interpreter.registry import COMBINERS, bind, wide_equation
+from scalify_core.numerics.formats import at_least_float32 as wide
 from scalify_core.numerics.formats import (
-    at_least_float32,
     is_narrow,
     is_narrow_dtype,
     materialise,
@@ -42,14 +40,6 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     if eqn.primitive.multiple_results:
         return list(out)
     return [out]
-
-
-def wide(x: Any) -> Any:
-    """Return a plain operand, in FP32 if it is a narrower float.
-
-    A reference to an array (`jax.new_ref`) is returned unchanged.
-    """
-    return at_least_float32(x)
 
 
 def entering(x: Any) -> Any:

@@ -1,7 +1,5 @@
 """`check_scalify`, the one checker: a scaled function matches the plain one in FP32."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.array.scaled_array import ScaledArray, asarray, is_scaled_array
+from scalify_core.array.tree import with_dynamic_scales, with_static_scales
 from scalify_core.interpreter.reference_trace import (
     TraceError,
     dtypes_of_results,
@@ -87,12 +86,8 @@ def check_scalify(
         AssertionError: naming the result, how it was run, and the worst element.
         ValueError: none of the arguments is a ScaledArray.
     """
-    args = jax.tree.map(
-        lambda x: x.astype(dtype) if is_scaled_array(x) else x,
-        args,
-        is_leaf=is_scaled_array,
-    )
     leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
+    leaves = [x.astype(dtype) if is_scaled_array(x) else x for x in leaves]
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
     check = functools.partial(_check, reduction=reduction, strict=strict, scales=scales)
@@ -125,18 +120,7 @@ def _check(
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
     assert len(formats) == 1, f"one format at a time: {formats}"
     (fmt,) = formats
-    static = [
-        ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x
-        for x in leaves
-    ]
-    dynamic = [
-        (
-            ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32))
-            if is_scaled_array(x)
-            else x
-        )
-        for x in leaves
-    ]
+    static, dynamic = with_static_scales(leaves), with_dynamic_scales(leaves)
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
     if strict:
@@ -335,7 +319,3 @@ def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
         return total
 
     return jax.grad(loss, argnums=scaled)
-
-
-def _has_scalar_scale(x: Any) -> bool:
-    return is_scaled_array(x) and np.ndim(x.scale) == 0

@@ -1,7 +1,5 @@
 """A call of a function, as a function of the arrays among its arguments."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter

@@ -6,8 +6,6 @@ scale policy decides. With `scales="static"`, rules propagate scales (`registry`
 Control flow is evaluated by the same rules under both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -30,6 +28,7 @@ from scalify_core.interpreter.value import Value, in_format, narrow, value
 from scalify_core.numerics.formats import materialise
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
 from scalify_core.numerics.precision_warnings import Observer
+from scalify_core.numerics.scales import broadcast_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,11 +194,9 @@ def entering(x: Any) -> Any:
         return jnp.asarray(x)
     scale = x.scale
     if not x.is_static:
-        scale = jnp.asarray(scale, jnp.float32)
+        scale = broadcast_scale(jnp.asarray(scale, jnp.float32), x)
         if scale.size == 1:
             scale = scale.reshape(())
-        elif scale.ndim < x.ndim:  # a scale for each index of the leading axes
-            scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
     return value(
         x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale
     )

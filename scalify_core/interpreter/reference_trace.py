@@ -324,19 +324,16 @@ def traced(
     wide = trace_of(fun, list(map(aval_of, leaves)))
     closed_over = _closed_over(wide)
     name = getattr(fun, "__name__", "scalified")
+    program = _compared(name, wide.jaxpr, None)
     if not narrow or not has_narrow_data(leaves):
-        return _compared(name, wide.jaxpr, None), closed_over
+        return program, closed_over
     try:
         second = reference_trace(fun, leaves)
     except TraceError as error:
-        program = _compared(name, wide.jaxpr, None)
         unknown = str(error) if has_products(wide.jaxpr) else None
         return program._replace(unknown=unknown), closed_over
     if list(map(id, _closed_over(second))) != list(map(id, closed_over)):
-        return (
-            _compared(name, wide.jaxpr, None)._replace(unknown=_DIFFERENT),
-            closed_over,
-        )
+        return program._replace(unknown=_DIFFERENT), closed_over
     return _compared(name, wide.jaxpr, second.jaxpr), closed_over
 
 

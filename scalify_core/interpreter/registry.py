@@ -10,13 +10,10 @@ that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equa
 traced with float32 where the data may be narrower.
 
     structural("transpose")  # the operation on the data; the scale is unchanged
-    unscaled("exp")  # the operation on the logical value in FP32; scale 1
 
     @rule("mul")
     def _mul(eqn, a, b): ...
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -25,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.interpreter import value as v
@@ -113,21 +111,6 @@ def structural(*primitives: str) -> None:
     _definer("structural", primitives, lazy=True)(on_data)
 
 
-def unscaled(*primitives: str) -> None:
-    """Register primitives that compute on the logical value in FP32, with results at
-    scale 1.
-    """
-    _definer("unscaled", primitives, lazy=True)(in_float32)
-
-
-def logical(*primitives: str) -> None:
-    """Register primitives that compute on the logical value in FP32.
-
-    The result is brought back to the first operand's scale.
-    """
-    _definer("logical", primitives, lazy=True)(on_logical)
-
-
 def rule_of(eqn: Any) -> Rule:
     """Return the rule of an equation: its primitive's, or its composite's."""
     return rules.get(key_of(eqn), DEFAULT)
@@ -147,9 +130,8 @@ def key_of(eqn: Any) -> str:
 def composite_rule(
     name: str,
     *,
-    wide: bool = False,
-    lazy: bool = False,
     passes: tuple[int, int] | None = None,
+    **flags: bool,
 ) -> Callable:
     """Return a decorator that registers the rule of the composite calls named `name`.
 
@@ -157,7 +139,8 @@ def composite_rule(
     in the tree of the function's arguments (`Value`, plain or None). It returns the
     results in the tree of the function's results.
 
-    Flags are those of `Rule`. By default operands have their data in their formats, and
+    Flags are `wide` and `lazy` of `Rule`. By default operands have their data in their
+    formats, and
     with `lazy` alone in stored form, with a factor beside it. `passes` counts all
     leaves; the program is evaluated as if without the call.
     """
@@ -168,22 +151,58 @@ def composite_rule(
             out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
             return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
 
-        _definer("composite", (COMPOSITE + name,), wide=wide, lazy=lazy, passes=passes)(
-            flat
-        )
+        flags.setdefault("wide", False)
+        _definer("composite", (COMPOSITE + name,), passes=passes, **flags)(flat)
+        return fun
+
+    return register
+
+
+def forward_rule(name: str, **flags: Any) -> Callable:
+    """Return a decorator that registers the rule of a composite and of its "NAME.fwd".
+
+    The rule returns the result and the residuals, of which the composite itself has no
+    use. See `composite_rule` for the flags.
+    """
+
+    def register(fun: Callable) -> Callable:
+        composite_rule(f"{name}.fwd", **flags)(fun)
+        composite_rule(name, **flags)(lambda call, *args: fun(call, *args)[0])
         return fun
 
     return register
 
 
 def default(eqn: Any, *operands: Any) -> Any:
-    """Evaluate a primitive or composite without a rule, as `unscaled` does.
+    """Evaluate a primitive or composite without a rule in FP32, with scale 1.
 
     The result is correct without a rule, so there is no warning.
     """
-    if eqn.primitive.name != "scalify_composite":
+    if eqn.primitive.name == "scalify_composite":
+        return _of_scale_1(called(eqn, *operands), operands)
+    if means_its_dtype(eqn):
         return as_traced_dtypes(eqn, *operands)
-    return _of_scale_1(called(eqn, *operands), operands)
+    return in_float32(eqn, *operands)
+
+
+# Their results depend on the dtype that their operands were traced with.
+_READ_BITS = frozenset(
+    {"bitcast_convert_type", "nextafter", "reduce_precision", "pure_callback"}
+    | {"io_callback"}
+)
+
+
+def means_its_dtype(eqn: Any) -> bool:
+    """Return whether an equation reads numbers in the dtype that it was traced with.
+
+    It reads their bits, or it has inner jaxprs of a dtype that the user cast to.
+    """
+    if eqn.primitive.name in _READ_BITS:
+        return True
+    if eqn.primitive.name in COMBINERS:
+        return False
+    inner = any(True for _ in jaxprs_in_params(eqn.params))
+    return inner and any(is_narrow(x.aval) for x in eqn.invars)
 
 
 def called(eqn: Any, *operands: Any) -> list[Any]:
@@ -421,17 +440,28 @@ def as_traced_dtypes(eqn: Any, *operands: Any) -> list[Any]:
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:
-    """Return the operation on the logical values in FP32, at scale 1.
+    """Return the operation on the logical values in FP32, at scale 1."""
+    return _of_scale_1(plain_in_float32(eqn, *operands), operands)
 
-    Operands that the user cast to a narrower dtype are FP32, too.
+
+def plain_in_float32(eqn: Any, *operands: Any) -> list[Any]:
+    """Bind an equation on the logical values, which have at least FP32.
+
+    So have operands that the user cast to a narrower dtype.
     """
     args = [
-        formats.as_float32(v.unscaled(x))
-        if is_narrow(var.aval)
-        else v.unscaled(x, var.aval.dtype)
-        for x, var in zip(operands, eqn.invars, strict=True)
+        _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
     ]
-    return _of_scale_1(bind_all(wide_equation(eqn), *args), operands)
+    return bind_all(wide_equation(eqn), *args)
+
+
+def _as_wide_as(x: Any, aval: Any) -> Any:
+    """Return a logical value in FP32, or in FP64 where the trace has that."""
+    x = v.logical(x)
+    if isinstance(x, jax.Ref) or not is_float(aval):
+        return x
+    dtype = aval.dtype if aval.dtype.itemsize > 4 else np.dtype(np.float32)
+    return lax.convert_element_type(x, dtype)
 
 
 def _of_scale_1(out: Sequence[Any], operands: tuple) -> list[Any]:
@@ -445,7 +475,7 @@ def at_scale(x: Value, scale: Any, expected_rms: float = 1.0) -> Value:
 
 
 def on_logical(eqn: Any, *operands: Any) -> list[Any]:
-    """Apply the operation to the logical value: the rule that `logical` registers."""
+    """Apply the operation to the logical value, and keep the first operand's scale."""
     first = next(x for x in operands if isinstance(x, Value))
     return [
         at_scale(y, first.scale, first.expected_rms) if isinstance(y, Value) else y

@@ -4,8 +4,6 @@ The evaluation is `interpreter`. Here is the border: pytrees, traces, and the gr
 of a scalified function.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -18,11 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-import scalify_core.interpreter.rules  # noqa: F401  (fills the table)
 from scalify_core.array.scaled_array import (
     ScaledArray,
     asarray,
-    has_range_of_float32,
     is_scaled_array,
     readable,
     undifferentiated,
@@ -31,7 +27,7 @@ from scalify_core.array.scaled_array import (
 from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator
 from scalify_core.interpreter.reference_trace import Program, traced
-from scalify_core.numerics.formats import is_float
+from scalify_core.numerics.formats import has_range_of_float32, is_float
 
 Scales = Literal["auto", "static"]
 _OUTSIDE = (

@@ -184,15 +184,14 @@ def value(
     given.
     """
     dtype = np.dtype(data.dtype if dtype is None else dtype)
-    if type(scale) is float:
-        return Value(
-            data, None, scale, expected_rms, dtype, factor, None, is_fill_value
-        )
     base, multiplier = scale if isinstance(scale, Multiple) else (scale, 1.0)
+    static = None
+    if type(scale) is float:
+        base, static, rms_correction = None, scale, None
     return Value(
         data,
         base,
-        None,
+        static,
         expected_rms,
         dtype,
         factor,
@@ -262,15 +261,7 @@ def exact(v: Value) -> Value:
     if v.scale_multiplier == 1.0:
         return v
     scale, rest = number_and_rest(v.multiple)
-    return value(
-        times(data32(v), rest),
-        scale,
-        v.expected_rms,
-        v.dtype,
-        v.factor,
-        v.rms_correction,
-        v.is_fill_value,
-    )
+    return v.with_data(times(data32(v), rest), dynamic=scale, scale_multiplier=1.0)
 
 
 def typed_as(x: Any, aval: Any) -> Any:
@@ -391,15 +382,14 @@ def settled(
     Its scale moves to the nearest power of two if the expected RMS has left [1/slack,
     slack].
     """
+    fits = 1 / slack <= expected_rms <= slack
+    if fits and (not is_static(scale) or MIN_SCALE <= scale <= MAX_SCALE):
+        return value(data, scale, expected_rms, dtype, factor)
     if is_static(scale):
-        if 1 / slack <= expected_rms <= slack and MIN_SCALE <= scale <= MAX_SCALE:
-            return value(data, scale, expected_rms, dtype, factor)
         new = pow2_round(scale * expected_rms)
         return value(
             data, new, scale * expected_rms / new, dtype, factor * (scale / new)
         )
-    if 1 / slack <= expected_rms <= slack:
-        return value(data, scale, expected_rms, dtype, factor)
     power = pow2_round(expected_rms)
     return value(
         data, product(scale, power), expected_rms / power, dtype, factor / power

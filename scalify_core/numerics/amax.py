@@ -4,8 +4,6 @@ This is the arithmetic of a measured scale; `interpreter.measured.quantize` stor
 values with it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -202,11 +200,8 @@ def largest_of_rows(stacks: Sequence[jax.Array]) -> list[jax.Array]:
 
     The stacks have one shape [n, ...].
     """
-    zeros, axes = (np.float32(0),) * len(stacks), tuple(range(1, stacks[0].ndim))
-    magnitudes = tuple(jnp.abs(x.astype(jnp.float32)) for x in stacks)
-    return list(
-        lax.reduce(magnitudes, zeros, lambda a, b: tuple(map(lax.max, a, b)), axes)
-    )
+    magnitudes = [jnp.abs(x.astype(jnp.float32)) for x in stacks]
+    return _at_once(magnitudes, lax.max, tuple(range(1, stacks[0].ndim)))
 
 
 def squares_of_rows(stack: jax.Array) -> jax.Array:
@@ -228,9 +223,16 @@ def sums_at_once(
     For GPUs; not differentiable. XLA compiles it to one kernel for each of its steps;
     separate sums are a kernel each at the second step.
     """
+    return _at_once(arrays, lax.add, axes)
+
+
+def _at_once(
+    arrays: Sequence[jax.Array], combine: Callable, axes: tuple[int, ...]
+) -> list[jax.Array]:
+    """Reduce FP32 arrays of one shape in one reduction, whose results start at zero."""
     zeros = (np.float32(0),) * len(arrays)
     return lax.reduce(
-        tuple(arrays), zeros, lambda a, b: tuple(map(lax.add, a, b)), axes
+        tuple(arrays), zeros, lambda a, b: tuple(map(combine, a, b)), axes
     )
 
 
@@ -253,13 +255,7 @@ def _reduced(
             rows = [of_element(x.ravel()) for x in wide]
             small.setdefault(group[0].shape, []).extend(zip(rows, number, strict=False))
         else:
-            zeros = [jnp.float32(0)] * len(wide)
-            rows = lax.reduce(
-                [of_element(_blocks(x)) for x in wide],
-                zeros,
-                lambda a, b: tuple(map(combine, a, b)),
-                (1,),
-            )
+            rows = _at_once([of_element(_blocks(x)) for x in wide], combine, (1,))
             large.setdefault(rows[0].size, []).extend(zip(rows, number, strict=False))
     tables = list[tuple]()
     for same in large.values():

@@ -1,127 +1,36 @@
 """Hints to the compiler on how to keep arrays: barriers and platform-dependent cases.
 
-They do not change results. `CASES` lists each with its measured effect (docs/lab.md has
-more). Each can be turned off, to see whether a newer compiler still needs it: `with
-compiler_hints.without("stored"): ...` around the tracing, or the environment variable
-SCALIFY_LOWERING_OFF=stored,in_one_kernel.
+They do not change results. Their measured effects, without which they would be gone
+(docs/lab.md has more):
+
+- `stored`: on CUDA a residual stream whose readers all begin by rounding it was written
+  in FP32: 72 MiB of traffic a layer of 124M (batch 8) for 36, and 12 more for every
+  reader.
+- `row_major`: on CUDA the order that cuBLASLt wants of a weight's second cast spread
+  back to the parameter, which was then read transposed twice.
+- `stored_both_ways`: on CUDA the transposed order of an FP8 activation spread through
+  the model: 415 kernels for 390 in two layers of 124M. And a kernel that writes both
+  orders reaches a quarter of an H100's bandwidth, one that transposes bytes half.
+- `in_one_kernel`: on CUDA scalars that a large kernel reads were a kernel each: 77 for
+  60 in three layers.
+- `separate_buffers`: on CUDA numbers that kernels of large arrays read were parts of
+  one array, so that no two of them were the same: of four layers of 124M, each of the
+  24 largest kernels was compiled by itself.
+- `column_sums`: on CUDA the sums of a gradient's columns and of their squares were two
+  passes over it.
+- `materialize_once`: on CPU the chain of a global norm's scales was repeated in every
+  kernel that reads one: 10,674 instructions for 2,351 in the norm of 8 arrays.
+- `barrier`: its callers say why.
 """
 
-from __future__ import annotations
-
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-
-CASES = {
-    "stored": (
-        "CUDA: a residual stream whose readers all begin by rounding it was written in"
-        " FP32: 72 MiB of traffic a layer of 124M (batch 8) for 36, and 12 more for"
-        " every reader"
-    ),
-    "row_major": (
-        "CUDA: the order that cuBLASLt wants of a weight's second cast spread back to"
-        " the parameter, which was then read transposed twice"
-    ),
-    "stored_both_ways": (
-        "CUDA: the transposed order of an FP8 activation spread through the model: 415"
-        " kernels for 390 in two layers of 124M; and a kernel that writes both orders"
-        " reaches a quarter of an H100's bandwidth, one that transposes bytes half"
-    ),
-    "in_one_kernel": (
-        "CUDA: scalars that a large kernel reads were a kernel each: 77 for 60 in three"
-        " layers"
-    ),
-    "separate_buffers": (
-        "CUDA: numbers that kernels of large arrays read were parts of one array, so"
-        " that no two of them were the same: of four layers of 124M, each of the 24"
-        " largest kernels was compiled by itself"
-    ),
-    "rows": (
-        "CUDA: the rows of a stack were a kernel each, which XLA merges where a row is"
-        " taken of what is computed"
-    ),
-    "sums_at_once": (
-        "CUDA: the sums of a gradient's columns and of their squares were two passes"
-        " over it"
-    ),
-    "materialize_once": (
-        "CPU: the chain of a global norm's scales was repeated in every kernel that"
-        " reads one: 10,674 instructions for 2,351 in the norm of 8 arrays"
-    ),
-    "norm_statistics": (
-        "CUDA: the mean of a row was computed again in each reader, a kernel for norms"
-        " that writes FP32 alone"
-    ),
-    "late_zeros": (
-        "CUDA: the zeros that a table's gradient is written into were made first, and"
-        " held all the while"
-    ),
-    "not_folded": (
-        "of a constant first state the compiler computed statistics and roundings"
-        " itself, for minutes"
-    ),
-    "computed_again": (
-        "new moments were held in FP32 until their scales were known: 3.75 FP32 tensors"
-        " at the peak"
-    ),
-    "in_turn": (
-        "CUDA: the roundings of equal parameters were merged into kernels that spill"
-        " registers to memory"
-    ),
-    "squares_once": "every gradient was added up once more for the sum of its squares",
-    "factors_once": "the factors of a checksum were computed again for every element",
-}
-
-
-def _known(names: Iterable[str]) -> frozenset[str]:
-    """Return the names.
-
-    Raises:
-        ValueError: a name is not in `CASES`.
-    """
-    known = frozenset(names)
-    if unknown := known - set(CASES):
-        raise ValueError(
-            f"{', '.join(sorted(unknown))}: no case of lowering; valid:"
-            f" {', '.join(CASES)}"
-        )
-    return known
-
-
-_OFF = _known(filter(None, os.environ.get("SCALIFY_LOWERING_OFF", "").split(",")))
-_off: ContextVar[frozenset[str]] = ContextVar("off", default=_OFF)
-
-
-@contextlib.contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Turn these cases off in traces made inside the context.
-
-    A jitted function that was traced before is unchanged.
-    """
-    token = _off.set(_off.get() | _known(names))
-    try:
-        yield
-    finally:
-        _off.reset(token)
-
-
-def turned_off() -> frozenset[str]:
-    """Return the cases that are off in the current trace."""
-    return _off.get()
-
-
-def is_on(name: str) -> bool:
-    """Return whether the case of that name is on in the current trace."""
-    assert name in CASES, name
-    return name not in _off.get()
-
 
 # GPU compiler options for programs traced inside `scales_in_products`. Triton would
 # multiply the widened operands in 16 bits; excess precision omits the rounding to FP8;
@@ -170,20 +79,16 @@ def products_take_any_order() -> bool:
     return bool(_products_in_any_order.value)
 
 
-def barrier[T](name: str, tree: T) -> T:
-    """Return `tree` behind an optimization barrier, if the case `name` is on.
+def barrier[T](tree: T) -> T:
+    """Return `tree` behind an optimization barrier.
 
     Its arrays are computed once, before their readers.
     """
-    if is_on(name):
-        return lax.optimization_barrier(tree)
-    return tree
+    return lax.optimization_barrier(tree)
 
 
-def _on_cuda(name: str, fun: Callable, *arrays: jax.Array, default: Callable) -> Any:
-    if is_on(name):
-        return lax.platform_dependent(*arrays, cuda=fun, default=default)
-    return default(*arrays)
+def _on_cuda(fun: Callable, *arrays: jax.Array, default: Callable) -> Any:
+    return lax.platform_dependent(*arrays, cuda=fun, default=default)
 
 
 def stored(x: jax.Array) -> jax.Array:
@@ -192,12 +97,12 @@ def stored(x: jax.Array) -> jax.Array:
     Otherwise a compiler may write the array that `x` is rounded from, if several
     operations begin by rounding it.
     """
-    return _on_cuda("stored", lax.optimization_barrier, x, default=lambda x: x)
+    return _on_cuda(lax.optimization_barrier, x, default=lambda x: x)
 
 
 def row_major(x: jax.Array) -> jax.Array:
     """Return `x`; on CUDA, its last axis is contiguous in memory."""
-    return _on_cuda("row_major", _row_major, x, default=lambda x: x)
+    return _on_cuda(_row_major, x, default=lambda x: x)
 
 
 def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +119,7 @@ def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = lax.optimization_barrier(_row_major(x))
         return rows, lax.optimization_barrier(_row_major(rows.T)).T
 
-    return _on_cuda("stored_both_ways", cuda, x, default=lambda x: (x, x))
+    return _on_cuda(cuda, x, default=lambda x: (x, x))
 
 
 def _row_major(x: jax.Array) -> jax.Array:
@@ -231,7 +136,7 @@ def in_one_kernel(*scalars: jax.Array) -> tuple[jax.Array, ...]:
         stacked = lax.optimization_barrier(jnp.stack(scalars))
         return tuple(stacked[i] for i in range(len(scalars)))
 
-    return _on_cuda("in_one_kernel", cuda, *scalars, default=lambda *scalars: scalars)
+    return _on_cuda(cuda, *scalars, default=lambda *scalars: scalars)
 
 
 def separate_buffers(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -255,7 +160,14 @@ def separate_buffers(x: jax.Array) -> tuple[jax.Array, ...]:
         )
 
     if len(x):
-        return _on_cuda("separate_buffers", cuda, x, default=tuple)
+        return _on_cuda(cuda, x, default=tuple)
+    return ()
+
+
+def separate_scalars(scalars: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Return FP32 scalars; on CUDA, in separate buffers."""
+    if scalars:
+        return separate_buffers(jnp.stack(scalars))
     return ()
 
 
@@ -266,7 +178,6 @@ def column_sums(x: jax.Array, at_once: Callable) -> tuple[jax.Array, jax.Array]:
     """
     rows = tuple(range(x.ndim - 1))
     return _on_cuda(
-        "sums_at_once",
         lambda x: tuple(at_once((x, jnp.square(x)), rows)),
         x,
         default=lambda x: (jnp.sum(x, rows), jnp.sum(jnp.square(x), rows)),
@@ -280,8 +191,6 @@ def materialize_once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     a sum of many terms, each of which depends on the one before, that is more code than
     a machine can compile.
     """
-    if not is_on("materialize_once"):
-        return arrays
     return lax.platform_dependent(
         *arrays,
         cpu=lambda *arrays: lax.optimization_barrier(arrays),

@@ -487,6 +487,12 @@ def is_narrow_dtype(dtype: Any) -> bool:
     return np.dtype(dtype).itemsize < 4
 
 
+def has_range_of_float32(dtype: Any) -> bool:
+    """Return whether a format has the range of FP32, and so needs no scale."""
+    dtype = np.dtype(dtype)
+    return dtype.itemsize >= 4 or FloatFormat.of(dtype).max > 2.0**120
+
+
 def holds(dtype: Any, number: float) -> bool:
     """Return whether a format has this number."""
     with np.errstate(over="ignore"):

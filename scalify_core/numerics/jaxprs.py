@@ -224,20 +224,11 @@ def union(*trees: Any) -> list[frozenset]:
     ]
 
 
-def any_varies(*trees: Any) -> bool:
-    """Return whether any array of the trees varies over an axis."""
-    return any(map(axes_of, jax.tree.leaves(trees)))
-
-
 def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]:
     """Return branches whose results vary over the same axes."""
-    if _manual():
-        outs = [jax.eval_shape(branch, *operands) for branch in branches]
-    else:
-        outs = []
-    if not any_varies(outs):
+    if not _manual():
         return branches
-    axes = union(*outs)
+    axes = union(*(jax.eval_shape(branch, *operands) for branch in branches))
     return [lambda *xs, branch=branch: vary(branch(*xs), axes) for branch in branches]
 
 

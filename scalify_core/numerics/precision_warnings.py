@@ -3,8 +3,6 @@
 Without `explain` the callbacks cost nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -77,11 +75,8 @@ def losses(unrounded: Any, narrowed: Any) -> jax.Array:
         / jnp.maximum(jnp.sum(squares), np.float32(1e-30))
     )
     share = jnp.sum(flushed) / jnp.maximum(jnp.sum(x > 0), 1)
-    if x.size:
-        saturated = jnp.mean((x > limit) & jnp.isfinite(y), dtype=jnp.float32)
-    else:
-        saturated = jnp.float32(0)
-    return jnp.stack([norm, share.astype(jnp.float32), saturated])
+    saturated = jnp.sum((x > limit) & jnp.isfinite(y)) / max(x.size, 1)
+    return jnp.stack([norm, share, saturated]).astype(jnp.float32)
 
 
 @jax.jit
@@ -121,21 +116,21 @@ def entering(name: str, x: Any, data: Any, value: Callable[[], Any]) -> None:
         return
     flushed, saturated = _not_held(x, data, value())
     if flushed > ENTERING:
-        _warn_entering(
+        _warn_once(
             f"{name}: more than a tenth of its elements become zeros in {data.dtype} at"
             " its scale; keep the large and the small ones in arrays of their own, or"
             " take dtype=jnp.bfloat16; or give scale=, a smaller one at which the"
             " largest still fits"
         )
     if saturated > FLUSHED:
-        _warn_entering(
+        _warn_once(
             f"{name}: more than {FLUSHED:.0%} of its norm is beyond what {data.dtype}"
             " holds at its scale; give a larger scale=, or none, which is measured; or"
             " clip what is far larger than the rest"
         )
 
 
-def _warn_entering(text: str) -> None:
+def _warn_once(text: str) -> None:
     warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 
 
@@ -167,14 +162,13 @@ def unreadable(where: str, names: Sequence[str]) -> None:
     which = names[0] or "a ScaledArray"
     if len(names) > 1:
         which = f"{which} (and {len(names) - 1} more)"
-    text = (
+    _warn_once(
         f"{where}: {which} reads as NaN: what stands for its scale is none, because"
         " outside of scalify arithmetic was done on the leaves of ScaledArrays, as"
         " optax.apply_updates, nnx.Optimizer and any optax optimiser do; use"
         " weights.apply_updates and optim.scaled_state(optimiser), take gradients"
         " inside, scalify(jax.grad(f)), and compute inside, or on asarray(tree)"
     )
-    warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 
 
 class Observer(Protocol):

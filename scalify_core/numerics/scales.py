@@ -10,8 +10,6 @@ sums and their products are told from small numbers wherever they come from. Whe
 product leaves the range of scales, the remainder goes into the data.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -32,7 +32,6 @@ from jax._src import dispatch
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.jaxprs import per_jaxpr
 
 composite_p = Primitive("scalify_composite")
@@ -64,6 +63,11 @@ class Call:
     cuda: Callable | None = None
     in_axes: tuple[tuple[int | None, ...], ...] = ()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of this call by name."""
+        return dict(self.static)
+
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Return the flat results of `fun` on flat operands, under the call's vmaps."""
         flat = self._flat
@@ -73,7 +77,7 @@ class Call:
 
     def _flat(self, *operands: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(
-            self.fun(*jax.tree.unflatten(self.in_tree, operands), **dict(self.static))
+            self.fun(*jax.tree.unflatten(self.in_tree, operands), **self.settings)
         )
 
     def bind(self, *operands: Any) -> list[jax.Array]:
@@ -81,11 +85,7 @@ class Call:
 
         Rules call their own function on data with it.
         """
-        if self.in_axes:
-            fun = _jitted_call(self, compiler_hints.turned_off())
-        else:
-            fun = jax.jit(_unflattened(self))
-        jaxpr = fun.trace(*operands).jaxpr
+        jaxpr = _jitted_call(self).trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
     def replace(self, **changes: Any) -> Call:
@@ -254,9 +254,7 @@ def _unflattened(call: Call) -> Callable:
     """
 
     def fun(*operands: jax.Array) -> Any:
-        return call.fun(
-            *jax.tree.unflatten(call.in_tree, operands), **dict(call.static)
-        )
+        return call.fun(*jax.tree.unflatten(call.in_tree, operands), **call.settings)
 
     fun.__name__ = call.name
     return fun
@@ -275,10 +273,8 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted_call(call: Call, without: frozenset[str]) -> Any:
-    """Return the jitted function of equal calls with the same compiler hints turned
-    off.
-    """
+def _jitted_call(call: Call) -> Any:
+    """Return the jitted function of equal calls."""
 
     def fun(*operands: jax.Array) -> Any:
         return call(*operands)
@@ -315,10 +311,8 @@ def _lower(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
 
 def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
     if call.cuda is None:
-        return _jitted(jaxpr, call.name)(*operands)
-    return _jitted_call(call.replace(fun=call.cuda), compiler_hints.turned_off())(
-        *operands
-    )
+        return _lower(*operands, jaxpr=jaxpr, call=call)
+    return _jitted_call(call.replace(fun=call.cuda))(*operands)
 
 
 def _jvp(

@@ -16,8 +16,6 @@ References:
     (https://arxiv.org/abs/2209.05433).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

@@ -5,8 +5,6 @@ A user places them in a model or an optimizer; under `scalify` they move powers 
 between data and scale, or take statistics of the data at run time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +112,17 @@ def _power_of_two(name: str, number: float) -> float:
     return number
 
 
-def _with_cotangent(name: str, fun: Callable, cotangent: Callable) -> Any:
+def _identity(x: jax.Array, **_: Any) -> jax.Array:
+    return x
+
+
+def _quantised(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
+    return fmt.quantise(x).astype(x.dtype)
+
+
+def _acting(
+    name: str, fun: Callable = _identity, cotangent: Callable = _identity
+) -> Any:
     """Return a composite of one array that acts by `fun`, and by `cotangent` on its
     gradient.
     """
@@ -126,28 +134,16 @@ def _with_cotangent(name: str, fun: Callable, cotangent: Callable) -> Any:
     return made
 
 
-def _identity(x: jax.Array, **_: Any) -> jax.Array:
-    return x
-
-
-def _quantised(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
-    return fmt.quantise(x).astype(x.dtype)
-
-
-_set_scaling = _with_cotangent("set_scaling", _identity, _identity)
-_stop_scaling = _with_cotangent("stop_scaling", _identity, _identity)
-_rebalance = _with_cotangent("rebalance", _identity, _identity)
-_rebalance_grad = _with_cotangent("rebalance_grad", _identity, _identity)
-_cast_on_forward = _with_cotangent("cast_on_forward", _quantised, _identity)
-_cast_on_backward = _with_cotangent("cast_on_backward", _identity, _quantised)
-_dynamic_rescale_rms = _with_cotangent("dynamic_rescale_rms", _identity, _identity)
-_dynamic_rescale_max = _with_cotangent("dynamic_rescale_max", _identity, _identity)
-_dynamic_rescale_rms_grad = _with_cotangent(
-    "dynamic_rescale_rms_grad", _identity, _identity
-)
-_dynamic_rescale_max_grad = _with_cotangent(
-    "dynamic_rescale_max_grad", _identity, _identity
-)
+_set_scaling = _acting("set_scaling")
+_stop_scaling = _acting("stop_scaling")
+_rebalance = _acting("rebalance")
+_rebalance_grad = _acting("rebalance_grad")
+_cast_on_forward = _acting("cast_on_forward", _quantised)
+_cast_on_backward = _acting("cast_on_backward", cotangent=_quantised)
+_dynamic_rescale_rms = _acting("dynamic_rescale_rms")
+_dynamic_rescale_max = _acting("dynamic_rescale_max")
+_dynamic_rescale_rms_grad = _acting("dynamic_rescale_rms_grad")
+_dynamic_rescale_max_grad = _acting("dynamic_rescale_max_grad")
 _get_data_scale = composite(
     lambda x: (x, jnp.ones((), jnp.float32)), name="get_data_scale"
 )

@@ -4,8 +4,6 @@ Fields are widened, given scales, and narrowed again. `optim.scaled_state` descr
 effects and the reasons; here a state is a flat list of arrays, each with its plan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +94,10 @@ class Stored:
 
 
 def stored_fields(
-    mu: Any, nu: Any, rounding: Literal["auto"] | Rounding, fields: Mapping[str, Stored]
+    mu: Any = FP32,
+    nu: Any = FP32,
+    rounding: Literal["auto"] | Rounding = "auto",
+    fields: Mapping[str, Stored] | None = None,
 ) -> dict[str, Stored]:
     """Return the storage of each field, by name.
 
@@ -104,13 +105,13 @@ def stored_fields(
         ValueError: a field is given twice, or is relative to a relative one.
         TypeError: a field's storage is not a `Stored`.
     """
-    for name, how in fields.items():
+    stored = dict(fields or {})
+    for name, how in stored.items():
         if not isinstance(how, Stored):
             raise TypeError(
                 f"scaled_state: fields[{name!r}] is {how!r}, expected a Stored, such as"
                 " Stored(FP16)"
             )
-    stored = dict(fields)
     for name, given, sqrt in (("mu", mu, False), ("nu", nu, True)):
         fmt = given if isinstance(given, FloatFormat) else FloatFormat.of(given)
         if fmt is FP32:
@@ -125,7 +126,7 @@ def stored_fields(
     if (
         "mu" in stored
         and "nu" in stored
-        and "mu" not in fields
+        and "mu" not in (fields or {})
         and stored["mu"].format.mantissa_bits <= 3
     ):
         stored["mu"] = dataclasses.replace(stored["mu"], relative_to="nu")
@@ -255,9 +256,9 @@ def recompute_barrier(tree: Any, scales: Any) -> tuple[Any, Any]:
     scales in the tree are not held: each part of an array would become an array.
     """
     flat, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
-    data, scales = compiler_hints.barrier(
-        "computed_again", (list(map(data_of, flat)), scales)
-    )
+    # New moments would be held in FP32 until their scales are known: 3.75 FP32 tensors
+    # at the peak.
+    data, scales = compiler_hints.barrier((list(map(data_of, flat)), scales))
     barred = [
         with_scale(d, x.scale) if is_scaled_array(x) else d
         for d, x in zip(data, flat, strict=True)
@@ -398,14 +399,8 @@ def narrow_arrays(
     inverses = scales._replace(numbers=pow2_inverse(scales.numbers))
     inverse = {leaf: inverses.of(leaf, new[leaf]) for leaf in stored}
     large = [leaf for leaf in stored if is_large[leaf] and inverse[leaf].ndim == 0]
-    if large:
-        inverse |= zip(
-            large,
-            compiler_hints.separate_buffers(
-                jnp.stack([inverse[leaf] for leaf in large])
-            ),
-            strict=True,
-        )
+    separate = compiler_hints.separate_scalars([inverse[leaf] for leaf in large])
+    inverse |= zip(large, separate, strict=True)
 
     def narrow(leaf: int) -> ScaledArray:
         how, other, _ = plans[leaf]

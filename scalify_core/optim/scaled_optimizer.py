@@ -37,8 +37,6 @@ optimizer itself under `scalify`, in FP16 data. It rounds to nearest, stores the
 moment without a root, and lets the rules choose scales.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -126,14 +124,14 @@ def scaled_state(
             a field is given twice, a format has no native dtype, or the rounding is
             unknown.
     """
-    stored = stored_fields(mu, nu, rounding, fields or {})
+    stored = stored_fields(mu, nu, rounding, fields)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> ScaledStateState:
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = flatten(tx.init(wide(params)), stored)
             # The compiler would fold statistics of constants, for minutes.
-            one = compiler_hints.barrier("not_folded", jnp.float32(1))
+            one = compiler_hints.barrier(jnp.float32(1))
             new = [
                 x if plan.how is None else x * one.astype(x.dtype)
                 for x, plan in zip(new, plans, strict=True)
@@ -220,7 +218,7 @@ def scaled_state(
         def keep(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
-            data = compiler_hints.barrier("rows", x.data) if x.scale.ndim else x.data
+            data = compiler_hints.barrier(x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
         indices = None if leaf_indices is None else jax.tree.leaves(leaf_indices)
@@ -318,9 +316,7 @@ def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
     It is the optimizer's own state. `settings`: `mu`, `nu`, `rounding` and `fields`, as
     given to `scaled_state`.
     """
-    arrays, plans, treedef = flatten(
-        state.inner_state, stored_fields(**_DEFAULTS | settings)
-    )
+    arrays, plans, treedef = flatten(state.inner_state, stored_fields(**settings))
     return ScaledStateState(state.step, treedef.unflatten(widen(arrays, plans)))
 
 
@@ -331,17 +327,12 @@ def narrow_state(
 
     So a state can be continued in other formats.
     """
-    new, plans, treedef = flatten(
-        state.inner_state, stored_fields(**_DEFAULTS | settings)
-    )
+    new, plans, treedef = flatten(state.inner_state, stored_fields(**settings))
     scales = new_scales(new, plans, [jnp.float32(MIN_SCALE)] * len(new))
     return ScaledStateState(
         state.step,
         treedef.unflatten(narrow_arrays(new, plans, scales, seed, state.step)),
     )
-
-
-_DEFAULTS: dict[str, Any] = {"mu": FP32, "nu": FP32, "rounding": "auto", "fields": {}}
 
 
 def _with_separate_scales(arrays: list[Any]) -> list[Any]:
@@ -355,12 +346,7 @@ def _with_separate_scales(arrays: list[Any]) -> list[Any]:
         if is_scaled_array(x) and x.size >= LARGE and np.ndim(x.scale) == 0
     ]
     large = [i for i in large if not arrays[i].is_static]
-    if large:
-        scales = compiler_hints.separate_buffers(
-            jnp.stack([arrays[i].scale for i in large])
-        )
-    else:
-        scales = ()
+    scales = compiler_hints.separate_scalars([arrays[i].scale for i in large])
     return _with(
         arrays,
         {i: with_scale(arrays[i].data, x) for i, x in zip(large, scales, strict=True)},

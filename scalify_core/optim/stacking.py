@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
-from scalify_core.array.tree import leaves
+from scalify_core.array.tree import leaves, structure_of
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import is_float
 from scalify_core.optim.weights import LARGE, wide
@@ -58,7 +58,7 @@ class Stacks(NamedTuple):
                 groups.setdefault(
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)
-        structure = jax.tree.structure(tree, is_leaf=is_scaled_array)
+        structure = structure_of(tree)
         blocks = itertools.chain(*map(_even, groups.values()))
         return cls(structure, tuple(block for block in blocks if len(block) > 1))
 
@@ -91,7 +91,7 @@ class Stacks(NamedTuple):
 
         None: there are no stacks.
         """
-        structure: Any = jax.tree.structure(tree, is_leaf=is_scaled_array)
+        structure = structure_of(tree)
         if self.groups:
             return self.stack(structure.unflatten(range(structure.num_leaves)))
         return None
@@ -101,7 +101,8 @@ class Stacks(NamedTuple):
 
         `like` is the tree before stacking; new ScaledArrays take its static scales.
         """
-        subtrees, outer = _flatten(like, self._is_leaf)
+        outer: Any
+        subtrees, outer = jax.tree.flatten(like, is_leaf=self._is_leaf)
         return outer.unflatten(
             self._unstacked(part, subtree) if self._is_tree(subtree) else part
             for part, subtree in zip(outer.flatten_up_to(tree), subtrees, strict=True)
@@ -130,10 +131,7 @@ class Stacks(NamedTuple):
         return jnp.concatenate(numbers)[np.argsort([*alone, *rows])]
 
     def _is_tree(self, x: Any) -> bool:
-        return (
-            bool(self.groups)
-            and jax.tree.structure(x, is_leaf=is_scaled_array) == self.structure
-        )
+        return bool(self.groups) and structure_of(x) == self.structure
 
     def _is_leaf(self, x: Any) -> bool:
         """Return whether not to take a node apart.
@@ -163,10 +161,6 @@ def _even(group: Sequence[int]) -> Iterable[tuple[int, ...]]:
     return itertools.batched(group, -(-len(group) // -(-len(group) // OPERANDS)))
 
 
-def _flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=is_leaf)
-
-
 def _stacked(parts: Sequence[Any]) -> Any:
     if all(type(x) is int for x in parts):
         return np.array(parts)
@@ -188,8 +182,8 @@ def _stacked(parts: Sequence[Any]) -> Any:
 
 def _one_array(parts: Sequence[jax.Array]) -> jax.Array:
     # Without the barrier a kernel would write where it reads the parts, and the parts
-    # would be copied first.
-    return compiler_hints.barrier("rows", jnp.stack(parts))
+    # would be copied first. And on CUDA each row would be a kernel.
+    return compiler_hints.barrier(jnp.stack(parts))
 
 
 def _rows(stack: Any, like: Sequence[Any]) -> list[Any]:

@@ -6,8 +6,6 @@ its range. Stochastic rounding keeps small updates: an FP16 parameter has 11 sig
 bits, and updates below half of its last place, 2^-12 of its value, are otherwise lost.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,11 +20,12 @@ from scalify_core.array.scaled_array import (
     as_scaled_array,
     data_of,
     is_scaled_array,
+    paths,
     readable,
     value_of,
     with_scale,
 )
-from scalify_core.array.tree import leaves, map_arrays
+from scalify_core.array.tree import leaves, map_arrays, structure_of
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import (
     FP32,
@@ -87,14 +86,17 @@ def apply_updates(
         ValueError: `updates` or `leaf_indices` is another tree than `params`; an
             unknown rounding; stochastic rounding without seed or step.
     """
-    options = {
-        "rounding": rounding,
-        "seed": seed,
-        "step": step,
-        "accept": accept,
-        "leaf_indices": leaf_indices,
-    }
-    return apply_with_compensation(params, updates, (), **options)[0]
+    new, _ = apply_with_compensation(
+        params,
+        updates,
+        (),
+        rounding=rounding,
+        seed=seed,
+        step=step,
+        accept=accept,
+        leaf_indices=leaf_indices,
+    )
+    return new
 
 
 def moving_average(
@@ -123,8 +125,8 @@ def moving_average(
     Raises:
         ValueError: as `apply_updates`.
     """
-    structure: Any = jax.tree.structure(average, is_leaf=is_scaled_array)
-    if jax.tree.structure(params, is_leaf=is_scaled_array) != structure:
+    structure = structure_of(average)
+    if structure_of(params) != structure:
         raise ValueError("weights.moving_average: params is not a tree like average")
     old, new = leaves(average), leaves(params)
     updates = [(1 - decay) * (wide(x) - wide(y)) for x, y in zip(new, old, strict=True)]
@@ -196,7 +198,7 @@ def apply_with_compensation(
         if accept is not None:
             total = jnp.where(
                 accept,
-                compiler_hints.barrier("rows", total) if np.ndim(number) else total,
+                compiler_hints.barrier(total) if np.ndim(number) else total,
                 data,
             )
             if not is_static:
@@ -205,9 +207,13 @@ def apply_with_compensation(
             return with_scale(total, scale)
         return total
 
-    structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
+    structure = structure_of(params)
     old, changes = leaves(params), _beside(structure, updates, "updates")
-    changes = _readable(updates, changes)
+    # Updates of `scaled_state` are plain. Scaled ones that no scalified function
+    # returned may come from arithmetic on the leaves of ScaledArrays.
+    changes = readable(
+        "weights.apply_updates, the update", changes, functools.partial(paths, updates)
+    )
     # Leaves are numbered from the other end: another stream than that of the
     # optimiser's state.
     stream_numbers = [
@@ -239,27 +245,11 @@ def apply_with_compensation(
             # One parameter after the other: equal code for many would be merged into
             # kernels that spill to memory. What is held is small: the compiler would
             # read an array that is also held twice.
-            new[previous], words[i] = compiler_hints.barrier(
-                "in_turn", (new[previous], words[i])
-            )
+            new[previous], words[i] = compiler_hints.barrier((new[previous], words[i]))
         new.append(add(p, update, number, words[i], rest))
         if is_large:
             previous = i
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
-
-
-def _readable(updates: Any, changes: Sequence[Any]) -> list[Any]:
-    """Return updates; those with an invalid scale are NaN, with a warning by name.
-
-    Updates of `scaled_state` are plain. Scaled updates that no scalified function
-    returned may come from arithmetic on the leaves of ScaledArrays.
-    """
-
-    def names() -> list[str]:
-        named = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_scaled_array)
-        return [jax.tree_util.keystr(path) for path, _ in named]
-
-    return readable("weights.apply_updates, the update", changes, names)
 
 
 def _beside(structure: Any, tree: Any, name: str) -> list[Any]:
@@ -290,7 +280,7 @@ def kahan_compensation(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> An
 
     It is a tree of plain arrays of `dtype`.
     """
-    structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
+    structure = structure_of(params)
     pairs = zip(leaves(exact), leaves(params), strict=True)
     return structure.unflatten(
         [(wide(value) - wide(p)).astype(dtype) for value, p in pairs]
@@ -376,7 +366,7 @@ def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
     data = _at_scales(arrays, [np.float32(scale) for scale in scales], np.dtype(dtype))
     scaled = iter(map(ScaledArray, data, scales))
     return jax.tree.unflatten(
-        jax.tree.structure(params, is_leaf=is_scaled_array),
+        structure_of(params),
         [next(scaled) if is_weight(x) else x for x in flat],
     )
 

@@ -16,7 +16,7 @@ import pytest
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
 from scalify_core.ops.functional import attention
-from scalify_core.ops.functional.attention import _attention
+from scalify_core.ops.functional.attention import Sees, _attention
 from trainer.compiled.fp8 import Gpu, check_step
 from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
@@ -125,7 +125,7 @@ def test_small_logits_do_not_lose_the_gradient_of_attention(on_gpu, power):
 
     def gradients(q, k, v, g):
         scaled = lambda q, k, v: _attention(
-            q, k, v, None, causal=True, window=None, logit_scale=2.0**power
+            q, k, v, None, sees=Sees(True, None), logit_scale=2.0**power
         )
         return jax.vjp(scaled, q, k, v)[1](g)
 

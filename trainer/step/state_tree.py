@@ -171,7 +171,8 @@ def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
     )
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
-    return compiler_hints.barrier("factors_once", (x ^ (x >> 15)) | np.uint32(1))
+    # Otherwise computed again for every element of a checksum.
+    return compiler_hints.barrier((x ^ (x >> 15)) | np.uint32(1))
 
 
 def _scrambled(bits: jax.Array, which: int) -> jax.Array:

@@ -181,7 +181,6 @@ def make_train_step(
         grads = stacks.stack(update.store_gradients(trained(grads)))
         # Behind a barrier, or XLA computes every gradient once more for its square.
         squares = compiler_hints.barrier(
-            "squares_once",
             stacks.each(weights.wide(grads), reductions.squares, squares_of_rows),
         )
         grad_norm = jnp.sqrt(jnp.sum(squares))

@@ -1,7 +1,5 @@
 """Composites under measured scales: rescaling is the identity, FP8 products are FP8."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -51,10 +49,13 @@ _RESCALES = (
 _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialised")
 
 
-@measured_composite(*map("".join, itertools.product(_SAME, ("", ".fwd", ".bwd"))))
-@measured_composite("stop_scaling.bwd")
 @measured_composite(
-    "set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd"
+    *map("".join, itertools.product(_SAME, ("", ".fwd", ".bwd"))),
+    "stop_scaling.bwd",
+    "set_scaling.bwd",
+    "cast_on_forward.bwd",
+    "cast_on_backward",
+    "cast_on_backward.fwd",
 )
 def _same(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Return the operand: scales are measured anyway, so rescaling is the identity."""
@@ -72,7 +73,7 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     data = in_order(call, logical(x))
     if not isinstance(x, Value):
         return [data]
-    scale = dict(call.static)["scale"]
+    scale = call.settings["scale"]
     dtype = v.result_dtype(x)
     return [stored_value(ScaledArray(data, 1.0).rescale(scale).astype(dtype))]
 
@@ -80,7 +81,7 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
 @measured_composite("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
 def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Round to a format at a measured scale, as storing in that format does."""
-    fmt: FloatFormat = dict(call.static)["fmt"]
+    fmt: FloatFormat = call.settings["fmt"]
     x = operands[-1]
     data = in_order(call, logical(x))
     unit = amax.unit_of(data, int(np.log2(fmt.max)) - 1)
@@ -102,7 +103,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     Each entry of a batch is cast at its own scale. A batch is the product's own, or
     that of a vmap of both operands.
     """
-    product = dict(call.static)["product"]
+    product = call.settings["product"]
     axis_labels = _labels(call, eqn, product, (0, 1))
     lhs, rhs = (
         _stored(x, _E4M3, axes)
@@ -142,7 +143,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 
 @measured_composite("fp8_dot_general.bwd")
 def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    product, last = dict(call.static)["product"], len(operands) - 1
+    product, last = call.settings["product"], len(operands) - 1
     axis_labels = _labels(call, eqn, product, (0, 1, last))
     formats = (_E4M3, _E4M3, product.gradient.dtype)
     read = (*operands[:2], operands[last])

@@ -4,8 +4,6 @@ A mask does not take part in the scale of a value: beside -1e9, small numbers wo
 their digits. It saturates instead, at a magnitude that still masks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

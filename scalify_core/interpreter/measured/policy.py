@@ -7,17 +7,14 @@ data as it is stored. It keeps the copies that were stored of it, so that one ro
 serves all products that read it alike.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
@@ -40,30 +37,14 @@ from scalify_core.interpreter.measured.products import (
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import formats
 from scalify_core.numerics.amax import Parts
-from scalify_core.numerics.formats import is_float, is_narrow
+from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import CALLS
 
 _F32 = np.dtype(np.float32)
-# Their results depend on the dtype that their operands were traced with.
-_READ_BITS = frozenset(
-    {"bitcast_convert_type", "nextafter", "reduce_precision", "pure_callback"}
-    | {"io_callback"}
-)
-
 # Behind them products may read their operands. A device stores its own part.
 _READ_FURTHER_ON = (CALLS | MOVES | {"scan"}) - {"shard_map"}
 
-rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
-
-
-def measured_rule(*keys: str) -> Callable[[Callable], Callable]:
-    """Return a decorator that registers the measured-scale rule of these equations."""
-
-    def register(fun: Callable) -> Callable:
-        rules.update(dict.fromkeys(keys, fun))
-        return fun
-
-    return register
+rules: dict[str, Callable] = {}  # of composites, by `registry.key_of` the equation
 
 
 def measured_composite(*names: str) -> Callable:
@@ -73,10 +54,7 @@ def measured_composite(*names: str) -> Callable:
     """
 
     def register(fun: Callable) -> Callable:
-        def of_call(eqn: Any, *operands: Any) -> Any:
-            return fun(eqn.params["call"], eqn, *operands)
-
-        measured_rule(*(registry.COMPOSITE + name for name in names))(of_call)
+        rules.update((registry.COMPOSITE + name, fun) for name in names)
         return fun
 
     return register
@@ -96,9 +74,8 @@ def results(
     store_for_products(eqn, operands, jaxpr)
     if eqn.primitive.name == "convert_element_type":
         return _convert(eqn, operands[0], jaxpr)
-    special = rules.get(registry.key_of(eqn))
-    if special is not None:
-        return special(eqn, *operands)
+    if eqn.primitive.name in MOVES:
+        return _move(eqn, *operands)
     if eqn.primitive.name in PRODUCTS:
         return _product(eqn, operands, jaxpr)
     static = registry.rule_of(eqn)
@@ -106,8 +83,11 @@ def results(
         evaluate = _evaluator_inside(eqn, jaxpr, evaluate)
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
-        return like_composite(eqn, *operands)
-    if _means_its_dtype(eqn):
+        fun = rules.get(registry.key_of(eqn))
+        if fun is None:
+            return like_composite(eqn, *operands)
+        return fun(eqn.params["call"], eqn, *operands)
+    if registry.means_its_dtype(eqn):
         out = registry.as_traced_dtypes(eqn, *operands)
         return [like(x, x.data) if isinstance(x, Value) else x for x in out]
     return in_float32(eqn, *operands)
@@ -155,19 +135,6 @@ def _stacks(
             for reading, is_narrow in zip(stacks, narrow, strict=True)
         )
     return tuple(stacks)
-
-
-def _means_its_dtype(eqn: Any) -> bool:
-    """Return whether an equation reads numbers in the dtype that it was traced with.
-
-    It reads their bits, or it has inner jaxprs of a dtype that the user cast to.
-    """
-    if eqn.primitive.name in _READ_BITS:
-        return True
-    if eqn.primitive.name in registry.COMBINERS:
-        return False
-    inner = any(True for _ in jaxprs_in_params(eqn.params))
-    return inner and any(is_narrow(x.aval) for x in eqn.invars)
 
 
 def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
@@ -234,22 +201,10 @@ def as_array(x: Value) -> Any:
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:
-    """Bind an equation on the logical values, which have at least FP32."""
-    args = [
-        _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
-    ]
+    """Return the results of an equation on the logical values, in FP32."""
     dtype = v.result_dtype(*operands)
-    out = registry.bind_all(registry.wide_equation(eqn), *args)
+    out = registry.plain_in_float32(eqn, *operands)
     return [wide_result(y, dtype) for y in out]
-
-
-def _as_wide_as(x: Any, aval: Any) -> Any:
-    """Return a logical value in FP32, or in FP64 where the trace has that."""
-    x = logical(x)
-    if isinstance(x, jax.Ref) or not is_float(aval):
-        return x
-    dtype = aval.dtype if aval.dtype.itemsize > 4 else _F32
-    return lax.convert_element_type(x, dtype)
 
 
 def stored(
@@ -297,7 +252,6 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     return stored_value(stored(x, dtype, reading, reading, limit_of(var, jaxpr)))
 
 
-@measured_rule(*MOVES)
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
         return in_float32(eqn, x, *rest)

@@ -10,8 +10,6 @@ The format of a product is decided in `policy._product` (16 bits or FP32), with 
 propagated scales in `rules.matmul`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -25,6 +23,10 @@ from jax.extend.core import Literal
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
+
+# For each axis of an operand or result, what tells it from others; None: contracted, or
+# no batch.
+Labels = list[Any]
 
 
 def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
@@ -231,9 +233,6 @@ def is_finer(parts: Parts, than: Parts) -> bool:
 # The batch axes of an FP8 product's operands and results.
 # They are the axes of the product's own batch, and the axes of the vmaps around it.
 
-# For each axis the batch axis that it is, in operands and results; None: no batch.
-Labels = list[Any]
-
 
 def labels(ndim: int, batch: Sequence[int], mapped: Sequence[int | None]) -> Labels:
     """Return the labels of the axes of an operand, vmaps included.
@@ -286,15 +285,11 @@ def scale_for(x: ScaledArray, axis_labels: Labels, result: Labels) -> Any:
         axis_labels: the labels of the operand's axes.
         result: the labels of the result's axes.
     """
-    if x.is_static or jnp.size(x.scale) == 1:
-        if x.is_static:
-            return x.scale
+    if x.is_static:
+        return x.scale
+    if jnp.size(x.scale) == 1:
         return jnp.reshape(x.scale, ())
-    return placed(
-        jnp.reshape(x.scale, jnp.shape(x.scale) + (1,) * (x.ndim - jnp.ndim(x.scale))),
-        axis_labels,
-        result,
-    )
+    return placed(jnp.reshape(x.scale, _shape(x)), axis_labels, result)
 
 
 def placed(scale: Any, axis_labels: Labels, result: Labels) -> Any:
@@ -305,17 +300,9 @@ def placed(scale: Any, axis_labels: Labels, result: Labels) -> Any:
         axis_labels: the labels of the scale's axes.
         result: the labels of the result's axes.
     """
-    order = [
-        axis_labels.index(label)
-        for label in result
-        if label is not None and label in axis_labels
-    ]
-    shape = [
-        scale.shape[axis_labels.index(label)]
-        if label is not None and label in axis_labels
-        else 1
-        for label in result
-    ]
+    axes = {label: i for i, label in enumerate(axis_labels) if label is not None}
+    order = [axes[label] for label in result if label in axes]
+    shape = [scale.shape[axes[label]] if label in axes else 1 for label in result]
     rest = [axis for axis in range(len(axis_labels)) if axis not in order]
     return lax.reshape(lax.transpose(scale, (*order, *rest)), shape)
 

@@ -4,8 +4,6 @@ A stored value is a `ScaledArray`; every other value is an FP32 array of its log
 numbers.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.array.scaled_array import ScaledArray, with_scale
+from scalify_core.array.scaled_array import ScaledArray, unscaled, with_scale
 from scalify_core.interpreter.measured.masks import NO_MASK
 from scalify_core.numerics import amax, compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
@@ -28,22 +26,9 @@ _LEAST_MASK = np.float32(2.0**8)
 
 def unstored(x: Any) -> Any:
     """Return the logical value of a stored array, in FP32; other operands unchanged."""
-    if not isinstance(x, ScaledArray):
-        return x
-    data = formats.as_float32(x.data)
-    return times(
-        data,
-        (
-            x.scale
-            if x.is_static
-            else broadcast_scale(jnp.asarray(x.scale, jnp.float32), data)
-        ),
-    )
-
-
-def has_own_range(dtype: np.dtype) -> bool:
-    """Return whether a format has less range than FP32, and so needs a scale."""
-    return np.dtype(dtype).itemsize < 4 and FloatFormat.of(dtype).max < 2.0**120
+    if isinstance(x, ScaledArray):
+        return unscaled(x.data, x.scale)
+    return x
 
 
 def stored(
@@ -68,7 +53,7 @@ def stored(
             return x
         x = unstored(x)
     x = formats.as_float32(x)
-    if not has_own_range(dtype):
+    if formats.has_range_of_float32(dtype):
         return ScaledArray(formats.saturating_cast(x, dtype), 1.0)
     if limit > NO_MASK:
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, parts)
@@ -92,10 +77,7 @@ def rounded(data: Any, *, x: Any, scale: Any) -> Any:
     """Return `data`, the stored form of `x`, after showing both to a watcher."""
     if precision_warnings.is_watched():
         inverse = broadcast_scale(pow2_inverse(scale), x)
-        precision_warnings.rounded(
-            lax.mul(x, lax.broadcast_in_dim(inverse, x.shape, range(inverse.ndim))),
-            data,
-        )
+        precision_warnings.rounded(lax.mul(x, amax.spread(inverse, x.shape)), data)
     return data
 
 
@@ -121,24 +103,17 @@ def result(
         nonzero: whether nonzero elements must not become zero. They become the format's
             smallest number instead.
     """
-    if nonzero and has_own_range(dtype):
-        array = result(x, dtype, limit)
-        return with_scale(
-            _nonzero(formats.as_float32(unstored(x)), array.data), array.scale
-        )
     if dtype.itemsize >= 4:
         return with_scale(lax.convert_element_type(unstored(x), dtype), jnp.float32(1))
-    x = formats.as_float32(unstored(x))
-    if limit > NO_MASK and has_own_range(dtype):
+    exact = x = formats.as_float32(unstored(x))
+    if formats.has_range_of_float32(dtype):
+        return with_scale(formats.saturating_cast(x, dtype), jnp.float32(1))
+    if limit > NO_MASK:
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, None)
-        return with_scale(rounded(data, x=x, scale=scale), scale)
-    if has_own_range(dtype):
+    else:
         data, scale = amax.measured_result(x, np.dtype(dtype))
-        return with_scale(rounded(data, x=x, scale=scale), scale)
-    x = stored(x, dtype)
-    if x.is_static:
-        return with_scale(x.data, jnp.float32(x.scale))
-    return x
+    data = rounded(data, x=x, scale=scale)
+    return with_scale(_nonzero(exact, data) if nonzero else data, scale)
 
 
 @jax.jit

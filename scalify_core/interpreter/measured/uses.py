@@ -5,8 +5,6 @@ marks of the operands, or None where the equation's inner jaxprs tell. The walk 
 from the results of a program to its arguments, and into calls, branches and loops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -5,15 +5,13 @@ logits. A rotation changes no size: the scale stays, the data is rotated before 
 rounded.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import composite_rule
+from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.rules.composites import (
     SQRT_2,
     as_value,
@@ -49,47 +47,27 @@ def _attention_growth(call: Any, q: Value, k: Value) -> float:
 
     After t keys of equal weight it is 1/sqrt(t), averaged over t; t ends at the window.
     """
-    static = dict(call.static)
+    sees = call.settings["sees"]
     queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
-    if not static["causal"]:
+    if not sees.causal:
         return keys**-0.5
-    window = static["window"] or queries
+    window = sees.window or queries
     total = math.log(window) + (queries - window) / window
     return math.sqrt(max(total, 1) / queries)
 
 
-def _attend(
-    call: Any, q: Any, k: Any, values: Any, segments: Any
-) -> tuple[Value, list[Any], Value]:
-    (q, k, values), _ = _attention_operands(q, k, values)
-    static = dict(call.static)
-    out = on_data(
-        call,
-        q,
-        k,
-        values,
-        segments,
-        logit_scale=static["logit_scale"] * q.scale * k.scale,
-    )
-    growth = _attention_growth(call, q, k)
-    return (
-        v.settled(out[0], values.scale, values.expected_rms * growth, q.dtype, SQRT_2),
-        out,
-        values,
-    )
-
-
-@composite_rule("attention")
+@forward_rule("attention")
 def _attention(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
-    return _attend(call, q, k, values, segments)[0]
-
-
-@composite_rule("attention.fwd")
-def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
-    y, out, static = _attend(call, q, k, values, segments)
+    residuals = q, k, values, segments
+    (q, k, values), _ = _attention_operands(q, k, values)
+    logit_scale = call.settings["logit_scale"] * q.scale * k.scale
+    made = on_data(call, q, k, values, segments, logit_scale=logit_scale)
+    out, log_norm = made[0], made[-1]
+    rms = values.expected_rms * _attention_growth(call, q, k)
     # The backward reads the kernel's own output, at the scale of v.
-    kernel_output = v.value(out[0], static.scale, static.expected_rms, y.dtype)
-    return y, (q, k, values, segments, kernel_output, out[-1])
+    kernel_output = v.value(out, values.scale, values.expected_rms, q.dtype)
+    y = v.settled(out, values.scale, rms, q.dtype, SQRT_2)
+    return y, (*residuals, kernel_output, log_norm)
 
 
 @composite_rule("attention.bwd", wide=True)
@@ -97,7 +75,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     *qkv, segments, kernel_output, log_norm = residuals
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
-    static = dict(call.static)
+    static = call.settings
     growth = _attention_growth(call, q, k)
     # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal
     # numbers: up, and down again.
@@ -140,16 +118,11 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     ]
 
 
-@composite_rule("rope", wide=True)
+@forward_rule("rope", wide=True)
 def _rope(call: Any, x: Any, *tables: Any) -> Any:
     x = as_value(x, *tables)
     out, *_ = on_data(call, v.data32(x), *map(v.unscaled, tables))
-    return x.with_data(out)
-
-
-@composite_rule("rope.fwd", wide=True)
-def _rope_fwd(call: Any, x: Any, *tables: Any) -> Any:
-    return _rope(call, x, *tables), tables
+    return x.with_data(out), tables
 
 
 @composite_rule("rope.bwd", wide=True)
@@ -165,16 +138,10 @@ def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
 def _normalizer(name: str, power: float) -> None:
     """Register softmax or its logarithm: of n numbers the RMS is n**power."""
 
-    def results(call: Any, x: Value) -> list[tuple[float, Any]]:
-        return [(x.shape[dict(call.static)["axis"]] ** power, x.dtype)]
-
-    @composite_rule(name)
+    @forward_rule(name)
     def _(call: Any, x: Value) -> Any:
-        return on_values(call, results(call, x), x)
-
-    @composite_rule(f"{name}.fwd")
-    def _(call: Any, x: Value) -> Any:
-        y, _ = on_values(call, results(call, x) * 2, x)
+        size = x.shape[call.settings["axis"]] ** power
+        (y,) = on_values(call, [(size, x.dtype)], x)
         return y, y
 
     @composite_rule(f"{name}.bwd")
@@ -191,14 +158,10 @@ _normalizer("log_softmax", 0.0)
 # Losses: an FP32 result of scale 1.
 
 
-@composite_rule("cross_entropy")
+@forward_rule("cross_entropy")
 def _cross_entropy(call: Any, logits: Value, targets: Any) -> Any:
-    return on_values(call, [(1.0, np.dtype(np.float32))], logits, targets)
-
-
-@composite_rule("cross_entropy.fwd")
-def _cross_entropy_fwd(call: Any, logits: Value, targets: Any) -> Any:
-    loss, _, log_norm, _ = call.bind(v.unscaled(logits), formats.materialise(targets))
+    loss, *rest = call.bind(v.unscaled(logits), formats.materialise(targets))
+    log_norm = rest[1] if rest else None
     return v.value(loss, 1.0), (logits, log_norm, targets)
 
 
@@ -217,20 +180,13 @@ def _cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     )
 
 
-@composite_rule("linear_cross_entropy")
-def _linear_cross_entropy(call: Any, x: Any, head: Any, targets: Any) -> Any:
-    (x, head), _ = kernel_operands(x, head)
-    return v.value(
-        on_data(call, x, head, targets, logit_scale=x.scale * head.scale)[0], 1.0
-    )
-
-
-@composite_rule("linear_cross_entropy.fwd")
+@forward_rule("linear_cross_entropy")
 def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any:
     (x, head), (x_scale, head_scale) = kernel_operands(x, head)
-    loss, dx, dhead, like = on_data(
-        call, x, head, targets, logit_scale=x.scale * head.scale
-    )
+    loss, *residuals = on_data(call, x, head, targets, logit_scale=x.scale * head.scale)
+    if not residuals:  # not differentiated
+        return v.value(loss, 1.0), None
+    dx, dhead, like = residuals
     tokens, vocab = unbatched_shape(call, 0, x)[0], unbatched_shape(call, 1, head)[0]
     dhead_rms = x.expected_rms * math.sqrt(max(tokens / vocab, 1.0))
     # (softmax - onehot) head, and its transpose with x: a row of the error has norm
@@ -292,15 +248,8 @@ def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
 # Embedding.
 
 
-@composite_rule("embedding")
+@forward_rule("embedding")
 def _embedding(call: Any, table: Value, ids: Any) -> Any:
-    table = v.scalar_scale(table)
-    (out,) = on_data(call, table, ids)
-    return v.value(out, table.scale, table.expected_rms, table.dtype)
-
-
-@composite_rule("embedding.fwd")
-def _embedding_fwd(call: Any, table: Value, ids: Any) -> Any:
     static = v.scalar_scale(table)
     out, *_ = on_data(call, static, ids)
     return v.value(out, static.scale, static.expected_rms, static.dtype), (table, ids)

@@ -5,8 +5,6 @@ know the scales of its results, a rule evaluates a body before it builds the ope
 Evaluating it anew each time would cost two to the power of the nesting depth.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable

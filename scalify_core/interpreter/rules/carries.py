@@ -10,8 +10,6 @@ a running maximum. Such a constant never sets a scale. Its carry is kept in FP32
 numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

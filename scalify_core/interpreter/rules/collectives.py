@@ -5,8 +5,7 @@ An axis of a vmap inside the function has become one of the array: a number, whe
 of a mesh, or of a vmap outside, is a name.
 """
 
-from __future__ import annotations
-
+import functools
 import math
 from typing import Any
 
@@ -51,7 +50,7 @@ def _axes(eqn: Any) -> tuple:
 
 
 def _collective(
-    eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = True
+    eqn: Any, *operands: Any, adds: bool = False, mixes: bool = True
 ) -> Any:
     axes = _axes(eqn)
     if mixes:
@@ -78,12 +77,11 @@ def _growth(eqn: Any, x: Value) -> float:
     )
 
 
-@rule("psum", "psum_invariant", "reduce_scatter", wide=False)
-def _psum(eqn: Any, *operands: Any) -> Any:
-    return _collective(eqn, operands, adds=True)
-
-
-@rule(
+_operands_in_format = functools.partial(rule, wide=False)
+_operands_in_format("psum", "psum_invariant", "reduce_scatter")(
+    functools.partial(_collective, adds=True)
+)
+_operands_in_format(
     "pmax",
     "pmin",
     "all_gather",
@@ -91,12 +89,5 @@ def _psum(eqn: Any, *operands: Any) -> Any:
     "all_to_all",
     "ppermute",
     "pbroadcast",
-    wide=False,
-)
-def _moved(eqn: Any, *operands: Any) -> Any:
-    return _collective(eqn, operands)
-
-
-@rule("pvary", "preduced", wide=False)
-def _retyped(eqn: Any, *operands: Any) -> Any:
-    return _collective(eqn, operands, mixes=False)
+)(_collective)
+_operands_in_format("pvary", "preduced")(functools.partial(_collective, mixes=False))

@@ -7,8 +7,6 @@ FP32 (`with_static_scale`). The result is near RMS 1 only after the powers of tw
 taken out again (`moved`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import composite_rule
+from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
@@ -44,13 +42,14 @@ def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
         x.data if is_value(x) else formats.materialise(x)
         for x in jax.tree.leaves(args, is_leaf=is_value)
     ]
-    return call.replace(static={**dict(call.static), **static}).bind(*leaves)
+    return call.replace(static={**call.settings, **static}).bind(*leaves)
 
 
 def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Value]:
-    """Return the results of the call in FP32, on the logical values of `args`.
+    """Return results of the call in FP32, on the logical values of `args`.
 
-    Result i gets `results[i]`, its expected size and format.
+    Result i gets `results[i]`, its expected size and format. Further results, as
+    residuals that are arguments, are left out.
     """
     leaves = [
         v.unscaled(x) if is_float(x) else x
@@ -58,7 +57,7 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
     ]
     out = call.bind(*(formats.materialise(x) for x in leaves))
     return [
-        brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)
+        brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=False)
     ]
 
 
@@ -243,16 +242,10 @@ def _sizes(name: str, x: Value) -> tuple[Any, float]:
 
 
 def _activation(name: str) -> None:
-    @composite_rule(name)
+    @forward_rule(name)
     def _(call: Any, x: Value) -> Any:
-        return on_values(call, [(_sizes(name, x)[0], x.dtype)], v.scalar_scale(x))
-
-    @composite_rule(f"{name}.fwd")
-    def _(call: Any, x: Value) -> Any:
-        out, _ = on_values(
-            call, [(_sizes(name, x)[0], x.dtype), (1.0, x.dtype)], v.scalar_scale(x)
-        )
-        return out, x
+        size = _sizes(name, x)[0]
+        return *on_values(call, [(size, x.dtype)], v.scalar_scale(x)), x
 
     @composite_rule(f"{name}.bwd")
     def _(call: Any, x: Any, gradient: Any) -> Any:
@@ -274,18 +267,11 @@ def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
     return x, bias, v.value(x.data, scale, rms, x.dtype)
 
 
-@composite_rule("gelu", lazy=True)
-def _gelu_rule(call: Any, x: Any, bias: Any) -> Any:
-    x, bias, total = _biased(x, bias)
-    return on_values(call, [(_sizes("gelu", total)[0], x.dtype)], x, bias)[0]
-
-
-@composite_rule("gelu.fwd", lazy=True)
+@forward_rule("gelu", lazy=True)
 def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
     x, bias, total = _biased(x, bias)
-    unused = [(1.0, each.dtype) for each in (x, bias) if each is not None]
-    out, *_ = on_values(call, [(_sizes("gelu", total)[0], x.dtype), *unused], x, bias)
-    return out, (x, bias)
+    size = _sizes("gelu", total)[0]
+    return *on_values(call, [(size, x.dtype)], x, bias), (x, bias)
 
 
 @composite_rule("gelu.bwd", lazy=True)
@@ -314,31 +300,12 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     return dx, dbias
 
 
-@composite_rule("swiglu")
+@forward_rule("swiglu")
 def _swiglu(call: Any, gate: Any, up: Any) -> Any:
-    gate, up = (as_value(x, gate, up) for x in (gate, up))
-    return on_values(
-        call,
-        [(size_of(_sizes("silu", gate)[0], up.size), v.result_dtype(gate, up))],
-        gate,
-        up,
-    )
-
-
-@composite_rule("swiglu.fwd")
-def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
     values = [as_value(x, gate, up) for x in (gate, up)]
     size = size_of(_sizes("silu", values[0])[0], values[1].size)
-    out, *_ = on_values(
-        call,
-        [
-            (size, v.result_dtype(gate, up)),
-            (1.0, values[0].dtype),
-            (1.0, values[1].dtype),
-        ],
-        *values,
-    )
-    return out, (gate, up)
+    results = [(size, v.result_dtype(*values))]
+    return *on_values(call, results, *values), (gate, up)
 
 
 @composite_rule("swiglu.bwd")
@@ -358,17 +325,12 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 # Stored data is in its format.
 
 
-@composite_rule("materialised")
+@forward_rule("materialised")
 def _materialised(call: Any, x: Any) -> Any:
     x = in_order(call, x)
     if is_value(x):
-        return dataclasses.replace(x, data=compiler_hints.stored(x.data))
-    return x
-
-
-@composite_rule("materialised.fwd")
-def _materialised_fwd(call: Any, x: Any) -> Any:
-    return _materialised(call, x), None
+        x = dataclasses.replace(x, data=compiler_hints.stored(x.data))
+    return x, None
 
 
 composite_rule("materialised.bwd", wide=True)(
@@ -399,7 +361,7 @@ def _normalised(
     parameters = [
         None if p is None else v.data32_at(p, unit) for p in (weight, *others)
     ]
-    eps = dict(call.static)["eps"]
+    eps = call.settings["eps"]
     # Not below FP32's smallest number: a row of zeros must stay one.
     out = on_data(
         call, v.data32(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
@@ -414,12 +376,10 @@ def _weight_size(weight: Any) -> float:
     return 1.0
 
 
-def _norm(call: Any, *args: Any) -> Any:
-    return _normalised(call, *args)[0]
-
-
 def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
     y, out, static = _normalised(call, x, weight, *bias)
+    if len(out) == 1:  # not differentiated
+        return y, None
     f32 = np.dtype(np.float32)
     # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are
     # those of the data.
@@ -442,7 +402,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     dx, *sums = on_data(call, (v.data32(x), *rest), v.data32(gradient))
     # What the norm divided by: the row's size, or the root of epsilon where that is
     # larger.
-    least = math.sqrt(dict(call.static)["eps"])
+    least = math.sqrt(call.settings["eps"])
     size, divisor = x.expected_rms, sc.largest(scale, pow2_round(least))
     if sc.is_static(scale):
         size, divisor = max(x.expected_rms, least / x.scale), 1.0
@@ -469,8 +429,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 
 
 for _name in ("layer_norm", "rms_norm"):
-    composite_rule(_name)(_norm)
-    composite_rule(f"{_name}.fwd")(_norm_fwd)
+    forward_rule(_name)(_norm_fwd)
     composite_rule(f"{_name}.bwd", wide=True)(_norm_bwd)
 
 
@@ -485,12 +444,9 @@ def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -
         x = in_order(call, x)
         if change is None or not is_value(x):
             return x
-        return change(x, **dict(call.static))
+        return change(x, **call.settings)
 
-    composite_rule(name, wide=True)(lambda call, x: apply(forward, call, x))
-    composite_rule(f"{name}.fwd", wide=True)(
-        lambda call, x: (apply(forward, call, x), None)
-    )
+    forward_rule(name, wide=True)(lambda call, x: (apply(forward, call, x), None))
     composite_rule(f"{name}.bwd", wide=True)(
         lambda call, _, g: (apply(backward, call, g),)
     )

@@ -5,8 +5,6 @@ pytree whose static scale, expected RMS and format are part of its structure. So
 own transformations carry them, and static scales stay static inside.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import weakref

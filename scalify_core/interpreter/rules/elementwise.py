@@ -1,7 +1,5 @@
 """Elementwise arithmetic, in FP32 and in the logical value's order of operations."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,10 +12,9 @@ from scalify_core.interpreter.registry import (
     at_scale,
     bind,
     in_float32,
-    logical,
+    on_logical,
     rule,
     structural,
-    unscaled,
 )
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
@@ -27,14 +24,7 @@ from scalify_core.numerics.formats import is_float, pow2_floor, pow2_round
 _LARGE = 2.0**104
 
 structural("abs", "copy", "real", "stop_gradient")
-unscaled(
-    "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
-    "cos", "acos", "atan2", "cosh", "acosh", "erfc", "lgamma", "digamma", "polygamma",
-    "zeta",
-    "igamma", "igammac", "igamma_grad_a", "random_gamma", "regularized_incomplete_beta",
-    "bessel_i0e", "bessel_i1e", "pow", "rem",
-)  # fmt: skip
-logical("nextafter", "reduce_precision")
+rule("nextafter", "reduce_precision", lazy=True)(on_logical)
 
 
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
@@ -104,21 +94,14 @@ def _times_constant(x: Value, constant: float) -> Value:
         # Far enough to leave the range of scales: not an operation for every constant
         # near 1.
         scale, rest = sc.product_and_rest(x.multiple, factor)
-        return v.value(
-            sc.times(v.data32(x), rest),
-            scale,
-            size / factor,
-            dtype,
-            x.factor * (constant / factor),
-            x.rms_correction,
-            is_fill_value=x.is_fill_value,
-        )
-    scale = sc.product(x.multiple, factor)
+        data = sc.times(v.data32(x), rest)
+    else:
+        scale, data = sc.product(x.multiple, factor), x.data
     if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
     return v.value(
-        x.data,
+        data,
         scale,
         size / factor,
         dtype,
@@ -160,18 +143,10 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
     dtype = v.result_dtype(x)
     if n < 0:
         x = v.as_divisor(x)
-    if sc.is_static(x.scale):
-        return v.settled(
-            bind(eqn, v.data32(x)),
-            x.scale**n,
-            x.expected_rms**n,
-            dtype,
-            factor=x.factor**n,
-        )
     x = v.exact(x)
-    scale, rest = sc.product_and_rest(1.0, x.scale if n > 0 else sc.ratio(1.0, x.scale))
-    base = scale
-    for _ in range(abs(n) - 1):
+    base = x.scale if n > 0 else sc.ratio(1.0, x.scale)
+    scale = rest = 1.0
+    for _ in range(abs(n)):
         scale, further = sc.product_and_rest(scale, base)
         rest = sc.product(rest, further)
     return v.settled(
@@ -386,14 +361,14 @@ def _extreme(eqn: Any, *operands: Any) -> Value:
             v.lift(operands[1], v.result_dtype(*operands)),
             operands[2],
         )
-    data, scale, rms, dtype = common(*operands)
-    return v.value(
-        bind(eqn, *data),
-        scale,
-        rms,
-        dtype,
-        is_fill_value=_is_fill_value(dtype, scale, operands),
-    )
+    return _at_common_scale(eqn, operands)
+
+
+def _at_common_scale(eqn: Any, cases: tuple, *before: Any) -> Value:
+    data, scale, rms, dtype = common(*cases)
+    out = bind(eqn, *before, *data)
+    fills = _is_fill_value(dtype, scale, cases)
+    return v.value(out, scale, rms, dtype, is_fill_value=fills)
 
 
 @rule("select_n")
@@ -404,14 +379,7 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
         isinstance(x, Value) and not sc.is_static(x.scale) for x in cases
     ):
         return _select_whole(eqn, formats.materialise(which), *cases)
-    data, scale, rms, dtype = common(*cases)
-    return v.value(
-        bind(eqn, formats.materialise(which), *data),
-        scale,
-        rms,
-        dtype,
-        is_fill_value=_is_fill_value(dtype, scale, cases),
-    )
+    return _at_common_scale(eqn, cases, formats.materialise(which))
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:

@@ -3,8 +3,6 @@
 The rules of the body's equations apply in each iteration.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -83,10 +81,10 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
             len(init),
         )
 
+    ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
+
     def turn(carry: Sequence[Any]) -> list:
-        return step(carry, jax.tree.map(lambda x: _end(x, backwards), sliced))[
-            : len(init)
-        ]
+        return step(carry, ends)[: len(init)]
 
     avals = jaxpr.out_avals[: len(init)]
     carry, forms = _initial_carry(turn, init, length, evaluate, avals)
@@ -96,7 +94,6 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         ys = stacked(evaluate, jaxpr, out[len(init) :])
         return _carried(map(next_carry, out[: len(init)], forms), avals), pack(ys)
 
-    ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
     agreed, carry = jaxprs.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
 
     def turned(carry: Any, slices: Any) -> tuple[Any, Any]:

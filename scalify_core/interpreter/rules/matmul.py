@@ -4,8 +4,6 @@ The narrow data is multiplied, and the result moved by one power of two. The exp
 RMS of a sum of K independent terms is sqrt(K) times that of one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +16,9 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import (
     bind,
     composite_rule,
+    forward_rule,
     rule,
     structural,
-    unscaled,
 )
 from scalify_core.interpreter.rules.elementwise import lifted
 from scalify_core.interpreter.value import Value
@@ -30,14 +28,6 @@ from scalify_core.numerics.compiler_hints import row_major, stored, stored_both_
 from scalify_core.numerics.formats import E4M3, FP16, fp8_cast, saturating_cast
 from scalify_core.numerics.jaxprs import as_traced
 from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
-
-unscaled(
-    "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur",
-    "hessenberg", "tridiagonal",
-    "tridiagonal_solve", "triangular_solve", "householder_product", "geqrf", "geqp3",
-    "ormqr", "symmetric_product",
-    "fft",
-)  # fmt: skip
 
 
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
@@ -108,7 +98,6 @@ structural(
     "reduce_window_max",
     "reduce_window_min",
 )
-unscaled("reduce", "reduce_window", "reduce_prod", "cumprod", "cumlogsumexp")
 
 
 def summed(eqn: Any, x: Value, count: float) -> Value:
@@ -151,9 +140,9 @@ def _argmax(eqn: Any, x: Value) -> Any:
     return bind(eqn, v.scalar_scale(x).data)
 
 
-@rule("select_and_scatter_add")
+@rule("select_and_scatter_add", "select_and_gather_add")
 def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
-    """Evaluate the gradient of max pooling: scatter `source` to the maxima of
+    """Evaluate a gradient of max pooling: `source`, or tangents, at the maxima of
     `operand`.
     """
     source = v.lift(source, operand.dtype)
@@ -170,11 +159,6 @@ def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     )
 
 
-@rule("select_and_gather_add")
-def _select_and_gather_add(eqn: Any, tangents: Any, operand: Any) -> Value:
-    return _select_and_scatter_add(eqn, tangents, operand)
-
-
 # The FP8 product: a cast of data whose RMS is near 1, so no scale is computed.
 # The residuals are the left operand in FP8, and the right operand, a parameter, as
 # given. With `keep_rhs` the right one is kept in FP8, too.
@@ -182,14 +166,9 @@ def _select_and_gather_add(eqn: Any, tangents: Any, operand: Any) -> Value:
 _MATRICES = (((1,), (0,)), ((), ()))
 
 
-@composite_rule("fp8_dot_general", wide=True)
-def _product(call: Any, lhs: Any, rhs: Any) -> Value:
-    return _forward(call, lhs, rhs)[0]
-
-
-@composite_rule("fp8_dot_general.fwd", wide=True)
+@forward_rule("fp8_dot_general", wide=True)
 def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
-    product = dict(call.static)["product"]
+    product = call.settings["product"]
     (lhs, rhs), dtype = lifted(lhs, rhs)
     lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
 
@@ -197,15 +176,9 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
         lhs_kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # its producer writes it in FP8
-            if product.dims == _MATRICES:
-                lhs8, lhs_kept = stored_both_ways(lhs8)
-            else:
-                lhs8, lhs_kept = (stored(lhs8),) * 2
+            lhs8, lhs_kept = _stored(lhs8, product.dims == _MATRICES)
         if product.keep_rhs and rhs.dtype.itemsize == 2:
-            if product.dims == _MATRICES:
-                rhs_kept, rhs8 = stored_both_ways(rhs8)
-            else:
-                rhs_kept, rhs8 = (stored(rhs8),) * 2
+            rhs_kept, rhs8 = _stored(rhs8, product.dims == _MATRICES)
         return (
             dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True),
             lhs_kept,
@@ -228,7 +201,7 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 
 @composite_rule("fp8_dot_general.bwd")
 def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]:
-    product = dict(call.static)["product"]
+    product = call.settings["product"]
     rows, columns, _ = product.sizes
     if isinstance(gradient, Value):
         dtype = v.result_dtype(gradient)
@@ -249,10 +222,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         # Not `saturated`, which would make large numbers of infinities.
         gradient8 = fp8_cast(rest[-1], product.gradient)
         # If the gradient's rows are added up, that pass writes both orders.
-        if summed and gradient8.ndim == 2:
-            both = stored_both_ways(gradient8)
-        else:
-            both = (stored(gradient8),) * 2
+        both = _stored(gradient8, summed and gradient8.ndim == 2)
         d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)
         return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
 
@@ -269,6 +239,13 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
             rhs_dtype,
         ),
     )
+
+
+def _stored(x8: jax.Array, both_ways: bool) -> tuple[jax.Array, jax.Array]:
+    """Return an FP8 array twice, in both orders if asked for."""
+    if both_ways:
+        return stored_both_ways(x8)
+    return (stored(x8),) * 2
 
 
 def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:

@@ -1,13 +1,11 @@
 """Rules of operations that move elements: shapes, gather, scatter and slices."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import bind, rule, structural, unscaled
+from scalify_core.interpreter.registry import bind, rule, structural
 from scalify_core.interpreter.rules.elementwise import common
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
@@ -18,7 +16,6 @@ structural(
     "slice", "sort", "split", "squeeze", "stage", "tie", "tile", "top_k", "transpose",
     "unstack",
 )  # fmt: skip
-unscaled("scatter-mul")
 
 
 @rule("concatenate", "pad", "stack")

@@ -2,8 +2,6 @@
 the backward pass.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -31,26 +29,6 @@ def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         Hendrycks and Gimpel, 2016 (https://arxiv.org/abs/1606.08415).
     """
     return _gelu(x, bias)
-
-
-def silu(x: jax.Array) -> jax.Array:
-    """Return `x * sigmoid(x)`."""
-    return _silu(x)
-
-
-def relu(x: jax.Array) -> jax.Array:
-    """Return `max(x, 0)`, with gradient 0 at 0."""
-    return _relu(x)
-
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return `silu(gate) * up`, in the dtype of `gate`.
-
-    References:
-        Shazeer, GLU Variants Improve Transformer, 2020
-        (https://arxiv.org/abs/2002.05202).
-    """
-    return _swiglu(gate, up)
 
 
 @composite(name="gelu")
@@ -87,8 +65,9 @@ def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
-@composite(name="silu")
-def _silu(x: jax.Array) -> jax.Array:
+@composite
+def silu(x: jax.Array) -> jax.Array:
+    """Return `x * sigmoid(x)`."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.nn.sigmoid(x32)).astype(x.dtype)
 
@@ -102,8 +81,9 @@ def _silu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     )
 
 
-@composite(name="relu")
-def _relu(x: jax.Array) -> jax.Array:
+@composite
+def relu(x: jax.Array) -> jax.Array:
+    """Return `max(x, 0)`, with gradient 0 at 0."""
     return jnp.where(x > 0, x, jnp.zeros_like(x))
 
 
@@ -111,8 +91,14 @@ def _relu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     return (jnp.where(x > 0, gradient, jnp.zeros_like(gradient)).astype(x.dtype),)
 
 
-@composite(name="swiglu")
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+@composite
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return `silu(gate) * up`, in the dtype of `gate`.
+
+    References:
+        Shazeer, GLU Variants Improve Transformer, 2020
+        (https://arxiv.org/abs/2002.05202).
+    """
     gate32 = gate.astype(jnp.float32)
     return (gate32 * jax.nn.sigmoid(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
 
@@ -132,6 +118,6 @@ def _silu_slope(x: jax.Array, sigmoid: jax.Array) -> jax.Array:
 
 
 _gelu.defvjp(lambda x, bias: (_gelu.fun(x, bias), (x, bias)), _gelu_bwd)
-_silu.defvjp(lambda x: (_silu.fun(x), x), _silu_bwd)
-_relu.defvjp(lambda x: (_relu.fun(x), x), _relu_bwd)
-_swiglu.defvjp(lambda gate, up: (_swiglu.fun(gate, up), (gate, up)), _swiglu_bwd)
+silu.defvjp(lambda x: (silu.fun(x), x), _silu_bwd)
+relu.defvjp(lambda x: (relu.fun(x), x), _relu_bwd)
+swiglu.defvjp(lambda gate, up: (swiglu.fun(gate, up), (gate, up)), _swiglu_bwd)

@@ -8,9 +8,10 @@ Grouped queries (G < H) meet the keys and values of their group as more rows of 
 product: nothing is repeated.
 """
 
-from __future__ import annotations
-
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,15 +77,16 @@ def attention(
         )
     if window is not None and window >= q.shape[1]:
         window = None  # each query sees all keys before it
-    return _attention(
-        q,
-        k,
-        v,
-        segments,
-        causal=causal,
-        window=window,
-        logit_scale=1 / math.sqrt(q.shape[-1]),
-    )
+    logit_scale = 1 / math.sqrt(q.shape[-1])
+    sees = Sees(causal, window)
+    return _attention(q, k, v, segments, sees=sees, logit_scale=logit_scale)
+
+
+class Sees(NamedTuple):
+    """The keys that a query sees; see `attention`."""
+
+    causal: bool
+    window: int | None
 
 
 @composite(name="attention")
@@ -94,13 +96,10 @@ def _attention(
     v: jax.Array,
     segments: jax.Array | None,
     *,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> jax.Array:
-    return _attention_fwd(
-        q, k, v, segments, causal=causal, window=window, logit_scale=logit_scale
-    )[0]
+    return _attention_fwd(q, k, v, segments, sees=sees, logit_scale=logit_scale)[0]
 
 
 def _attention_fwd(
@@ -109,23 +108,13 @@ def _attention_fwd(
     v: jax.Array,
     segments: jax.Array | None,
     *,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> tuple:
     qh, kh, vh = (_heads_first(x) for x in (q, k, v))
     outs, log_norms = [], []
-    for rows, cols in _blocks(q.shape[1], k.shape[1], causal, window):
-        logits = _logits(
-            qh[:, :, rows],
-            kh[:, :, cols],
-            segments,
-            rows,
-            cols,
-            causal,
-            window,
-            logit_scale,
-        )
+    for rows, cols in _blocks(q.shape[1], k.shape[1], sees):
+        logits = _logits(qh, kh, segments, rows, cols, sees, logit_scale)
         peak = jnp.max(logits, axis=-1, keepdims=True)
         p = jnp.exp(logits - peak)
         norm = jnp.sum(p, axis=-1, keepdims=True)
@@ -140,8 +129,7 @@ def _attention_bwd(
     residuals: tuple,
     gradient: jax.Array,
     *,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> tuple:
     q, k, v, segments, out, log_norm = residuals
@@ -153,17 +141,8 @@ def _attention_bwd(
         keepdims=True,
     )
     dqs, dk, dv = [], jnp.zeros(kh.shape, jnp.float32), jnp.zeros(vh.shape, jnp.float32)
-    for rows, cols in _blocks(q.shape[1], k.shape[1], causal, window):
-        logits = _logits(
-            qh[:, :, rows],
-            kh[:, :, cols],
-            segments,
-            rows,
-            cols,
-            causal,
-            window,
-            logit_scale,
-        )
+    for rows, cols in _blocks(q.shape[1], k.shape[1], sees):
+        logits = _logits(qh, kh, segments, rows, cols, sees, logit_scale)
         p = jnp.exp(logits - log_norm[:, :, rows])
         dp = _dot(gh[:, :, rows], vh[:, :, cols], 3)
         # without the logits' scale, which may be any size
@@ -183,9 +162,7 @@ def _attention_bwd(
     )
 
 
-def _blocks(
-    queries: int, keys: int, causal: bool, window: int | None
-) -> list[tuple[slice, slice]]:
+def _blocks(queries: int, keys: int, sees: Sees) -> list[tuple[slice, slice]]:
     """Return each block of queries, and the keys that it may see.
 
     Leaving out the masked half is nearly twice as fast.
@@ -196,8 +173,9 @@ def _blocks(
     rows = [
         slice(start, min(start + size, queries)) for start in range(0, queries, size)
     ]
-    first = [0 if window is None else max(0, b.start - window + 1) for b in rows]
-    last = [block.stop if causal else keys for block in rows]
+    window = sees.window or queries
+    first = [max(0, block.start - window + 1) for block in rows]
+    last = [block.stop if sees.causal else keys for block in rows]
     return [(rows[i], slice(first[i], last[i])) for i in range(len(rows))]
 
 
@@ -207,18 +185,17 @@ def _logits(
     segments: jax.Array | None,
     rows: slice,
     cols: slice,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> jax.Array:
     """Return [B, H, t, s] FP32, -inf where the query may not see the key."""
-    logits = _dot(q, k, 3) * logit_scale
-    if causal:
+    logits = _dot(q[:, :, rows], k[:, :, cols], 3) * logit_scale
+    if sees.causal:
         query = jnp.arange(rows.start, rows.stop)[:, None]
         key = jnp.arange(cols.start, cols.stop)[None, :]
         visible = key <= query
-        if window is not None:
-            visible &= key > query - window
+        if sees.window is not None:
+            visible &= key > query - sees.window
         logits = jnp.where(visible[None, None], logits, -jnp.inf)
     if segments is not None:
         same = segments[:, rows, None] == segments[:, None, cols]
@@ -260,25 +237,19 @@ def _heads_first(x: jax.Array) -> jax.Array:
 
 
 def _cudnn(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    causal: bool,
-    window: int | None,
-    logit_scale: float,
-) -> jax.Array:
-    if segments is None:
-        mask = None
-    else:
+    segments: jax.Array | None, sees: Sees, logit_scale: float
+) -> Callable[..., jax.Array]:
+    """Return the function of q, k and v that cuDNN computes."""
+    mask = window = None
+    if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
+    if sees.window is not None:
+        window = sees.window - 1, 0
+    return functools.partial(
+        jax.nn.dot_product_attention,
         mask=mask,
-        is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0),
+        is_causal=sees.causal,
+        local_window_size=window,
         scale=logit_scale,
         implementation="cudnn",
     )
@@ -299,15 +270,12 @@ def _attention_cuda(
     v: jax.Array,
     segments: jax.Array | None,
     *,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> jax.Array:
     if not _is_for_cudnn(q, k, v):
-        return _attention.fun(
-            q, k, v, segments, causal=causal, window=window, logit_scale=logit_scale
-        )
-    return _cudnn(q, k, v, segments, causal, window, logit_scale)
+        return _attention.fun(q, k, v, segments, sees=sees, logit_scale=logit_scale)
+    return _cudnn(segments, sees, logit_scale)(q, k, v)
 
 
 def _attention_fwd_cuda(
@@ -316,19 +284,14 @@ def _attention_fwd_cuda(
     v: jax.Array,
     segments: jax.Array | None,
     *,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> tuple:
     if not _is_for_cudnn(q, k, v):
-        return _attention_fwd(
-            q, k, v, segments, causal=causal, window=window, logit_scale=logit_scale
-        )
+        return _attention_fwd(q, k, v, segments, sees=sees, logit_scale=logit_scale)
     # The training form of the kernel: the backward contains the same call, and the
     # compiler makes it once.
-    out, _ = jax.vjp(
-        lambda q, k, v: _cudnn(q, k, v, segments, causal, window, logit_scale), q, k, v
-    )
+    out, _ = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
     unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1], 1), jnp.float32)
     return out, (q, k, v, segments, out, unused)
 
@@ -337,22 +300,13 @@ def _attention_bwd_cuda(
     residuals: tuple,
     gradient: jax.Array,
     *,
-    causal: bool,
-    window: int | None,
+    sees: Sees,
     logit_scale: float,
 ) -> tuple:
     q, k, v, segments, _, _ = residuals
     if not _is_for_cudnn(q, k, v):
-        return _attention_bwd(
-            residuals,
-            gradient,
-            causal=causal,
-            window=window,
-            logit_scale=logit_scale,
-        )
-    _, vjp = jax.vjp(
-        lambda q, k, v: _cudnn(q, k, v, segments, causal, window, logit_scale), q, k, v
-    )
+        return _attention_bwd(residuals, gradient, sees=sees, logit_scale=logit_scale)
+    _, vjp = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
     return *vjp(gradient.astype(q.dtype)), None
 
 

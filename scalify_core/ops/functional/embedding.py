@@ -3,8 +3,6 @@
 Shape legend: `...` the shape of the ids, N their number, V rows of the table, D width.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -14,6 +12,7 @@ from scalify_core.numerics import compiler_hints
 from scalify_core.ops.composite import composite
 
 
+@composite
 def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Return the rows `table[ids]`.
 
@@ -27,16 +26,11 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
         always in the same order. (By default a GPU's scatter-add is atomic, and not
         deterministic.)
     """
-    return _embedding(table, ids)
-
-
-@composite(name="embedding")
-def _embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill", fill_value=jnp.nan)
 
 
 def _embedding_fwd(table: jax.Array, ids: jax.Array) -> tuple:
-    return _embedding.fun(table, ids), (table, ids)
+    return embedding.fun(table, ids), (table, ids)
 
 
 def _embedding_bwd(residuals: tuple, gradient: jax.Array) -> tuple:
@@ -75,7 +69,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     )
     # Not before the sums are there: zeros would be among the first things that are
     # made, and held all the while.
-    zero, sums = compiler_hints.barrier("late_zeros", (jnp.float32(0), sums))
+    zero, sums = compiler_hints.barrier((jnp.float32(0), sums))
     zeros = jnp.full(table.shape, zero)
     return (
         zeros.at[target]
@@ -85,7 +79,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     )
 
 
-_embedding.defvjp(
+embedding.defvjp(
     _embedding_fwd, _embedding_bwd, cuda=(_embedding_fwd, _embedding_bwd_cuda)
 )
 
@@ -144,6 +138,7 @@ _rope.defvjp(lambda x, cos, sin: (_rope.fun(x, cos, sin), (cos, sin)), _rope_bwd
 # Storage of arrays in their own format in compiled programs.
 
 
+@composite(cuda=compiler_hints.barrier)
 def materialised(x: jax.Array) -> jax.Array:
     """Return `x`; on CUDA, it is written once, in its own format, and read from memory.
 
@@ -151,17 +146,15 @@ def materialised(x: jax.Array) -> jax.Array:
     into each of several readers, and store the FP32 array. Use it for arrays that are
     stored in any case: the residual stream.
     """
-    return _materialised(x)
+    return x
 
 
-_materialised = composite(
-    lambda x: x, name="materialised", cuda=lambda x: compiler_hints.barrier("stored", x)
-)
-_materialised.defvjp(
+def _gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gradient,)
+
+
+materialised.defvjp(
     lambda x: (x, None),
-    lambda _, gradient: (gradient,),
-    cuda=(
-        lambda x: (compiler_hints.barrier("stored", x), None),
-        lambda _, gradient: (gradient,),
-    ),
+    _gradient,
+    cuda=(lambda x: (compiler_hints.barrier(x), None), _gradient),
 )

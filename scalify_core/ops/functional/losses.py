@@ -4,11 +4,9 @@ Shape legend: N tokens, V vocabulary (may be padded), D model width, C tokens of
 chunk.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,13 +87,37 @@ def linear_cross_entropy(
     """
     if vocab_size is None:
         vocab_size = head.shape[0]
-    settings: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "chunk": chunk,
-        "masked": masked,
-        "narrow": narrow_logits,
-    }
-    return _linear_cross_entropy(x, head, targets, **settings, logit_scale=1.0)
+    settings = _Settings(vocab_size, chunk, masked, narrow_logits)
+    return _linear_cross_entropy(x, head, targets, settings=settings, logit_scale=1.0)
+
+
+class _Settings(NamedTuple):
+    """The options of `linear_cross_entropy`, which are constants of a program."""
+
+    vocab_size: int
+    chunk: int | None
+    masked: bool
+    narrow: bool
+
+    def tokens_of_chunk(self, size: int, x: jax.Array, head: jax.Array) -> int:
+        """Return the tokens of a chunk: as given, or as fit into so many bytes."""
+        width = x.dtype.itemsize if self.narrow else 4
+        return self.chunk or max(1, size // (width * head.shape[0]))
+
+    def unmasked(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return `x`, or zero where a target is negative if `masked`."""
+        if self.masked:
+            return jnp.where(targets >= 0, x, 0)
+        return x
+
+    def logits(self, x_CxD: jax.Array, head_VxD: jax.Array, scale: float) -> jax.Array:
+        """Return FP32 logits; with `narrow` they were rounded to the dtype of `x`."""
+        dtype = x_CxD.dtype if self.narrow else jnp.float32
+        logits = _dot(x_CxD, head_VxD, ((1,), (1,)), dtype)
+        if logits.dtype != jnp.float32:
+            top = float(jnp.finfo(logits.dtype).max)
+            logits = jnp.clip(logits.astype(jnp.float32), -top, top)
+        return _mask_padding(logits if scale == 1 else logits * scale, self.vocab_size)
 
 
 @composite(name="softmax")
@@ -156,24 +178,18 @@ def _linear_cross_entropy(
     head: jax.Array,
     targets: jax.Array,
     *,
-    vocab_size: int,
-    chunk: int | None,
-    masked: bool,
-    narrow: bool,
+    settings: _Settings,
     logit_scale: float,
 ) -> jax.Array:
     head = head.astype(x.dtype)
-    chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
 
     def step(
         total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array
     ) -> tuple[jax.Array, None]:
-        logits = _logits(x_CxD, head, vocab_size, logit_scale, narrow)
-        return (
-            total + jnp.sum(_unmasked(_nats(logits, targets_C)[0], targets_C, masked)),
-            None,
-        )
+        nats, _ = _nats(settings.logits(x_CxD, head, logit_scale), targets_C)
+        return total + jnp.sum(settings.unmasked(nats, targets_C)), None
 
+    chunk = settings.tokens_of_chunk(_CHUNK_BYTES, x, head)
     return _over_chunks(step, jnp.float32(0), x, targets, chunk)[0] / x.shape[0]
 
 
@@ -182,23 +198,13 @@ def _linear_cross_entropy_fwd(
     head: jax.Array,
     targets: jax.Array,
     *,
-    vocab_size: int,
-    chunk: int | None,
-    masked: bool,
-    narrow: bool,
+    settings: _Settings,
     logit_scale: float,
 ) -> tuple:
-    """Return the loss, and as residuals its gradients times N / logit_scale.
-
-    Their sizes do not depend on the batch, which suits FP16.
-    """
-    step = _gradient_step(
-        head.astype(x.dtype), vocab_size, logit_scale, _nats, masked, narrow
+    zeros = jnp.zeros(head.shape, jnp.float32)
+    return _loss_and_gradients(
+        x, head, targets, zeros, settings, logit_scale, _nats, _CHUNK_BYTES
     )
-    start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-    chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
-    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
-    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
 def _linear_cross_entropy_fwd_cuda(
@@ -206,84 +212,76 @@ def _linear_cross_entropy_fwd_cuda(
     head: jax.Array,
     targets: jax.Array,
     *,
-    vocab_size: int,
-    chunk: int | None,
-    masked: bool,
-    narrow: bool,
+    settings: _Settings,
     logit_scale: float,
 ) -> tuple:
     """Return the same in larger chunks, whose logits are read in two passes.
 
     One pass makes all sums, one the error.
     """
-    step = _gradient_step(
-        head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked, narrow
-    )
     # A constant would be there from the beginning, and be taken for other zeros of this
     # size to the end.
-    zero, x = compiler_hints.barrier("late_zeros", (jnp.float32(0), x))
-    start = (jnp.float32(0), jnp.full(head.shape, zero))
-    chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, x, head, narrow)
-    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled=1)
-    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
+    zero, x = compiler_hints.barrier((jnp.float32(0), x))
+    return _loss_and_gradients(
+        x,
+        head,
+        targets,
+        jnp.full(head.shape, zero),
+        settings,
+        logit_scale,
+        _nats_in_one_pass,
+        _CUDA_CHUNK_BYTES,
+        max_unrolled=1,
+    )
 
 
-def _gradient_step(
-    head_VxD: jax.Array,
-    vocab_size: int,
+def _loss_and_gradients(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    zeros: jax.Array,
+    settings: _Settings,
     logit_scale: float,
     nats: Callable,
-    masked: bool,
-    narrow: bool,
-) -> Callable:
-    """Add up the loss and the head's gradient, and return that of the chunk's tokens.
+    chunk_bytes: int,
+    max_unrolled: int = _MAX_UNROLLED,
+) -> tuple:
+    """Return the loss, and as residuals its gradients times N / logit_scale.
 
-    It is a step for `_over_chunks`.
+    Their sizes do not depend on the batch, which suits FP16. `zeros` is what the head's
+    gradient is added to.
     """
+    head_VxD = head.astype(x.dtype)
     # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this
     # power of two brings it to 1.
-    lift = 2.0 ** round(math.log2(head_VxD.shape[0]) / 2)
+    lift = 2.0 ** round(math.log2(head.shape[0]) / 2)
 
     def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
         total, dhead = carry
-        logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale, narrow)
+        logits = settings.logits(x_CxD, head_VxD, logit_scale)
         loss, log_norm = nats(logits, targets_C)
-        error = _unmasked(
-            _error(logits, log_norm, targets_C), targets_C[:, None], masked
-        )
-        error = (error * lift).astype(x_CxD.dtype)
+        error = _error(logits, log_norm, targets_C)
+        error = settings.unmasked(error, targets_C[:, None]) * lift
+        error = error.astype(x_CxD.dtype)
         dx = _dot(error, head_VxD, ((1,), (0,))) / lift
         dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
-        return (total + jnp.sum(_unmasked(loss, targets_C, masked)), dhead), dx.astype(
-            x_CxD.dtype
-        )
+        total = total + jnp.sum(settings.unmasked(loss, targets_C))
+        return (total, dhead), dx.astype(x_CxD.dtype)
 
-    return step
-
-
-def _unmasked(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
-    """Return `x`, or zero where a target is negative if `masked`."""
-    if masked:
-        return jnp.where(targets >= 0, x, 0)
-    return x
-
-
-def _tokens_within(size: int, x: jax.Array, head: jax.Array, narrow: bool) -> int:
-    """Return the number of tokens whose logits fit into so many bytes."""
-    return max(1, size // ((x.dtype.itemsize if narrow else 4) * head.shape[0]))
+    chunk = settings.tokens_of_chunk(chunk_bytes, x, head)
+    start = jnp.float32(0), zeros
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled)
+    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
 def _linear_cross_entropy_bwd(
     residuals: tuple,
     gradient: jax.Array,
     *,
-    vocab_size: int,
-    chunk: int | None,
-    masked: bool,
-    narrow: bool,
+    settings: _Settings,
     logit_scale: float,
 ) -> tuple:
-    del vocab_size, chunk, masked, narrow
+    del settings
     dx, dhead, like_head = residuals
     factor = gradient * (logit_scale / dx.shape[0])
     return (
@@ -332,17 +330,6 @@ def _over_chunks(
         if rest:
             ys = jnp.concatenate([ys, y])
     return carry, ys
-
-
-def _logits(
-    x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float, narrow: bool
-) -> jax.Array:
-    """Return FP32 logits; with `narrow` they were rounded to the dtype of `x`."""
-    logits = _dot(x_CxD, head_VxD, ((1,), (1,)), x_CxD.dtype if narrow else jnp.float32)
-    if logits.dtype != jnp.float32:
-        top = float(jnp.finfo(logits.dtype).max)
-        logits = jnp.clip(logits.astype(jnp.float32), -top, top)
-    return _mask_padding(logits if scale == 1 else logits * scale, vocab_size)
 
 
 def _dot(
@@ -405,18 +392,18 @@ def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Ar
     return jnp.where(column == targets[:, None], probability - 1, probability)
 
 
-def _softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
-    y = _softmax.fun(x, axis=axis)
-    return y, y
+def _keeping_result(fun: Callable) -> Callable:
+    """Return the forward pass whose residual is the result."""
+
+    def forward(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
+        y = fun(x, axis=axis)
+        return y, y
+
+    return forward
 
 
-def _log_softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
-    y = _log_softmax.fun(x, axis=axis)
-    return y, y
-
-
-_softmax.defvjp(_softmax_fwd, _softmax_bwd)
-_log_softmax.defvjp(_log_softmax_fwd, _log_softmax_bwd)
+_softmax.defvjp(_keeping_result(_softmax.fun), _softmax_bwd)
+_log_softmax.defvjp(_keeping_result(_log_softmax.fun), _log_softmax_bwd)
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 _linear_cross_entropy.defvjp(
     _linear_cross_entropy_fwd,

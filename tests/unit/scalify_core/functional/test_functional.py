@@ -283,17 +283,11 @@ def test_narrow_logits_beyond_the_format_are_its_largest_number():
     "fwd", [losses._linear_cross_entropy_fwd, losses._linear_cross_entropy_fwd_cuda]
 )
 def test_a_product_writes_narrow_logits_in_the_format_of_its_operands(fwd):
-    static = {
-        "vocab_size": 24,
-        "chunk": 10,
-        "masked": False,
-        "narrow": True,
-        "logit_scale": 0.5,
-    }
     args = HIDDEN.astype(HALF), HEAD.astype(HALF), TARGETS
     for dtype, is_narrow in ((HALF, True), (F32, False)):
+        settings = losses._Settings(24, chunk=10, masked=False, narrow=is_narrow)
         text = str(
-            jax.make_jaxpr(functools.partial(fwd, **static | {"narrow": is_narrow}))(
+            jax.make_jaxpr(functools.partial(fwd, settings=settings, logit_scale=0.5))(
                 *args
             )
         )
@@ -445,15 +439,11 @@ def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk, 
     targets = jnp.asarray(rng.integers(0, 20, tokens))
     x = x.at[3].multiply(100)  # a row whose logits are far apart
     targets = targets.at[5].set(-1) if masked else targets
-    static = {
-        "vocab_size": 20,
-        "chunk": chunk,
-        "masked": masked,
-        "narrow": False,
-        "logit_scale": 0.5,
-    }
+    settings = losses._Settings(20, chunk, masked, narrow=False)
     of_cuda, of_others = (
-        jax.jit(functools.partial(fwd, **static))(x, head, targets)
+        jax.jit(functools.partial(fwd, settings=settings, logit_scale=0.5))(
+            x, head, targets
+        )
         for fwd in (
             losses._linear_cross_entropy.cuda_fwd,
             losses._linear_cross_entropy.fwd,
