@@ -51,7 +51,7 @@ def prompts_of(args: Arguments) -> Iterator[str]:
         file = path_of(args.prompts)
         try:
             # Not splitlines, to which form feeds are ends of lines, too.
-            lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"prompts={args.prompts} cannot be read ({error}); give a text file, a"
@@ -69,7 +69,7 @@ def typed_lines() -> Iterator[str]:
         line = sys.stdin.readline()
         if not line or (is_terminal and not line.strip()):
             return
-        yield line.rstrip("\n")
+        yield line.rstrip("\n").removeprefix("\ufeff")  # the mark of byte order
 
 
 def main(args: Arguments) -> None:

@@ -1,6 +1,7 @@
 """The one command: which command runs, `--key=value`, and answers without JAX."""
 
 import glob
+import io
 import math
 import shlex
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import nearest_keys, without_dashes
 from trainer.cli.evaluate import harness_command
+from trainer.cli.generate import Arguments as Prompts
+from trainer.cli.generate import prompts_of
 from trainer.cli.train import Job, check_same_text, validation_loss, with_seed
 from trainer.errors import UserError
 
@@ -156,6 +159,15 @@ with open(sys.argv[1], "w") as file:
 """
     subprocess.run([sys.executable, "-c", code, tmp_path / "log"], check=True)
     assert (tmp_path / "log").read_text() == "True\n"
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_prompt(tmp_path, monkeypatch):
+    text, file = "\ufeffIn the\nWas\n", tmp_path / "prompts.txt"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    for prompts in (str(file), "-"):
+        given = Prompts("run", prompts=prompts)
+        assert list(prompts_of(given)) == ["In the", "Was"]
 
 
 def test_the_harness_is_named_our_files_and_no_folder_of_a_run(tmp_path):
