@@ -429,11 +429,13 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
             " data.max_tokens"
         )
     refuse_builder(source.name)
-    local = local_files(path_of(source.name))
+    folder = path_of(source.name)
+    local = local_files(folder)
     files = examine(local, text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
-
-    content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
+    # with names, by which `datasets` finds the format and the split of a file
+    contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
+    content = fingerprint("hub", asdict(replace(source, streaming=False)), contents)
 
     @functools.cache
     def opened() -> "DatasetBuilder":

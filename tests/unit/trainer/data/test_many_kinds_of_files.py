@@ -85,6 +85,18 @@ def test_a_local_data_set_has_text_of_any_type_and_no_link_twice(tmp_path, monke
         read_hub(tmp_path, folder)
 
 
+def test_a_file_of_a_local_data_set_that_becomes_another_split_is_another_content(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for name in "ab":
+        (tmp_path / f"train-{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    source = HubSource(str(tmp_path))
+    before = open_corpus(source, tmp_path / "cache").fingerprint
+    (tmp_path / "train-b.jsonl").rename(tmp_path / "validation-b.jsonl")
+    assert open_corpus(source, tmp_path / "cache").fingerprint != before
+
+
 def test_texts_beside_a_number_in_a_later_file_are_not_spelled_as_json(
     tmp_path, monkeypatch
 ):
