@@ -139,7 +139,7 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
     the validation text would be one that was trained on.
     """
     files: dict[str, Path] = {}
-    linked: dict[str, str] = {}
+    again: list[tuple[str, Path]] = []
     for path in paths:
         path = os.path.expanduser(path)
         if os.path.isfile(path):
@@ -160,12 +160,16 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             raise no_match(path)
         for match in matches:
             real = os.path.realpath(match)
-            if files.setdefault(real, Path(match)) != Path(match):
-                linked[match] = str(files[real])
-    if linked:
-        (other, first), *_ = linked.items()
-        more = f" (and {len(linked) - 1:,} more)" if len(linked) > 1 else ""
-        note(f"data.paths: {other}{more} is {first} by a link, and is read once")
+            if real in files:
+                again.append((match, files[real]))
+            files.setdefault(real, Path(match))
+    if again:
+        (other, first), *others = again
+        more = f" (and {len(others):,} more)" if others else ""
+        note(
+            f"data.paths: {other}{more} is read already, as {first}, and is read once;"
+            " data=mix data.weights=[...] gives a text more weight"
+        )
     return list(files.values())
 
 

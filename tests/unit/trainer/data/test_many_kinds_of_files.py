@@ -33,10 +33,11 @@ def test_what_links_reach_twice_counts_once_and_is_said(tmp_path, capsys):
     assert expand((str(folder),)) == [folder / "a.txt"]
     output = capsys.readouterr().err
     assert f"{folder / 'b.txt'} (and " in output
-    assert f"more) is {folder / 'a.txt'} by a link, and is read once" in output
+    assert f"more) is read already, as {folder / 'a.txt'}, and is read once" in output
     assert expand((str(folder / "b.txt"),)) == [folder / "b.txt"]
-    assert expand((str(folder / "a.txt"), f"{folder}/a*")) == [folder / "a.txt"]
     assert capsys.readouterr().err == ""
+    assert expand((str(folder / "a.txt"), f"{folder}/a*")) == [folder / "a.txt"]
+    assert "a.txt, and is read once; data=mix data.weights=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
