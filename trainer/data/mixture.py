@@ -1,10 +1,10 @@
 """Mixtures of prepared texts in given shares, in stages.
 
 The source of a sample is a pure function of seed and step. The samples of a stage come
-in blocks. A block holds each source in its share, to within one sample over all blocks
-so far, in the order of a keyed permutation. So shares hold in any thousand batches, not
-only on average. Each source counts its own samples, and reads its windows like a
-`Loader` of its own.
+in blocks; the last one ends with the stage. A block holds each source in its share, to
+within one sample over all blocks so far, in the order of a keyed permutation. So shares
+hold in any thousand batches, not only on average. Each source counts its own samples,
+and reads its windows like a `Loader` of its own.
 
 Legend: K sources, B sequences of the global batch, b those of this process.
 """
@@ -118,6 +118,7 @@ class Shares:
     ) -> None:
         self._seed, self._batch_size = seed, batch_size
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
+        self._lengths = [*np.diff(self._starts), np.iinfo(np.int64).max]
         self._bounds = [
             np.cumsum([0.0, *(w / math.fsum(stage.weights) for w in stage.weights)])
             for stage in stages
@@ -126,14 +127,11 @@ class Shares:
             bounds[-1] = 1.0
         smallest = [min(filter(None, np.diff(bounds))) for bounds in self._bounds]
         self._blocks = [max(BLOCK, math.ceil(2 / share)) for share in smallest]
-        # Samples of each source in earlier stages. A stage counts full blocks, although
-        # its last one may be cut short.
-        taken = [np.zeros(len(stages[0].weights), np.int64)]
-        for i, (start, end) in enumerate(itertools.pairwise(self._starts)):
-            blocks = -(-(end - start) // self._blocks[i])
-            bounds = self._cumulative(i, blocks * self._blocks[i])
-            taken.append(taken[-1] + np.diff(bounds))
-        self._taken = taken
+        # samples of each source in earlier stages
+        self._taken = [np.zeros(len(stages[0].weights), np.int64)]
+        for i, length in enumerate(self._lengths[:-1]):
+            bounds = self._cumulative(i, length)
+            self._taken.append(self._taken[-1] + np.diff(bounds))
 
     def _cumulative(self, stage: int, samples: npt.ArrayLike) -> Ints:
         """Return cumulative counts by source, [..., K + 1], of a stage's samples."""
@@ -155,14 +153,20 @@ class Shares:
         return source, index
 
     def _place(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
-        size = self._blocks[stage]
-        block, position = np.divmod(sample, size)
+        block, position = np.divmod(sample, self._blocks[stage])
+        start = block * self._blocks[stage]
+        end = np.minimum(start + self._blocks[stage], self._lengths[stage])
         # The slots of a block are ordered by source; a permutation deals them to
         # positions. `inside`: the first slot of each source; `earlier`: samples of the
         # source before this block.
-        first = self._cumulative(stage, block * size)  # [b, K + 1]
-        inside = self._cumulative(stage, (block + 1) * size) - first
-        slot = permute(self._seed + stage, block, position, size)
+        first = self._cumulative(stage, start)  # [b, K + 1]
+        inside = self._cumulative(stage, end) - first
+        slot = np.empty_like(sample)
+        for size in np.unique(end - start):
+            rows = end - start == size
+            slot[rows] = permute(
+                self._seed + stage, block[rows], position[rows], int(size)
+            )
         source = np.sum(slot[:, None] >= inside[:, 1:], axis=1)
         rows = np.arange(len(sample))
         earlier = self._taken[stage][source] + np.diff(first, axis=1)[rows, source]

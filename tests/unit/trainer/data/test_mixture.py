@@ -61,10 +61,12 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
     for k in range(len(weights)):
         taken = index[source == k]
         assert len(np.unique(taken)) == len(taken)
-        # The blocks in which stages and the samples looked at end are not taken to
-        # their ends.
-        most = max(256, int(np.ceil(2 * sum(weights) / min(weights)))) * len(stages)
+        # The block in which the samples looked at end is not taken to its end.
+        most = max(256, int(np.ceil(2 * sum(weights) / min(weights))))
         assert taken.max(initial=0) < len(taken) + most
+        for border in borders:
+            before = index[: border * batch_size][source[: border * batch_size] == k]
+            assert sorted(before) == list(range(len(before)))
     for step in (0, 1, steps // 3, steps):
         np.testing.assert_array_equal(
             shares.count(step),
