@@ -1,8 +1,9 @@
 """Checkpoints in FP8 with scales, read as the numbers that they stand for.
 
-DeepSeek's and Qwen's have a scale for each block of a weight (`weight_scale_inv`);
-those of vLLM's compressed-tensors and of AutoFP8 have one for the tensor, or for each
-row (`weight_scale`). A weight is its E4M3 number times its scale.
+A scale is for each block of a weight, as in DeepSeek's and Qwen's, for each row, or for
+the tensor. Its name ends in `weight_scale_inv` (DeepSeek, transformers) or in
+`weight_scale` (vLLM's compressed-tensors, AutoFP8); the weight is its E4M3 number times
+either.
 """
 
 import math
@@ -16,27 +17,35 @@ import numpy as np
 from trainer.errors import UserError
 
 QUANTIZATION = "quantization_config"
-KIND = "E4M3 (quant_method fp8 or compressed-tensors) is read, and no other"
+KIND = (
+    "symmetric E4M3 (quant_method fp8 or compressed-tensors) with a scale for a block,"
+    " a row or the tensor is read, and no other"
+)
+SCALES = ("weight_scale_inv", "weight_scale")
 # by safetensors' names
 DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
 }
 # ends of names of scales that only FP8 activations and caches need
-UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+UNUSED = (
+    ".input_scale", ".output_scale", ".activation_scale",
+    ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
+)  # fmt: skip
 
 
 class Fp8Weights(NamedTuple):
     """The FP8 weights of a checkpoint.
 
     Attributes:
-      scale: the end of the names of their scales, in place of "weight".
       block: rows and columns with one scale; None: the tensor, or each row.
     """
 
-    scale: str
     block: tuple[int, int] | None
 
     @classmethod
@@ -51,22 +60,9 @@ class Fp8Weights(NamedTuple):
             return None
         method = given.get("quant_method") if isinstance(given, dict) else None
         if method == "fp8":
-            block = given.get("weight_block_size")
-            if block is None:
-                return cls("weight_scale", None)
-            if not (
-                isinstance(block, list)
-                and len(block) == 2
-                and all(type(size) is int and size > 0 for size in block)
-            ):
-                raise UserError(
-                    f"{QUANTIZATION}.weight_block_size={block!r}: expected two sizes,"
-                    " such as [128, 128]"
-                )
-            return cls("weight_scale_inv", (block[0], block[1]))
+            return cls(block_of(given, "weight_block_size"))
         if method == "compressed-tensors":
-            check_compressed(given)
-            return cls("weight_scale", None)
+            return cls(compressed_block(given))
         raise UserError(
             f"{QUANTIZATION}={{'quant_method': {method!r}, ...}} is not supported:"
             f" {KIND}; give the weights before quantization, in float32, float16 or"
@@ -87,11 +83,12 @@ class Fp8Weights(NamedTuple):
             if tensor.dtype != DTYPES["F8_E4M3"]:
                 wide[name] = tensor
                 continue
-            key = name.removesuffix("weight") + self.scale
-            if key not in tensors:
+            keys = [name.removesuffix("weight") + end for end in SCALES]
+            key = next((key for key in keys if key in tensors), None)
+            if key is None or not name.endswith("weight"):
                 raise UserError(
-                    f"{file}: {name} is FP8, but its scale {key} is missing; download"
-                    " or copy the files again"
+                    f"{file}: {name} is FP8, but it has no scale {' or '.join(keys)};"
+                    f" {KIND}"
                 )
             wide[name] = tensor.astype(np.float32) * self._scale_of(
                 file, key, tensors[key], tensor.shape
@@ -108,7 +105,7 @@ class Fp8Weights(NamedTuple):
     ) -> np.ndarray:
         """Return a scale that multiplies a weight of this shape."""
         scale = scale.astype(np.float32)
-        if not np.all(np.isfinite(scale) & (scale > 0)):
+        if not np.all(np.isfinite(scale) & (scale >= 0)):
             raise UserError(f"{file}: {name} holds numbers that are no scales")
         if self.block is not None and len(shape) == 2:
             blocks = tuple(map(math.ceil, np.divide(shape, self.block)))
@@ -126,16 +123,47 @@ class Fp8Weights(NamedTuple):
         return np.repeat(rows, self.block[1], axis=1)[:, : shape[1]]
 
 
-def check_compressed(given: Mapping[str, Any]) -> None:
-    """Raise UserError for weights of compressed-tensors that are no E4M3."""
+def block_of(given: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """Return the two sizes of a block, or None; UserError for anything else."""
+    match given.get(key):
+        case None:
+            return None
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case block:
+            raise UserError(
+                f"{QUANTIZATION}: {key}={block!r}: expected two sizes, such as"
+                " [128, 128]"
+            )
+
+
+def compressed_block(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the block of compressed-tensors' weights, or None.
+
+    Raises:
+      UserError: weights that are no symmetric E4M3, or groups with different blocks.
+    """
+    for key in ("transform_config", "sparsity_config"):
+        if given.get(key):
+            raise UserError(f"{QUANTIZATION}: {key} is not supported: {KIND}")
     groups = given.get("config_groups")
+    blocks = set()
     for group in groups.values() if isinstance(groups, dict) else [{}]:
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
-        kind = tuple(weights.get(key) for key in ("num_bits", "type", "strategy"))
-        if kind[:2] != (8, "float") or kind[2] not in ("tensor", "channel"):
+        keys = ("num_bits", "type", "strategy", "symmetric")
+        bits, kind, strategy, symmetric = (weights.get(key) for key in keys)
+        if (
+            (bits, kind) != (8, "float")
+            or strategy not in ("tensor", "channel", "block")
+            or symmetric is False
+        ):
             raise UserError(
-                f"{QUANTIZATION}: weights of {kind[0]} bits, type={kind[1]},"
-                f" strategy={kind[2]} are not supported: {KIND}, with a scale for the"
-                " tensor or for each row"
+                f"{QUANTIZATION}: weights of {bits} bits, type={kind},"
+                f" strategy={strategy}, symmetric={symmetric} are not supported: {KIND}"
             )
+        is_block = strategy == "block"
+        blocks.add(block_of(weights, "block_structure") if is_block else None)
+    if len(blocks) > 1:
+        raise UserError(f"{QUANTIZATION}: config_groups have different blocks: {KIND}")
+    return blocks.pop()

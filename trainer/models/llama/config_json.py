@@ -58,7 +58,7 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
     Fp8Weights.of_config(config)  # another quantization is refused
-    check_unquantized(config, ["quantization"])
+    check_unquantized(config, ["quantization", "compression_config"])
     # without a head of its own, which a tied model does not need
     headless = form.architecture.replace("ForCausalLM", "Model")
     if config.get("architectures") not in (None, [], [form.architecture], [headless]):

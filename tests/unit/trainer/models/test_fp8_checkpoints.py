@@ -22,7 +22,21 @@ SPEC = LlamaSpec(
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 FORMS = {
     "blocks": {"quant_method": "fp8", "weight_block_size": [16, 16]},
-    "tensor": {"quant_method": "fp8"},
+    "tensor": {"quant_method": "fp8", "weight_block_size": None},
+    "old tensor": {"quant_method": "fp8"},
+    "blocks of a group": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            "group_0": {
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "block",
+                    "block_structure": [16, 16],
+                }
+            }
+        },
+    },
     "rows": {
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"weights": WEIGHTS}},
@@ -32,8 +46,8 @@ FORMS = {
 
 def quantized(name, weight):
     """The E4M3 numbers of a weight, their scales, and what both stand for."""
-    blocks = {"blocks": (16, 16), "tensor": weight.shape, "rows": (1, weight.shape[1])}
-    rows, columns = blocks[name]
+    rows, columns = (16, 16) if "blocks" in name else weight.shape
+    rows = 1 if name == "rows" else rows
     scales = np.empty((-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
     narrow, wide = np.empty(weight.shape, E4M3), np.empty(weight.shape, np.float32)
     for i, j in np.ndindex(scales.shape):
@@ -70,11 +84,13 @@ def checkpoint(tmp_path):
         tensors = load_file(tmp_path / "wide" / "model.safetensors")
         expected = dict(tensors)
         for key in [k for k in tensors if "proj" in k]:
-            end = "weight_scale_inv" if name == "blocks" else "weight_scale"
+            end = "weight_scale" + "_inv" * (name in ("blocks", "tensor"))
             narrow, scales, expected[key] = quantized(name, tensors[key])
-            scales = scales.reshape(1) if name == "tensor" else scales
+            scales = scales.reshape(()) if name == "tensor" else scales
+            scales = scales.reshape(1) if name == "old tensor" else scales
             tensors |= {key: narrow, key.removesuffix("weight") + end: scales}
-            tensors[key.removesuffix("weight") + "input_scale"] = np.ones(1, np.float32)
+            for unused in ("input_scale", "activation_scale"):
+                tensors[key.removesuffix("weight") + unused] = np.ones(1, np.float32)
         change(tensors)
         folder = tmp_path / name
         folder.mkdir()
@@ -97,9 +113,9 @@ def test_weights_are_their_numbers_times_their_scales(checkpoint, name):
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        (None, "is FP8, but its scale .*weight_scale_inv is missing"),
+        (None, "is FP8, but it has no scale .*weight_scale_inv or .*weight_scale;"),
         (np.ones((1, 3), np.float32), r"has shape \(1, 3\); expected \(2, 2\)"),
-        (np.zeros((2, 2), np.float32), "holds numbers that are no scales"),
+        (-np.ones((2, 2), np.float32), "holds numbers that are no scales"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(checkpoint, scale, words):
@@ -119,6 +135,7 @@ def test_scales_that_do_not_fit_are_refused(checkpoint, scale, words):
     ("given", "words"),
     [
         ({"quant_method": "gptq", "bits": 4}, "'gptq', .* E4M3 .* and no other"),
+        (FORMS["rows"] | {"transform_config": {"a": 1}}, "transform_config is not"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "expected two sizes"),
         (
             {
