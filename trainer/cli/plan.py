@@ -233,8 +233,9 @@ def lines_of(plan: "Plan") -> list[str]:
     lines.append(
         f"fused attentions (cuDNN; no T x T matrix in memory): {attentions or 'none'}"
     )
+    narrow = "FP4" if "fp4" in figures["gemms"] else "FP8"
     lines.append(
-        f"FP8: {plan.fp8_flop_share:.1%} of the FLOPs of matmuls and attentions"
+        f"{narrow}: {plan.fp8_flop_share:.1%} of the FLOPs of matmuls and attentions"
     )
     lines += not_fp8_lines(plan.layers)
     kinds = ", ".join(

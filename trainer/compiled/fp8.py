@@ -285,14 +285,15 @@ def check_step(
             " compute dtype, precision.require_fp8=false trains as it is compiled"
         )
     narrow = sum(gemm.times for gemm in program.gemms if gemm.is_narrow)
+    kind = model.policy.method.kernels
     line = (
-        f"compiled step: {narrow} FP8 products, {share:.1%} of the FLOPs of matrix"
+        f"compiled step: {narrow} {kind} products, {share:.1%} of the FLOPs of matrix"
         " products and attentions"
     )
     lines = [line, *(f"not FP8: {layer.path}: {layer.reason}" for layer in broken)]
     if narrow and model.spec.d_model < PAYS_FROM_WIDTH:
         lines.append(
-            "FP8 is not expected to be faster than bf16 at"
+            f"{kind} is not expected to be faster than bf16 at"
             f" model.d_model={model.spec.d_model}: it pays from {PAYS_FROM_WIDTH} on"
             " (an estimate for an H100, docs/results.md)"
         )

@@ -51,6 +51,7 @@ HADAMARD = 16
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
 DEEPSEEK_BLOCK = 128
+LEAST_SCALE = np.float32(2.0**-126)  # a smaller one is flushed to zero
 NATIVE_SCALES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 
@@ -168,7 +169,7 @@ def deepseek(
     """
     x = summed_last(x, axis, DEEPSEEK_BLOCK)
     largest = amax_of_blocks(x, DEEPSEEK_BLOCK, rows)
-    scales = jnp.where(largest == 0, 1, largest / np.float32(fmt.max))
+    scales = jnp.maximum(largest / np.float32(fmt.max), LEAST_SCALE)
     return BlockMatrix(stored(in_blocks(jnp.divide, x, scales), fmt), scales)
 
 
@@ -214,7 +215,7 @@ def nvfp4(
     if bits is not None:
         bits = summed_last(bits, axis, NVFP4_BLOCK)
     largest = jnp.max(jnp.abs(x))
-    whole = jnp.where(largest == 0, 1, largest / np.float32(FP4_MAX * E4M3.max))
+    whole = jnp.maximum(largest / np.float32(FP4_MAX * E4M3.max), LEAST_SCALE)
     x = x / whole
     largest = amax_of_blocks(x, NVFP4_BLOCK, rows)
     scales = E4M3.quantise(largest / np.float32(FP4_MAX))

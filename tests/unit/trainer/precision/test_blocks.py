@@ -145,6 +145,7 @@ def test_any_sizes_zeros_and_what_is_not_finite(name, shape):
             np.testing.assert_array_equal(rounded(zeros), zeros)
             x = np.array(spread(shape, octaves=1))
             assert np.all(np.isfinite(rounded(x)))
+            assert np.all(np.isfinite(rounded(x * np.float32(1e-36))))  # tiny scales
             for bad in (np.inf, np.nan):
                 x[2, 3] = bad
                 assert np.isnan(rounded(x)[2, 3])
