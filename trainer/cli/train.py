@@ -111,13 +111,6 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
     config = build_config(tree, line.saved, **changes)
-    checkpoints = Path(config.run_dir, "checkpoints")
-    if line.is_same_run and not any(checkpoints.glob("*")):
-        raise UserError(
-            f"resume={config.run_dir} has no checkpoints: nothing was trained, and its"
-            " saved settings are not trusted; re-run the command that started it, or"
-            " choose another run"
-        )
     if config.parallel.distributed and not overrides_of(["run_dir"]):
         raise UserError(
             "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"

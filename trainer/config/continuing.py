@@ -45,13 +45,11 @@ class CommandLine(NamedTuple):
       saved: settings of the continued run by dotted key, without those that `overrides`
         set.
       not_taken: values of that run by key of `NOT_TRUSTED`, which are not used.
-      is_same_run: whether that run itself goes on, and no fork of it.
     """
 
     overrides: list[str]
     saved: dict[str, Any]
     not_taken: dict[str, str] = {}  # noqa: RUF012 never changed
-    is_same_run: bool = False
 
 
 def continue_run(
@@ -125,8 +123,9 @@ def continue_run(
         choice = tree[group][key]
         if group not in chosen_groups and choice in groups[group]:
             choices.append(f"{group}={choice}")
-    place = [f"run_dir={written}", "resume.source=auto"] if is_same_run else []
-    return CommandLine([*choices, *arguments, *place], saved, not_trusted, is_same_run)
+    # `resume.source` stays: saved settings without a checkpoint start no run.
+    place = [f"run_dir={written}"] if is_same_run else []
+    return CommandLine([*choices, *arguments, *place], saved, not_trusted)
 
 
 def _refuse_contradictions(given: Mapping[str, str], source: str) -> None:

@@ -487,7 +487,7 @@ class Checkpointer:
             )["manifest"]
             intact = (
                 manifest.pop("digest") == _digest(manifest)
-                and manifest["step"] == step
+                and manifest["step"] == step > 0  # none is saved before a step
                 and "format" in manifest
             )
         except ImportError:

@@ -60,14 +60,7 @@ def check_start(
         )
     if own_steps:
         return
-    folder = run_dir / "checkpoints" / DAMAGED
-    if any(folder.glob("*")):
-        # Else the same command would begin at step 0, and cut the log.
-        raise UserError(
-            f"no usable checkpoint in run_dir={run_dir}: all are damaged, and in"
-            f" {folder}; restore an intact one from a backup, or choose another"
-            f" run_dir, or remove {folder} to start this run anew"
-        )
+    refuse_damaged(run_dir)
     if source in ("auto", "none"):
         if step is not None:
             raise UserError(
@@ -88,6 +81,19 @@ def check_start(
             f" {', '.join(map(str, other_steps))}; a run saves one every"
             " checkpoint.every steps and at its end, and keeps the newest"
             " checkpoint.keep and the best: set these in a run that is to be forked"
+        )
+
+
+def refuse_damaged(run_dir: Path) -> None:
+    """Refuse a run without intact checkpoints: it would begin at step 0, and cut the
+    log.
+    """
+    folder = run_dir / "checkpoints" / DAMAGED
+    if any(folder.glob("*")):
+        raise UserError(
+            f"no usable checkpoint in run_dir={run_dir}: all are damaged, and in"
+            f" {folder}; restore an intact one from a backup, or choose another"
+            f" run_dir, or remove {folder} to start this run anew"
         )
 
 
@@ -119,6 +125,11 @@ def runs_below(directory: Path) -> str:
         (path.parent for path in directory.glob("*/checkpoints")),
         key=lambda path: (len(path.name), path.name),
     )
+    if (directory / "config.yaml").is_file():
+        return (
+            "nothing was trained, and its saved settings are not trusted; re-run the"
+            " command that started it, or choose another run"
+        )
     if not runs:
         return "valid: auto, none, or a run directory"
     listed = ", ".join(str(path) for path in runs[:8])
@@ -154,6 +165,8 @@ def starting_point(
     Raises:
       UserError: the state is of another model, in another precision, or not finite.
     """
+    if not checkpointer.steps():
+        refuse_damaged(run_dir)  # set aside when they were opened
     # The run's own checkpoints come first: the command that began a fork resumes it.
     if checkpointer.steps():
         check_fork(resume, run_dir, checkpointer.meta().get("forked"))

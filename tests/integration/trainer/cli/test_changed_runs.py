@@ -56,11 +56,18 @@ def test_settings_that_a_run_which_has_ended_would_not_read_are_refused(
 
 
 def test_settings_of_a_directory_without_checkpoints_are_not_taken(run_dir, capsys):
-    shutil.rmtree(run_dir / "checkpoints")
-    assert main([f"resume={run_dir}"]) == 2
-    assert (
-        "resume=run has no checkpoints: nothing was trained" in capsys.readouterr().err
-    )
+    checkpoints = run_dir / "checkpoints"
+    shutil.rmtree(checkpoints)
+    for content, message in (
+        (None, "resume=run has no checkpoints; nothing was trained"),
+        ("x", "resume=run has no checkpoints; nothing was trained"),
+        ("3/_CHECKPOINT_METADATA", "no usable checkpoint in run_dir=run"),
+    ):
+        if content is not None:
+            (checkpoints / content).parent.mkdir(parents=True, exist_ok=True)
+            (checkpoints / content).write_text("[1]")
+        assert main([f"resume={run_dir}"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("read", [saved_model.restore_run, vocabulary_of])

@@ -139,7 +139,6 @@ def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir):
         "data=embedded",
         "resume.source=old",
         "run_dir=old",
-        "resume.source=auto",
     ]
 
 
@@ -260,9 +259,12 @@ def test_the_printed_configuration_has_the_saved_settings(run_dir, capsys):
 
 def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
     actual = compose_config(["resume=old", "train.steps=80"])
-    train = dataclasses.replace(run_dir.train, steps=80)
     assert actual == dataclasses.replace(
-        run_dir, train=train, run_dir="old", dry_run=False
+        run_dir,
+        train=dataclasses.replace(run_dir.train, steps=80),
+        run_dir="old",
+        resume=dataclasses.replace(run_dir.resume, source="old"),
+        dry_run=False,
     )
     assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == actual
 
@@ -411,7 +413,6 @@ def test_what_is_no_run_is_left_to_who_restores_it():
             [f"resume.source={source}", "seed=1"],
             {},
             {},
-            False,
         )
 
 

@@ -166,6 +166,12 @@ def test_when_all_are_damaged_the_error_says_so(open_checkpointer):
         open_checkpointer().restore(abstract(make_state()))
 
 
+def test_a_checkpoint_of_step_0_which_no_run_writes_is_not_restored(open_checkpointer):
+    saved(open_checkpointer(), 0)
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        open_checkpointer().newest()
+
+
 def test_of_several_in_a_given_order_the_first_whole_one_is_restored(open_checkpointer):
     checkpointer = saved(open_checkpointer(), 1, 2, 3)
     assert checkpointer.restore(abstract(make_state()), order=[2, 1]).step == 2
