@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.data.files import BLOCK, File
 from trainer.errors import UserError
-from trainer.files import replaced_atomically
+from trainer.files import replaced_atomically, write_atomically
 
 # names of formats by suffix
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -41,7 +41,8 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     name = path.stem.lstrip(".") or "text"
     # The dot keeps a directory of texts that holds the cache from reading it.
     target = cache_dir / ".decompressed" / key / name
-    if target.is_file():
+    record = target.with_name(".digest")
+    if is_intact(target, record):
         return target
     limit = max(SMALL, EXPANSION * stat.st_size)
     try:
@@ -56,12 +57,28 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                         f" {limit:,}; if this is intended, decompress it yourself"
                     )
                 file.write(block)
+        write_atomically(record, digest_of(target))
     except OSError as error:
         raise UserError(
             f"cannot decompress {path} into {target.parent} ({error.strerror}); make"
             " room, or set data.cache_dir"
         ) from error
     return target
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+
+
+def is_intact(target: Path, record: Path) -> bool:
+    """Return whether a file in the cache is what its record says."""
+    return (
+        target.is_file()
+        and record.is_file()
+        and record.read_bytes() == digest_of(target).encode()
+    )
 
 
 def opened(path: Path, codec: str) -> Any:

@@ -528,6 +528,17 @@ def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     assert compressed.decompressed(packed, tmp_path).read_bytes() == content
 
 
+def test_a_decompressed_file_that_was_changed_is_not_read(tmp_path):
+    packed = tmp_path / "a.txt.gz"
+    packed.write_bytes(gzip.compress(b"some text"))
+    cached = compressed.decompressed(packed, tmp_path)
+    written = cached.stat().st_mtime_ns
+    assert compressed.decompressed(packed, tmp_path).stat().st_mtime_ns == written
+    for damage in (b"some", b"some tent"):
+        cached.write_bytes(damage)
+        assert compressed.decompressed(packed, tmp_path).read_bytes() == b"some text"
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch, name):
     """Its new text would be kept under the digest of the old one."""
