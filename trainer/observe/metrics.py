@@ -4,11 +4,14 @@ norms.
 Tokens and utilization are totals over all devices and micro-batches.
 """
 
+import contextlib
+import re
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 
@@ -113,15 +116,25 @@ def memory(devices: Sequence[jax.Device] | None = None) -> dict[str, float]:
     """Return the peak memory in GiB of this process.
 
     `memory/device_peak_gib` is the largest peak of its accelerators; CPUs do not report
-    one. `memory/host_peak_gib` is the largest resident set.
+    one. `memory/host_peak_gib` is the largest resident set. Neither falls, so a job of
+    a sweep has the largest of the jobs so far.
     """
     devices = jax.local_devices() if devices is None else devices
     stats = [device.memory_stats() for device in devices]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
-    # ru_maxrss: bytes on macOS, KiB on Linux
-    unit = 1 if sys.platform == "darwin" else 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    row = {"memory/host_peak_gib": resident / GIB}
+    row = {"memory/host_peak_gib": host_peak() / GIB}
     if peaks:
         row["memory/device_peak_gib"] = max(peaks) / GIB
     return row
+
+
+def host_peak() -> int:
+    """Return the largest resident set of this process, in bytes."""
+    # Linux lets ru_maxrss begin with the peak of the process that started this one.
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return int(found[1]) * 1024
+    # bytes on macOS, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from trainer.observe import metrics
 from trainer.observe.metrics import GIB, Throughput, memory, mfu
 from trainer.run.loop import log
 
@@ -134,6 +135,13 @@ def test_device_memory_is_the_peak_of_the_fullest_device():
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 1}])
 def test_what_a_device_does_not_report_is_left_out(stats):
     assert set(memory([Device(stats)])) == {"memory/host_peak_gib"}
+
+
+def test_host_memory_is_not_that_of_the_process_that_started_this_one(monkeypatch):
+    """Linux hands `ru_maxrss` down to a process that is started."""
+    usage = SimpleNamespace(ru_maxrss=2**40)
+    monkeypatch.setattr(metrics.resource, "getrusage", lambda _: usage)
+    assert memory()["memory/host_peak_gib"] < 2**10
 
 
 def test_host_memory_is_this_process():
