@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -197,11 +198,14 @@ def build_tasks(
     """Return `state -> figures` of the configuration's tasks, on one device.
 
     Raises:
-      UserError: a name is no task.
+      UserError: a name is no task, or an item is too long for the context.
     """
     assert c.eval.tasks is not None
     tasks = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
     eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    for item in itertools.chain(*tasks.items.values()):
+        for choice in item.choices:
+            eval_model.question(item.context, choice)  # refused before the first step
     gather = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:

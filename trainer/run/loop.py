@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from trainer.data import Batch
-from trainer.errors import Diverged
+from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically, write_text
 from trainer.observe.metrics import memory
 from trainer.observe.records import decode_row, encode_row
@@ -242,10 +242,13 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
             context.pause(f"at the {callback.name} after step {run.step}")
             context.take(call(run, callback, context))
-    except Interrupted:
+    except (Interrupted, UserError) as error:
+        # What a callback refuses costs no step: another setting resumes here.
         row |= run.throughput.since_last_row()
         run.unfinished = encode_row(run.step, row).decode()
         save(run, None, unfinished=run.unfinished)
+        if isinstance(error, UserError):
+            raise
         return
     run.unfinished = None
     if context.last:

@@ -88,13 +88,19 @@ class EvalModel:
         return [texts[row] for row in range(len(requests))]
 
     def question(self, context: str, continuation: str) -> Question:
-        """Return a context and its continuation in tokens."""
+        """Return a context and its continuation in tokens; UserError as in
+        `likelihoods`.
+        """
         encode, eot = self.tokenizer.encode, self.tokenizer.eot
-        if not context:
-            return Question([eot], encode(continuation))
-        context_ids = encode(context.rstrip())
-        continuation_ids = encode(context + continuation)[len(context_ids) :]
-        return Question(context_ids or [eot], continuation_ids)
+        context_ids = encode(context.rstrip()) if context else []
+        ids = encode(context + continuation)[len(context_ids) :]
+        if not 0 < len(ids) <= self.context:
+            raise UserError(
+                f"a continuation of {len(ids)} tokens cannot be scored; expected 1 to"
+                f" {self.context} (model.context); choose another task, or a model with"
+                " a longer context"
+            )
+        return Question(context_ids or [eot], ids)
 
     def windows(self, text: str) -> Iterator[Question]:
         """Yield a text in parts of a context's length.
@@ -108,14 +114,7 @@ class EvalModel:
             yield Question(ids[first:start], ids[start:end])
 
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
-        """Score questions in tokens; UserError as in `likelihoods`."""
-        for context, continuation in questions:
-            if not context or not 0 < len(continuation) <= self.context:
-                raise UserError(
-                    f"a continuation of {len(continuation)} tokens cannot be scored;"
-                    f" expected 1 to {self.context} (model.context); choose another"
-                    " task, or a model with a longer context"
-                )
+        """Score questions in tokens."""
         return self._score(self._params, self._scaling, questions)
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> list[str]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from trainer.errors import UserError
 from trainer.observe.records import decode_row
 from trainer.run import loop
 from trainer.run.callbacks import Callback, CallbackKind
@@ -135,6 +136,17 @@ def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(
     ((what, step, unfinished, val_loss),) = run.settle(monkeypatch)
     assert (what, step, val_loss) == ("save", 10, None)
     assert decode_row(unfinished) == ROW
+
+
+def test_what_a_job_refuses_costs_no_step(monkeypatch):
+    def refuse(context):
+        raise UserError("too long")
+
+    run = Recording([look("first"), Callback("second", 10, refuse), KEEP])
+    with pytest.raises(UserError, match="too long"):
+        run.settle(monkeypatch)
+    ((what, step, unfinished, _),) = run.record
+    assert (what, step, decode_row(unfinished)) == ("save", 10, ROW)
 
 
 def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):

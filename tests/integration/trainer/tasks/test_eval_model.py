@@ -12,6 +12,7 @@ import pytest
 import yaml
 from precisions import workload
 
+from trainer.assembly.callbacks import build_tasks
 from trainer.data import get_tokenizer
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
@@ -89,6 +90,16 @@ def test_a_continuation_that_cannot_be_scored_is_refused_in_a_line():
             ),
         ):
             eval_model().likelihoods([pair])
+
+
+def test_tasks_that_are_too_long_for_the_context_are_refused_before_the_first_step():
+    settings = SimpleNamespace(tasks=["word_order"], limit=2, batch_size=8)
+    data = SimpleNamespace(beginning=lambda _: TEXT, tokenizer=get_tokenizer("byte"))
+    with pytest.raises(UserError, match="cannot be scored; expected 1 to 32"):
+        build_tasks(
+            SimpleNamespace(eval=settings),
+            SimpleNamespace(task=workload("fp32", 1, SPEC), data=data),
+        )
 
 
 def test_texts_end_before_what_ends_them():
