@@ -74,6 +74,8 @@ class JSONTokenizer:
         self.vocab_size = 1 + max(
             [*self.tokens.values(), *self.special_tokens.values()]
         )
+        # Other tokens have marks that only the decoder removes, such as ## and </w>.
+        self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
         self._words = frozenset(added.values())
         self._has_unknown = has_unknown(tree["model"])

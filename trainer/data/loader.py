@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.json_tokenizer import SPACE, JSONTokenizer
 from trainer.data.permutation import permute
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer
@@ -189,8 +190,27 @@ def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
     for token, i in tokenizer.tokens.items():
         sizes[i] = len(token)
     sizes[list(tokenizer.special_tokens.values())] = 0
-    means = [float(sizes[batch.tokens[:, 1:]].mean()) for batch in batches]
+    means = []
+    for batch in batches:
+        if isinstance(tokenizer, JSONTokenizer) and not tokenizer.spells_bytes:
+            size = sum(decoded_bytes(row, tokenizer) for row in batch.tokens)
+            means.append(size / batch.tokens[:, 1:].size)
+        else:
+            means.append(float(sizes[batch.tokens[:, 1:]].mean()))
     return math.fsum(means) / len(means) or math.nan
+
+
+def decoded_bytes(row: npt.NDArray[np.int32], tokenizer: Tokenizer) -> int:
+    """Return the bytes of text that the tokens behind the first one add to it."""
+
+    def size(ids: npt.NDArray[np.int32]) -> int:
+        special = list(tokenizer.special_tokens.values())
+        text = tokenizer.decode(ids[~np.isin(ids, special)].tolist())
+        # Bytes that spell SentencePiece's space stay as they are in the decoder.
+        return len(text.replace(SPACE, " ").encode())
+
+    documents = np.split(row, np.flatnonzero(row == tokenizer.eot))
+    return sum(map(size, documents)) - size(row[:1])
 
 
 def prefetch(

@@ -3,6 +3,7 @@ made here by that library."""
 
 import json
 
+import numpy as np
 import pytest
 from library_tokenizers import KINDS, WORDS, llama2
 from tokenizers import (
@@ -16,6 +17,7 @@ from tokenizers import (
 
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
+from trainer.data.loader import Batch, bytes_per_target
 from trainer.data.tokenizer import (
     continuation,
     get_tokenizer,
@@ -41,6 +43,27 @@ def made(request, tmp_path):
     directory.mkdir()
     theirs.save(str(directory / "tokenizer.json"))
     return theirs, get_tokenizer(str(directory)), directory, end
+
+
+def test_marks_of_a_tokenizer_are_no_bytes_of_text(tmp_path):
+    for model, trainer, decoder in (
+        (models.WordPiece, trainers.WordPieceTrainer, decoders.WordPiece()),
+        (models.BPE, trainers.BpeTrainer, decoders.BPEDecoder()),
+    ):
+        made = Tokenizer(model(unk_token="[UNK]"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoder
+        settings = {} if model is models.WordPiece else {"end_of_word_suffix": "</w>"}
+        special = ["[UNK]", "[EOS]"]
+        made.train_from_iterator(
+            WORDS, trainer(vocab_size=60, special_tokens=special, **settings)
+        )
+        made.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
+        ours = get_tokenizer(str(tmp_path))
+        parts = [ours.encode(text) for text in ("x and the earth", "the heaven")]
+        row = np.array([[*parts[0], ours.eot, *parts[1]]])
+        size = bytes_per_target([Batch(row, None)], ours) * (row.size - 1)
+        assert size == pytest.approx(len("and the earth") + len("the heaven"))
 
 
 def test_ids_are_the_librarys_without_what_it_adds(made):
