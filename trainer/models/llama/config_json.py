@@ -97,11 +97,15 @@ def check_layers(config: Mapping[str, Any], form: ConfigJson, layers: int) -> No
             raise UserError(
                 f"layer_types: expected a list of num_hidden_layers={layers} entries"
             )
-        others = {*map(str, kinds)} - {"full_attention"}
+        # Mistral's window is that of all layers.
+        is_mistral = form.model_type == "mistral"
+        is_sliding = is_mistral and "sliding_attention" in kinds
+        kind = "sliding_attention" if is_sliding else "full_attention"
+        others = {*map(str, kinds)} - {kind}
         if others:
             raise UserError(
-                f"layer_types with {min(others)!r} is not supported; valid:"
-                " 'full_attention'"
+                f"layer_types with {min(others)!r} is not supported; choose weights"
+                f" whose layers are all {kind!r}"
             )
     elif config.get("use_sliding_window") and "use_sliding_window" in form.fixed:
         window, first = config.get("sliding_window"), 0

@@ -47,8 +47,9 @@ class MistralSpec(LlamaSpec):
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`."""
         given = {**cls.config_json.defaults, **config}
-        # `check_layers` has seen that the types of layers have no window in them.
-        if given["sliding_window"] is None or config.get("layer_types"):
+        # `check_layers` has seen that all layers are of one kind.
+        kinds = config.get("layer_types") or ["sliding_attention"]
+        if given["sliding_window"] is None or "sliding_attention" not in kinds:
             return {"window": None}
         return {"window": whole_number(given, "sliding_window")}
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from family_files import check_refused, check_same, config_of, copied
 
+from trainer.errors import UserError
 from trainer.models.mistral.spec import MistralSpec
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -74,12 +75,18 @@ def test_a_window_in_no_layer_is_none(tmp_path, name, config):
     check_same(name, copied(tmp_path, name, config))
 
 
-def test_layers_of_full_attention_have_no_window():
+def test_layers_of_one_kind_have_all_a_window_or_none():
     """Also of a Mistral, for which transformers and vLLM take the list of layers."""
     config = config_of("mistral_window")
     assert MistralSpec.of_config(config).window
     layers = ["full_attention"] * config["num_hidden_layers"]
     assert MistralSpec.of_config({**config, "layer_types": layers}).window is None
+    layers = ["sliding_attention"] * config["num_hidden_layers"]
+    spec = MistralSpec.of_config({**config, "layer_types": layers})
+    assert spec == MistralSpec.of_config(config)
+    layers[0] = "full_attention"
+    with pytest.raises(UserError, match="whose layers are all 'sliding_attention'"):
+        MistralSpec.of_config({**config, "layer_types": layers})
 
 
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
