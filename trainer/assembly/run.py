@@ -60,9 +60,8 @@ from trainer.run.compatibility import architecture, check_same_run
 from trainer.run.initial_weights import keep_tokenizer
 from trainer.run.inputs import check_same_inputs
 from trainer.run.libraries import (
-    hide_missing_gpu,
     numeric_settings,
-    refuse_other_numbers,
+    prepare_jax,
     use_compilation_cache,
 )
 from trainer.run.loop import train
@@ -134,8 +133,7 @@ def run(
 def set_up_process(config: schema.Config) -> Output:
     """Prepare JAX, and join the other processes of the run; return the console."""
     check_kind(config.tracker.kind)
-    refuse_other_numbers()
-    hide_missing_gpu()
+    prepare_jax()
     if config.parallel.distributed:
         start_processes(to_tree(config) | {"environment": numeric_settings()})
     console = Output(soft_wrap=True, quiet=jax.process_index() > 0)

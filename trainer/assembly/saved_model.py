@@ -29,7 +29,7 @@ from trainer.models.functional import Params
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import other_data
 from trainer.run.initial_weights import restore_weights, tokenizer_of_run
-from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.run.libraries import prepare_jax, use_compilation_cache
 from trainer.run.metadata import Totals, saved_config
 from trainer.run.start import check_finite
 from trainer.run.totals import saved_totals
@@ -136,7 +136,7 @@ def open_checkpoint(
     Yields them, the chosen step (None: the newest that can be read), its meta, and the
     configuration in its phase. Arguments and errors are those of `restore_training`.
     """
-    hide_missing_gpu()
+    prepare_jax()
     with checkpoints_of(run_dir) as checkpointer:
         chosen = chosen_step(checkpointer, step)
         meta = checkpointer.meta(chosen)

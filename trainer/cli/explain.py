@@ -89,13 +89,13 @@ def load(
     from trainer.assembly.build import build_state, build_workload
     from trainer.assembly.saved_model import restore_training
     from trainer.parallel.mesh import place_batch
-    from trainer.run.libraries import hide_missing_gpu
+    from trainer.run.libraries import prepare_jax
 
     if arguments.run_dir:
         c, w, restored = restore_training(Path(arguments.run_dir))
         state = restored.state
     else:
-        hide_missing_gpu()
+        prepare_jax()
         c = compose_config(overrides)
         w = build_workload(c)
         state = build_state(c, w)

@@ -119,9 +119,9 @@ def make_plan(
 
     from trainer.assembly.planning import build_plan
     from trainer.plan.figures import Aim
-    from trainer.run.libraries import hide_missing_gpu
+    from trainer.run.libraries import prepare_jax
 
-    hide_missing_gpu()
+    prepare_jax()
     aim = Aim(target, args.gpus, hosts, args.memory_fraction)
     if bf16 is not None and config.precision.name == "bf16":
         bf16 = None

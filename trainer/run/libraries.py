@@ -60,6 +60,12 @@ def numeric_settings() -> dict[str, str]:
     } | {name: str(jax.config.values.get(name.lower())) for name in DECIDING}
 
 
+def prepare_jax() -> None:
+    """Refuse settings with which a run is another one; a missing GPU is no traceback."""
+    refuse_other_numbers()
+    hide_missing_gpu()
+
+
 def hide_missing_gpu() -> None:
     """Keep JAX from logging a traceback when a CUDA plugin finds no NVIDIA device."""
     if not any(

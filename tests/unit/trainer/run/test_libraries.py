@@ -36,7 +36,7 @@ def test_settings_of_jax_that_change_a_run_are_refused(name):
     try:
         jax.config.update(name, True)
         with pytest.raises(UserError, match=f"{name.upper()}=.*; unset it"):
-            libraries.refuse_other_numbers()
+            libraries.prepare_jax()
     finally:
         jax.config.update(name, before)
 
