@@ -61,7 +61,7 @@ def numeric_settings() -> dict[str, str]:
 
 
 def prepare_jax() -> None:
-    """Refuse settings with which a run is another one; a missing GPU is no traceback."""
+    """Refuse settings that make another run of a run, and hide a missing GPU."""
     refuse_other_numbers()
     hide_missing_gpu()
 
