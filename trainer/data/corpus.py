@@ -411,7 +411,8 @@ def read_documents(
     A position is the number of files that were read.
     """
     del column
-    paths = [file.path for file in files if file.size][:max_documents]
+    # An empty file counts, as an empty row of other formats does.
+    paths = [file.path for file in files[:max_documents] if file.size]
     for start in range(position or 0, len(paths), FILES_PER_READ):
         some = paths[start : start + FILES_PER_READ]
         texts = [path.read_text(encoding="utf-8-sig") for path in some]

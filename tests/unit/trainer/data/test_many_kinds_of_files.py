@@ -59,6 +59,16 @@ def test_text_of_any_type_and_files_of_other_types_beside_it(tmp_path, kind):
     assert read(tmp_path, f"{tmp_path}/*.parquet") == ["", "", *TEXTS]
 
 
+def test_the_most_documents_are_the_same_of_files_and_of_rows(tmp_path):
+    texts = ["", "one", "two"]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    for paths in (tmp_path / "*.txt", tmp_path / "rows.jsonl"):
+        assert [t for t in read(tmp_path, paths, max_documents=2) if t] == ["one"]
+
+
 def read_hub(tmp_path, folder):
     corpus = open_corpus(HubSource(str(folder)), tmp_path / "cache")
     return [text for rows in corpus.read(None) for text in rows.texts]
