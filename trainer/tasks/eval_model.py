@@ -2,8 +2,9 @@
 
 Texts become tokens as in lm-evaluation-harness for models of Hugging Face, so that both
 give the same numbers: trailing spaces of a context belong to the continuation; the
-tokens of a continuation are those that the full text has beyond its context's; an empty
-context is the end-of-document token; what is too long loses its start.
+tokens of a continuation are those that the full text has beyond its context's; what is
+too long loses its start. An empty context is the end-of-document token, where the
+harness takes the tokenizer's bos token, if there is one.
 """
 
 import itertools
