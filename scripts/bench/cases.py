@@ -1,107 +1,104 @@
 """Cases of `python -m scripts.bench cases=...`: a model in a precision or PyTorch."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from trainer.assembly.build import build_mesh, build_model, build_task
+from trainer.config.composition import compose_config
 from trainer.errors import UserError
+from trainer.models.family import Spec
 from trainer.text import nearest
+from trainer.workload import TrainTask
 
-CONFIGS = Path(__file__).resolve().parents[2] / "trainer" / "configs"
 VOCAB = 50257
 TORCH = "torch"
-# The keys of a case with their valid values; None: a whole number.
-CHOICES = {
-    "remat": None,
-    "scan": ("false", "true"),
-    "deterministic": ("auto", "true", "false"),
-    "logits": ("fp32", "compute"),
-}
-DEFAULTS = {
-    "batch": "8",
-    "remat": "none",
-    "scan": "false",
-    "deterministic": "auto",
-    "logits": "fp32",
+# The settings of a case beside its batch, and the trainer's keys for them.
+KEYS = {
+    "remat": "model.remat",
+    "scan": "model.scan_layers",
+    "deterministic": "deterministic",
+    "logits": "model.loss_logits",
 }
 
 
 class Case(NamedTuple):
-    """A way to take a step; for precision "torch" only model and batch matter."""
+    """A way to take a step.
+
+    Attributes:
+      model: a size of the trainer.
+      precision: of the trainer, or "torch".
+      batch: sequences.
+      settings: of `KEYS`, as `key=value`; PyTorch ignores them.
+    """
 
     model: str
     precision: str
     batch: int
-    remat: str
-    scan: bool
-    deterministic: str
-    logits: str
+    settings: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """The name of the case in printed tables."""
-        extras = f" remat={self.remat}" * (self.remat != "none") + " scan" * self.scan
-        extras += f" deterministic={self.deterministic}" * (
-            self.deterministic != "auto"
-        )
-        extras += f" logits={self.logits}" * (self.logits != "fp32")
-        return f"{self.model} {self.precision} B={self.batch}{extras}"
+        parts = (self.model, self.precision, f"B={self.batch}", *self.settings)
+        return " ".join(parts)
+
+    def overrides(self, context: int | None) -> list[str]:
+        """Return the trainer's arguments; `context` None: the model's."""
+        words = [f"model={self.model}", "train.batch_tokens=${model.context}"]
+        if self.precision != TORCH:
+            words.append(f"precision={self.precision}")
+        for setting in self.settings:
+            key, _, value = setting.partition("=")
+            words.append(f"{KEYS[key]}={value}")
+        if context is not None:
+            words.append(f"model.context={context}")
+        return words
+
+    def spec(self, context: int | None) -> Spec:
+        """Return the model; `context` None: its own."""
+        return compose_config(self.overrides(context)).model.spec(VOCAB)
 
 
 def parse_case(text: str) -> Case:
     """Return the case of `model:precision[:setting=value]`, or raise UserError."""
     model, _, rest = text.partition(":")
-    precision, *parts = rest.split(":")
+    precision, *settings = rest.split(":")
     if not precision:
         raise UserError(
             f"cases: {text!r} has no precision; expected model:precision, such as"
             " gpt2_124m:bf16"
         )
-    read_group("model", model)
-    if precision != TORCH:
-        read_group("precision", precision)
-    settings = dict(DEFAULTS)
-    for part in parts:
-        key, _, value = part.partition("=")
-        if key not in settings:
+    batch = "8"
+    others = []
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "batch":
+            batch = value
+        elif key in KEYS:
+            others.append(setting)
+        else:
             raise UserError(
                 f"cases: unknown key {key!r} in {text!r};"
-                f" {nearest(key, list(settings))}"
+                f" {nearest(key, ['batch', *KEYS])}"
             )
-        settings[key] = value
-    batch = settings["batch"]
     if not batch.isdigit():
         raise UserError(
             f"cases: {text!r}: batch={batch}: expected a whole number of sequences"
         )
-    for key, choices in CHOICES.items():
-        value = settings[key]
-        if choices is not None and value not in choices:
-            raise UserError(
-                f"cases: {text!r}: {key}={value}; {nearest(value, list(choices))}"
-            )
-    return Case(
-        model,
-        precision,
-        int(batch),
-        settings["remat"],
-        settings["scan"] == "true",
-        settings["deterministic"],
-        settings["logits"],
-    )
+    case = Case(model, precision, int(batch), tuple(others))
+    try:
+        compose_config(case.overrides(None))
+    except UserError as error:
+        raise UserError(f"cases: {text!r}: {error}") from None
+    return case
 
 
-def read_group(group: str, name: str) -> dict[str, Any]:
-    """Return a preset of `trainer/configs/` with its bases, without Hydra."""
-    import yaml  # a dependency of Flax and Orbax
+def without_data(
+    overrides: list[str], vocab: int = VOCAB, *, cached: bool = False
+) -> TrainTask:
+    """Return the task of a configuration on one device, but without data.
 
-    known = [path.stem for path in sorted((CONFIGS / group).glob("*.yaml"))]
-    if name not in known:
-        raise UserError(f"cases: {group} {name!r} is not known; {nearest(name, known)}")
-    tree: dict[str, Any] = {}
-    preset: dict[str, Any] = yaml.safe_load(
-        (CONFIGS / group / f"{name}.yaml").read_text()
-    )
-    for base in preset.pop("defaults"):  # such as /base/gpt2@_here_
-        file = CONFIGS / f"{base.removesuffix('@_here_').lstrip('/')}.yaml"
-        tree |= yaml.safe_load(file.read_text())
-    return tree | preset
+    `cached`: see `build_task`.
+    """
+    c = compose_config([*overrides, "parallel.data=1"])
+    model = build_model(c.model, c.precision.policy, vocab)
+    return build_task(c, model, build_mesh(c), None, cached=cached)

@@ -15,7 +15,8 @@ from statistics import median
 
 import jax
 
-from scripts.bench.memory import filled, without_data
+from scripts.bench.cases import without_data
+from scripts.bench.memory import filled
 from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
@@ -54,7 +55,8 @@ def main(args: Arguments) -> None:
 
 def saves(args: Arguments, folder: Path) -> None:
     """Print for each save how long the loop waits, and how long the save takes."""
-    w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
+    names = [f"model={args.model}", f"precision={args.precision}"]
+    w = without_data(names, args.vocab)
     state = to_stored(filled(first_state(w, seed=0)))
     jax.block_until_ready(state)
     size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))

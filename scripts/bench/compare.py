@@ -16,11 +16,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.cases import TORCH, VOCAB, Case, parse_case, read_group
+import jax.numpy as jnp
+
+from scripts.bench.cases import TORCH, VOCAB, Case, parse_case
 from scripts.bench.interleave import Failed, Worker, interleave, torch_worker
 from scripts.bench.interleave import figures as speed
 from trainer.errors import UserError
 from trainer.files import write_atomically
+from trainer.models.flops import flops_per_token
+from trainer.observe.metrics import mfu
+from trainer.observe.peaks import peak_flops
 
 # The first call of a CUDA program runs kernel by kernel, and the second makes a graph.
 WARM_UP = 5
@@ -337,11 +342,10 @@ def run_cases(
 
 def sizes_of(case: Case, context: int | None, platform: str) -> dict[str, Any]:
     """Return the settings of `torch_peer.py` for a case."""
-    tree = read_group("model", case.model)
-    sizes = {name: tree[name] for name in ("n_layer", "n_head", "d_model")}
-    context = context or tree["context"]
+    spec = case.spec(context)
+    sizes = {name: getattr(spec, name) for name in ("n_layer", "n_head", "d_model")}
     return sizes | {
-        "context": context,
+        "context": spec.context,
         "vocab": VOCAB,
         "batch": case.batch,
         "threads": 2,
@@ -353,24 +357,13 @@ def row_of(
     case: Case, seconds: Sequence[float], figures: dict[str, Any], context: int | None
 ) -> dict[str, Any]:
     """Return the figures of a case: median and extremes of the speed, MFU if known."""
-    import jax.numpy as jnp
-
-    from trainer.config import schema
-    from trainer.config.fields import from_tree
-    from trainer.models.flops import flops_per_token
-    from trainer.observe.metrics import mfu
-    from trainer.observe.peaks import peak_flops
-
-    tree = read_group("model", case.model)
-    if context is not None:
-        tree["context"] = context
+    spec = case.spec(context)
     row: dict[str, Any] = {
         "name": case.name,
         **case._asdict(),
-        **speed(list(seconds), case.batch * tree["context"]),
+        **speed(list(seconds), case.batch * spec.context),
     }
     row |= {**figures, "seconds": list(seconds)}
-    spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
     # All cases are measured by the 16-bit rate, so that they compare.
     peak = peak_flops(figures["device"], jnp.bfloat16)
     row["mfu"] = None

@@ -2,8 +2,7 @@
 
 Messages: `{"prepare": settings}` comes first, compiles, makes the state and returns
 figures; `{"take": n}` takes n steps; `{"profile": n}` also returns where their time
-went; `{"memory": true}` returns the allocator's figures. It needs jax, flax and optax,
-but no Hydra, data or network.
+went; `{"memory": true}` returns the allocator's figures. It needs no data or network.
 """
 
 import time
@@ -11,9 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from scripts.bench.cases import VOCAB, Case, read_group
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scripts.bench.cases import VOCAB, Case, without_data
 from scripts.bench.interleave import make_take, serve
+from scripts.bench.kernel_times import profiled
+from trainer.compiled.fp8 import Gpu
+from trainer.compiled.hlo import Program, fp8_share
 from trainer.errors import UserError
+from trainer.parallel.mesh import abstract_batch
+from trainer.run.allocator import keep_freed_memory
+from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.step.state import from_stored
+from trainer.step.step import Hyper, Tokens
+from trainer.workload import compile_step, first_state
 
 GIB = 2**30
 HIT = "/jax/compilation_cache/cache_hits"
@@ -37,8 +49,6 @@ class CompiledCase(NamedTuple):
 
 def check_platform(platform: str) -> None:
     """Raise UserError where JAX has another platform: CPU figures are not a GPU's."""
-    import jax
-
     device = jax.devices()[0]
     if device.platform != platform:
         raise UserError(
@@ -51,8 +61,6 @@ def check_platform(platform: str) -> None:
 @contextmanager
 def cache_hits() -> Iterator[list[str]]:
     """Yield a list that gets an entry for each program from JAX's compilation cache."""
-    import jax
-
     hits: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
@@ -74,46 +82,16 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
       context: tokens of a sequence; None: the model's.
       cached: whether compiled programs are cached.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from trainer.compiled.fp8 import Gpu
-    from trainer.compiled.hlo import Program, fp8_share
-    from trainer.config import schema
-    from trainer.config.fields import from_tree
-    from trainer.parallel.mesh import abstract_batch, make_mesh
-    from trainer.step.clip_and_decay import make_optimizer
-    from trainer.step.kernels import Kernels
-    from trainer.step.state import from_stored
-    from trainer.step.step import Hyper, Tokens
-    from trainer.workload import Model, TrainTask, compile_step, first_state
-
-    tree = read_group("model", case.model) | {
-        "remat": case.remat,
-        "scan_layers": case.scan,
-        "vocab_size": VOCAB,
-    }
-    tree |= {"loss_logits": None if case.logits == "fp32" else case.logits}
-    tree |= {} if context is None else {"context": context}
-    spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
-    precision = from_tree(schema.Precision, read_group("precision", case.precision))
-    mesh = make_mesh(1)
-    adamw = make_optimizer(
-        "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
-    )
-    kernels = Kernels.chosen(case.deterministic, cached=cached)  # type: ignore[arg-type]
-    w = TrainTask(
-        Model.make(spec, precision.policy), "adamw", adamw, mesh, kernels=kernels
-    )
-    state = from_stored(first_state(w, seed=0))
-    batch = abstract_batch(1, case.batch, spec.context, document_mask=False, mesh=mesh)
+    task = without_data(case.overrides(context), cached=cached)
+    state = from_stored(first_state(task, seed=0))
+    length = task.model.spec.context
+    batch = abstract_batch(1, case.batch, length, document_mask=False, mesh=task.mesh)
     with cache_hits() as hits:
         start = time.perf_counter()
-        step = compile_step(w, batch, state)
+        step = compile_step(task, batch, state)
         compile_s = time.perf_counter() - start
     memory, text = step.memory_analysis(), step.as_text() or ""
-    device = mesh.devices.flat[0]
+    device = task.mesh.devices.flat[0]
     assert memory is not None
     held = (
         memory.argument_size_in_bytes
@@ -131,7 +109,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
     if Gpu.from_device(device) is not None and text:
         figures["fp8_share"] = fp8_share(Program(text))
     tokens = np.random.default_rng(0).integers(
-        0, VOCAB, (1, case.batch, spec.context + 1), dtype=np.int32
+        0, VOCAB, (1, case.batch, length + 1), dtype=np.int32
     )
     inputs = Tokens(jnp.asarray(tokens), None)
     inputs = jax.tree.map(
@@ -160,8 +138,6 @@ class JaxWorker:
         if "take" in message:
             return {"seconds": compiled.take(message["take"])}
         if "profile" in message:
-            from scripts.bench.kernel_times import profiled
-
             return profiled(
                 compiled.take, message["profile"], compiled.text, compiled.device
             )
@@ -176,9 +152,6 @@ class JaxWorker:
         self, case: list[Any], context: int | None, platform: str, cache: str | None
     ) -> dict[str, Any]:
         """Compile the case; `cache` is the directory of compiled programs or None."""
-        from trainer.run.allocator import keep_freed_memory
-        from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
-
         hide_missing_gpu()
         keep_freed_memory()
         check_platform(platform)

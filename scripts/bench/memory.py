@@ -21,14 +21,9 @@ from jax.extend import core as jex
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.array.tree import leaves
+from scripts.bench.cases import without_data
 from scripts.studies.runs import overrides
-from trainer.assembly.build import (
-    build_mesh,
-    build_model,
-    build_optimizer,
-)
 from trainer.cli.arguments import argument, run_script, split
-from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.libraries import hide_missing_gpu
@@ -67,21 +62,12 @@ def main(args: Arguments) -> None:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def without_data(model: str, vocab: int, changes: list[str]) -> TrainTask:
-    """Return a task on one device with model and optimizer, but without data."""
-    c = compose_config([f"model={model}", "parallel.data=1", *changes])
-    built = build_model(c.model, c.precision.policy, vocab)
-    return TrainTask(
-        built, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c)
-    )
-
-
 def measure(args: Arguments, item: str) -> dict[str, Any]:
     """Return the figures of one precision.
 
     Parameters are the elements of the weights, vocabulary padding included.
     """
-    w = without_data(args.model, args.vocab, overrides(item))
+    w = without_data([f"model={args.model}", *overrides(item)], args.vocab)
     state = filled(first_state(w, seed=0))
     parameters = sum(x.size for x in leaves(state.params))
     held = jax.tree.leaves((state.params, state.opt_state))

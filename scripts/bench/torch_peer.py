@@ -1,13 +1,10 @@
-"""The same GPT-2 training step in compiled PyTorch, as a worker of `scripts.bench`.
+"""Hugging Face's GPT-2 in compiled PyTorch and bf16, as a worker of `scripts.bench`.
 
-It runs in an interpreter with torch, imports nothing of this repository, and talks to
-`scripts.bench.interleave.Worker`. With a `platform` among the sizes it is a case of
-`cases=`: in bf16, and Hugging Face's GPT-2 where `transformers` is installed.
+It runs in an interpreter with torch and transformers, imports nothing of this
+repository, and talks to `scripts.bench.interleave.Worker`.
 """
 
-import importlib.util
 import json
-import math
 import os
 import sys
 import time
@@ -16,70 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-
-class Block(nn.Module):
-    """Pre-LN attention and MLP."""
-
-    def __init__(self, d_model: int, n_head: int) -> None:
-        super().__init__()
-        self.n_head = n_head
-        self.ln_1 = nn.LayerNorm(d_model)
-        self.c_attn = nn.Linear(d_model, 3 * d_model)
-        self.attn_proj = nn.Linear(d_model, d_model)
-        self.ln_2 = nn.LayerNorm(d_model)
-        self.c_fc = nn.Linear(d_model, 4 * d_model)
-        self.mlp_proj = nn.Linear(4 * d_model, d_model)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the block to `[B, T, D]`."""
-        B, T, D = x.shape
-        q, k, v = (
-            y.view(B, T, self.n_head, -1).transpose(1, 2)
-            for y in self.c_attn(self.ln_1(x)).split(D, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, D))
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
-
-
-class GPT2(nn.Module):
-    """GPT-2 with learned positions and a tied head, which returns the loss."""
-
-    def __init__(
-        self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int
-    ) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(vocab, d_model)
-        self.wpe = nn.Embedding(context, d_model)
-        self.h = nn.ModuleList([Block(d_model, n_head) for _ in range(n_layer)])
-        self.ln_f = nn.LayerNorm(d_model)
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                nn.init.normal_(
-                    p, std=0.02 / math.sqrt(2 * n_layer) if "proj" in name else 0.02
-                )
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean nats of `targets` after `tokens`, both `[B, T]`."""
-        x = self.wte(tokens) + self.wpe(
-            torch.arange(tokens.shape[1], device=tokens.device)
-        )
-        for block in self.h:
-            x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class HuggingFace(nn.Module):
-    """`transformers`' GPT-2 with the loss of `GPT2`, without dropout."""
+    """`transformers`' GPT-2 with its loss, without dropout."""
 
     def __init__(
         self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int
     ) -> None:
         super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         # transformers 5 only takes keywords.
         sizes = {
@@ -102,17 +45,14 @@ def make_run(sizes: dict) -> Callable[[int], float]:
     """Return `run(steps)`, which takes training steps and returns the last loss."""
     torch.manual_seed(0)
     torch.set_num_threads(sizes["threads"])
-    on_gpu = sizes.get("platform") == "gpu"
+    on_gpu = sizes["platform"] == "gpu"
     if on_gpu and not torch.cuda.is_available():
         raise RuntimeError("platform=gpu, but torch sees no GPU")
     device = "cuda" if on_gpu else "cpu"
-    in_bf16 = "platform" in sizes  # as a case; else in FP32, like our step
     if on_gpu:
         torch.set_float32_matmul_precision("high")
-    make = HuggingFace if in_bf16 and importlib.util.find_spec("transformers") else GPT2
-    model = make(
-        *(sizes[k] for k in ("vocab", "context", "n_layer", "n_head", "d_model"))
-    ).to(device)
+    names = ("vocab", "context", "n_layer", "n_head", "d_model")
+    model = HuggingFace(*(sizes[name] for name in names)).to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, weight_decay=0.1, fused=True
     )
@@ -123,7 +63,7 @@ def make_run(sizes: dict) -> Callable[[int], float]:
 
     def run(steps: int) -> float:
         for _ in range(steps):
-            with torch.autocast(device, torch.bfloat16, enabled=in_bf16):
+            with torch.autocast(device, torch.bfloat16):
                 loss = compiled(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -143,7 +83,7 @@ class TorchWorker:
             start = time.perf_counter()
             self.run = make_run(message["prepare"])
             self.run(3)  # compiles
-            on_gpu = message["prepare"].get("platform") == "gpu"
+            on_gpu = message["prepare"]["platform"] == "gpu"
             device = torch.cuda.get_device_name() if on_gpu else "cpu"
             return {
                 "compile_s": time.perf_counter() - start,

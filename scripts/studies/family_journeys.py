@@ -14,17 +14,19 @@ import contextlib
 import io
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from scripts.studies.beside_transformers import Other
 from trainer.cli.arguments import argument, run_script
 from trainer.cli.export import command as export
 from trainer.cli.generate import command as generate
 from trainer.cli.train import main as train
 from trainer.cli.train_tokenizer import command as train_tokenizer
+from trainer.errors import UserError
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 # families, by the weights that they begin with
@@ -63,19 +65,29 @@ def main(args: Arguments) -> None:
     for family in WEIGHTS:
         with tempfile.TemporaryDirectory() as scratch:
             ours = journey(Path(scratch), family)
-            other = Other(args.python, Path(scratch, "exported"))
-            (texts, margin, versions), _ = other.ask(
-                texts=PROMPTS, max_new_tokens=NEW_TOKENS
-            )
-            other.end()
+            document = in_transformers(args.python, Path(scratch, "exported"))
+            texts, margin = document["texts"], document["margin"]
             print(f"{family}: margin {margin:.3f}, {ours == texts=}: {texts}")
             target = out / family
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
             for name in ("config.json", "model.safetensors"):
                 shutil.copy(Path(scratch, "exported", name), target)
-        document = {"texts": texts, "margin": margin, "versions": versions}
         (target / "greedy.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def in_transformers(python: str, exported: Path) -> dict[str, Any]:
+    """Return what transformers makes of an export; see `in_transformers.py`."""
+    script = Path(__file__).with_name("in_transformers.py")
+    done = subprocess.run(
+        [python, script, exported, str(NEW_TOKENS), *PROMPTS],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise UserError(f"python={python} needs torch and transformers, see above")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def journey(folder: Path, family: str) -> list[str]:

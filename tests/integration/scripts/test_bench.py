@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.bench import cases as bench_cases
 from scripts.bench import interleave
-from scripts.bench import scalify as bench_scalify
-from scripts.bench import speed as bench
+from scripts.bench.cases import Case, parse_case
 from scripts.bench.compare import Comparison, Results, RunningCase, Settings, run_cases
 from scripts.bench.interleave import Failed, Worker
+from scripts.bench.speed import ON_A_GPU
 from trainer.errors import UserError
 
 
@@ -40,79 +39,23 @@ def test_contestants_take_turns_and_alternate_who_begins():
     assert seconds == {"a": [0.5, 0.5], "b": [1.0, 1.0]}
 
 
-def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "torch_interpreter", lambda named: None)
-    out = tmp_path / "bench.json"
-    bench.main(
-        bench.Arguments(
-            vocab="70",
-            n_layer=1,
-            n_head=1,
-            d_model=8,
-            context=8,
-            batch=1,
-            rounds=1,
-            steps=1,
-            out=str(out),
-        )
-    )
-    (row,) = json.loads(out.read_text())["results"]
-    assert row["vocab"] == 70
-    assert row["ours"]["tokens_per_s"] > 0
-
-
-def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
-    assert bench_scalify.ratios([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == {
-        "median": 2.0,
-        "min": 1.5,
-        "max": 4.0,
-    }
-
-    class Way:
-        def __init__(self, seconds):
-            self.trace = self.compile = lambda _: seconds
-            self.take = lambda steps: steps * seconds
-
-    ways = {"plain": Way(2.0), "float16": Way(4.0)}
-    monkeypatch.setattr(bench_scalify, "timed_steps", lambda *args: ways)
-    actual = bench_scalify.compare(None, 1, ("float16",), rounds=3, compiles=1, steps=5)
-    assert actual["plain"] == {"trace_s": 2.0, "compile_s": 2.0, "step_s": 2.0}
-    assert (
-        actual["float16"]["trace"]["median"]
-        == actual["float16"]["compile"]["median"]
-        == 2.0
-    )
-    assert actual["float16"]["speed"]["median"] == 0.5
-
-
 def test_cases_are_read_and_wrong_ones_named():
-    case = bench_cases.parse_case("gpt2_124m:bf16:batch=4:scan=true")
-    assert case == bench_cases.Case(
-        "gpt2_124m", "bf16", 4, "none", True, "auto", "fp32"
-    )
-    assert case.name == "gpt2_124m bf16 B=4 scan"
-    assert (
-        bench_cases.parse_case("gpt2_124m:bf16:deterministic=false").name
-        == "gpt2_124m bf16 B=8 deterministic=false"
-    )
-    assert (
-        bench_cases.parse_case("gpt2_124m:bf16:logits=compute").name
-        == "gpt2_124m bf16 B=8 logits=compute"
-    )
-    assert all(
-        bench_cases.parse_case(text).batch == 8 for text in bench.ON_A_GPU.split(",")
-    )
+    case = parse_case("gpt2_124m:bf16:batch=4:scan=true:logits=compute")
+    assert case == Case("gpt2_124m", "bf16", 4, ("scan=true", "logits=compute"))
+    assert case.name == "gpt2_124m bf16 B=4 scan=true logits=compute"
+    assert case.spec(16).context == 16
+    assert all(parse_case(text).batch == 8 for text in ON_A_GPU.split(","))
     for text, message in (
         ("gpt2_124m", "has no precision"),
         ("gpt2_125m:bf16", "did you mean 'gpt2_124m'"),
         ("gpt2_124m:bf17", "did you mean 'bf16'"),
         ("gpt2_124m:bf16:bach=2", "did you mean 'batch'"),
         ("gpt2_124m:bf16:batch=x", "whole number"),
-        ("gpt2_124m:bf16:deterministic=yes", "deterministic=yes; Valid: auto"),
-        ("gpt2_124m:bf16:logits=bf16", "logits=bf16; Valid: compute, fp32"),
+        ("gpt2_124m:bf16:deterministic=yes", "deterministic=yes"),
+        ("gpt2_124m:bf16:logits=bf16", "model.loss_logits"),
     ):
         with pytest.raises(UserError, match=message):
-            bench_cases.parse_case(text)
+            parse_case(text)
 
 
 def on_cpu(rounds=1, steps=1):
