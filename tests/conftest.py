@@ -4,9 +4,8 @@ strict user program runs.
 The workers of a test run share what they have compiled. They let XLA emit code that is
 quick to compile and slow to run: of the same optimised programs, operation by
 operation, in a quarter of the time, in one piece rather than in one for each processor.
-So do the trainers that they start, but for one that is killed again and again and those
-of the short parity study, which are compiled as for users. Everything is, with
-`XLA_FLAGS="" make test`.
+So do the trainers that they start. With `XLA_FLAGS="" make test` everything is compiled
+as for users.
 
 `make test` leaves out tests with the mark `slow`, and `make test-all` runs everything
 (`families`).

@@ -280,9 +280,9 @@ def tables(done: dict[str, Row], precisions: list[str], layouts: list[str]) -> s
         [
             f"{today}, {machine}, Python {platform.python_version()}, JAX"
             f" {jax.__version__}; {', '.join(f'{k} {v}' for k, v in versions.items())}",
-            table(head, first),
-            table(["family", *precisions], second),
-            table(["family", *names], third),
+            rows.table(head, first),
+            rows.table(["family", *precisions], second),
+            rows.table(["family", *names], third),
         ]
     )
 
@@ -306,12 +306,6 @@ def plan_cells(counted: Row, fp8: Row) -> list[str]:
         *cells,
         f"{inside} of {fp8['layers']} layers in {fp8['products']} products",
     ]
-
-
-def table(head: list[str], body: list[list[str]]) -> str:
-    """Format a Markdown table."""
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)]) + "\n"
 
 
 if __name__ == "__main__":

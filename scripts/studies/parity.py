@@ -9,7 +9,8 @@ An item of `presets=` is a precision with `+key=value` for each further override
 as `scalify_fp8_fp16+precision.weights_rounding=nearest`, or overrides alone, such as
 `experiment=fishman`. Each run is `python -m trainer` in OUT/LR/ITEM/SEED. Called again,
 the study continues; finished runs stay as they are. After every run OUT/parity.json and
-parity.md are written anew.
+parity.md are written anew. With `base=ITEM jobs=0` finished runs are compared with
+another of the items.
 
 With `trunk=STEPS` the runs of a seed share their first steps: those of the base, from
 whose checkpoint the others continue in their own precision. Two trainings that differ
@@ -29,11 +30,6 @@ from scripts.studies.runs import (
     Study,
     Trial,
     carry_out,
-    check_items,
-    claim,
-    code_of,
-    command,
-    folder,
     jobs_of,
     keep_trunk,
     last_line,
@@ -63,11 +59,6 @@ class Arguments(Study):
     trunk: int = argument(
         "first steps that the runs of a seed share, trained as the base is; 0: none", 0
     )
-    against: str = argument(
-        "another of the items, with which all are compared in a second table; empty:"
-        " none",
-        "",
-    )
     out: str = argument("where the runs and the table go", "runs/parity")
 
     def checkpoints(self, job: Trial) -> list[str]:
@@ -91,18 +82,14 @@ class Arguments(Study):
 
 
 def main(args: Arguments) -> None:
-    """Run what is not finished, one seed after the other, so that pairs come early."""
+    """Run what is not finished."""
     jobs = jobs_of(args)
     check_arguments(args)
-    out = Path(args.out)
-    claim(out, args)
-    model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
-    folders = {job: folder(out, job) for job in jobs}
 
-    def read(job: Trial) -> Outcome | None:
-        if not has_ended(folders[job], args):
+    def read(run_dir: Path) -> Outcome | None:
+        if not has_ended(run_dir, args):
             return None
-        return read_outcome(folders[job], args.steps, args.evaluate_in)
+        return read_outcome(run_dir, args.steps, args.evaluate_in)
 
     def has_start(job: Trial) -> bool:
         """Return whether a run has its trunk: the base's may diverge before it."""
@@ -110,16 +97,17 @@ def main(args: Arguments) -> None:
             return True
         return trunk_of(args, job).exists()
 
+    def describe(outcome: Outcome) -> str:
+        if outcome.diverged:
+            return "diverged"
+        return f"{outcome.final(args.last):.4f} nats"
+
     outcomes = carry_out(
-        folders,
-        args.jobs,
-        command=lambda job: command(args, job, folders[job], model_lr),
+        args,
         read=read,
-        conclude=lambda job: conclude(job, folders[job], args),
-        report=lambda outcomes: report(out, args, outcomes),
-        describe=lambda outcome: (
-            "diverged" if outcome.diverged else f"{outcome.final(args.last):.4f} nats"
-        ),
+        conclude=lambda job, run_dir: conclude(job, run_dir, args),
+        report=lambda outcomes: report(args, outcomes),
+        describe=describe,
         wanted=has_start,
     )
     missing = sum(
@@ -145,13 +133,6 @@ def check_arguments(args: Arguments) -> None:
     if not 0 <= args.trunk < args.steps:
         raise UserError(
             f"trunk={args.trunk}: expected fewer steps than steps={args.steps}; 0: none"
-        )
-    if args.against and args.against not in (
-        items := list(dict.fromkeys(job.item for job in jobs_of(args)))
-    ):
-        raise UserError(
-            f"against={args.against} is none of the items of this study:"
-            f" {', '.join(items)}"
         )
     if args.trunk and args.jobs > 1:
         raise UserError(
@@ -241,32 +222,15 @@ def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome |
     )
 
 
-def report(out: Path, args: Arguments, outcomes: dict[Trial, Outcome]) -> None:
+def report(args: Arguments, outcomes: dict[Trial, Outcome]) -> None:
     """Write the table and what it was made from."""
-    # in the order of the arguments
-    outcomes = {job: outcomes[job] for job in jobs_of(args) if job in outcomes}
     rows = compare(outcomes, args.base, last=args.last)
-    figures = {
-        "code": code_of(folder(out, job) for job in outcomes),
-        "tokens": args.steps * args.batch_tokens,
-        "table": [finite(row._asdict()) for row in rows],
-        "runs": [
-            job._asdict() | outcome._asdict() | {"curve": finite(outcome.curve)}
-            for job, outcome in sorted(outcomes.items())
-        ],
+    results = {
+        job: outcome._asdict() | {"curve": finite(outcome.curve)}
+        for job, outcome in outcomes.items()
     }
-    table = markdown(rows, args.base, args.evaluate_in) + second_table(args, outcomes)
-    write_study(out, "parity", args, figures, heading(args) + table)
-
-
-def second_table(args: Arguments, outcomes: dict[Trial, Outcome]) -> str:
-    """Format the same runs compared with a second base, if one is given."""
-    if not args.against:
-        return ""
-    table = markdown(
-        compare(outcomes, args.against, last=args.last), args.against, args.evaluate_in
-    )
-    return f"\nThe same runs, differences to {args.against}:\n\n{table}"
+    table = markdown(rows, args.base, args.evaluate_in)
+    write_study(args, "parity", rows, results, heading(args) + table)
 
 
 def heading(args: Arguments) -> str:

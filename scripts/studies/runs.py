@@ -22,7 +22,7 @@ import yaml
 
 from trainer.cli.arguments import argument, split
 from trainer.errors import Diverged, UserError
-from trainer.files import write_atomically
+from trainer.files import finite, write_atomically
 from trainer.run.rundir import is_held
 from trainer.text import merge_overrides
 
@@ -338,58 +338,62 @@ def in_turn(
 
 
 def carry_out[R](
-    folders: Mapping[Trial, Path],
-    count: int,
+    args: Study,
     *,
-    command: Callable[[Trial], list[str]],
-    read: Callable[[Trial], R | None],
-    conclude: Callable[[Trial], None],
+    read: Callable[[Path], R | None],
+    conclude: Callable[[Trial, Path], None],
     report: Callable[[dict[Trial, R]], None],
     describe: Callable[[R], str],
     wanted: Callable[[Trial], bool] = lambda job: True,
 ) -> dict[Trial, R]:
-    """Run the jobs that have no result yet, and return the results of all.
+    """Run the jobs of a study that have no result yet, one seed after the other so that
+    pairs come early; return the results of all.
 
     Args:
-      folders: the run directory of each job, in the order in which they run.
-      count: jobs at a time; 0: only report.
-      command: returns the command of a job.
-      read: returns the result of a job, or None while it has none.
+      args: of the study.
+      read: returns the result of a run directory, or None while it has none.
       conclude: is called when a job has ended, and for those that ended before.
       report: is called with all results, first and after each job.
       describe: returns a result as words.
       wanted: see `in_turn`.
 
     Raises:
-      UserError: a job failed, or ended without a result.
+      UserError: invalid settings, or a job failed.
     """
-    results = {job: r for job in folders if (r := read(job)) is not None}
-    for job in list(results) if count else ():
+    jobs, out = jobs_of(args), Path(args.out)
+    claim(out, args)
+    model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
+    folders = {job: folder(out, job) for job in jobs}
+    results = {job: r for job in jobs if (r := read(folders[job])) is not None}
+    for job in list(results) if args.jobs else ():
         # A run's last validation comes before its last checkpoint.
         if not is_held(folders[job]):
-            conclude(job)
-            results[job] = read(job) or results[job]
-    report(results)
-    todo = [job for job in folders if job not in results] if count else []
+            conclude(job, folders[job])
+            results[job] = read(folders[job]) or results[job]
+
+    def show() -> None:
+        """Report the results in the order of the arguments."""
+        report({job: results[job] for job in jobs if job in results})
+
+    show()
+    todo = [job for job in jobs if job not in results] if args.jobs else []
     print(
-        f"{len(results)} of {len(folders)} runs are finished; {len(todo)} to go",
+        f"{len(results)} of {len(jobs)} runs are finished; {len(todo)} to go",
         flush=True,
     )
     started = time.monotonic()
-    commands = {job: command(job) for job in todo}
-    ended = in_turn(commands, dict(folders), count, wanted) if todo else ()
+    commands = {job: command(args, job, folders[job], model_lr) for job in todo}
+    ended = in_turn(commands, folders, args.jobs, wanted) if todo else ()
     for left, job in zip(range(len(todo) - 1, -1, -1), ended, strict=False):
-        conclude(job)
-        result = read(job)
+        conclude(job, folders[job])
+        result = read(folders[job])
         if result is None:
-            raise UserError(
-                f"{folders[job]} diverged; choose a lower lr= and another out="
-            )
+            raise UserError(f"{folders[job]} ended without a result; see its log")
         results[job] = result
-        report(results)
+        show()
         minutes = (time.monotonic() - started) / (len(todo) - left) * left / 60
         print(
-            f"{len(results)} of {len(folders)}: {job.item}, lr {job.lr:g}, seed"
+            f"{len(results)} of {len(jobs)}: {job.item}, lr {job.lr:g}, seed"
             f" {job.seed}: {describe(result)}; {left} to go, about {minutes:.0f} min",
             flush=True,
         )
@@ -397,12 +401,32 @@ def carry_out[R](
 
 
 def write_study(
-    out: Path, name: str, args: Any, figures: Mapping[str, Any], text: str
+    args: Study,
+    name: str,
+    rows: Iterable[Any],
+    results: Mapping[Trial, Mapping[str, Any]],
+    text: str,
 ) -> None:
-    """Write OUT/NAME.json and OUT/NAME.md, both with the command that made them."""
+    """Write OUT/NAME.json and OUT/NAME.md, both with the command that made them.
+
+    Args:
+      args: of the study.
+      name: of the study.
+      rows: of its table, named tuples.
+      results: figures of each run.
+      text: its heading and tables.
+    """
+    out = Path(args.out)
     words = [shlex.quote(f"{k}={v}") for k, v in given(args).items()]
     command = " ".join(["python", "-m", f"scripts.studies.{name}", *words])
-    document = json.dumps({"command": command, **figures}, indent=1, allow_nan=False)
+    figures = {
+        "command": command,
+        "code": code_of(folder(out, job) for job in results),
+        "tokens": args.steps * args.batch_tokens,
+        "table": [finite(row._asdict()) for row in rows],
+        "runs": [job._asdict() | dict(results[job]) for job in sorted(results)],
+    }
+    document = json.dumps(figures, indent=1, allow_nan=False)
     write_atomically(out / f"{name}.json", document + "\n")
     write_atomically(out / f"{name}.md", f"{text}\n`{command}`\n")
 

@@ -18,12 +18,6 @@ from scripts.studies.runs import (
     Study,
     Trial,
     carry_out,
-    check_items,
-    claim,
-    code_of,
-    command,
-    folder,
-    jobs_of,
     parse,
     remove_checkpoints,
     write_study,
@@ -52,52 +46,27 @@ class Arguments(Study):
 
 
 def main(args: Arguments) -> None:
-    """Run what is not finished, one seed after the other."""
+    """Run what is not finished."""
     rates = sorted(parse(args)[1])
-    jobs, out = jobs_of(args), Path(args.out)
-    claim(out, args)
-    model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
-    folders = {job: folder(out, job) for job in jobs}
+
+    def read(run_dir: Path) -> Run | None:
+        rows = read_rows(run_dir / "metrics.jsonl")
+        stopped = (run_dir / "divergence.txt").exists()
+        return run_of(rows, steps=args.steps, last=args.last, stopped=stopped)
+
+    def report(runs: dict[Trial, Run]) -> None:
+        rows = figures(runs, args.base, rates)
+        results = {job: finite(run._asdict()) for job, run in runs.items()}
+        table = markdown(rows, runs, args.base, rates)
+        write_study(args, "stability", rows, results, heading(args) + table)
+
     carry_out(
-        folders,
-        args.jobs,
-        command=lambda job: command(args, job, folders[job], model_lr),
-        read=lambda job: read_run(folders[job], args),
-        conclude=lambda job: remove_checkpoints(folders[job]),
-        report=lambda runs: report(out, args, runs, rates),
+        args,
+        read=read,
+        conclude=lambda job, run_dir: remove_checkpoints(run_dir),
+        report=report,
         describe=lambda run: "diverged" if run.diverged else f"{run.final:.4f} nats",
     )
-
-
-def read_run(run_dir: Path, args: Arguments) -> Run | None:
-    """Return the figures of a run, or None where it has not ended."""
-    stopped = (run_dir / "divergence.txt").exists()
-    return run_of(
-        read_rows(run_dir / "metrics.jsonl"),
-        steps=args.steps,
-        last=args.last,
-        stopped=stopped,
-    )
-
-
-def report(
-    out: Path, args: Arguments, runs: dict[Trial, Run], rates: list[float]
-) -> None:
-    """Write the tables, and what they were made from."""
-    # in the order of the arguments
-    runs = {job: runs[job] for job in jobs_of(args) if job in runs}
-    rows = figures(runs, args.base, rates)
-    figures_of_runs = {
-        "code": code_of(folder(out, job) for job in runs),
-        "tokens": args.steps * args.batch_tokens,
-        "table": [finite(row._asdict()) for row in rows],
-        "runs": [
-            job._asdict() | finite(result._asdict())
-            for job, result in sorted(runs.items())
-        ],
-    }
-    table = markdown(rows, runs, args.base, rates)
-    write_study(out, "stability", args, figures_of_runs, heading(args) + table)
 
 
 def heading(args: Arguments) -> str:

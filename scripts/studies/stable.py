@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scipy.special import ndtri
+from scipy.stats import binomtest
 
 from scripts.studies.rows import table
 from trainer.tasks.intervals import half_width
@@ -108,21 +108,6 @@ def run_of(
     )
 
 
-def wilson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's interval of the share count / total; (0, 1) of a total of 0."""
-    if not total:
-        return 0.0, 1.0
-    z = float(ndtri((1 + confidence) / 2))
-    share, weight = count / total, 1 + z * z / total
-    center = (share + z * z / (2 * total)) / weight
-    reach = (
-        z
-        * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-        / weight
-    )
-    return max(0.0, center - reach), min(1.0, center + reach)
-
-
 def sensitivity(runs: Sequence[Run]) -> float:
     """Return one seed's mean of min(loss, first loss) over its learning rates, minus
     the lowest of them (nats).
@@ -173,13 +158,13 @@ def row_of(
     lost = sum(run.diverged for run in item_runs.values())
     values, theirs = by_seed[item], by_seed.get(base, {})
     ratios = [values[seed] / theirs[seed] for seed in values if theirs.get(seed, 0) > 0]
-    low, high = wilson(lost, len(item_runs))
+    share = binomtest(lost, len(item_runs)).proportion_ci(method="wilson")
     return StabilityRow(
         item,
         len(item_runs),
         lost,
-        low,
-        high,
+        share.low,
+        share.high,
         sum(run.skipped for run in item_runs.values()),
         largest_stable(item_runs, rates),
         len(values),

@@ -115,23 +115,6 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
     assert "did you mean" in done.stderr
 
 
-def test_the_installed_command_trains_in_any_directory(command, tmp_path):
-    few = [
-        "train.steps=2",
-        "train.eval_batches=2",
-        "train.final_eval_batches=2",
-        "sample.max_new_tokens=0",
-        "tracker=jsonl",
-        "run_dir=A",
-    ]
-    args = merge_overrides(SMALL, few)
-    args.append(CACHE)
-    done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert done.returncode == 0, done.stderr
-    assert "done: 2 steps" in done.stdout
-    assert (tmp_path / "A" / "metrics.jsonl").read_text().count("\n") == 2
-
-
 @pytest.fixture
 def beside_own_files(tmp_path):
     """A directory with files of a user whose names are those of our modules."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from precisions import PRESETS, workload
 
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
@@ -22,18 +23,12 @@ from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
-from trainer.parallel.mesh import make_mesh, place_batch
-from trainer.precision.policy import Policy
-from trainer.step.clip_and_decay import make_optimizer
+from trainer.parallel.mesh import place_batch
 from trainer.step.kernels import Kernels, gpu_options
 from trainer.step.step import Hyper
-from trainer.workload import Model, TrainTask, compile_step, first_state
+from trainer.workload import compile_step, first_state
 
 FOR_GPU = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
-PRESETS = (
-    "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
-    "scalify_fp8_fp8", "fp8_delayed", "fp8_current",
-)  # fmt: skip
 # with some ten roundings on the way, of 2^-11 and 2^-8 each
 FORMATS = {jnp.float16: 3e-3, jnp.bfloat16: 2e-2}
 
@@ -152,23 +147,10 @@ def test_random_bits_and_what_they_round_to_are_those_of_a_cpu(on_gpu):
 
 
 def task(preset, on_gpu, kernels=Kernels.KEPT):
-    layers, heads, context, vocabulary = (
-        (2, 12, 1024, 50257) if on_gpu else (1, 2, 32, 64)
-    )
-    spec = GPT2Spec(vocabulary, context, layers, heads, 64 * heads if on_gpu else 32)
-    policy = Policy(
-        **vars(
-            compose_config(
-                [f"precision={preset}", "precision.amax_history=16"]
-            ).precision.policy
-        )
-    )
-    adamw = make_optimizer(
-        "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
-    )
-    return TrainTask(
-        Model.make(spec, policy), "adamw", adamw, make_mesh(1), kernels=kernels
-    )
+    spec = GPT2Spec(64, 32, n_layer=1, n_head=2, d_model=32)
+    if on_gpu:
+        spec = GPT2Spec(50257, 1024, n_layer=2, n_head=12, d_model=768)
+    return workload(preset, spec=spec)._replace(kernels=kernels)
 
 
 def trained(w, steps=4):
@@ -203,7 +185,9 @@ def in_fp32(on_gpu):
 
 @pytest.mark.parametrize(
     "preset",
-    PRESETS if FOR_GPU else ["scalify_fp8_fp16"],  # else: test_precision.py
+    [name for name in PRESETS if name != "sim"]
+    if FOR_GPU
+    else ["scalify_fp8_fp16"],  # else: test_precision.py
 )
 @pytest.mark.slow  # on a CPU: test_precision.py
 def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):

@@ -2,13 +2,13 @@
 that are found in them."""
 
 import functools
-import importlib.util
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
+
+from trainer.plan.aot import make_target_mesh
+from trainer.plan.targets import get_target
 
 MATRIX = (((1,), (0,)), ((), ()))
 FP8_GEMM = "__cublas$lt$matmul$f8"
@@ -22,16 +22,8 @@ AS_TRAINED = {
 
 @functools.cache
 def h200_devices():
-    """A host of eight of the described GPUs. XLA's compiler for them comes with the
-    packages of the extra `plan`."""
-    for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"):
-        assert importlib.util.find_spec(package), (
-            f"{package} is missing: pip install .[plan] (make test does)"
-        )
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology="1x1x8"
-    ).devices
+    """A host of eight of the described GPUs."""
+    return list(make_target_mesh(get_target("h200"), 8, 1).devices.flat)
 
 
 def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):

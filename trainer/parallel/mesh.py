@@ -93,17 +93,12 @@ def make_mesh(
             f"{sizes} leaves {idle} of {len(processes)} processes without a device; set"
             " one axis to -1 to use all devices"
         )
-    if replicas is None:
-        return Mesh(
-            np.array(used).reshape(filled),
-            Sizes._fields,
-            axis_types=(AxisType.Auto,) * 3,
-        )
-    return Mesh(
-        np.array(used).reshape(groups, *filled),
-        (REPLICA, *Sizes._fields),
-        axis_types=(AxisType.Auto,) * 4,
-    )
+    shape: tuple[int, ...] = filled
+    names: tuple[str, ...] = Sizes._fields
+    if replicas is not None:
+        shape, names = (groups, *shape), (REPLICA, *names)
+    types = (AxisType.Auto,) * len(names)
+    return Mesh(np.array(used).reshape(shape), names, axis_types=types)
 
 
 def replica_axis_size(replicas: int, sizes: Sizes, devices: int) -> int:
@@ -128,18 +123,12 @@ def over_devices(
     """Return `jax.shard_map` over a mesh; inside a replica over the axes of
     `Sizes` alone.
     """
-    if not is_inside_replica():
-        return jax.shard_map(
-            fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-    inner: Any = jax.sharding.get_abstract_mesh()
+    settings: dict[str, Any] = {"mesh": mesh}
+    if is_inside_replica():
+        settings["mesh"] = jax.sharding.get_abstract_mesh()
+        settings["axis_names"] = set(Sizes._fields)
     return jax.shard_map(
-        fun,
-        mesh=inner,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(Sizes._fields),
-        check_vma=False,
+        fun, in_specs=in_specs, out_specs=out_specs, check_vma=False, **settings
     )
 
 

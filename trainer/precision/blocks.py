@@ -44,7 +44,7 @@ from scalify_core.numerics.formats import (
     pow2_floor,
     pow2_inverse,
 )
-from trainer.precision.dots import MATRICES, hadamard
+from trainer.precision.dots import check_matrices, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
 HADAMARD = 16
@@ -299,11 +299,7 @@ class BlockScaledDot:
         """Return the product [N, F] in the dtype of `lhs`; the gradient of `rhs` has
         the dtype of `rhs`. ValueError: not a product of two matrices.
         """
-        if dims != MATRICES:
-            raise ValueError(
-                "BlockScaledDot multiplies [N, D] and [D, F]; got dimension numbers"
-                f" {dims}"
-            )
+        check_matrices("BlockScaledDot", dims)
         return self._product(lhs_NxD, rhs_DxF)
 
 

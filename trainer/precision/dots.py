@@ -23,6 +23,14 @@ Dims = Any  # of jax.lax.dot_general
 MATRICES: Dims = (((1,), (0,)), ((), ()))  # those of [N, D] and [D, F]
 
 
+def check_matrices(name: str, dims: Dims) -> None:
+    """Raise ValueError for dimension numbers other than those of two matrices."""
+    if dims != MATRICES:
+        raise ValueError(
+            f"{name} multiplies [N, D] and [D, F]; got dimension numbers {dims}"
+        )
+
+
 class OverwriteWithGradient(nnx.Variable):
     """A variable whose "gradient" is its next value: Flax's convention for amax
     histories.
@@ -137,10 +145,7 @@ class MixedDot(nnx.Module):
         """Return the product in the dtype of `dot`'s. ValueError: not a product of two
         matrices.
         """
-        if dims != MATRICES:
-            raise ValueError(
-                f"MixedDot multiplies [N, D] and [D, F]; got dimension numbers {dims}"
-            )
+        check_matrices("MixedDot", dims)
         mixed_DxF = hadamard(rhs_DxF.T, self.size).T
         return self.dot(hadamard(lhs_NxD, self.size), mixed_DxF, dims, **settings)
 
@@ -198,11 +203,7 @@ def wide_gradient_dot(
     """
     if lhs.dtype == rhs.dtype:
         return jax.lax.dot_general(lhs, rhs, dims)
-    if dims != MATRICES:
-        raise ValueError(
-            "wide_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers"
-            f" {dims}"
-        )
+    check_matrices("wide_gradient_dot", dims)
     return _matmul(lhs, rhs)
 
 
@@ -210,11 +211,7 @@ def narrow_gradient_dot(
     lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
 ) -> jax.Array:
     """Return `lhs @ rhs` and both gradients in the dtype of `lhs`."""
-    if dims != MATRICES:
-        raise ValueError(
-            "narrow_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers"
-            f" {dims}"
-        )
+    check_matrices("narrow_gradient_dot", dims)
     # Not JAX's own gradient, the transpose of a product: XLA would make it a layout of
     # the array, and an update of matrices of one shape would read two layouts.
     return _matmul(lhs, rhs.astype(lhs.dtype))

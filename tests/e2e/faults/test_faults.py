@@ -32,7 +32,6 @@ from scripts.faults import faulty
 from trainer.assembly import run as build
 from trainer.cli.train import main
 from trainer.data import Batch
-from trainer.files import saved_steps
 from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
 from trainer.step.state import TrainState
@@ -318,46 +317,3 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
     assert ["checkpoint 40 is damaged" in output for output in outputs] == [True, False]
     assert (run_dir / "checkpoints" / "damaged" / "40-0").is_dir()
     assert [row["step"] for row in values(run_dir)] == list(range(1, 43))
-
-
-def test_replicas_that_lose_a_process_end_in_bounded_time_and_end_bitwise_as_if_they_had_not(
-    tmp_path,
-):
-    args = [
-        "parallel=diloco",
-        "diloco.sync_every=3",
-        "schedule=constant",
-        "schedule.warmup_fraction=0",
-    ]
-    args += [
-        "checkpoint.every=4",
-        "checkpoint.keep=99",
-        "tracker=jsonl",
-        "sample.max_new_tokens=0",
-        "train.eval_every=0",
-    ]
-    bounds = [
-        "watchdog.hang_seconds=20",
-        "watchdog.stop_seconds=8",
-        "train.steps=100000",
-    ]
-    processes = several(tmp_path, "A", *args, *bounds, devices=1)  # two replicas each
-    wait_for_row(tmp_path / "A", 12, processes[0])
-    # saves are complete some time after their steps
-    while not saved_steps(tmp_path / "A"):
-        assert processes[0].poll() is None
-        time.sleep(0.1)
-    processes[1].kill()
-    started = time.monotonic()
-    processes[0].communicate(timeout=90)
-    assert processes[0].returncode != 0
-    # 20 until it is noticed, 8 until it is closed, and what it takes to end
-    assert time.monotonic() - started < 60
-    processes[1].communicate()
-    saved = saved_steps(tmp_path / "A")
-    end = saved[-1] + 6
-    for process in several(tmp_path, "A", *args, f"train.steps={end}", devices=1):
-        finish(process)
-    finish(trainer(tmp_path, "B", *args, f"train.steps={end}", devices=2))
-    assert values(tmp_path / "A") == values(tmp_path / "B")
-    assert parameters(tmp_path / "A", end) == parameters(tmp_path / "B", end)

@@ -32,14 +32,6 @@ def test_a_run_has_diverged_that_was_stopped_learnt_nothing_or_lost_half_of_it(
     assert stable.has_diverged(5.0, curve, stopped=stopped) == right
 
 
-@pytest.mark.parametrize(
-    ("count", "of", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (1, 1, 0.2065, 1)],
-)
-def test_wilsons_interval_is_that_of_the_tables(count, of, low, high):
-    assert stable.wilson(count, of) == pytest.approx((low, high), abs=1e-4)
-
-
 def test_sensitivity_is_the_mean_over_rates_of_the_clipped_loss_above_the_best():
     runs = [ended(final=2.5), ended(final=2.0), ended(final=math.inf, diverged=True)]
     assert stable.sensitivity(runs) == pytest.approx((0.5 + 0 + 3.0) / 3)

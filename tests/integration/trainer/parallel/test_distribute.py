@@ -7,13 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import precisions
 import pytest
 from families import slow
+from precisions import bits
 
 from scalify_core.optim.weights import wide
 from trainer.assembly.build import check_split
 from trainer.compiled.hlo import Program
-from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
@@ -29,15 +30,9 @@ from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import (
     parameter_partitions,
     partitions,
-    shardings,
 )
-from trainer.run.checkpoint import Checkpointer
-from trainer.step.clip_and_decay import make_optimizer
-from trainer.step.state import to_stored
 from trainer.step.step import sequence_keys
 from trainer.workload import (
-    Model,
-    TrainTask,
     abstract_state,
     first_state,
     lower_step,
@@ -50,7 +45,6 @@ SPEC = GPT2Spec(
 LLAMA = LlamaSpec(
     vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64, tied=False
 )
-ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 DEVICES = 8
 
 
@@ -67,10 +61,7 @@ def bytes_per_device(tree):
 
 @functools.cache
 def workload(preset, sizes, spec=SPEC):
-    mesh = make_mesh(*sizes)
-    policy = compose_config([f"precision={preset}"]).precision.policy
-    optimizer = make_optimizer("adamw", **ADAMW)
-    return TrainTask(Model.make(spec, policy), "adamw", optimizer, mesh)
+    return precisions.workload(preset, spec=spec)._replace(mesh=make_mesh(*sizes))
 
 
 @functools.cache
@@ -167,29 +158,6 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         # eighth and half of one.
         np.testing.assert_allclose(
             after, before, rtol=0.2, atol=2**-9 * np.abs(before).max()
-        )
-
-
-def bits(state):
-    """The bytes of every leaf."""
-    leaves = jax.tree.leaves(
-        dataclasses.replace(state, key=jax.random.key_data(state.key))
-    )
-    return [np.asarray(leaf).tobytes() for leaf in leaves]
-
-
-@pytest.mark.slow  # unit/trainer/run/test_checkpoint.py has a state on fewer
-def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
-    state = to_stored(state_of("scalify_fp8_fp16", (1, DEVICES)))
-    before = bits(state)
-    for sizes in [(2,), (2, 2, 2), (1, 8)]:
-        w = workload("scalify_fp8_fp16", sizes)
-        with Checkpointer(tmp_path / str(sizes)) as checkpointer:
-            checkpointer.save(1, state, {})
-            state = checkpointer.restore(abstract_state(w)).state
-        assert bits(state) == before
-        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(
-            shardings(state, w.mesh, w.model.roles)
         )
 
 

@@ -36,7 +36,6 @@ from trainer.step.state import from_stored, to_stored
 from trainer.workload import (
     Model,
     abstract_state,
-    compile_step,
     first_state,
     lower_step,
 )
@@ -286,30 +285,6 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
 
 
-@pytest.mark.slow  # to and from BF16: test_kahan.py
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("fp32", "scalify_fp8_fp16"), ("scalify_fp8_fp8", "fp32")],
-)
-def test_a_state_is_converted_to_another_precision(source, target):
-    state = to_stored(take(source, 5)[0])
-    w = workload(target)
-    converted = convert_state(w, state, workload(source).model.policy, seed=0)
-    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(
-        abstract_state(w)
-    )
-    # FP8 moments are widened exactly; weights are rounded to FP16 at most.
-    for a, b in zip(
-        jax.tree.leaves(wide(converted.params)),
-        jax.tree.leaves(wide(state.params)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, rtol=2**-11, atol=2**-24)
-    converted = from_stored(converted)
-    compile_step(w, abstract(w), converted)(copied(converted), batch(w), hyper(5, 1e-3))
-    assert to_stored(converted).opt_state.step == state.opt_state.step
-
-
 def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     w, state, _ = compiled("scalify_fp8_fp16")
     rescale = make_rescale(w, abstract(w))
@@ -360,36 +335,6 @@ def test_gradients_of_chosen_layers_are_in_e4m3(scan):
     assert casts_to_e5m2(("h.*",)) == 0
     if not scan:
         assert casts_to_e5m2(("h.0.*",)) == every / 2
-
-
-@functools.cache
-def gradient_error(spec=SPEC, **changes):
-    """Of the first step in the flagship's products, FP32 elsewhere, off from FP32's, as
-    a part of its norm."""
-    kept = {"weights": "fp32", "compute": "fp32", "weight_grad": "fp32"}
-    w, plain = (
-        workload("scalify_fp8", spec=spec, **kept, **changes),
-        workload("fp32", spec=spec),
-    )
-    grads, right = (
-        moments(
-            compile_step(v, abstract(v), s := first_state(v, seed=0))(
-                s, batch(v), hyper(0, 1e-2)
-            )[0],
-            "mu",
-        )
-        for v in (w, plain)
-    )
-    off = jax.tree.map(
-        lambda a, b: asarray(a) - b, grads, right, is_leaf=is_scaled_array
-    )
-    return float(optax.global_norm(off) / optax.global_norm(right))
-
-
-@pytest.mark.slow  # that they are mixed: test_an_outlier_beyond_the_format
-def test_mixed_operands_make_the_same_step_up_to_the_formats():
-    # as the first gradient of every preset; that they are mixed: below
-    assert 0 < gradient_error(hadamard=16) <= 0.18
 
 
 def test_an_outlier_beyond_the_format_is_shared_out():

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
-from precisions import SPEC, batch, bits, policy, workload
+from precisions import SPEC, batch, policy, workload
 
 from scalify_core import as_scaled_array, scalify
 from scalify_core.array.tree import map_arrays
@@ -25,39 +24,6 @@ from trainer.workload import (
     Model,
     first_state,
 )
-
-
-def gradient_of_values(preset, gain, **changes):
-    """All gradients of a first step whose values are multiplied by `gain`; of the
-    values' part of `c_attn`, FP32."""
-    w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
-    state, tokens = first_state(w, seed=0), batch(w).tokens_AxBxT1[0]
-    value_and_grad = w.model.differentiate().value_and_grad
-    grads = jax.jit(
-        lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1])
-    )(state)
-    return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
-
-
-@pytest.mark.slow  # of the model, in FP32: models/test_model.py
-def test_gradients_are_the_same_for_every_value_gain():
-    # Powers of two, which static scales take up: no bit differs.
-    up, down = (
-        bits(gradient_of_values("scalify_fp8_fp16", gain))
-        for gain in (2.0**12, 2.0**-12)
-    )
-    assert up == down
-
-
-@pytest.mark.slow  # a study; the loss scale: test_precision.py
-def test_fp16_leaves_its_range_with_the_values():
-    of_values = lambda *args, **changes: gradient_of_values(*args, **changes)[1]
-    exact = of_values("fp32", 1.0)
-    off = of_values("fp16_loss_scaled", 2.0**12, scaling="none") - exact
-    # underflow; of gradients in range it is 2^-11
-    assert optax.global_norm(off) > 0.1 * optax.global_norm(exact)
-    # at the first loss scale
-    assert not jnp.isfinite(of_values("fp16_loss_scaled", 2.0**-12)).all()
 
 
 def test_smooth_swiglu_is_swiglu():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from command import CACHE, TINY
 from families import slow
+from precisions import policy, workload
 
 from trainer import compose, train
 from trainer.compiled.hlo import Program
@@ -30,8 +31,6 @@ from trainer.plan.aot import (
     no_compilation_cache,
 )
 from trainer.plan.targets import get_target
-from trainer.precision.policy import Policy
-from trainer.step.clip_and_decay import make_optimizer
 from trainer.step.kernels import Kernels, gpu_options, promise
 from trainer.step.nonfinite import first_nonfinite
 from trainer.workload import (
@@ -42,7 +41,7 @@ from trainer.workload import (
     lower_step,
 )
 
-FP8 = Policy(**vars(compose_config(["precision=scalify_fp8_fp16"]).precision.policy))
+FP8 = policy("scalify_fp8_fp16")
 # an option that every compiler takes, and that changes nothing
 HARMLESS = {"xla_embed_ir_in_executable": True}
 
@@ -110,16 +109,8 @@ def test_the_line_says_what_is_promised_and_why():
 
 
 def small(mesh, kernels=Kernels.KEPT):
-    adamw = make_optimizer(
-        "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
-    )
-    return TrainTask(
-        Model.make(GPT2Spec(512, 128, 1, 1, 128), FP8),
-        "adamw",
-        adamw,
-        mesh,
-        kernels=kernels,
-    )
+    w = workload("scalify_fp8_fp16", spec=GPT2Spec(512, 128, 1, 1, 128))
+    return w._replace(mesh=mesh, kernels=kernels)
 
 
 @pytest.fixture
