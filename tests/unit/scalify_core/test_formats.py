@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from beside_plain import F32
-from families import quick
 from numpy.testing import assert_array_equal, assert_array_less
 
 from scalify_core.numerics.formats import (
@@ -27,17 +26,16 @@ from scalify_core.numerics.formats import (
 
 NATIVE = [E4M3, E5M2, FP16, BF16]
 SIMULATED = [
-    FloatFormat.parse(name)
-    for name in ("e2m1", "e2m3", "e3m2", "e3m4", "e4m2", "e5m7", "e6m9", "e8m3")
+    FloatFormat.parse(name) for name in ("e2m1", "e3m4", "e5m7", "e6m9", "e8m3")
 ]
 # signalling NaNs warn
 quiet_nan = functools.partial(np.nan_to_num, nan=np.nan, posinf=np.inf, neginf=-np.inf)
-EVERY_16_BITS = {
-    "fp16": (
-        quiet_nan(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(np.float32)
-    ),
-    "bf16": quiet_nan((np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)),
-}
+EVERY_16_BITS = np.concatenate(
+    [
+        quiet_nan(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(F32),
+        quiet_nan((np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)),
+    ]
+)
 
 
 @functools.cache
@@ -91,32 +89,17 @@ def assert_same(actual, expected) -> None:
     assert_array_equal(actual[number].view(np.uint32), expected[number].view(np.uint32))
 
 
-@pytest.mark.parametrize("source", EVERY_16_BITS)
-@pytest.mark.parametrize("fmt", NATIVE, ids=str)
-def test_cast_is_exact_for_every_16_bit_pattern(fmt, source):
-    x = EVERY_16_BITS[source]
-    actual = jax.jit(fmt.cast)(jnp.asarray(x))
-    assert actual.dtype == fmt.dtype
-    assert_same(actual, oracle(fmt, x))
-    inside = np.abs(x) <= fmt.max
-    assert_same(np.asarray(actual)[inside], x[inside].astype(fmt.dtype))
-
-
-@pytest.mark.parametrize("source", quick(EVERY_16_BITS, "bf16"))
 @pytest.mark.parametrize("fmt", NATIVE + SIMULATED, ids=str)
-def test_quantise_is_exact_for_every_16_bit_pattern(fmt, source):
-    x = EVERY_16_BITS[source]
-    assert_same(jax.jit(fmt.quantise)(jnp.asarray(x)), oracle(fmt, x))
-
-
-@pytest.mark.parametrize(
-    "fmt", quick(NATIVE + SIMULATED, E4M3, FP16, SIMULATED[0]), ids=str
-)
-def test_fp32_numbers_around_ties_round_to_nearest_even(fmt):
-    x = near_ties(fmt)
-    assert_same(fmt.quantise(x), oracle(fmt, x))
+def test_every_16_bit_pattern_and_numbers_around_ties_round_to_nearest_even(fmt):
+    x = np.concatenate([EVERY_16_BITS, near_ties(fmt)])
+    expected = oracle(fmt, x)
+    assert_same(jax.jit(fmt.quantise)(x), expected)
     if fmt.dtype is not None:
-        assert_same(fmt.cast(x), oracle(fmt, x))
+        actual = jax.jit(fmt.cast)(x)
+        assert actual.dtype == fmt.dtype
+        assert_same(actual, expected)
+        inside = np.abs(x) <= fmt.max
+        assert_same(np.asarray(actual)[inside], x[inside].astype(fmt.dtype))
 
 
 def truncated(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
@@ -129,56 +112,40 @@ def truncated(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
     return np.copysign(np.where(np.isfinite(x), table[below], special), x)
 
 
-@pytest.mark.parametrize("name", ["e4m3t", "e5m2t", "e3m1t", "e8m7t", "e5m10t"])
+@pytest.mark.parametrize("name", ["e4m3t", "e5m2t", "e8m7t"])
 def test_a_truncating_format_leaves_out_digits_and_never_rounds_up(name):
     fmt = FloatFormat.parse(name)
-    assert (str(fmt), fmt.dtype, fmt.max) == (
-        name,
-        None,
-        FloatFormat.parse(name[:-1]).max,
-    )
-    for x in (*EVERY_16_BITS.values(), near_ties(fmt)):
-        assert_same(jax.jit(fmt.quantise)(jnp.asarray(x)), truncated(fmt, x))
+    like = FloatFormat.parse(name[:-1])
+    assert (str(fmt), fmt.dtype, fmt.max) == (name, None, like.max)
+    x = np.concatenate([EVERY_16_BITS, near_ties(fmt)])
+    assert_same(jax.jit(fmt.quantise)(x), truncated(fmt, x))
     with pytest.raises(ValueError, match="quantise"):
         fmt.cast(1.0)
 
 
-@pytest.mark.parametrize("name", ["e4m3s", "e5m2s", "e3m1s"])
+@pytest.mark.parametrize("name", ["e4m3s", "e5m2s"])
 def test_a_stochastic_format_gives_either_neighbour_the_nearer_the_likelier(name):
     fmt = FloatFormat.parse(name)
-    assert (str(fmt), fmt.dtype, fmt.max) == (
-        name,
-        None,
-        FloatFormat.parse(name[:-1]).max,
-    )
+    like = FloatFormat.parse(name[:-1])
+    assert (str(fmt), fmt.dtype, fmt.max) == (name, None, like.max)
     quantise = jax.jit(fmt.quantise)
-    x = np.concatenate(
-        [np.random.default_rng(0).normal(size=2**16), [0.0, -0.0, np.inf, np.nan]]
-    ).astype(np.float32)
-    actual, below = np.asarray(quantise(x)), truncated(fmt, x)
-    ends = x[-4:] if fmt.infinities else np.array([0.0, -0.0, np.nan, np.nan])
-    assert_same(actual[-4:], ends.astype(np.float32))
-    x, actual, below = x[:-4], actual[:-4], below[:-4]
-    table = values(fmt)
-    above = np.copysign(
-        table[np.minimum(np.searchsorted(table, np.abs(below)) + 1, len(table) - 1)], x
-    )
+    special = np.array([0.0, -0.0, np.inf, np.nan], F32)
+    x = np.random.default_rng(0).normal(size=2**16).astype(F32)
+    all_of_it = np.asarray(quantise(np.append(x, special)))
+    ends = np.where(np.isfinite(special) | fmt.infinities, special, np.nan)
+    assert_same(all_of_it[-4:], ends)
+    actual, below, table = all_of_it[:-4], truncated(fmt, x), values(fmt)
+    next_one = np.minimum(np.searchsorted(table, np.abs(below)) + 1, len(table) - 1)
+    above = np.copysign(table[next_one], x)
     assert np.all((actual == below) | (actual == above))
     assert np.mean(actual == below) > 0.3
     assert np.mean(actual == above) > 0.3
-    assert_same(
-        actual,
-        np.asarray(
-            quantise(np.append(x, [0.0, -0.0, np.inf, np.nan]).astype(np.float32))
-        )[:-4],
-    )
+    assert_same(actual, np.asarray(quantise(np.append(x, special)))[:-4])
     # A rounding is off by at most the space between its neighbours, so that many are
     # off by its root together.
     error, space = (actual - x).astype(np.float64), np.abs(above - below)
     assert abs(error.sum()) < 4 * np.sqrt(np.square(space).sum() / 4)
-    assert np.any(
-        actual != np.asarray(quantise(np.append(x, 1.0).astype(np.float32)))[:-1]
-    )
+    assert np.any(actual != np.asarray(quantise(np.append(x, F32(1))))[:-1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -229,10 +196,19 @@ def test_names_give_the_native_formats_and_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize("fmt", [*NATIVE, FloatFormat.parse("e3m2")], ids=str)
-def test_stochastic_rounding_returns_numbers_of_the_format_unchanged(fmt):
+def test_stochastic_rounding_keeps_what_is_of_the_format_and_saturates(fmt):
     x = np.concatenate([values(fmt), -values(fmt)]).astype(np.float32)
-    for draw in (0, 1, 2**15, 2**16 - 1):
+    for draw in (0, 2**16 - 1):
         assert_same(fmt.stochastic_round(x, jnp.full(x.shape, draw, jnp.uint16)), x)
+    largest = float(np.finfo(np.float32).max)
+    x = np.array(
+        [fmt.max * (1 + fmt.epsilon / 4), -largest, np.inf, -np.inf, np.nan], np.float32
+    )
+    special = x[2:] if fmt.infinities else [np.nan] * 3
+    assert_same(
+        fmt.stochastic_round(x, jnp.full(5, 2**16 - 1, jnp.uint16)),
+        [fmt.max, -fmt.max, *special],
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,39 +244,15 @@ def test_stochastic_rounding_is_unbiased_over_all_draws(fmt):
     assert_array_less(np.abs(rounded.mean(0) - x), (high - low) * bound * (1 + 1e-9))
 
 
-def test_stochastic_rounding_from_fp32_to_fp16_is_exactly_unbiased():
-    x = np.float32(1) + np.float32(2**-23) * np.arange(1, 2**13, 97, dtype=np.float32)
-    draws = jnp.tile(jnp.arange(2**16, dtype=jnp.uint16)[:, None], (1, len(x)))
-    rounded = jax.vmap(FP16.stochastic_round, in_axes=(None, 0))(x, draws)
-    assert_array_equal(np.asarray(rounded, np.float64).mean(0), x.astype(np.float64))
-
-
 @pytest.mark.parametrize("fmt", [*NATIVE[:3], FloatFormat.parse("e3m2")], ids=str)
 def test_stochastic_rounding_of_a_part_of_the_smallest_number_gives_it_as_often(fmt):
     draws = jnp.arange(2**16, dtype=jnp.uint16)
-    for part in (1.0, 0.75, 0.5, 2.0**-3, 2.0**-10, 0.0):
+    for part in (1.0, 0.75, 2.0**-10, 0.0):
         x = jnp.full(2**16, part * fmt.min_subnormal, F32)
         rounded = np.asarray(jax.jit(fmt.stochastic_round)(-x, draws), np.float64)
         assert set(rounded) <= {0.0, -fmt.min_subnormal}
         assert np.all(np.signbit(rounded))
         assert np.sum(rounded != 0) == part * 2**16
-
-
-@pytest.mark.parametrize("fmt", NATIVE, ids=str)
-def test_stochastic_rounding_saturates_and_keeps_what_is_not_finite(fmt):
-    x = np.array(
-        [fmt.max * (1 + fmt.epsilon / 4), -3e38, np.inf, -np.inf, np.nan], np.float32
-    )
-    expected = (
-        [fmt.max, -fmt.max, np.inf, -np.inf, np.nan]
-        if fmt.infinities
-        else [fmt.max, -fmt.max] + [np.nan] * 3
-    )
-    x[1] = np.float32(-3.4028235e38)
-    assert_same(
-        np.abs(fmt.stochastic_round(x, jnp.full(5, 2**16 - 1, jnp.uint16))),
-        np.abs(expected),
-    )
 
 
 def test_stochastic_rounding_refuses_bits_of_another_shape_or_type():
@@ -352,23 +304,20 @@ def test_counter_bits_refuse_an_array_they_cannot_number():
         jax.eval_shape(lambda: counter_bits((2**16, 2**16), 0, 0, 0))
 
 
-@pytest.mark.parametrize("exponent", [-126, -100, -1, 0, 1, 13, 126])
+@pytest.mark.parametrize("exponent", [-126, -1, 0, 13, 125])
 def test_powers_of_two_round_at_the_binary_border_and_at_the_square_root_of_two(
     exponent,
 ):
-    one, border = (
-        np.float32(2.0**exponent),
-        np.float32(2.0**exponent) * np.float32(np.sqrt(2.0)),
-    )
-    top = np.nextafter(one * 2, np.float32(0)) if exponent < 126 else one
-    above = np.nextafter(border, np.float32(np.inf)) if exponent < 126 else one
+    one = np.float32(2.0**exponent)
+    border = one * np.float32(np.sqrt(2.0))
+    top = np.nextafter(one * 2, np.float32(0))
+    above = np.nextafter(border, np.float32(np.inf))
     for convert in (float, F32):
         assert float(pow2_floor(convert(one))) == one
         assert float(pow2_floor(convert(top))) == one
         # FP32's nearest number to sqrt(2) lies below it
         assert float(pow2_round(convert(border))) == one
-        assert float(pow2_round(convert(above))) == (one * 2 if exponent < 126 else one)
-        assert float(pow2_round(convert(top))) == (one * 2 if exponent < 126 else one)
+        assert float(pow2_round(convert(above))) == one * 2
 
 
 def test_powers_of_two_agree_between_numbers_and_arrays_over_all_exponents():
@@ -378,8 +327,7 @@ def test_powers_of_two_agree_between_numbers_and_arrays_over_all_exponents():
         actual = np.asarray(jax.jit(function)(x))
         assert_array_equal(actual, [function(v) for v in x])
         assert np.all(np.frexp(actual)[0] == 0.5)
-        assert actual.min() == 2.0**-126
-        assert actual.max() == 2.0**126
+        assert (actual.min(), actual.max()) == (2.0**-126, 2.0**126)
 
 
 @pytest.mark.parametrize("function", [pow2_floor, pow2_round])
@@ -421,11 +369,8 @@ def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
     assert_array_equal(actual, expected)
     finite = np.isfinite(expected)
     assert_array_equal(np.signbit(actual[finite]), np.signbit(expected[finite]))
-
-
-def test_cast_or_nan_is_for_fp8():
     with pytest.raises(ValueError, match="8-bit formats"):
-        FP16.cast_or_nan(jnp.ones(2))
+        FP16.cast_or_nan(x)
 
 
 def test_the_inverse_of_a_power_of_two_is_exact():

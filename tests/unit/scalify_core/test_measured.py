@@ -25,7 +25,6 @@ from beside_plain import (
     normal,
     scaled,
 )
-from families import slow
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -39,16 +38,10 @@ X, SQUARE, STACK = normal(0, 16, 8), normal(1, 16, 16), normal(2, 6, 16, 16) / 4
 # Results of operations that have no scale of their own.
 UNSCALED = {
     "exp of large": lambda x: jnp.exp(8 + jnp.tanh(x)),
-    "exp of small": lambda x: jnp.exp(-30 + jnp.tanh(x)),
     "exp in a product": lambda x: jnp.exp(-30 + jnp.tanh(x)) @ jnp.ones((8, 4)),
-    "power": lambda x: jnp.abs(x * 1e4) ** 1.7,
     "product of all": lambda x: jnp.prod(20 + jnp.tanh(x), 0),
-    "cumulative product": lambda x: jnp.cumprod(3 + jnp.tanh(x), 0),
-    "cholesky": lambda x: jnp.linalg.cholesky(1e9 * (x.T @ x + jnp.eye(8))),
-    "inverse": lambda x: jnp.linalg.inv(1e-7 * (jnp.eye(8) * 9 + x[:8])),
     "singular values": lambda x: jnp.linalg.svd(1e9 * x, compute_uv=False),
     "factor above the format": lambda x: x * jnp.full(x.shape, 1e8),
-    "factor below the format": lambda x: x * jnp.full(x.shape, 1e-9),
     "term above the format": lambda x: (
         x + jnp.broadcast_to(jnp.arange(8.0), x.shape) * 1e5
     ),
@@ -127,7 +120,7 @@ PROGRAMS = {
             normal(0, 8, 16),
             SQUARE,
         )
-        for a, b in ((-55, -55), (-100, -5), (-90, 80), (90, 30))
+        for a, b in ((-55, -55), (-90, 80), (90, 30))
     },
     "many tokens": case(
         jax.grad(mean_over_many_tokens, (0, 1)), normal(0, 16, 64), normal(1, 512, 16)
@@ -147,7 +140,6 @@ PROGRAMS = {
         for name, through, gain in (
             ("layers", lambda f: f, 2.0**5),
             ("remat", jax.checkpoint, 2.0**-5),
-            ("jit", jax.jit, 2.0**5),
         )
     },
 }
@@ -158,25 +150,13 @@ def test_a_program_is_as_right_as_in_float32(name):
     PROGRAMS[name]()
 
 
-NETS = {
-    "pre": lambda x, w: x + jnp.tanh(normalised(x) @ w),
-    "post": lambda x, w: normalised(x + jnp.tanh(x @ w)),
-    "none": lambda x, w: x + jnp.tanh(x @ w) / 4,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "depth"), [("pre", 4), slow("post", 16), slow("none", 16)]
-)
-def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(
-    kind, depth
-):
+def test_gradients_of_a_deep_residual_net_are_as_right_as_those_of_plain_fp16():
     def net(ws, x):
         for w in ws:
-            x = NETS[kind](x, w)
+            x = x + jnp.tanh(normalised(x) @ w)
         return jnp.mean(x**2 * jnp.arange(32, dtype=x.dtype)[None])
 
-    args = tuple(normal(i, 32, 32) / 6 for i in range(depth)), normal(99, 16, 32)
+    args = tuple(normal(i, 32, 32) / 6 for i in range(4)), normal(99, 16, 32)
     scale = 2.0**-70
     actual, expected = both(jax.grad(lambda *args: scale * net(*args)), *args)
     # Plain FP16 rounds every intermediate value; here only what is stored for products
@@ -266,19 +246,6 @@ def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():
     assert actual.dtype == jnp.float64
 
 
-def test_a_batch_of_while_loops_ends_each_by_its_own_condition_and_is_explained():
-    w = jnp.full((1, 1), 2.0)
-    turn = lambda c: (c[None] @ w)[0] + 1
-    fun = lambda x: lax.while_loop(lambda c: c[0] < 50.0, turn, x)
-    x = jnp.arange(1.0, 5.0)[:, None]
-    check(jax.vmap(fun), x, axis=0)
-    outside = jax.jit(jax.vmap(scalify(fun)))(ScaledArray(x.astype(HALF), 1.0))
-    assert error(outside, jax.vmap(fun)(x), 0) <= ROUNDINGS[HALF]
-    explanation = sc.explain(jax.vmap(fun), *scaled(x))
-    assert explanation.first_loss is None
-    assert max(row.figures.error for row in explanation.rows if row.figures) < 0.01
-
-
 def test_a_sum_over_a_vmap_that_is_outside():
     x = normal(0, 4, 8)
     inner = scalify(lambda t: t @ t - lax.pmean(t @ t, "i"))
@@ -344,15 +311,12 @@ def test_other_scales_are_refused_in_one_line():
         scalify(jnp.sin, scales="dynamic")
 
 
-@pytest.mark.parametrize(("axis", "operand"), [(1, 0), slow(2, 0), slow(0, 1)])
-def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front(axis, operand):
-    stack, other = jnp.moveaxis(normal(0, 16, 16, 16), 0, axis), SQUARE
-    axes = (axis, None) if operand == 0 else (None, axis)
-    args = (stack, other) if operand == 0 else (other, stack)
+def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front():
+    args = jnp.moveaxis(normal(0, 16, 16, 16), 0, 1), SQUARE
 
     def gradient(dot_general):
         product = lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ())))
-        batched = jax.vmap(product, in_axes=axes)
+        batched = jax.vmap(product, in_axes=(1, None))
         return jax.grad(lambda *args: jnp.sum(batched(*args) ** 2), (0, 1))
 
     actual = jax.jit(scalify(gradient(sc.fp8_dot_general)))(*scaled(*args))
@@ -370,7 +334,7 @@ def sum_of_all(w, x):
 
 @pytest.mark.parametrize(
     ("loss", "check_vma"),
-    [(local_sum, True), (sum_of_all, False), slow(sum_of_all, True)],
+    [(local_sum, True), (sum_of_all, False)],
 )
 def test_gradients_inside_a_shard_map_are_those_of_the_plain_program_there(
     loss, check_vma

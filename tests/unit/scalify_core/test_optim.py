@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import quick
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 from scalify_core import ScaledArray, as_scaled_array, tree
-from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
+from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FloatFormat
 from scalify_core.optim import Stored, scaled_state
 
 HALF, FP8 = {"mu": FP16, "nu": FP16}, {"mu": E4M3, "nu": E5M2}
@@ -209,29 +208,22 @@ def test_a_small_element_takes_no_exploding_step(formats):
 def test_fp8_updates_are_as_good_for_rows_of_any_size():
     # Gradients of one size per row, from 1 down to 2^-24 of the largest: seldom seen
     # rows of an embedding.
-    n = 2**10
-    gradient = {"w": jnp.full((13, n), 1.0) * 2.0 ** (-2 * jnp.arange(13.0))[:, None]}
-    fields = {"nu": Stored(E5M2, sqrt=True)}
-    relative = scaled_state(
-        optax.scale_by_adam(0.9, 0.95, eps=0),
-        fields={"mu": Stored(E4M3, relative_to="nu"), **fields},
-        seed=0,
-    )
-    absolute = scaled_state(
-        optax.scale_by_adam(0.9, 0.95, eps=0),
-        fields={"mu": Stored(E4M3), **fields},
-        seed=0,
-    )
-    by_default = scaled_state(
-        optax.scale_by_adam(0.9, 0.95, eps=0), mu=E4M3, nu=E5M2, seed=0
-    )
-    state, updates = run(relative, gradient, 100)
-    assert_same_bits((state, updates), run(by_default, gradient, 100))
+    gradient = {"w": jnp.full((13, 1024), 1.0) * 4.0 ** -jnp.arange(13.0)[:, None]}
+    adam = optax.scale_by_adam(0.9, 0.95, eps=0)
+
+    def updates_of(**how):
+        return run(scaled_state(adam, **how, seed=0), gradient, 60)[1]
+
+    nu = Stored(E5M2, sqrt=True)
+    relative = {"mu": Stored(E4M3, relative_to="nu"), "nu": nu}
+    updates = updates_of(fields=relative)
+    assert_same_bits(updates, updates_of(mu=E4M3, nu=E5M2))  # the default
     sizes = np.sqrt(np.mean(np.square(updates["w"]), axis=1))
     assert_allclose(sizes, sizes[0], rtol=0.05)
     # a step of m / sqrt(v), v having the noise of two mantissa bits
     assert sizes[0] == pytest.approx(1, abs=0.25)
-    sizes = np.sqrt(np.mean(np.square(run(absolute, gradient, 100)[1]["w"]), axis=1))
+    updates = updates_of(fields={"mu": Stored(E4M3), "nu": nu})
+    sizes = np.sqrt(np.mean(np.square(updates["w"]), axis=1))
     assert sizes[-1] > 2 * sizes[0] or sizes[-1] < sizes[0] / 2
 
 
@@ -306,10 +298,6 @@ WRAPPED = {
         lambda: optax.sgd(1e-2, momentum=0.9),
         {"fields": {"trace": Stored(E4M3)}},
     ),
-    "adafactor": (
-        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-        {"fields": {name: Stored(FP16, sqrt=True) for name in ("v_row", "v_col", "v")}},
-    ),
     "masked": (
         lambda: optax.chain(
             optax.clip_by_global_norm(1.0),
@@ -317,14 +305,10 @@ WRAPPED = {
         ),
         HALF,
     ),
-    "injected": (
-        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
-        HALF,
-    ),
 }
 
 
-@pytest.mark.parametrize("name", quick(WRAPPED, "adamw", "lion", "momentum"))
+@pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
     make, stored = WRAPPED[name]
     plain, tx = make(), scaled_state(make(), **stored, seed=0)
@@ -335,14 +319,11 @@ def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
         expected, a = plain_update(gradients(i), a, params)
         actual, b = update(gradients(i), b, params)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    narrow = [x for x in tree.leaves(b) if isinstance(x, ScaledArray)]
-    assert narrow
+    assert any(isinstance(x, ScaledArray) for x in tree.leaves(b))
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == jnp.float32
         cosine = np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y))
-        assert cosine > (
-            0.97 if any(leaf.dtype.itemsize == 1 for leaf in narrow) else 0.999
-        )
+        assert cosine > 0.97
 
 
 def test_gradients_and_parameters_may_be_scaled_or_narrow():
@@ -358,19 +339,8 @@ def test_gradients_and_parameters_may_be_scaled_or_narrow():
         assert_same_bits((updates, state), (expected, expected_state))
 
 
-def test_fp32_fields_are_left_alone():
-    tx = scaled_state(optax.adam(1e-2), mu=jnp.float32, nu=FP32, seed=0)
-    state = tx.init({"w": jnp.ones(3)})
-    assert not any(isinstance(x, ScaledArray) for x in tree.leaves(state))
-
-
 REFUSED = [
     (optax.lion(1e-3), HALF, "field 'nu'; it has some in ['mu']"),
-    (
-        optax.lion(1e-3),
-        {"fields": {"mu": Stored(E4M3, relative_to="nu")}},
-        "field 'nu'; it has some in ['mu']",
-    ),
     (
         optax.adam(1e-3),
         {"fields": {f: Stored(E4M3, relative_to=g) for f, g in ("mn", "nm")}},
@@ -385,8 +355,6 @@ REFUSED = [
         {"fields": {"trace": jnp.float16}},
         "fields['trace'] is <class 'jax.numpy.float16'>, expected a Stored",
     ),
-    (optax.sgd(1e-2), HALF, "in []: leave mu and nu out, there is nothing to store"),
-    (optax.lion(1e-2), HALF, "in ['mu']: leave nu out"),
     (
         optax.sgd(1e-2, momentum=0.9),
         {"mu": E4M3},

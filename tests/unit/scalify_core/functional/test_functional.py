@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beside_plain import F32, normal
-from families import slow
 from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
@@ -87,25 +86,11 @@ CASES = {
         (X, B),
         2,
     ),
-    "materialised": (sc.functional.materialised, lambda x: x, (X,), 1),
-    "silu": (sc.functional.silu, jax.nn.silu, (X,), 1),
     "relu": (sc.functional.relu, jax.nn.relu, (X,), 1),
     "swiglu": (sc.functional.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1]), 2),
     "softmax": (sc.functional.softmax, jax.nn.softmax, (X,), 1),
-    "softmax_axis_0": (
-        lambda x: sc.functional.softmax(x, axis=0),
-        lambda x: jax.nn.softmax(x, axis=0),
-        (X,),
-        1,
-    ),
     "log_softmax": (sc.functional.log_softmax, jax.nn.log_softmax, (X,), 1),
     "attention": (sc.functional.attention, full_attention(causal=True), QKV, 3),
-    "attention_not_causal": (
-        lambda *a: sc.functional.attention(*a, causal=False),
-        full_attention(causal=False),
-        QKV,
-        3,
-    ),
     "attention_more_keys": (
         lambda *a: sc.functional.attention(*a, causal=False),
         full_attention(causal=False),
@@ -134,12 +119,6 @@ CASES = {
         lambda x: sc.functional.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)),
         rotated,
         QKV[:1],
-        1,
-    ),
-    "cross_entropy": (
-        sc.functional.cross_entropy,
-        cross_entropy(24),
-        (LOGITS, TARGETS),
         1,
     ),
     "cross_entropy_padded": (
@@ -171,45 +150,30 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradients_equal_the_textbook_formula(name):
+    """In FP32; of FP16 they have the dtype of the input."""
     fun, reference, args, differentiable = CASES[name]
     argnums = tuple(range(differentiable))
 
     def both(f):
         def loss(*args):
             out = f(*args)
-            return (
-                jnp.sum(
-                    out * jnp.cos(jnp.arange(out.size, dtype=F32)).reshape(out.shape)
-                ),
-                out,
-            )
+            weights = jnp.cos(jnp.arange(out.size, dtype=F32)).reshape(out.shape)
+            return jnp.sum(out * weights), out
 
-        return jax.jit(jax.value_and_grad(loss, argnums, has_aux=True))(*args)
+        return jax.value_and_grad(loss, argnums, has_aux=True)
 
-    ((_, out), grads), ((_, expected), expected_grads) = both(fun), both(reference)
+    ((_, out), grads), ((_, expected), expected_grads) = (
+        jax.jit(both(f))(*args) for f in (fun, reference)
+    )
     for a, b in zip((out, *grads), (expected, *expected_grads), strict=True):
         # Sums of up to 150 products of terms of the size of the largest: a random walk
         # of rounding errors, doubled.
-        assert_allclose(
-            a,
-            b,
-            rtol=0,
-            atol=EPS * 2 * np.sqrt(150) * max(1.0, float(jnp.abs(b).max())),
-        )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_result_and_gradients_have_the_dtype_of_the_input(name):
-    fun, _, args, differentiable = CASES[name]
-    args = tuple(
-        a.astype(HALF) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args
-    )
-    out = jax.eval_shape(fun, *args)
+        limit = EPS * 2 * np.sqrt(150) * max(1.0, float(jnp.abs(b).max()))
+        assert_allclose(a, b, rtol=0, atol=limit)
+    narrow = [a.astype(HALF) if a.dtype == F32 else a for a in args]
+    (_, out), grads = jax.eval_shape(both(fun), *narrow)
     assert out.dtype == (F32 if "cross_entropy" in name else HALF)
-    for grad in jax.eval_shape(
-        jax.grad(lambda *a: fun(*a).sum(), tuple(range(differentiable))), *args
-    ):
-        assert grad.dtype == HALF
+    assert {grad.dtype.type for grad in grads} == {HALF}
 
 
 def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
@@ -226,27 +190,15 @@ def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
     assert temp < n * v * 4 / 2
 
 
-def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
-    x, head = normal(0, 4096, 4), normal(1, 64, 4)
-    targets = jnp.zeros(4096, jnp.int32)
-    g16 = jax.grad(sc.functional.linear_cross_entropy, 1)(
-        x.astype(HALF), head.astype(HALF), targets
-    )
-    g32 = jax.grad(sc.functional.linear_cross_entropy, 1)(x, head, targets)
-    assert_allclose(np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "chunk"), [(HALF, 10), (HALF, 2), slow(jnp.bfloat16, None)]
-)
-def test_narrow_logits_are_rounded_once_and_nothing_else_is(dtype, chunk):
+def test_narrow_logits_are_rounded_once_and_nothing_else_is():
+    dtype = HALF
     x, head = (4 * HIDDEN).astype(dtype), (4 * HEAD).astype(dtype)
     exact = x.astype(F32) @ head.astype(F32).T
     expected, slope = jax.value_and_grad(cross_entropy(20))(
         exact.astype(dtype).astype(F32), TARGETS
     )
     fun = lambda x, head: sc.functional.linear_cross_entropy(
-        x, head, TARGETS, vocab_size=20, chunk=chunk, narrow_logits=True
+        x, head, TARGETS, vocab_size=20, chunk=10, narrow_logits=True
     )
     actual, (dx, dhead) = jax.jit(jax.value_and_grad(fun, (0, 1)))(x, head)
     # A sum in another order may round another way, and changes a logit by 2^-10 or
@@ -297,8 +249,7 @@ def test_a_product_writes_narrow_logits_in_the_format_of_its_operands(fwd):
         }
 
 
-@pytest.mark.parametrize("mean", [0.0, 100.0])
-@pytest.mark.parametrize("eps", [1e-5, 2.0**-126, 0.0])
+@pytest.mark.parametrize(("mean", "eps"), [(0.0, 1e-5), (100.0, 2.0**-126)])
 def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
     x, g, weight, bias = (
         normal(0, 6, 96) + mean,
@@ -323,24 +274,15 @@ def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
         )
 
 
-@pytest.mark.parametrize("size", [96, 768, 1280])
-@pytest.mark.parametrize("eps", [1e-5, 2.0**-126])
+@pytest.mark.parametrize(("size", "eps"), [(96, 2.0**-126), (1280, 1e-5)])
 def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too(
     size, eps
 ):
-    x = jnp.asarray(np.float16([[1], [-10.7], [100], [9e3]])) * jnp.ones(
+    x = jnp.asarray(np.float16([[0], [-10.7], [100], [9e3]])) * jnp.ones(
         (1, size), HALF
     )
     for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd):
         assert_array_equal(fwd(x, jnp.ones(size), None, eps=eps)[0], 0)
-
-
-def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilon():
-    y, (_, _, rstd, *_) = norms._layer_norm_fwd_cuda(
-        jnp.zeros((2, 96)), jnp.ones(96), None, eps=2.0**-126
-    )
-    assert_array_equal(y, 0)
-    assert np.isfinite(rstd).all()
 
 
 def test_embedding_gradient_for_cuda_equals_the_scatter_add():
@@ -350,24 +292,16 @@ def test_embedding_gradient_for_cuda_equals_the_scatter_add():
         jax.jit(f)((HIDDEN, ids), g) for f in (_embedding_bwd, _embedding_bwd_cuda)
     )
     assert_allclose(actual, expected, atol=64 * EPS)
-
-
-def test_embedding_of_an_id_outside_is_nan():
     assert np.isnan(sc.functional.embedding(HIDDEN, jnp.asarray([30]))).all()
 
 
-def test_attention_of_unequal_lengths_with_causal_is_an_error():
+def test_attention_of_shapes_that_do_not_fit_is_an_error():
     with pytest.raises(ValueError, match="7 queries and 150 keys"):
         sc.functional.attention(QKV[0][:, :7], *QKV[1:])
-
-
-@pytest.mark.parametrize("heads", [(3, 2, 2), (4, 2, 1), (1, 2, 2)])
-def test_attention_of_heads_that_do_not_divide_is_an_error(heads):
-    with pytest.raises(
-        ValueError,
-        match=f"{heads[0]} heads of queries, {heads[1]} of keys, {heads[2]} of values",
-    ):
-        sc.functional.attention(*(normal(0, 1, 4, n, 8) for n in heads))
+    for heads in ((3, 2, 2), (4, 2, 1), (1, 2, 2)):
+        says = "{} heads of queries, {} of keys, {} of values".format(*heads)
+        with pytest.raises(ValueError, match=says):
+            sc.functional.attention(*(normal(0, 1, 4, n, 8) for n in heads))
 
 
 def test_grouped_attention_holds_no_repeated_keys_or_values():
@@ -406,10 +340,10 @@ def test_rope_keeps_what_a_pair_of_positions_sees_of_each_other():
     assert (jnp.abs(near - far) > 0.01).any()
 
 
-@pytest.mark.parametrize("shape", [(149, 4), (150, 8), (4,)])
-def test_rope_tables_of_another_shape_are_an_error(shape):
-    with pytest.raises(ValueError, match=r"expected \(150, 4"):
-        sc.functional.rope(QKV[0], jnp.ones(shape), jnp.ones(shape))
+def test_rope_tables_of_another_shape_are_an_error():
+    for shape in ((149, 4), (150, 8), (4,)):
+        with pytest.raises(ValueError, match=r"expected \(150, 4"):
+            sc.functional.rope(QKV[0], jnp.ones(shape), jnp.ones(shape))
 
 
 def test_gradients_of_attention_saturate_in_fp16():
@@ -427,7 +361,7 @@ def test_gradients_of_attention_saturate_in_fp16():
 
 @pytest.mark.parametrize(
     ("tokens", "chunk", "masked"),
-    [(30, None, True), (30, 10, False), (30, 7, True), (16, 16, True)],
+    [(30, None, True), (30, 10, False), (30, 7, True)],
 )
 def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk, masked):
     """What is lowered for CUDA, run here."""

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beside_plain import assert_near, normal
-from families import quick
 from numpy.testing import assert_array_equal
 
 import scalify_core
@@ -37,7 +36,6 @@ def loss(x, head, targets):
 
 
 LOSSES = {
-    "sum": lambda x, head: jnp.sum(jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
     "mean": lambda x, head: jnp.mean(jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
     "weighted": lambda x, head: jnp.sum(
         jnp.arange(1.0, 4.0) * jax.vmap(loss, (0, None, 0))(x, head, TARGETS)
@@ -48,9 +46,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"), zip(LOSSES, (1.0, None, 1.0, None), strict=True)
-)
+@pytest.mark.parametrize(("name", "scale"), zip(LOSSES, (1.0, None, None), strict=True))
 def test_gradient_of_a_batched_linear_cross_entropy_is_that_of_the_plain_program(
     name, scale
 ):
@@ -81,7 +77,7 @@ def half(x, exponent, dynamic):
 
 
 @pytest.mark.parametrize(
-    ("dynamic", "exponent"), [("q", -30), ("k", 20), ("v", -30), ("qkv", 20), ("", -30)]
+    ("dynamic", "exponent"), [("q", -30), ("v", -30), ("qkv", 20), ("", -30)]
 )
 def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(
     exponent, dynamic
@@ -130,12 +126,6 @@ def test_a_rotation_changes_no_scale(exponent, dynamic):
         assert rms(y) == pytest.approx(rms(x), rel=1e-3)
 
 
-def test_a_rotation_under_vmap_rotates_each():
-    xs = half(normal(0, 3, 64, 2, 5, 8), 7, False)
-    turned = jax.vmap(rotated, in_axes=2, out_axes=(0, 1))
-    assert_near(scalify(turned)(xs), turned(asarray(xs)), float(jnp.finfo(HALF).eps))
-
-
 def test_a_rotation_of_a_plain_array_by_scaled_tables():
     x = normal(0, 1, 64, 2, 8)
     tables = as_scaled_array(TABLES, 1.0)
@@ -163,26 +153,7 @@ def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
         assert 0.25 <= rms(y) <= 4
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_what_heads_share_has_the_size_that_is_expected(groups):
-    """Of the gradients of keys and values, data of one size however many query heads
-    add up to them."""
-    args = [
-        as_scaled_array(normal(i, 2, 64, heads, 16), 1.0)
-        for i, heads in enumerate((8, groups, groups))
-    ]
-    _, (_, dk, dv) = scalify(grouped)(*args)
-    _, (_, own_dk, own_dv) = scalify(grouped)(
-        args[0], *(as_scaled_array(normal(i, 2, 64, 8, 16), 1.0) for i in (1, 2))
-    )
-    for actual, own in ((dk, own_dk), (dv, own_dv)):
-        # Within half an octave, by which a scale is rounded, either way.
-        assert 0.5 <= rms(actual) / rms(own) <= 2
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "exponent"), [("x", -30), ("head", 20), ("x head", -30)]
-)
+@pytest.mark.parametrize(("dynamic", "exponent"), [("x", -30), ("x head", 20)])
 def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
     x, head = (
         half(X[0], exponent, "x" in dynamic),
@@ -209,23 +180,7 @@ def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynam
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [
-        lambda x: sc.functional.layer_norm(x, jnp.ones(D), None),
-        lambda x: sc.functional.rms_norm(x, jnp.ones(D)),
-    ],
-)
-@pytest.mark.parametrize(("dynamic", "exponent"), [(False, 20), (True, -30)])
-def test_gradient_of_a_norm_has_the_scale_of_what_it_divides_by(
-    norm, exponent, dynamic
-):
-    x = half(X[0], exponent, dynamic)
-    gradient = jax.grad(lambda x: jnp.sum(norm(x) * X[1]))
-    assert_near(scalify(gradient)(x), gradient(asarray(x)), HALF_RTOL)
-
-
-@pytest.mark.parametrize(
-    "exponents", [(0, -6), (-6, -6), (3, 5), (0, -126), (0, None), (100, -100)]
+    "exponents", [(0, -6), (3, 5), (0, -126), (0, None), (100, -100)]
 )
 def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
     """Those of zeros, the smallest, among them."""
@@ -243,7 +198,7 @@ def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
         assert 0.25 <= float(jnp.sqrt(jnp.mean(jnp.square(actual.data)))) <= 4
 
 
-@pytest.mark.parametrize("exponent", [-60, 0, 60, 120])
+@pytest.mark.parametrize("exponent", [-60, 120])
 def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
     x = as_scaled_array(X[0].at[1].set(0) * 2.0**exponent, 2.0**exponent)
     for norm in (
@@ -276,31 +231,13 @@ def test_a_gelu_with_its_own_bias_is_the_gelu_of_a_sum(scale):
     near(scalify(jax.vmap(own))(*stack), jax.vmap(of_a_sum)(*asarray(stack)))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
-    x, bias = half(normal(0, N, D), 3, dynamic), half(normal(1, D), 4, dynamic)
-
-    def fun(x, bias):
-        out, pull = jax.vjp(sc.functional.gelu, x, bias)
-        return out, pull(out * 0.5)
-
-    assert_near(scalify(fun)(x, bias), fun(*asarray((x, bias))), HALF_RTOL)
-
-
 @pytest.mark.parametrize(
-    "fun",
-    quick(
-        [
-            sc.static.dynamic_rescale_rms,
-            sc.static.dynamic_rescale_max_grad,
-            materialised,
-        ],
-        sc.static.dynamic_rescale_rms,
-    ),
-)
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [(0, None), (2, None), (1, 0), (2, 1)],
+    ("fun", "outer", "inner"),
+    [
+        (sc.static.dynamic_rescale_rms, 2, None),
+        (sc.static.dynamic_rescale_max_grad, 1, 0),
+        (materialised, 2, 1),
+    ],
 )
 def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(
     fun, outer, inner
