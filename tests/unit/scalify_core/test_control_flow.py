@@ -9,7 +9,6 @@ import optax
 import pytest
 from beside_plain import HALF, assert_near
 from draws import draw_normal
-from families import slow
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -72,11 +71,6 @@ PROGRAMS = {
         X,
         LAYERS,
     ),
-    "scan_reverse": (
-        lambda x, ws: lax.scan(layer, x, ws, reverse=True, unroll=2)[0],
-        X,
-        LAYERS,
-    ),
     "scan_remat_gradient": (
         lambda x, ws: jax.grad(
             lambda ws: (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean()
@@ -91,12 +85,6 @@ PROGRAMS = {
         X,
         LAYERS,
     ),
-    "scan_stacks_constants": (
-        lambda x: lax.scan(
-            lambda c, _: (c * 1.5, jnp.full(3, 0.75)), x, None, length=5
-        ),
-        X,
-    ),
     "fori_of_fifty_sums": (
         lambda x: lax.fori_loop(0, 50, lambda i, c: c + x, jnp.zeros_like(x)),
         X,
@@ -104,14 +92,6 @@ PROGRAMS = {
     "scan_that_hands_on": (
         lambda x: lax.scan(
             lambda c, x: ((x, c[0], c[1]), x + c[1] + c[2]), (jnp.zeros(8),) * 3, x
-        ),
-        X,
-    ),
-    "while_that_hands_on": (
-        lambda x: lax.while_loop(
-            lambda c: c[0] < 4,
-            lambda c: (c[0] + 1, c[2], c[3], x),
-            (0, *(jnp.zeros((4, 8)),) * 3),
         ),
         X,
     ),
@@ -125,7 +105,6 @@ PROGRAMS = {
         ),
         X,
     ),
-    "cond": (lambda x, w: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x * 8.0), X, W),
     "cond_with_constant": (
         lambda x, w: lax.cond(x.sum() < 0, lambda: x @ w, lambda: jnp.zeros_like(x)),
         X,
@@ -144,9 +123,7 @@ PROGRAMS = {
         ),
         X,
     ),
-    "associative_scan": (lambda x: lax.associative_scan(jnp.add, x), X),
     "convolution_and_pooling_gradients": (jax.grad(conv_loss, (0, 1)), KERNEL, IMAGE),
-    "shard_map": (sharded, X, W),
     "shard_map_gradient": (
         lambda x, w: jax.grad(lambda w: sharded(x, w)[0].sum())(w),
         X,
@@ -156,21 +133,16 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("scale", "dtype"),
-    [(1.0, HALF), slow(None, HALF), slow(1.0, jnp.float32)],
-)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_gives_the_plain_values(name, dtype, scale):
+def test_program_gives_the_plain_values(name):
     fun, *args = PROGRAMS[name]
     expected = jax.jit(fun)(*args)
-    out = jax.jit(scalify(fun))(*as_scaled_array(args, scale, dtype=dtype))
+    out = jax.jit(scalify(fun))(*as_scaled_array(args, 1.0, dtype=HALF))
     # Twelve layers, or fifty sums, each of which rounds a few times.
-    tolerance = 64 * float(jnp.finfo(dtype).eps)
-    assert_near(out, expected, tolerance)
+    assert_near(out, expected, 64 * float(jnp.finfo(HALF).eps))
     for leaf in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, ScaledArray)):
         if isinstance(leaf, ScaledArray):
-            assert leaf.dtype == dtype
+            assert leaf.dtype == HALF
 
 
 def test_carry_that_only_adds_keeps_a_static_scale():
@@ -180,8 +152,9 @@ def test_carry_that_only_adds_keeps_a_static_scale():
     assert out.is_static
 
 
-@pytest.mark.parametrize("factor", [2.0, 0.5, 1.5, -0.625])
-@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize(
+    ("loop", "factor"), [("scan", 2.0), ("while", 1.5), ("scan", -0.625)]
+)
 def test_carry_that_is_multiplied_in_each_turn_is_followed_over_its_whole_way(
     loop, factor
 ):
@@ -251,20 +224,17 @@ def test_layers_of_a_scan_have_scales_of_their_own():
 # Scales far apart.
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_branches_whose_scales_are_far_apart_keep_their_own(which):
-    x = as_scaled_array(
-        draw_normal(0, (16,)) * 2.0**-20,
-        2.0**-20,
-        dtype=HALF,
-    )
+def test_branches_whose_scales_are_far_apart_keep_their_own():
+    x = as_scaled_array(draw_normal(0, (16,)) * 2.0**-20, 2.0**-20, dtype=HALF)
 
     def fun(which, x):
         return jax.lax.switch(
             which, [lambda: x * 2.0**-20, lambda: x * 2.0**20, lambda: jnp.ones_like(x)]
         )
 
-    assert_array_equal(asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x)))
+    scaled = jax.jit(scalify(fun))
+    for which in range(3):
+        assert_array_equal(asarray(scaled(which, x)), fun(which, asarray(x)))
 
 
 def test_clipping_by_the_global_norm_keeps_static_scales_static():

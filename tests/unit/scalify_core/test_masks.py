@@ -15,7 +15,6 @@ from beside_plain import (
     normal,
     scaled,
 )
-from families import slow
 from jax import lax, nn
 from numpy.testing import assert_allclose
 
@@ -46,12 +45,9 @@ def many(x, factor):
 
 # Of data, and of a factor: what is not `SOME` is as large as that.
 KINDS = {
-    "an argument": lambda x, m: x + jnp.where(SOME, 0.0, 1.0) * m,
     "an array": lambda x, m: x + jnp.asarray(np.where(SOME, 0.0, 1.0), F32) * m,
     "selected": lambda x, m: jnp.where(SOME, x, m),
-    "over a temperature": lambda x, m: jnp.where(SOME, x, -1e9) / (-1e9 / m),
     "many constants": many,
-    "a product": lambda x, m: jnp.where(SOME, x, x * 0.5 * m + m),
     "a gradient": lambda x, m: jax.grad(
         lambda x: jnp.sum(jnp.where(SOME, 0.5 * x * x, x * m))
     )(x),
@@ -69,9 +65,7 @@ def test_what_is_near_1_keeps_its_digits_beside_numbers_of_up_to_1e9(kind):
 
 CONSTANTS = {
     "clipped": lambda x: jnp.clip(1e7 * x**3, -1e6, 1e6),
-    "clipped outlier": lambda x: jnp.clip(x.at[0, 0].set(3e8), -1e5, 1e5),
     "filled": lambda x: jnp.where(x > 0, x, 1e6),
-    "filled far": lambda x: jnp.where(x > 0, x, -3e7),
 }
 
 
@@ -86,15 +80,10 @@ NUMBERS = {
         jax.grad(lambda x: jnp.where(x > 0.1, 1e6 * x, x * x / 2).sum()),
         [1e-6, 2e-6, 3e-6, 0.5],
     ),
-    "a large gradient": (
-        jax.grad(lambda x: jnp.where(x > 5, 1e8 * x, x * x).sum()),
-        [0.1, 0.5, 1, 8],
-    ),
     "a smallest of two": (
         lambda x: jnp.minimum(jnp.exp(x**3), 1e10),
         [0.1, 1, 10, 100],
     ),
-    "a clip": (lambda x: jnp.clip(jnp.exp(x), 0, 1e7), [-12, -5, -2, 30]),
     "a fill": (lambda x: jnp.where(x < 0.5, 1e9, 1 / x), [0.1, 1, 10, 100]),
 }
 
@@ -115,16 +104,7 @@ def test_a_result_that_can_hold_no_large_constant_is_stored_as_all_others_are():
     assert "_masked" in text(logits)
 
 
-@pytest.mark.parametrize(
-    ("size", "mask"),
-    [
-        (1e-30, -1e9),
-        (1.0, -1e9),
-        *(slow(size, -1e9) for size in (1e-8, 1e-5, 1e-3, 30.0, 1e4)),
-        *(slow(size, LOWEST) for size in (1e-30, 1.0, 1e4)),
-        slow(1.0, -1e30),
-    ],
-)
+@pytest.mark.parametrize(("size", "mask"), [(1e-30, -1e9), (1.0, -1e9), (1e4, LOWEST)])
 def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as_masks(
     mask, size
 ):
@@ -146,25 +126,19 @@ def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as
 # Of data, masks (zero for `SOME`) and a temperature.
 MASKED = {
     "a temperature": lambda x, m, t: (x + m) / t,
-    "a factor": lambda x, m, t: 2 * (x + m),
-    "added": lambda x, m, t: x + m,
-    "scaled": lambda x, m, t: (x + m / 8) / t,
     "twice": lambda x, m, t: (x + m / 4) + m / 4,
     "another mask": lambda x, m, t: x + m / 2 + jnp.where(m > -1, 0.0, -1e9),
     "a penalty": lambda x, m, t: (lambda y: jnp.where(y > 0, y / 1.2, y * 1.2))(
         x + m / 2
     ),
-    "a mean over heads": lambda x, m, t: jnp.mean(
-        (x + m / 4)[None] * jnp.ones((4, 1, 1)), axis=0
-    ),
 }
 
 
-@pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("written", [False, True], ids=["argument", "constant"])
+@pytest.mark.parametrize("name", MASKED)
 def test_a_mask_is_one_after_arithmetic_with_numbers_of_the_program(name, written):
     (x,), t = scaled(X), F32(0.7)
-    for lowest in (LOWEST / 2, LOWEST / 8, -1e38, -1e9):
+    for lowest in (LOWEST / 2, -1e9):
         mask = jnp.where(SOME, 0.0, lowest)
         fun = in_its_dtype(
             (lambda x, _, t, m=mask: MASKED[name](x, m, t)) if written else MASKED[name]
@@ -178,12 +152,7 @@ def test_a_mask_is_one_after_arithmetic_with_numbers_of_the_program(name, writte
 MOVES = {
     "sort": lax.sort,
     "top_k": lambda x: lax.top_k(x, 6)[0],
-    "approx_max_k": lambda x: lax.approx_max_k(x, 6)[0],
-    "optimization_barrier": lax.optimization_barrier,
-    "device_put": jax.device_put,
-    "reduce_precision": lambda x: lax.reduce_precision(x, 8, 23),
     "scatter-max": lambda x: jnp.full_like(x, -1e9).at[:].max(x),
-    "stack": lambda x: jnp.stack([x, x]),
     "reduce_window_max": lambda x: lax.reduce_window(
         x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"
     ),
@@ -211,7 +180,6 @@ USES = {
         jnp.where(COLUMNS, n, h) @ EYE(h)[:, :5] @ w[:5]
     ),
     "times zero": lambda h, w, n: jnp.where(COLUMNS, n, h) @ jnp.where(COLUMNS.T, 0, w),
-    "transposed": lambda h, w, n: jnp.where(COLUMNS, n, h).T[:6] @ w,
     "a maximum": lambda h, w, n: (
         jnp.maximum(jnp.where(COLUMNS, n, h).max(0), n)[None, :5] @ w[:5]
     ),
@@ -222,18 +190,13 @@ USES = {
         nn.softmax(jnp.tril(jnp.ones((8, 8), h.dtype))[:1] @ jnp.where(COLUMNS, n, h))
         @ w
     ),
-    "all of a row": lambda h, w, n: nn.softmax(EYE(h)[:3] @ jnp.where(ROWS, n, h)) @ w,
 }
 OPERANDS = normal(0, 8, 8), normal(1, 8, 8)
 
 
-@pytest.mark.parametrize(
-    ("number", "size"),
-    [(LOWEST, 1.0), slow(0.7 * LOWEST, 2.0**-20), slow(-1e38, 4.0), slow(LOWEST, 4.0)],
-)
 @pytest.mark.parametrize("use", USES)
-def test_what_is_not_masked_keeps_its_digits_in_a_product(use, number, size):
-    check(lambda x, w: USES[use](size * jnp.tanh(x), w, number), *OPERANDS)
+def test_what_is_not_masked_keeps_its_digits_in_a_product(use):
+    check(lambda x, w: USES[use](jnp.tanh(x), w, LOWEST), *OPERANDS)
 
 
 def test_numbers_as_large_as_any_are_none():
@@ -272,9 +235,8 @@ def test_results_of_all_sizes_leave_room_above(dtype):
 
 def test_what_is_lost_beside_larger_numbers_is_explained_and_nothing_else():
     (x,) = scaled(X)
-    for kind, fun in KINDS.items():
-        if kind != "over a temperature":
-            assert sc.explain(fun, x, F32(1e14)).first_loss is not None
+    for fun in KINDS.values():
+        assert sc.explain(fun, x, F32(1e14)).first_loss is not None
         assert sc.explain(fun, x, F32(-1e9)).first_loss is None
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beside_plain import F32, HALF
-from families import quick
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -19,18 +18,11 @@ from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 MATRIX = (((1,), (0,)), ((), ()))
 CASES = {  # lhs shape, rhs shape, dimension numbers
-    "matrix": ((32, 16), (16, 48), MATRIX),
     "dense layer on B, T, D": ((2, 16, 32), (32, 16), (((2,), (0,)), ((), ()))),
-    "transposed head": ((16, 32), (64, 32), (((1,), (1,)), ((), ()))),
     "attention logits": (
         (3, 16, 2, 32),
         (3, 48, 2, 32),
         (((3,), (3,)), ((0, 2), (0, 2))),
-    ),
-    "two contracted, in another order": (
-        (4, 16, 8),
-        (8, 16, 4),
-        (((0, 2), (2, 0)), ((), ())),
     ),
     "batch not in front": ((16, 5, 32), (32, 16, 5), (((2,), (0,)), ((1,), (2,)))),
 }
@@ -46,10 +38,7 @@ def on_grid(fmt, x):
     return fmt.cast(x).astype(F32)
 
 
-@pytest.mark.parametrize("fmt", quick([E5M2, E4M3], E5M2), ids=str)
-@pytest.mark.parametrize(
-    "case", quick(CASES, "dense layer on B, T, D", "attention logits")
-)
+@pytest.mark.parametrize(("case", "fmt"), zip(CASES, (E5M2, E4M3, E5M2), strict=True))
 def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
     lhs_shape, rhs_shape, dims = CASES[case]
     lhs, rhs = normal(0, lhs_shape), normal(1, rhs_shape)
@@ -73,34 +62,23 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
         assert_allclose(actual, right, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, F32])
+@pytest.mark.parametrize("dtype", [HALF, F32])
 def test_result_is_rounded_once_to_the_compute_dtype_and_gradients_have_their_operands_dtype(
     dtype,
 ):
     # Small integers are exact in E4M3 and in the FP32 sum, so the only rounding is the
     # last one.
-    lhs = jax.random.randint(jax.random.key(0), (16, 512), -7, 8).astype(dtype)
-    rhs = jax.random.randint(jax.random.key(1), (512, 16), -7, 8).astype(F32)
-    out, vjp = jax.vjp(
-        lambda a, b: fp8_dot_general(a, b, MATRIX, preferred_element_type=dtype),
-        lhs,
-        rhs,
-    )
-    exact = np.asarray(lhs, np.float32) @ np.asarray(rhs)
+    lhs = jax.random.randint(jax.random.key(0), (16, 512), -7, 8).astype(HALF)
+    rhs = jax.random.randint(jax.random.key(1), (512, 16), -7, 8).astype(dtype)
+    # what the operands promote to
+    out, vjp = jax.vjp(lambda a, b: fp8_dot_general(a, b, MATRIX), lhs, rhs)
+    exact = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)
     assert out.dtype == dtype
     assert_array_equal(out, jnp.asarray(exact).astype(dtype))
-    assert [g.dtype for g in vjp(out)] == [dtype, F32]
-
-
-def test_default_result_dtype_is_what_the_operands_promote_to():
-    assert (
-        fp8_dot_general(jnp.ones((16, 16), HALF), jnp.ones((16, 16)), MATRIX).dtype
-        == F32
-    )
-    assert (
-        fp8_dot_general(*[jnp.ones((16, 16), jnp.bfloat16)] * 2, MATRIX).dtype
-        == jnp.bfloat16
-    )
+    assert [g.dtype for g in vjp(out)] == [HALF, dtype]
+    wanted = {"preferred_element_type": jnp.bfloat16}
+    out = fp8_dot_general(lhs, rhs, MATRIX, **wanted)
+    assert_array_equal(out, jnp.asarray(exact).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling("rms", "amax", "rms")])
@@ -138,6 +116,8 @@ def test_scales_from_the_tensors_make_the_product_homogeneous(statistic):
         return out, *vjp(g)
 
     base = both(lhs, rhs, gradient)
+    zeros = both(0 * lhs, 0 * rhs, 0 * gradient)
+    assert not any(np.any(x) for x in zeros)
     scaled = both(lhs * 2.0**-40, rhs * 2.0**50, gradient * 2.0**-30)
     for actual, expected, power in zip(scaled, base, (10, 20, -70), strict=True):
         assert_array_equal(actual, expected * 2.0**power)
@@ -160,15 +140,6 @@ def test_amax_scales_never_saturate_and_rms_scales_center_the_data():
             assert 128 <= np.abs(data).max() <= 256
         else:
             assert 0.7 < np.sqrt(np.mean(data**2)) < 1.42
-
-
-def test_an_all_zero_operand_gives_zero_with_scales_from_the_tensors():
-    dot = Fp8DotGeneral(scaling=Scaling("rms", "amax", "amax"))
-    out, vjp = jax.vjp(
-        lambda a, b: dot(a, b, MATRIX), jnp.zeros((16, 16)), jnp.zeros((16, 16))
-    )
-    for x in (out, *vjp(jnp.zeros((16, 16)))):
-        assert_array_equal(x, 0)
 
 
 def test_constant_scales_divide_operands_and_multiply_the_product():
@@ -205,53 +176,23 @@ def test_sizes_that_are_not_multiples_of_16_fall_back_once_a_shape_and_are_named
     assert (dot.skipped, dot.converted) == ({(16, 32, 20)}, {(16, 16, 32)})
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error"),
-    [
-        ({"precision": "highest"}, ValueError),
-        ({"out_sharding": jax.P()}, ValueError),
-        ({"preferred_element_type": jnp.float8_e5m2}, TypeError),
-        ({"preferred_element_type": jnp.int32}, TypeError),
-    ],
-)
-def test_what_cannot_be_honoured_is_an_error(kwargs, error):
-    with pytest.raises(error, match="fp8_dot_general"):
-        fp8_dot_general(jnp.ones((16, 16)), jnp.ones((16, 16)), MATRIX, **kwargs)
-
-
-def test_a_gradient_is_cast_to_a_format_that_fp8_products_take():
-    with pytest.raises(ValueError, match=r"mine: .*e5m2 or e4m3, not e5m10"):
-        Fp8DotGeneral("mine", gradient=FP16)
-
-
-def test_integer_operands_and_unknown_scales_are_errors():
+def test_what_cannot_be_honoured_is_an_error():
+    ones = jnp.ones((16, 16))
+    for kwargs in (
+        {"precision": "highest"},
+        {"out_sharding": jax.P()},
+        {"preferred_element_type": jnp.float8_e5m2},
+        {"preferred_element_type": jnp.int32},
+    ):
+        with pytest.raises((ValueError, TypeError), match="fp8_dot_general"):
+            fp8_dot_general(ones, ones, MATRIX, **kwargs)
     with pytest.raises(TypeError, match="int32"):
-        fp8_dot_general(jnp.ones((16, 16), jnp.int32), jnp.ones((16, 16)), MATRIX)
+        fp8_dot_general(jnp.ones((16, 16), jnp.int32), ones, MATRIX)
     for wrong in ("max", 0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match="amax"):
             Fp8DotGeneral(scaling=Scaling(wrong))
-
-
-def test_remat_scan_and_jit_change_no_bit():
-    weights = normal(0, (3, 16, 16)) * 0.25
-    x = normal(1, (16, 16))
-
-    def layer(x, w):
-        return jnp.tanh(fp8_dot_general(x, w, MATRIX)), None
-
-    def loss(weights, body):
-        return lax.scan(body, x, weights)[0].sum()
-
-    def unrolled(weights):
-        y = x
-        for w in weights:
-            y = layer(y, w)[0]
-        return y.sum()
-
-    expected = jax.jit(jax.value_and_grad(unrolled))(weights)
-    for body in (layer, jax.checkpoint(layer)):
-        actual = jax.jit(jax.value_and_grad(loss), static_argnums=1)(weights, body)
-        jax.tree.map(assert_array_equal, actual, expected)
+    with pytest.raises(ValueError, match=r"mine: .*e5m2 or e4m3, not e5m10"):
+        Fp8DotGeneral("mine", gradient=FP16)
 
 
 def test_vmap_gives_each_example_its_own_scales():
