@@ -23,7 +23,6 @@ from scripts.studies.runs import Trial, folder
 from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.files import write_atomically
-from trainer.report.charts import Scale, tick_label, ticks
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")
@@ -73,6 +72,33 @@ class Study(NamedTuple):
     model: str
     curves: dict[str, list[dict[int, float]]]
     row: PairedDifference
+
+
+class Scale(NamedTuple):
+    """A linear map from values to coordinates."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Return the coordinate of a value."""
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Return at most `count` + 1 round numbers within [low, high].
+
+    They are 1, 2 or 5 times a power of ten apart.
+    """
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    steps = (power, 2 * power, 5 * power, 10 * power)
+    step = next(step for step in steps if step >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
 
 
 class Plot(NamedTuple):
@@ -195,16 +221,15 @@ def grid(where: Plot) -> Iterator[str]:
         (ticks(across.low, across.high, 4), "x"),
     ):
         for value in values:
-            text = tick_label(
-                value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0
-            )
             if kind == "y":
                 ends = (
                     f'x1="{across.start:.0f}" x2="{across.end:.0f}"'
                     f' y1="{up(value):.1f}" y2="{up(value):.1f}"'
                 )
                 yield f'<line class="grid" {ends}/>'
-                yield label(across.start - 6, up(value) + 4, text, "number", "end")
+                yield label(
+                    across.start - 6, up(value) + 4, f"{value:g}", "number", "end"
+                )
             else:
                 yield label(
                     across(value), BOTTOM + 16, f"{value:,.0f}", "number", "middle"

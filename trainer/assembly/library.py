@@ -5,6 +5,7 @@ disk raises `UserError`; a run that diverges raises `Diverged`. Ctrl-C during tr
 saves a checkpoint and returns; the same call resumes.
 """
 
+import base64
 import html
 import signal
 from collections.abc import Sequence
@@ -21,19 +22,10 @@ from trainer.errors import UserError
 from trainer.models.custom import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
-from trainer.report.charts import COLORS, Chart, chart_figure
+from trainer.report.charts import COLORS, Chart
 from trainer.report.history import History
 from trainer.run.callbacks import Callback
 from trainer.step.state import TrainState
-
-# Only within a result: a notebook has pictures of its own.
-CURVE = (
-    ".run,.run svg{width:100%;max-width:640px}.run figure{margin:0;width:100%}"
-    ".run path{fill:none;stroke-width:1.6}.run text{fill:currentColor}"
-    ".run .faint{opacity:.3}.run text{font-size:11px}.run .grid{stroke:#ccc}"
-    ".run i{display:inline-block;width:11px;height:11px;margin:0 4px 0 10px}"
-    ".run .frame{stroke:#888}"
-)
 
 
 @dataclass(frozen=True)
@@ -73,11 +65,15 @@ class Result:
         text = html.escape(repr(self))
         if not self.rows:
             return f"<pre>{text}</pre>"
+        # Matplotlib takes half a second to import.
+        from trainer.report.curve import curve_picture
+
         history = History(self.run_dir.name, self.rows, [], "")
         lines = history.smooth("train/loss", "training")
         lines.append(history.line("val/loss", "validation", COLORS[1], dots=True))
-        figure = chart_figure(Chart("Loss", lines, "nats per token"))
-        return f'<div class="run"><style>{CURVE}</style><pre>{text}</pre>{figure}</div>'
+        png = curve_picture(Chart("Loss", lines, "nats per token"))
+        data = base64.b64encode(png).decode()
+        return f'<pre>{text}</pre><img alt="Loss" src="data:image/png;base64,{data}">'
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
-from trainer.report.charts import Choice, by_choice
+from trainer.report.charts import Choice, ChoiceChart
 from trainer.report.history import (
     FINAL_VALIDATION,
     FORKED,
@@ -484,7 +484,7 @@ def picture(
     key: str,
     values: Sequence[str],
     groups: Mapping[str, Sequence[int]],
-) -> str:
+) -> ChoiceChart:
     """Return a chart of the last validation losses over the values of a key.
 
     `groups`: runs that differ in the key alone, by their other settings.
@@ -496,12 +496,12 @@ def picture(
         for i in group:
             loss = final_loss(histories[i])
             text = f"{histories[i].name}: {loss:.6g}"
-            points.append(Choice(order.index(values[i]), loss, text, rest))
-    return by_choice(
+            points.append(Choice(values[i], loss, text, rest))
+    return ChoiceChart(
         f"Validation loss by {key}",
         order,
         points,
-        unit="nats per token; a line joins the best of runs that differ in this alone",
+        "nats per token; a line joins the best of runs that differ in this alone",
     )
 
 

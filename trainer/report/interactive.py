@@ -1,9 +1,7 @@
-"""Charts that zoom, by Bokeh, whose code the page contains: it needs no network.
+"""Charts that zoom, by Bokeh, whose code the page contains: it needs no network."""
 
-A reader without JavaScript sees the same charts as pictures (`trainer.report.charts`).
-"""
-
-from collections.abc import Sequence
+import html
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bokeh.embed import components
@@ -17,7 +15,14 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from trainer.report.charts import Chart, Line, thinned, value_range
+from trainer.report.charts import (
+    Chart,
+    ChoiceChart,
+    Line,
+    color_number,
+    thinned,
+    value_range,
+)
 
 AXES = ("step", "tokens", "hours")
 TOOLS = "box_zoom,pan,wheel_zoom,reset,save"
@@ -31,7 +36,8 @@ return +(tick / by).toPrecision(4) + name;
 SCRIPT = """
 document.querySelector(".controls").hidden = false;
 function plots() {
-  return Bokeh.documents.flatMap((doc) => doc.roots());
+  const all = Bokeh.documents.flatMap((doc) => doc.roots());
+  return all.filter((plot) => plot.name != "choices");
 }
 function showX(name) {
   for (const plot of plots()) {
@@ -56,7 +62,8 @@ function showLog(on) {
 }
 """
 CONTROLS = (
-    "<p class=controls hidden>x-axis: "
+    "<noscript><p>The charts need JavaScript; metrics.jsonl has their"
+    " numbers.</p></noscript><p class=controls hidden>x-axis: "
     + " ".join(
         f"<label><input type=radio name=x onclick=\"showX('{name}')\""
         f"{' checked' * (name == AXES[0])}>{name}</label>"
@@ -69,7 +76,7 @@ CONTROLS = (
 
 
 def columns(line: Line) -> dict[str, Any]:
-    """Return a line's points by column, at most as many as a picture has."""
+    """Return a line's points by column, at most `MOST_POINTS`."""
     points = thinned(line.xs, line.ys)
     steps = [x for x, _ in points]
     tokens, hours = line.clock.at(steps)
@@ -82,6 +89,24 @@ def columns(line: Line) -> dict[str, Any]:
     }
 
 
+def empty_plot(low: float, high: float, **settings: Any) -> Any:
+    """Return a Bokeh figure without glyphs, whose y-axis goes from `low` to `high`."""
+    fig = figure(
+        height=250,
+        sizing_mode="stretch_width",
+        tools=TOOLS,
+        active_drag="box_zoom",
+        y_range=Range1d(start=low, end=high),
+        background_fill_color=None,
+        border_fill_color=None,
+        toolbar_location="right",
+        **settings,
+    )
+    fig.toolbar.logo = None
+    fig.yaxis.formatter = CustomJSTickFormatter(code=NUMBER)
+    return fig
+
+
 def plot(chart: Chart, x_range: DataRange1d) -> Any:
     """Return a Bokeh figure of a chart that has values.
 
@@ -89,20 +114,8 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
     """
     low, high, _ = value_range(chart.shown, from_zero=chart.from_zero)
     positive = [y for line in chart.shown for y in line.ys if y > 0]
-    fig = figure(
-        height=250,
-        sizing_mode="stretch_width",
-        tools=TOOLS,
-        active_drag="box_zoom",
-        x_range=x_range,
-        y_range=Range1d(start=low, end=high),
-        x_axis_label=AXES[0],
-        background_fill_color=None,
-        border_fill_color=None,
-        toolbar_location="right",
-    )
-    fig.toolbar.logo = None
-    fig.axis.formatter = CustomJSTickFormatter(code=NUMBER)
+    fig = empty_plot(low, high, x_range=x_range, x_axis_label=AXES[0])
+    fig.xaxis.formatter = CustomJSTickFormatter(code=NUMBER)
     is_positive = all(not y <= 0 for line in chart.shown for y in line.ys)
     if is_positive and positive:
         fig.tags = [low, high, 0.95 * min(positive)]
@@ -153,14 +166,79 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
     return fig
 
 
-def drawn(charts: Sequence[Chart]) -> tuple[list[str], str]:
-    """Return the element of each chart, and the scripts that fill them."""
+def plot_choices(chart: ChoiceChart) -> Any:
+    """Return a Bokeh figure of values over choices."""
+    ys = [point.y for point in chart.shown]
+    low, high, _ = value_range([Line("", [0.0] * len(ys), ys, dots=True)])
+    fig = empty_plot(low, high, name="choices", x_range=list(chart.choices))
+    for group, color in group_colors(chart).items():
+        points = [point for point in chart.shown if point.group == group]
+        lowest: dict[str, float] = {}
+        for point in sorted(points, key=lambda point: point.y):
+            lowest.setdefault(point.choice, point.y)
+        ordered = [choice for choice in chart.choices if choice in lowest]
+        fig.line(ordered, [lowest[choice] for choice in ordered], color=color)
+        columns = {
+            "x": [point.choice for point in points],
+            "y": [point.y for point in points],
+            "text": [point.text for point in points],
+        }
+        source = ColumnDataSource(columns)
+        dots = fig.scatter("x", "y", source=source, color=color, size=7)
+        fig.add_tools(HoverTool(renderers=[dots], tooltips="@text", visible=False))
+    return fig
+
+
+def group_colors(chart: ChoiceChart) -> dict[str, str]:
+    """Return the color of each group that has a value."""
+    groups = dict.fromkeys(point.group for point in chart.shown)
+    return {group: color_number(i) for i, group in enumerate(groups)}
+
+
+def legend(colors: Mapping[str, str]) -> str:
+    """Return names beside their colors."""
+    return "".join(
+        f'<span><i style="background:{color}"></i>{html.escape(name)}</span> '
+        for name, color in colors.items()
+        if name
+    )
+
+
+def framed(chart: Chart | ChoiceChart, element: str) -> str:
+    """Return a drawn chart below its title and its legend."""
+    note = ""
+    if isinstance(chart, ChoiceChart):
+        colors = group_colors(chart)
+    else:
+        colors = {line.name: line.color for line in chart.shown if not line.faint}
+        *_, above = value_range(chart.shown, from_zero=chart.from_zero)
+        if above:
+            note = f"<small>{above} value{'s' * (above > 1)} above the top</small>"
+    return (
+        f"<figure><figcaption><b>{html.escape(chart.title)}</b>"
+        f" <small>{html.escape(chart.unit)}</small> {legend(colors)}</figcaption>"
+        f"{element}{note}</figure>"
+    )
+
+
+def chart_grid(charts: Sequence[Chart | ChoiceChart]) -> list[str]:
+    """Return the charts that have values side by side, below their controls, and the
+    scripts that draw them.
+    """
     shown = [chart for chart in charts if chart.shown]
     if not shown:
-        return [""] * len(charts), ""
-    x_range = DataRange1d()
-    script, elements = components([plot(chart, x_range) for chart in shown])
+        return []
+    x_range, plots = DataRange1d(), []
+    for chart in shown:
+        if isinstance(chart, ChoiceChart):
+            plots.append(plot_choices(chart))
+        else:
+            plots.append(plot(chart, x_range))
+    script, elements = components(plots)
     library = Resources(mode="inline", components=["bokeh"]).render_js()
-    remaining = iter(elements)
-    filled = [next(remaining) if chart.shown else "" for chart in charts]
-    return filled, f"{library}<script>{SCRIPT}</script>{script}"
+    figures = map(framed, shown, elements)
+    return [
+        CONTROLS,
+        f'<div class="charts">{"".join(figures)}</div>',
+        f"{library}<script>{SCRIPT}</script>{script}",
+    ]

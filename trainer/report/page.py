@@ -13,8 +13,8 @@ from pathlib import Path
 from trainer.files import read_file, well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
-from trainer.report.charts import COLORS, Chart, Line, chart_figure, color_number
-from trainer.report.history import FORKED, History, color_of, finite, read_text
+from trainer.report.charts import COLORS, Chart, ChoiceChart, Line, color_number
+from trainer.report.history import History, color_of, finite, read_text
 from trainer.report.verdicts import (
     LOST,
     NARROW,
@@ -58,13 +58,9 @@ h1{font-size:22px;margin:0} h2{font-size:17px;margin:26px 0 6px} p{margin:4px 0}
 .card ul{margin:6px 0 0;padding-left:18px}
 .unrated{border-left-color:#8c959f} .unrated i{color:#5b6570}
 .bad{border-left-color:#b00020} .bad i{color:#b00020}
-noscript p{margin:0}
 figure{margin:0;min-width:0;border:1px solid #e4e8ec;border-radius:6px;padding:8px 10px}
 figcaption span{white-space:nowrap}
 figcaption i{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 4px 0 10px}
-svg{width:100%;display:block} svg text{font-size:11px;fill:#5b6570}
-svg path{fill:none;stroke-width:1.6;stroke-linejoin:round} svg .faint{opacity:.28;stroke-width:1}
-svg .grid{stroke:#eceff2} svg .frame{stroke:#8c959f;stroke-width:1} svg .mark{stroke-width:1.2;stroke-dasharray:4 3}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%}
 td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid #eceff2}
@@ -134,154 +130,121 @@ def charts(h: History) -> list[Chart]:
     Lines of numerics that are flat by design are left out: what FP32 cuts off or loses,
     and scales that are all one.
     """
-    first = h.rows[0]["step"]
-    span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
-    validation = h.line("val/loss", "validation", COLORS[1], dots=True)
-    memory = [
-        h.line("memory/device_peak_gib", "device"),
-        h.line("memory/host_peak_gib", "host", COLORS[1]),
-    ]
-    names = {kind: kind.replace("_", " ") for kind in NARROW}
-
-    def limit(value: float) -> Line:
-        return Line("limit", span, (value, value), COLORS[6], clock=h.clock)
-
     clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
     over_clip = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
     clipped = f", which {over_clip:.1%} of the steps had" if over_clip else ""
-    clip_line = [limit(clip)] if clip and over_clip else []
-
-    is_fp32 = h.settings.get("precision.compute") == "fp32"
-    is_flat = is_fp32 and not is_narrow(h.settings)
-
-    def extremes(figure: str, *ends: str, times: float = 1.0) -> list[Line]:
-        """Return lines of the extremes over the layers, for each tensor class."""
-        if is_flat:
-            return []
-        drawn_lines = []
-        for i, (kind, name) in enumerate(names.items()):
-            for end in ends:
-                line = h.line(f"numerics/{kind}/{figure}_{end}")
-                ys = [times * y for y in line.ys]
-                if ys:
-                    drawn_lines.append(
-                        replace(line, name=name, ys=ys, color=COLORS[i], dots=True)
-                    )
-        return drawn_lines
-
-    def relative_underflow() -> list[Line]:
-        """Return lines of the worst underflow, in percent of the tensor's RMS."""
-        worst = [
-            losses(figures, h.settings, h.wide_layers, "underflow")
-            for _, figures in h.numerics
-        ]
-        steps = [step for step, _ in h.numerics]
-        nothing = Loss(0.0, 0.0, "")
-        drawn_lines = []
-        for i, (kind, name) in enumerate(names.items()):
-            if any(kind in by_class for by_class in worst):
-                sizes = [100 * by_class.get(kind, nothing).size for by_class in worst]
-                drawn_lines.append(
-                    Line(name, steps, sizes, COLORS[i], dots=True, clock=h.clock)
-                )
-        return drawn_lines
-
-    ratio = over_critical(h)
-    at_edge = [ratio, limit(1.0)] if ratio.ys else []
-
-    def limited(lines: list[Line], share: float) -> list[Line]:
-        if not lines:
-            return []
-        return [*lines, limit(100 * share)]
-
-    underflow = limited(relative_underflow(), LOST[0])
+    underflow = relative_underflow(h)
+    limit: float | None = 100 * LOST[0]
     underflow_unit = "at most so many % of a tensor's RMS, worst layer"
     if not underflow:
-        underflow = extremes("underflow", "max", times=100)
+        underflow, limit = extremes(h, "underflow", "max", times=100), None
         underflow_unit = "at most so many % of the values, worst layer"
-
-    def drawn(
-        title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False
-    ) -> Chart:
-        return Chart(title, lines, unit, h.marks, from_zero, span)
-
-    scales = [line for line in extremes("exponent", "max", "min") if any(line.ys)]
     all_charts = [
-        drawn(
+        Chart(
             "Loss",
-            [*h.smooth("train/loss", "training"), validation],
+            [
+                *h.smooth("train/loss", "training"),
+                h.line("val/loss", "validation", COLORS[1], dots=True),
+            ],
             "nats per token, lower is better",
         ),
-        drawn("Learning rate", [h.line("lr")], "", from_zero=True),
-        drawn(
+        Chart("Learning rate", [h.line("lr")], from_zero=True),
+        Chart(
             "Gradient norm",
-            [*h.smooth("grad_norm", "norm"), *clip_line],
+            h.smooth("grad_norm", "norm"),
             f"before clipping{clipped}",
             from_zero=True,
+            limit=clip if over_clip else None,
         ),
-        drawn(
+        Chart(
             "Throughput",
             h.smooth("perf/tokens_per_s", ""),
             "tokens per second",
             from_zero=True,
         ),
-        drawn("Memory", memory, "GiB, peak so far", from_zero=True),
-        drawn("Underflow", underflow, underflow_unit, from_zero=True),
-        drawn(
-            "Saturation",
-            limited(extremes("saturated", "max", times=100), SATURATED[0]),
-            "% of the values cut off, worst layer",
+        Chart(
+            "Memory",
+            [
+                h.line("memory/device_peak_gib", "device"),
+                h.line("memory/host_peak_gib", "host", COLORS[1]),
+            ],
+            "GiB, peak so far",
             from_zero=True,
         ),
-        drawn(
+        Chart("Underflow", underflow, underflow_unit, from_zero=True, limit=limit),
+        Chart(
+            "Saturation",
+            extremes(h, "saturated", "max", times=100),
+            "% of the values cut off, worst layer",
+            from_zero=True,
+            limit=100 * SATURATED[0],
+        ),
+        Chart(
             "Sharpness of the logits",
             [h.line("sharpness/logits", dots=True)],
             SHARP,
             from_zero=True,
         ),
-        drawn(
+        Chart(
             "Learning rate over the critical one",
-            at_edge,
+            [over_critical(h)],
             "from 1 on a step raises its batch's loss",
             from_zero=True,
+            limit=1.0,
         ),
-        drawn(
+        Chart(
             "Scales",
-            scales,
+            [line for line in extremes(h, "exponent", "max", "min") if any(line.ys)],
             "powers of two, the largest and smallest of the layers",
         ),
     ]
-    return [chart for chart in all_charts if chart.shown]
+    return [replace(chart, marks=h.marks) for chart in all_charts if chart.shown]
 
 
-def chart_grid(
-    drawn_charts: Sequence[Chart], pictures: Sequence[str] = ()
-) -> list[str]:
-    """Return the charts side by side, with controls for all; `pictures` come last."""
+def extremes(h: History, figure: str, *ends: str, times: float = 1.0) -> list[Line]:
+    """Return lines of the extremes over the layers, for each tensor class."""
+    if h.settings.get("precision.compute") == "fp32" and not is_narrow(h.settings):
+        return []
+    lines = []
+    for kind, color in zip(NARROW, COLORS, strict=False):
+        for end in ends:
+            key = f"numerics/{kind}/{figure}_{end}"
+            line = h.line(key, kind.replace("_", " "), color, dots=True)
+            lines.append(replace(line, ys=[times * y for y in line.ys]))
+    return lines
+
+
+def relative_underflow(h: History) -> list[Line]:
+    """Return lines of the worst underflow, in percent of the tensor's RMS."""
+    worst = [
+        losses(figures, h.settings, h.wide_layers, "underflow")
+        for _, figures in h.numerics
+    ]
+    steps = [step for step, _ in h.numerics]
+    nothing = Loss(0.0, 0.0, "")
+    lines = []
+    for kind, color in zip(NARROW, COLORS, strict=False):
+        if any(kind in by_class for by_class in worst):
+            sizes = [100 * by_class.get(kind, nothing).size for by_class in worst]
+            name = kind.replace("_", " ")
+            lines.append(Line(name, steps, sizes, color, dots=True, clock=h.clock))
+    return lines
+
+
+def drawn(all_charts: Sequence[Chart | ChoiceChart]) -> list[str]:
+    """Return the parts of a page that show charts."""
     # Bokeh takes a second to import.
-    from trainer.report.interactive import CONTROLS, drawn
+    from trainer.report.interactive import chart_grid
 
-    elements, scripts = drawn(drawn_charts)
-    figures = [
-        chart_figure(chart, element)
-        for chart, element in zip(drawn_charts, elements, strict=True)
-    ]
-    return [
-        CONTROLS,
-        f'<div class="charts">{"".join([*figures, *pictures])}</div>',
-        scripts,
-    ]
+    return chart_grid(all_charts)
 
 
 def over_critical(h: History) -> Line:
     """Return the learning rate over the critical one, where that was measured."""
-    points = [
-        (row["step"], float(row["lr"]) * float(row["sharpness/critical"]) / 2)
-        for row in h.rows
-        if "sharpness/critical" in row
-    ]
-    steps, ratios = [x for x, _ in points], [y for _, y in points]
-    return Line("", steps, ratios, dots=True, clock=h.clock)
+    sharp = h.line("sharpness/critical", dots=True)
+    rates = {row["step"]: float(row["lr"]) for row in h.rows if "lr" in row}
+    ratios = [rates[x] * y / 2 for x, y in zip(sharp.xs, sharp.ys, strict=True)]
+    return replace(sharp, ys=ratios)
 
 
 def render(
@@ -303,7 +266,7 @@ def render(
         ),
         f'<div class="cards">{cards}</div>',
         f"<p class=sub>{BEYOND}</p>",
-        *chart_grid(charts(h)),
+        *drawn(charts(h)),
         (
             f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}"
         ),
@@ -333,7 +296,7 @@ def render(
 def comparison(
     histories: Sequence[History],
     table: Sequence[Sequence[str]],
-    pictures: Sequence[str],
+    pictures: Sequence[ChoiceChart],
     verdict: Sequence[str],
     means: Sequence[Sequence[str]],
     unranked: Collection[str] = (),
@@ -353,13 +316,13 @@ def comparison(
         is_validation = key.startswith("val/")
         return [h.line(key, names[h.name], c, dots=is_validation) for h, c in pairs]
 
-    drawn = [
-        Chart(title, over(key), unit, from_zero=not key.endswith("loss"))
+    curves = [
+        Chart(title, over(key), unit, not key.endswith("loss"))
         for title, key, unit in COMPARED
     ]
     title = f"{len(histories)} runs"
     body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in verdict)]
-    body += chart_grid([chart for chart in drawn if chart.shown], pictures)
+    body += drawn([*curves, *pictures])
     if means:
         body += ["<h2>Means over seeds</h2>", html_table(means)]
     body += ["<h2>Figures and differences</h2>", html_table(table)]

@@ -10,7 +10,7 @@ import yaml
 
 from trainer.cli.compare import Arguments, directories, main
 from trainer.errors import UserError
-from trainer.report.charts import Choice, by_choice, color_number
+from trainer.report.charts import Choice, ChoiceChart, color_number
 from trainer.report.comparing import (
     differences,
     fitted,
@@ -88,8 +88,7 @@ def test_a_sweep_is_a_table_best_first_with_means_over_seeds_and_a_picture_of_ea
     assert best in text
     assert "mean validation loss over seeds" in text
     assert "Validation loss by optimizer.lr" in text
-    places = [text.index(f">{lr}</text>") for lr in ("0.0001", "0.0003", "0.01")]
-    assert places == sorted(places)
+    assert '["0.0001","0.0003","0.001","0.01"]' in text
     assert not list(tmp_path.glob("*.html"))  # where the command was given
 
 
@@ -163,8 +162,7 @@ def test_colours_do_not_run_out():
 
 
 def test_choices_without_a_value_are_said_to_have_none():
-    assert "not recorded" in by_choice("t", ["a"], [Choice(0, float("inf"), "x")])
-    assert by_choice("t", ["<a>"], [Choice(0, 1.0, "x")]).count("&lt;a&gt;") == 1
+    assert ChoiceChart("t", ["a"], [Choice("a", float("inf"), "x")]).shown == []
 
 
 def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp_path):
@@ -281,7 +279,7 @@ def test_a_key_has_a_chart_and_advice_only_where_runs_differ_in_it_alone(
     assert "the best " not in out  # no run differs from the best in one key
     assert "sample." not in out + page
     chart = page[page.index("Validation loss by optimizer.lr") :].split("</figure>")[0]
-    assert chart.count("<circle") == 2  # those with two layers
+    assert '["0.1","0.2"]' in page  # those with two layers
     assert "model.n_layer=2" in chart
     assert "Validation loss by model.n_layer" not in page
     assert page.index("Training loss") < page.index("Validation loss by")

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.observe.records import encode_row, read_rows
 from trainer.report.comparing import short_names
 from trainer.report.history import History
-from trainer.report.page import render, write_report
+from trainer.report.page import charts, render, write_report
 
 BROWSER = next(
     filter(
@@ -128,19 +128,29 @@ def test_the_head_says_what_was_trained_on_what():
     ]
 
 
+def chart_of(title, *given, **settings):
+    """Return the chart of this title; None: the page has none."""
+    shown = {chart.title: chart for chart in charts(history(*given, **settings))}
+    return shown.get(title)
+
+
 def test_what_underflow_takes_is_charted_as_a_share_of_the_rms_with_its_limit():
-    page = page_of(rows(FALLING), config=FP8, numerics=tensor(underflow=0.25))
-    assert "<title>activations 0.0488281 after step 100</title>" in page
-    assert "at most so many % of a tensor&#x27;s RMS" in page
+    given = {"config": FP8, "numerics": tensor(underflow=0.25)}
+    chart = chart_of("Underflow", rows(FALLING), **given)
+    worst, limit = chart.shown
+    assert (worst.name, worst.xs, limit.ys) == ("activations", [100], (1.0, 1.0))
+    assert worst.ys == pytest.approx([0.0488281], rel=1e-5)
+    assert "at most so many % of a tensor's RMS" in chart.unit
 
 
 def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
     actual = rows(FALLING)
     actual[9]["grad_norm"] = 3.0
     for clip, is_shown in (("2.0", True), ("4.0", False), ("null", False)):
-        page = page_of(actual, config=f"optimizer: {{clip_norm: {clip}}}")
-        assert ("which 1.0% of the steps had" in page) == is_shown
-        assert ("</i>limit</span>" in page) == is_shown
+        config = f"optimizer: {{clip_norm: {clip}}}"
+        chart = chart_of("Gradient norm", actual, config=config)
+        assert ("which 1.0% of the steps had" in chart.unit) == is_shown
+        assert (chart.shown[-1].name == "limit") == is_shown
 
 
 @pytest.fixture
@@ -223,7 +233,7 @@ def test_a_browser_shows_it(run_dir, tmp_path):
       const before = tokens(); showX('tokens'); showLog(true);
       document.body.dataset.found = JSON.stringify({
       charts: [...document.querySelectorAll('figure > div > *')].map(e => box(e).height),
-      pictures: document.querySelectorAll('svg').length, before, tokens: tokens(),
+      before, tokens: tokens(),
       scales: plots.map(plot => plot.y_scale.type),
       cards: [...document.querySelectorAll('.card')].map(e => box(e).bottom),
       wide: document.body.scrollWidth})}, 1000))</script>"""
@@ -249,7 +259,6 @@ def test_a_browser_shows_it(run_dir, tmp_path):
     # loss, learning rate, gradient norm, throughput: no memory, no numerics recorded
     assert len(actual["charts"]) == 4
     assert all(100 < height < 400 for height in actual["charts"])
-    assert actual["pictures"] == 0  # they are for readers without JavaScript
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert actual["before"] == [last["step"]] * 4
     assert actual["tokens"] == [last["tokens"]] * 4 != actual["before"]
@@ -285,29 +294,25 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
         short_names([tmp_path, tmp_path])
 
 
-def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_was_looked_for():
-    actual = rows(FALLING)
-    bare = page_of(actual)
+def test_a_chart_of_each_sharpness_only_where_it_was_measured():
+    actual, edge = rows(FALLING), "Learning rate over the critical one"
+    assert chart_of("Sharpness of the logits", actual) is None
+    assert chart_of(edge, actual) is None
     actual[49] |= {"sharpness/logits": 0.07, "sharpness/critical": 500.0}
-    page = page_of(actual)
-    for title in ("Sharpness of the logits", "Learning rate over the critical one"):
-        figure = page[page.index(title) :].split("</figure>")[0]
-        assert "not recorded" not in figure
-        assert title not in bare
+    assert chart_of("Sharpness of the logits", actual).shown[0].ys == [0.07]
     # a rate of 1e-3 where the critical one is 2 / 500
-    assert "0.25 after step 50" in page
+    ratio, limit = chart_of(edge, actual).shown
+    assert (ratio.xs, ratio.ys, limit.ys) == ([50], [0.25], (1.0, 1.0))
 
 
 def test_lines_that_are_flat_by_design_have_no_chart():
     figures = {"underflow_max": 0.5, "saturated_max": 0.0, "exponent_max": 0.0}
     actual = rows(FALLING)
     actual[49] |= {f"numerics/weights/{name}": x for name, x in figures.items()}
-    wide = "precision: {compute: fp32}"
-    for config, shown in ((wide, False), ("precision: {compute: fp16}", True)):
-        page = page_of(actual, config=config)
-        assert ("<b>Underflow</b>" in page) == shown
-        assert ("<b>Saturation</b>" in page) == shown
-        assert "<b>Scales</b>" not in page  # all are one
+    for form, count in (("fp32", 0), ("fp16", 2)):
+        shown = charts(history(actual, config=f"precision: {{compute: {form}}}"))
+        titles = {"Underflow", "Saturation", "Scales"} & {x.title for x in shown}
+        assert titles == set(["Underflow", "Saturation"][:count])
 
 
 def test_a_log_with_a_step_twice_is_refused(run_dir):
