@@ -5,7 +5,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import Choice, ChoiceChart
 from trainer.report.history import (
-    FINAL_VALIDATION,
     FORKED,
     SCHEDULE_CHANGED,
     VALIDATION_DIGEST,
@@ -30,12 +28,6 @@ IGNORED = (
     *("tracker", "tracker.*", "checkpoint.*", "sample.*", "metrics.*", "profile.*"),
     *("train.log_every", "train.eval_every", "eval.*"),
 )
-# What chooses the validation text, where the runs did not note what they read.
-TEXT_KEYS = (
-    *("source", "sources", "paths", "name", "config", "split", "column"),
-    *("prepared_dir", "tokenizer", "val_fraction"),
-)
-TEXT_FACTS = ("text", "tokenizer", "validation tokens")
 RANKED = "ranked"
 OTHER_TEXT = "other validation text, not ranked"
 NO_FINAL_LOSS = "no final validation loss, not ranked"
@@ -53,14 +45,36 @@ class ValidatedText(NamedTuple):
     """The text of a validation.
 
     Attributes:
-      source: what the text is made of, with the shares of a mixture.
-      tokens: how many of its first tokens were read; None: unknown.
+      source: what tells it from others: a digest, the shares of a mixture, and whether
+        the first tokens of documents count.
+      tokens: how many of its first tokens were read.
       before_end: the step of the validation; None: it is the run's last step.
     """
 
     source: tuple[str, ...]
-    tokens: int | None
+    tokens: int
     before_end: int | None
+
+
+class Entry(NamedTuple):
+    """A run of a comparison.
+
+    Attributes:
+      mark: RANKED, or why the run is not ranked.
+      loss: the last validation loss, nats; infinite where the run is not ranked.
+    """
+
+    history: History
+    mark: str
+    loss: float
+
+    @property
+    def is_counted(self) -> bool:
+        """Return whether it counts among the runs of its settings.
+
+        A run without a final loss does: the mean of the others would flatter them.
+        """
+        return self.mark in (RANKED, NO_FINAL_LOSS)
 
 
 def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
@@ -75,40 +89,19 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
           written.
     """
     run_dirs = dict(zip(short_names(paths), paths, strict=True))
-    read = with_alike_facts(
-        [History.read(path, name) for name, path in run_dirs.items()]
-    )
+    read = [History.read(path, name) for name, path in run_dirs.items()]
+    for h in read:
+        if VALIDATION_DIGEST not in h.facts:
+            raise UserError(
+                f"{run_dirs[h.name]} does not tell its validation text: environment.txt"
+                " is missing, or of an earlier version; leave this run out"
+            )
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
-        texts = [last_validated(h) for h in read]
-        # that of finished runs; of as many runs, the text of which more was read
-        ranked_text = max(
-            texts,
-            key=lambda text: (
-                text.before_end is None,
-                texts.count(text),
-                text.tokens or 0,
-            ),
-        )
-        marks = [mark_of(h, ranked_text) for h in read]
-        # A run without a final loss counts among the others of its settings, whose mean
-        # would flatter them.
-        counted = [
-            h if mark == RANKED else without_validation(h)
-            for h, mark in zip(read, marks, strict=True)
-        ]
-        is_counted = [mark in (RANKED, NO_FINAL_LOSS) for mark in marks]
-        order = sorted(
-            range(len(read)),
-            key=lambda i: (
-                not is_counted[i],
-                marks[i] != RANKED,
-                final_loss(counted[i]),
-            ),
-        )
-        histories, marks = [read[i] for i in order], [marks[i] for i in order]
-        count = sum(is_counted)
+        entries = ranked_entries(read)
+        histories = [entry.history for entry in entries]
+        counted = [entry for entry in entries if entry.is_counted]
         varied = overridden(histories)
         others = {
             k: v for k, v in differences(histories).items() if not in_groups(k, varied)
@@ -117,26 +110,22 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         if len(set(changes)) > 1:
             others[SCHEDULE_CHANGED] = changes
         table = varied | figures(histories) | others
-        if set(marks) != {RANKED}:
-            table = {"validation text": marks} | table
+        unranked = {e.history.name: e.mark for e in entries if e.mark != RANKED}
+        if unranked:
+            table = {"validation text": [entry.mark for entry in entries]} | table
         rows = [["", *(h.name for h in histories)]]
         rows += [[key, *values] for key, values in table.items()]
         if len(histories) > MOST_COLUMNS:
             rows = [list(row) for row in zip(*rows, strict=True)]
-        ranked = [counted[i] for i in order[:count]]
-        set_keys, all_keys = among(varied, count), among(varied | others, count)
-        best_run = best(ranked, set_keys or all_keys, run_dirs)
-        unranked = {
-            h.name: mark
-            for h, mark in zip(histories, marks, strict=True)
-            if mark != RANKED
-        }
+        set_keys = among(varied, len(counted))
+        all_keys = among(varied | others, len(counted))
+        best_run = best(counted, set_keys or all_keys, run_dirs)
         best_run += [f"{mark}: {run_dirs[name]}" for name, mark in unranked.items()]
-        means = over_seeds(ranked, all_keys)
+        means = over_seeds(counted, all_keys)
         hints = [
-            *uneven_validations(ranked),
-            *best_by_mean(ranked, all_keys, means),
-            *best_at_end(ranked, set_keys, all_keys),
+            *uneven_validations(counted),
+            *best_by_mean(all_keys, means),
+            *best_at_end(counted, set_keys, all_keys),
         ]
         verdicts = [*best_run, *fitted(means), *hints]
         lines = fitted(rows)
@@ -145,7 +134,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         if out is None:
             return lines
         pictures = [
-            picture(ranked, key, values, groups)
+            picture(counted, key, values, groups)
             for key, values in set_keys.items()
             if key != SEED and (groups := differing_alone(key, all_keys))
         ]
@@ -158,14 +147,22 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     return [*lines, f"{out}, in place of another comparison" if replaced else str(out)]
 
 
-def with_alike_facts(histories: Sequence[History]) -> Sequence[History]:
-    """Return histories without digests of validation texts, unless all have one.
+def ranked_entries(histories: Sequence[History]) -> list[Entry]:
+    """Return the runs, the best first, and those that are not ranked last.
 
-    Earlier versions did not write it.
+    Ranked are runs that were last validated on one text: that of finished runs; of as
+    many runs, the text of which more was read.
     """
-    if all(VALIDATION_DIGEST in h.facts for h in histories):
-        return histories
-    return [replace(h, facts={**h.facts, VALIDATION_DIGEST: ""}) for h in histories]
+    texts = [last_validated(h) for h in histories]
+    ranked_text = max(
+        texts,
+        key=lambda text: (text.before_end is None, texts.count(text), text.tokens),
+    )
+    entries = []
+    for h in histories:
+        mark = mark_of(h, ranked_text)
+        entries.append(Entry(h, mark, final_loss(h) if mark == RANKED else math.inf))
+    return sorted(entries, key=lambda e: (not e.is_counted, e.mark != RANKED, e.loss))
 
 
 def last_validated(h: History) -> ValidatedText:
@@ -181,21 +178,9 @@ def final_validated(h: History) -> ValidatedText:
 
 def validated(h: History, step: int) -> ValidatedText:
     """Return the text of the validation after a step."""
-    if h.facts.get(VALIDATION_DIGEST):
-        source = [h.facts[VALIDATION_DIGEST]]
-    elif "text" in h.facts:
-        source = [h.facts.get(fact, "") for fact in TEXT_FACTS]
-    else:
-        source = [str(h.settings.get(f"data.{key}")) for key in TEXT_KEYS]
-    source += validation_shares(h)
+    source = [h.facts[VALIDATION_DIGEST], *validation_shares(h)]
     if h.settings.get("data.boundary_loss") is False:
         source.append("without the first token of each document")
-    # Earlier versions, which did not log the tokens, dealt the samples by the seed.
-    is_old = step not in h.logged_validation_tokens and (
-        step in h.line("val/loss").xs or FINAL_VALIDATION not in h.facts
-    )
-    if h.settings.get("data.source") == "mix" and is_old:
-        source.append(str(h.settings.get("seed")))
     before_end = step if step < h.settings.get("train.steps", 0) else None
     return ValidatedText(tuple(source), h.validated_tokens(step), before_end)
 
@@ -225,15 +210,9 @@ def mark_of(h: History, ranked: ValidatedText) -> str:
         return NO_FINAL_LOSS
     if text._replace(before_end=ranked.before_end) == ranked:
         return f"last validated after step {text.before_end:,}, not ranked"
-    if text.source == ranked.source and text.tokens is not None:
+    if text.source == ranked.source:
         return f"validated on {text.tokens:,} tokens, not ranked"
     return OTHER_TEXT
-
-
-def without_validation(h: History) -> History:
-    """Return a history without its validation losses."""
-    rows = [{k: v for k, v in row.items() if k != "val/loss"} for row in h.rows]
-    return replace(h, rows=rows)
 
 
 def among(settings: Table, count: int) -> dict[str, Sequence[str]]:
@@ -312,24 +291,24 @@ def fitted(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def best(
-    histories: Sequence[History], settings: Table, run_dirs: Mapping[str, Path]
+    entries: Sequence[Entry], settings: Table, run_dirs: Mapping[str, Path]
 ) -> list[str]:
     """Return a line that names the best run, the first; none without validation, or
     where there is no other run to compare it with.
     """
-    first, loss = histories[0], final_loss(histories[0])
-    if not math.isfinite(loss) or len(histories) < 2:
+    name, loss = entries[0].history.name, entries[0].loss
+    if not math.isfinite(loss) or len(entries) < 2:
         return []
     values = "".join(f"; {key}={values[0]}" for key, values in settings.items())
-    return [f"best: {run_dirs[first.name]} (validation loss {loss:.4f}{values})"]
+    return [f"best: {run_dirs[name]} (validation loss {loss:.4f}{values})"]
 
 
-def uneven_validations(histories: Sequence[History]) -> list[str]:
+def uneven_validations(entries: Sequence[Entry]) -> list[str]:
     """Return a line where ranked runs did not read exactly as much of the text."""
     read = sorted(
         tokens
-        for h in histories
-        for tokens in list(h.logged_validation_tokens.values())[-1:]
+        for entry in entries
+        for tokens in list(entry.history.logged_validation_tokens.values())[-1:]
     )
     if not read or read[0] == read[-1]:
         return []
@@ -339,9 +318,7 @@ def uneven_validations(histories: Sequence[History]) -> list[str]:
     ]
 
 
-def best_by_mean(
-    histories: Sequence[History], settings: Table, means: Sequence[Sequence[str]]
-) -> list[str]:
+def best_by_mean(settings: Table, means: Sequence[Sequence[str]]) -> list[str]:
     """Return a line where the best mean over seeds is not of the best run's settings.
 
     The loss of one seed may be chance.
@@ -359,9 +336,7 @@ def best_by_mean(
     ]
 
 
-def best_at_end(
-    histories: Sequence[History], varied: Table, settings: Table
-) -> list[str]:
+def best_at_end(entries: Sequence[Entry], varied: Table, settings: Table) -> list[str]:
     """Return a line for each number whose best value is the largest or smallest tried.
 
     A better value may lie beyond. Tried are the values of the runs that differ from the
@@ -371,14 +346,14 @@ def best_at_end(
     so with a fork nothing is compared.
 
     Args:
-      histories: the best first.
+      entries: the best first.
       varied: values of the keys that users set.
       settings: values of all keys that differ.
     """
-    if any(FORKED in h.facts for h in histories):
+    if any(FORKED in entry.history.facts for entry in entries):
         return []
     keys = [key for key in settings if key != SEED]
-    means = mean_losses(histories, settings)
+    means = mean_losses(entries, settings)
     values, loss = min(means.items(), key=lambda item: item[1])
     if not math.isfinite(loss[1]):
         return []
@@ -410,7 +385,7 @@ def best_at_end(
 
 
 def mean_losses(
-    histories: Sequence[History], settings: Table
+    entries: Sequence[Entry], settings: Table
 ) -> dict[tuple[str, ...], tuple[bool, float, list[float]]]:
     """Return, by the settings without the seed, what their runs came to.
 
@@ -419,9 +394,9 @@ def mean_losses(
       settings), the mean, infinite without any, and all losses.
     """
     groups: dict[tuple[str, ...], list[float]] = {}
-    for i, h in enumerate(histories):
+    for i, entry in enumerate(entries):
         group = tuple(settings[key][i] for key in settings if key != SEED)
-        groups.setdefault(group, []).append(final_loss(h))
+        groups.setdefault(group, []).append(entry.loss)
     means = {}
     for values, losses in groups.items():
         known = [loss for loss in losses if math.isfinite(loss)]
@@ -430,14 +405,14 @@ def mean_losses(
     return means
 
 
-def over_seeds(histories: Sequence[History], settings: Table) -> list[list[str]]:
+def over_seeds(entries: Sequence[Entry], settings: Table) -> list[list[str]]:
     """Return a table of mean losses by settings without the seed, the best first.
 
     It is empty where no two runs differ in the seed alone. Settings with a run without
     validation loss come last, because the mean of the rest would flatter them.
     """
     keys = [key for key in settings if key != SEED]
-    means = mean_losses(histories, settings)
+    means = mean_losses(entries, settings)
     if SEED not in settings or all(len(losses) == 1 for *_, losses in means.values()):
         return []
     rows = []
@@ -480,7 +455,7 @@ def figures(histories: Sequence[History]) -> dict[str, list[str]]:
 
 
 def picture(
-    histories: Sequence[History],
+    entries: Sequence[Entry],
     key: str,
     values: Sequence[str],
     groups: Mapping[str, Sequence[int]],
@@ -494,9 +469,9 @@ def picture(
     points = []
     for rest, group in groups.items():
         for i in group:
-            loss = final_loss(histories[i])
-            text = f"{histories[i].name}: {loss:.6g}"
-            points.append(Choice(values[i], loss, text, rest))
+            entry = entries[i]
+            text = f"{entry.history.name}: {entry.loss:.6g}"
+            points.append(Choice(values[i], entry.loss, text, rest))
     return ChoiceChart(
         f"Validation loss by {key}",
         order,

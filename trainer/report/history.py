@@ -23,7 +23,6 @@ from trainer.text import override
 KINDS = {
     "stopped": "#b00020",
     "rolled back": "#b00020",
-    "left out": "#b00020",  # a rollback, in rows that an earlier version wrote
     "skipped": "#d55e00",
     "spike": "#e69f00",
     "stalled": "#7b3f99",
@@ -213,51 +212,29 @@ class History:
         key = "val/tokens"
         return {row["step"]: int(row[key]) for row in self.rows if key in row}
 
-    def validated_tokens(self, step: int) -> int | None:
-        """Return the tokens that the validation after a step read; None: unknown.
+    def validated_tokens(self, step: int) -> int:
+        """Return the tokens that the validation after a step read; 0: unknown.
 
         Sizes of a batch hardly change what is read in all: without the part of a batch
         at the end it is still the whole text. For a step without a row, they are those
-        that the run would read. Earlier versions did not log them.
+        that the run would read at its end.
         """
-        size = self.settings.get("train.batch_tokens")
-        if not isinstance(size, int) or size < 1:
-            return None
-        is_final = step == self.settings.get("train.steps")
-        key = "train.final_eval_batches" if is_final else "train.eval_batches"
-        read, batches = self.logged_validation_tokens.get(step), self.settings.get(key)
-        if read is None and is_final:
-            read = self.number(FINAL_VALIDATION) or None
-        if read is None and isinstance(batches, int):
-            read = batches * size
-        if read is None:
-            return None
+        read = self.logged_validation_tokens.get(step, self.number(FINAL_VALIDATION))
         available = self.number("validation tokens")
-        whole_batches = available // size * size
-        if not available or read < whole_batches:
-            return read
-        is_all = not whole_batches or whole_batches >= WHOLE * available
-        return available if is_all else whole_batches
+        return available if read >= WHOLE * available > 0 else read
 
     @property
     def comparable_validations(self) -> list[tuple[int, float]]:
         """Step and loss of the finite validations that read the same text.
 
         They are those that read the least: the ones during the training, and a final
-        one that reads no more. Of a run that an earlier version began, they are those
-        whose rows say what they read.
+        one that reads no more.
         """
         steps, losses = finite(self.line("val/loss"))
-        logged = self.logged_validation_tokens
-        validations = [
-            (int(x), y)
-            for x, y in zip(steps, losses, strict=True)
-            if x in logged or not logged
-        ]
-        tokens = [self.validated_tokens(step) or 0 for step, _ in validations]
+        tokens = [self.validated_tokens(int(step)) for step in steps]
         return [
-            pair
-            for pair, read in zip(validations, tokens, strict=True)
+            (int(step), loss)
+            for step, loss, read in zip(steps, losses, tokens, strict=True)
             if read == min(tokens)
         ]
 

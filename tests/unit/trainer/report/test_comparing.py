@@ -2,6 +2,7 @@
 page goes."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -12,40 +13,57 @@ from trainer.cli.compare import Arguments, directories, main
 from trainer.errors import UserError
 from trainer.report.charts import Choice, ChoiceChart, color_number
 from trainer.report.comparing import (
+    RANKED,
+    Entry,
     differences,
     fitted,
     overridden,
     uneven_validations,
 )
 from trainer.report.history import History
+from trainer.report.interactive import plot_choices
 
 
-def make_run(folder, loss, overrides, **settings):
+def make_run(folder, loss, overrides, *, facts=(), tokens=9, **settings):
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": i, "tokens": i, "train/loss": 5.0 - i, "lr": 1e-3} for i in (1, 2)]
-    rows[-1] |= {} if loss is None else {"val/loss": loss}
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
+    rows[-1] |= {} if loss is None else {"val/loss": loss, "val/tokens": tokens}
+    write_rows(folder, rows)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "environment.txt").write_text(f"overrides: {overrides}\n")
+    final = {"validation digest": "a", "final validation tokens": tokens}
+    facts = {"overrides": overrides} | final | dict(facts)
+    text = "".join(f"{name}: {fact}\n" for name, fact in facts.items())
+    (folder / "environment.txt").write_text(text)
+
+
+def write_rows(folder, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Twelve jobs, one of which has no validation, beside one that never started."""
+    """Twelve jobs, one of which stopped before its last validation, and one of which
+    validated on another text, beside one that never started."""
     for i in range(12):
         lr, seed = (1e-4, 3e-4, 1e-3, 1e-2)[i // 3], i % 3
-        loss = None if i == 4 else abs(lr - 1e-3) * 100 + 3 + 0.01 * seed
+        loss = abs(lr - 1e-3) * 100 + 3 + 0.01 * seed
         overrides = f"optimizer.lr={lr} seed={seed} train.steps=2"
         make_run(
             tmp_path / "sweep" / str(i),
             loss,
             overrides,
+            facts={"validation digest": "b"} if i == 3 else {},
             seed=seed,
             optimizer={"lr": lr},
+            train={"steps": 2},
             run_dir=f"s/{i}",
         )
+    log = tmp_path / "sweep" / "4" / "metrics.jsonl"
+    first, last = map(json.loads, log.read_text().splitlines())
+    for key in ("val/loss", "val/tokens"):
+        first[key] = last.pop(key)
+    write_rows(log.parent, [first, last])
     (tmp_path / "sweep" / "12").mkdir()
     return tmp_path / "sweep"
 
@@ -67,12 +85,15 @@ def test_a_sweep_is_a_table_best_first_with_means_over_seeds_and_a_picture_of_ea
     monkeypatch.chdir(tmp_path)
     table, rest = compare(sweep, None).split("\n\n")
     head, *rows = table.splitlines()
-    assert head.split()[:4] == ["optimizer.lr", "seed", "validation", "loss"]
+    columns = ["validation", "text", "optimizer.lr", "seed", "validation", "loss"]
+    assert head.split()[:6] == columns
     assert [row.split()[0] for row in rows][:3] == ["6", "7", "8"]
-    assert rows[0].split()[1:4] == ["0.001", "0", "3"]
-    assert rows[-1].split()[0] == "4"
+    assert rows[0].split()[1:5] == ["ranked", "0.001", "0", "3"]
+    assert [row.split()[0] for row in rows][-2:] == ["4", "3"]
     assert len(rows) == 12
-    best, head, *means, where = rest.splitlines()
+    best, *unranked, head, means_of, third, fourth, fifth, where = rest.splitlines()
+    assert [line.rpartition("/")[2] for line in unranked] == ["4", "3"]
+    means = [means_of, third, fourth, fifth]
     settings = "validation loss 3.0000; optimizer.lr=0.001; seed=0"
     assert best == f"best: {sweep}/6 ({settings})"
     assert head.split("  ")[0] == "optimizer.lr"
@@ -80,8 +101,8 @@ def test_a_sweep_is_a_table_best_first_with_means_over_seeds_and_a_picture_of_ea
         ["0.001", "3.0100", "0.0100", "3"],
         ["0.0001", "3.1000", "0.0100", "3"],
         ["0.01", "3.9100", "0.0100", "3"],
-        # one has no loss: the two that are left prove nothing
-        ["0.0003", "3.0800", "0.0141", "2", "of", "3"],
+        # one has no loss: the one that is left proves nothing
+        ["0.0003", "3.0900", "-", "1", "of", "2"],
     ]
     assert where == str(sweep / "compare.html")
     text = (sweep / "compare.html").read_text()
@@ -161,8 +182,12 @@ def test_colours_do_not_run_out():
     assert len({color_number(i) for i in range(40)}) == 40
 
 
-def test_choices_without_a_value_are_said_to_have_none():
-    assert ChoiceChart("t", ["a"], [Choice("a", float("inf"), "x")]).shown == []
+def test_a_line_joins_the_lowest_values_of_the_choices_that_have_one():
+    values = [("a", 2.0), ("a", 1.0), ("b", math.inf), ("c", 3.0)]
+    points = [Choice(choice, y, f"{choice} {y}", "g") for choice, y in values]
+    line, dots = plot_choices(ChoiceChart("t", ["c", "b", "a"], points)).renderers
+    assert line.data_source.data == {"x": ["c", "a"], "y": [3.0, 1.0]}
+    assert dots.data_source.data["text"] == ["a 2.0", "a 1.0", "c 3.0"]
 
 
 def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp_path):
@@ -195,13 +220,13 @@ def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp
     assert "parallel" in overridden([a, c])
 
 
-def rates(tmp_path, losses, key="lr"):
+def rates(tmp_path, losses):
     for name, (rate, loss) in enumerate(losses):
         make_run(
             tmp_path / str(name),
             loss,
-            f"optimizer.{key}={rate} seed={name}",
-            optimizer={key: rate},
+            f"optimizer.lr={rate} seed={name}",
+            optimizer={"lr": rate},
             seed=name,
         )
     return str(tmp_path)
@@ -245,19 +270,13 @@ def test_a_best_value_at_an_end_of_those_tried_or_by_chance_is_told(
 
 @pytest.mark.parametrize("fork", [True, False])
 def test_neither_a_fork_nor_a_longer_run_has_tried_values(tmp_path, compare, fork):
-    rates(tmp_path, [(0.1, 3.0), (0.3, 2.0)], "lr" if fork else "steps")
-    if fork:
-        forked = tmp_path / "0" / "environment.txt"
-        forked.write_text(forked.read_text() + "forked from: runs/a after step 80\n")
-    else:
-        for steps in (1, 2):
-            settings = {"train": {"steps": steps}}
-            make_run(
-                tmp_path / str(steps - 1),
-                3.0 - steps,
-                f"train.steps={steps}",
-                **settings,
-            )
+    for steps in (1, 2):
+        settings = {"optimizer": {"lr": 0.1 * steps}}
+        facts = {"forked from": "runs/a after step 80"} if fork else {}
+        key = f"optimizer.lr={0.1 * steps}"
+        if not fork:
+            settings, key = {"train": {"steps": steps}}, f"train.steps={steps}"
+        make_run(tmp_path / str(steps), 3.0 - steps, key, facts=facts, **settings)
     assert "try larger" not in compare(tmp_path)
 
 
@@ -286,49 +305,37 @@ def test_a_key_has_a_chart_and_advice_only_where_runs_differ_in_it_alone(
 
 
 def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, compare):
-    for name, (rate, loss) in enumerate([(0.1, 3.0), (0.2, 2.0), (0.3, 1.0)]):
-        make_run(tmp_path / str(name), loss, "", optimizer={"lr": rate})
-    with (tmp_path / "2" / "environment.txt").open("a") as file:
-        file.write("text: another book\ntokenizer: byte\nvalidation tokens: 9\n")
+    for name, (loss, text) in enumerate([(3.0, "a"), (2.0, "a"), (1.0, "b")]):
+        facts, settings = {"validation digest": text}, {"optimizer": {"lr": loss}}
+        make_run(tmp_path / str(name), loss, "", facts=facts, **settings)
     out = compare(tmp_path, None)
     assert f"best: {tmp_path}/1 (" in out
     assert f"other validation text, not ranked: {tmp_path}/2" in out
     assert "2 (not ranked)" in (tmp_path / "compare.html").read_text()
-
-
-def test_a_validation_text_is_known_by_its_content(tmp_path, capsys):
-    digests = ["a", "b", "b", ""]
-    for name, digest in enumerate(digests):
-        make_run(tmp_path / str(name), 3.0 - name, "", optimizer={"lr": 0.1 * name})
-        with (tmp_path / str(name) / "environment.txt").open("a") as file:
-            facts = "text: book.txt\ntokenizer: byte\nvalidation tokens: 9\n"
-            file.write(facts + f"validation digest: {digest}\n" * bool(digest))
-    main(Arguments(",".join(str(tmp_path / name) for name in "012")))
-    out = capsys.readouterr().out
-    assert f"other validation text, not ranked: {tmp_path}/0" in out
-    # An earlier version wrote no digest.
-    main(Arguments(",".join(str(tmp_path / name) for name in "0123")))
-    assert "not ranked" not in capsys.readouterr().out
-
-
-FACTS = "text: a book\ntokenizer: byte\nvalidation tokens: 100000\n"
+    (tmp_path / "1" / "environment.txt").write_text("overrides: \n")
+    with pytest.raises(UserError, match="/1 does not tell its validation text"):
+        compare(tmp_path)
 
 
 @pytest.fixture
 def compared(tmp_path, compare):
     def compared(**runs):
-        """What is said of runs, each a loss, the step of its last validation, settings."""
-        for name, (loss, step, train, data) in runs.items():
-            make_run(tmp_path / name, loss, "", train={"steps": 2} | train, data=data)
-            path = tmp_path / name / "metrics.jsonl"
-            first, last = map(json.loads, path.read_text().splitlines())
-            if step == 1:
-                first["val/loss"] = last.pop("val/loss")
-            elif step == 0:  # the run diverges afterwards
-                first["val/loss"], last["val/loss"] = loss, "NaN"
-            path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
-            with (tmp_path / name / "environment.txt").open("a") as file:
-                file.write(FACTS)
+        """What is said of runs, each a loss, the step of its last validation, the
+        tokens that it read, those that a final one reads, and data."""
+        for name, (loss, step, tokens, final, data) in runs.items():
+            facts = {"validation tokens": 100_000, "final validation tokens": final}
+            settings = {"train": {"steps": 2}, "data": data}
+            run_dir = tmp_path / name
+            make_run(run_dir, loss, "", facts=facts, tokens=tokens, **settings)
+            if step < 2:
+                log = run_dir / "metrics.jsonl"
+                first, last = map(json.loads, log.read_text().splitlines())
+                first |= {"val/loss": loss, "val/tokens": tokens}
+                if step == 1:
+                    del last["val/loss"], last["val/tokens"]
+                else:  # the run diverges afterwards
+                    last["val/loss"] = "NaN"
+                write_rows(run_dir, [first, last])
         out = compare(",".join(str(tmp_path / name) for name in runs))
         lines = [x for x in out.splitlines() if re.search(r"^best: |ranked: ", x)]
         return [line.replace(f"{tmp_path}/", "").split(" (")[0] for line in lines]
@@ -336,78 +343,62 @@ def compared(tmp_path, compare):
     return compared
 
 
-def sizes(batch_tokens, batches, final_batches):
-    names = ("batch_tokens", "eval_batches", "final_eval_batches")
-    return dict(zip(names, (batch_tokens, batches, final_batches), strict=True))
-
-
 def test_runs_that_read_less_of_the_validation_text_are_not_ranked(compared):
-    more, less = sizes(256, 1, 50), sizes(256, 1, 20)
-    a, b, c = (3.0, 2, more, {}), (2.5, 2, more, {}), (2.0, 2, less, {})
+    def run(loss, tokens):
+        return (loss, 2, tokens, tokens, {})
+
+    a, b, c = run(3.0, 12_800), run(2.5, 12_800), run(2.0, 5_120)
     not_ranked = "validated on 5,120 tokens, not ranked: c"
     assert compared(a=a, b=b, c=c) == ["best: b", not_ranked]
     assert compared(a=a, c=c) == [not_ranked]
-    # Batches of another size that read as much, and all of the text.
-    for batches in (13, 1000):
-        few, many = sizes(1024, 1, batches), sizes(256, 1, 4 * batches)
-        assert compared(a=(3.0, 2, many, {}), b=(2.5, 2, few, {})) == ["best: b"]
+    # All of the text, but for the part of a batch.
+    whole = run(3.0, 99_840)
+    assert compared(a=whole, b=run(2.5, 99_328)) == ["best: b"]
     # The end of the text may be of another kind.
-    odd = (2.5, 2, sizes(4096, 1, 1000), {})
     not_ranked = "validated on 98,304 tokens, not ranked: b"
-    assert compared(a=(3.0, 2, many, {}), b=odd) == [not_ranked]
-    few, many = (SimpleNamespace(logged_validation_tokens={2: n}) for n in (99, 100))
+    assert compared(a=whole, b=run(2.5, 98_304)) == [not_ranked]
+    few, many = (
+        Entry(SimpleNamespace(logged_validation_tokens={2: n}), RANKED, 1.0)
+        for n in (99, 100)
+    )
     assert "on 99 to 100 tokens" in uneven_validations([few, many])[0]
     assert uneven_validations([few, few]) == []
 
 
+@pytest.mark.parametrize("tokens", [256, 12_800])
 def test_a_run_that_stopped_early_or_diverged_is_not_ranked_beside_finished_ones(
-    compared,
+    compared, tokens
 ):
-    short, equal = sizes(256, 1, 50), sizes(256, 50, 50)
     not_ranked = "no final validation loss, not ranked: c"
-    runs = {"a": (3.0, 2, short, {}), "b": (2.5, 2, short, {})}
-    c = (2.0, 1, short, {})
+    runs = {name: (loss, 2, 12_800, 12_800, {}) for name, loss in (("a", 3), ("b", 2))}
+    c = (1.0, 1, tokens, 12_800, {})
     assert compared(**runs, c=c) == ["best: b", not_ranked]
     assert compared(c=c, b=runs["b"])[0] == "best: b"
-    runs = {"a": (3.0, 2, equal, {}), "b": (2.5, 2, equal, {})}
-    assert compared(**runs, c=(2.0, 1, equal, {})) == ["best: b", not_ranked]
-    stopped = {"c": (2.0, 1, equal, {}), "d": (2.1, 1, equal, {})}
-    assert compared(**stopped) == ["best: c"]
+    assert compared(c=c, d=(1.1, 1, tokens, 12_800, {})) == ["best: c"]
     # its best loss is not its last
-    assert compared(**runs, c=(2.0, 0, equal, {})) == ["best: b", not_ranked]
+    assert compared(**runs, c=(1.0, 0, 12_800, 12_800, {})) == ["best: b", not_ranked]
 
 
 def test_a_mixture_in_other_shares_is_another_validation_text(compared):
     mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"], "stages": None}
     losses = (("a", [1, 1]), ("b", [3, 1]), ("c", None), ("d", [2, 2]))
     runs = {
-        name: (3.0 - i / 10, 2, {}, mix | {"weights": weights})
+        name: (3.0 - i / 10, 2, 9, 9, mix | {"weights": weights})
         for i, (name, weights) in enumerate(losses)
     }
     assert compared(**runs) == ["best: d", "other validation text, not ranked: b"]
     # A later stage decides: every validation has the shares that a run ends with.
     stages = mix | {"weights": [3, 1], "stages": [[1, 1, 1]]}
-    assert compared(**runs | {"b": (1.0, 2, {}, stages)}) == ["best: b"]
+    assert compared(**runs | {"b": (1.0, 2, 9, 9, stages)}) == ["best: b"]
 
 
-def test_a_loss_without_first_tokens_is_not_ranked_beside_others(tmp_path, compare):
-    for i, boundary in enumerate((None, True, False)):
-        make_run(tmp_path / str(i), 3.0 - i, "", data={"boundary_loss": boundary})
-    out = compare(tmp_path)
-    assert f"best: {tmp_path}/1 (" in out
-    assert f"other validation text, not ranked: {tmp_path}/2" in out
-
-
-def test_a_mixture_of_an_earlier_version_was_validated_by_its_seed(tmp_path, compare):
-    mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"]}
-    for seed in (0, 1):
-        make_run(tmp_path / str(seed), 2.0 + seed, "", seed=seed, data=mix)
-    assert "other validation text, not ranked" in compare(tmp_path)
-    for seed in (0, 1):
-        path = tmp_path / str(seed) / "metrics.jsonl"
-        text = path.read_text()
-        path.write_text(text.replace('"val/loss"', '"val/tokens": 9, "val/loss"'))
-    assert f"best: {tmp_path}/0 (" in compare(tmp_path)
+def test_a_loss_without_first_tokens_is_not_ranked_beside_others(compared):
+    runs = {
+        name: (loss, 2, 9, 9, {"boundary_loss": boundary})
+        for name, loss, boundary in (("a", 3, None), ("b", 2, True), ("c", 1, False))
+    }
+    not_ranked = "other validation text, not ranked: c"
+    assert compared(**runs) == ["best: b", not_ranked]
 
 
 def test_a_table_of_text_is_not_wider_than_a_terminal():

@@ -271,6 +271,8 @@ def test_a_browser_shows_it(run_dir, tmp_path):
 def test_runs_are_compared_in_a_table_that_names_what_differs(
     run_dir, tmp_path, monkeypatch, capsys
 ):
+    with (run_dir / "environment.txt").open("a") as file:
+        file.write("validation digest: a\n")
     other = tmp_path / "runs" / "c"
     shutil.copytree(run_dir, other)
     (other / "config.yaml").write_text("seed: 1\ndata: {name: '</pre><img src=x>'}\n")
@@ -313,6 +315,7 @@ def test_lines_that_are_flat_by_design_have_no_chart():
         shown = charts(history(actual, config=f"precision: {{compute: {form}}}"))
         titles = {"Underflow", "Saturation", "Scales"} & {x.title for x in shown}
         assert titles == set(["Underflow", "Saturation"][:count])
+        assert [x.limit for x in shown if x.title == "Saturation"] == [1.0][:count]
 
 
 def test_a_log_with_a_step_twice_is_refused(run_dir):

@@ -106,15 +106,20 @@ def test_what_begins_with_weights_is_judged_by_what_it_began_with(
     assert learning(history(rows(losses, val))).grade != GOOD
 
 
-def test_a_validation_of_more_batches_is_not_compared_with_those_before():
+def validated(val, tokens):
+    """Return a history of validations that read so many tokens."""
+    logged = rows(FALLING, val)
+    for step, read in tokens.items():
+        logged[step - 1]["val/tokens"] = read
+    return history(logged)
+
+
+def test_a_validation_of_more_tokens_is_not_compared_with_those_before():
     """The text of the final validation may be harder, or easier."""
-    config = (
-        "train: {steps: 100, eval_batches: 1, final_eval_batches: 9, batch_tokens: 8}"
-    )
 
     def answer(val):
-        found = learning(history(rows(FALLING, val), config=config))
-        return found.grade, found.text
+        result = learning(validated(val, dict.fromkeys(val, 8) | {100: 72}))
+        return result.grade, result.text
 
     grade, text = answer({50: 1.5, 75: 1.49, 100: 1.6})
     assert (grade, "better" in text) == (GOOD, False)
@@ -122,6 +127,11 @@ def test_a_validation_of_more_batches_is_not_compared_with_those_before():
     grade, text = answer({25: 1.4, 50: 1.5, 100: 1.3})
     assert grade == FAIR
     assert "better, 1.400, after step 25 than after step 50, 1.500." in text
+    # A run that was trained longer has the final validation of its first end.
+    longer = {30: 1.6, 50: 1.2, 75: 1.55, 100: 1.3}
+    run = validated(longer, {30: 8, 50: 72, 75: 8, 100: 72})
+    assert run.comparable_validations == [(30, 1.6), (75, 1.55)]
+    assert learning(run).grade == GOOD
 
 
 def test_the_course_of_a_fork_is_that_of_its_own_steps():
@@ -272,19 +282,6 @@ def test_learning_its_training_text_alone_is_not_learning(
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
-def test_a_validation_is_compared_by_the_tokens_that_its_row_has():
-    """A run that was trained longer has the final validation of its first end."""
-    config = (
-        "train: {steps: 100, eval_batches: 1, final_eval_batches: 9, batch_tokens: 8}"
-    )
-    logged = rows(FALLING, {30: 1.6, 50: 1.2, 75: 1.55, 100: 1.3})
-    for step, tokens in ((30, 8), (50, 72), (75, 8), (100, 72)):
-        logged[step - 1]["val/tokens"] = tokens
-    run = history(logged, config=config)
-    assert run.comparable_validations == [(30, 1.6), (75, 1.55)]
-    assert learning(run).grade == GOOD
-
-
 def test_a_mixture_was_read_as_often_as_its_samples_not_its_tokens():
     actual = rows(FALLING, {100: 1.6})
     for source, share, epochs in (("small", 0.97, 36.0), ("large", 0.03, 0.02)):
@@ -296,11 +293,9 @@ def test_a_mixture_was_read_as_often_as_its_samples_not_its_tokens():
 
 def test_what_was_validated_counts_not_what_there_was():
     actual, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
-    for batches, grade in ((1, FAIR), (16, GOOD)):
-        config = (
-            f"train: {{steps: 100, final_eval_batches: {batches}, batch_tokens: 512}}"
-        )
-        assert learning(history(actual, config=config, **facts)).grade == grade
+    for tokens, grade in ((512, FAIR), (8192, GOOD)):
+        actual[-1]["val/tokens"] = tokens
+        assert learning(history(actual, **facts)).grade == grade
 
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
