@@ -25,8 +25,9 @@ from trainer.cli.composing import run_on_text
 from trainer.cli.prepare_data import text_settings
 from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import known_settings
+from trainer.data.byte_spelling import BYTE_LEVEL
 from trainer.data.corpus import open_corpus
-from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
+from trainer.data.hf_tokenizer import FILE, save_hf, split_by
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
@@ -91,7 +92,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
         known_settings(pattern if pattern != "gpt2" else "r50k_base", {})["pat_str"]
     )
     tree = json.loads(HFTokenizer(models.BPE()).to_str())
-    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, byte_level()]}
+    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, BYTE_LEVEL]}
     tokenizer = HFTokenizer.from_str(json.dumps(tree))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -17,15 +17,12 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
-from trainer.data.byte_spelling import SPELLING, unspell
+from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING, unspell
 from trainer.data.settings_beside import (
     NUL,
     SAVE_AGAIN,
     SETTINGS,
-    added_words,
     check_added_later,
-    check_overrides,
-    end_token,
     read,
     read_beside,
     read_json,
@@ -106,15 +103,14 @@ def known_settings(name: str, ranks: TokenIds) -> dict[str, Any]:
     return types.FunctionType(constructor.__code__, names)()
 
 
-def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
-    """Return the encoding of a merges file, with the ids of `ids_path` if it exists.
+def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
+    """Return the tokenizer.json of a merges file and the ids of `ids_path`, if it
+    exists.
 
-    Its pattern of words is GPT-2's. Raises UserError for a tokenizer that has another.
+    Its pattern of words is GPT-2's. Tokens that no merge makes are special. Raises
+    UserError for a tokenizer that has another pattern, or words that were added.
     """
     directory = path.parent
-    check_overrides(
-        directory, path.name, {"pre_tokenizer": {"add_prefix_space": False}}
-    )
     kind = read_beside(directory, SETTINGS).get("tokenizer_class")
     if kind is None:  # as transformers, by the model
         model_type = read_beside(directory, "config.json").get("model_type")
@@ -124,44 +120,71 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
             f"{directory} has no tokenizer.json, and a {kind[:100]} may split words"
             f" otherwise than GPT-2; {SAVE_AGAIN}"
         )
-    ids = {bytes([byte]): i for i, byte in enumerate(SPELLING)}
-    merges: list[Pair] = []
+    merges: list[list[str]] = []
     lines = read(path).decode(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.startswith("#version") or not line:
             continue
-        pair = pair_of(line)
-        if pair is None:
+        if pair_of(line) is None:
             raise UserError(f"{path}, line {number}: expected two tokens to merge")
-        merges.append(pair)
-        ids[b"".join(pair)] = len(ids)
-    given, special = ids, {ENDOFTEXT: len(ids)}
+        merges.append(line.split())
+    ordinary = [*SPELLING.values(), *map("".join, merges)]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(ordinary))}
     if ids_path.is_file():
-        given, special = {}, {}
-        for spelling, i in read_json(ids_path).items():
-            token = unspell(spelling)
-            if token is None or token not in ids:
-                special[spelling] = i
-            else:
-                given[token] = i
-    check_added_later(directory, ids_path.name, special)
-    if words := added_words(directory) - {ENDOFTEXT}:
-        raise UserError(
-            f"{directory} has no tokenizer.json, and {min(words)!r} is a word that was"
-            f" added to those of {path.name}; {SAVE_AGAIN}"
-        )
-    end = end_token(directory, special)
-    if end not in (None, ENDOFTEXT):
-        raise UserError(
-            f"{directory} has no tokenizer.json, and its documents end with {end!r},"
-            f" not with {ENDOFTEXT!r}; {SAVE_AGAIN}"
-        )
-    if not merges_alike(given, merges):
-        raise UserError(
-            f"{ids_path} does not belong to {path}: its ids are not those of the"
-            " merges, in their order"
-        )
-    return encoding(path, given, special_tokens=special)
+        vocabulary = read_json(ids_path)
+    if vocabulary.keys() <= set(ordinary):
+        vocabulary[ENDOFTEXT] = max(vocabulary.values()) + 1
+    special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
+    # Where transformers finds such a word in a text is not known of a pair.
+    check_added_later(directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)})
+    words = BYTE_LEVEL | {"use_regex": True}
+    return bpe_tree(vocabulary, merges, special, words, ignore_merges=False)
+
+
+def bpe_tree(
+    vocabulary: dict[str, int],
+    merges: list[list[str]],
+    special: dict[str, int],
+    words: dict[str, Any],
+    *,
+    ignore_merges: bool,
+) -> dict[str, Any]:
+    """Return the tokenizer.json of a byte-level encoding, whose pre-tokenizer is
+    `words`.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for token, i in sorted(special.items(), key=lambda item: item[1])
+        ],
+        "normalizer": None,
+        "pre_tokenizer": words,
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": ignore_merges,
+            "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
+            "merges": merges,
+        },
+    }
 
 
 def pair_of(merge: Any) -> Pair | None:

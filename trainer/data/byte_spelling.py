@@ -7,6 +7,13 @@ SPELLING = {b: chr(b) for b in _PRINTABLE} | {
     b: chr(256 + i) for i, b in enumerate(_OTHERS)
 }  # in the order of GPT-2's ids
 _BYTES = {char: byte for byte, char in SPELLING.items()}
+# the pre-tokenizer and decoder of this spelling, which splits no words
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def spell(token: bytes) -> str:

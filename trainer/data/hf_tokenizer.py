@@ -8,8 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.data.bpe_files import PAIRS, TokenIds, known_patterns, merges_of
-from trainer.data.byte_spelling import spell
+from trainer.data.bpe_files import (
+    PAIRS,
+    TokenIds,
+    bpe_tree,
+    known_patterns,
+    merges_of,
+)
+from trainer.data.byte_spelling import BYTE_LEVEL, spell
 from trainer.data.json_tokenizer import (
     FILE,
     JSONTokenizer,
@@ -106,54 +112,15 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
         spell(token): i for token, i in tokens.items()
     } | tokenizer.special_tokens
     words = [] if tokenizer.pattern is None else [split_by(tokenizer.pattern)]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for token, i in sorted(
-                tokenizer.special_tokens.items(), key=lambda item: item[1]
-            )
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*words, byte_level()]},
-        "post_processor": None,
-        "decoder": byte_level(),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # as tiktoken: a word that is a token is not merged up
-            "ignore_merges": True,
-            "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
-            "merges": [
-                [spell(left), spell(right)] for left, right in merges_of(tokens)
-            ],
-        },
-    }
-
-
-def byte_level() -> dict[str, Any]:
-    """Return the pre-tokenizer and decoder of GPT-2's printable spelling of bytes."""
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+    merges = [[spell(left), spell(right)] for left, right in merges_of(tokens)]
+    return bpe_tree(
+        vocabulary,
+        merges,
+        tokenizer.special_tokens,
+        {"type": "Sequence", "pretokenizers": [*words, BYTE_LEVEL]},
+        # as tiktoken: a word that is a token is not merged up
+        ignore_merges=True,
+    )
 
 
 def split_by(pattern: str) -> dict[str, Any]:

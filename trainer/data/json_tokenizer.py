@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from trainer.data.bpe_files import AFFIXES, TokenIds, is_bpe, special_in
+from trainer.data.bpe_files import TokenIds, is_bpe, special_in
 from trainer.data.byte_spelling import unspell
 from trainer.data.line_cuts import is_line_safe
 from trainer.data.settings_beside import (
@@ -33,7 +33,6 @@ from trainer.files import well_formed, write_atomically
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # how SentencePiece writes a space
-PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters that no normalizer changes
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -48,8 +47,8 @@ class JSONTokenizer:
 
     Args:
       name: as the user gave it.
-      tree: the content of the file, by `read_tokenizer`.
-      tokenizer: the library's, likewise.
+      tree: the content of the file, by `read_tree`.
+      tokenizer: the library's, by `parse`.
       end: the token that ends a document.
     """
 
@@ -77,13 +76,17 @@ class JSONTokenizer:
         # Other tokens have marks that only the decoder removes, such as ## and </w>.
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
-        self._words = frozenset(added.values())
         self._has_unknown = has_unknown(tree["model"])
-        self._may_lose = not self._has_unknown and is_bpe(tree["model"])
-        if self._may_lose:
-            refuse_affixes(name, tree["model"])
-            self._may_lose = not self._has_all_bytes()
-        self._kept: set[str] = set()  # characters that are known to have tokens
+        # Byte-pair encoding leaves out what has no token; other models raise an error.
+        self._lost_bytes: set[int] = set()
+        if is_bpe(tree["model"]) and not self._has_unknown:
+            self._lost_bytes = {
+                byte for byte in range(256) if bytes([byte]) not in self.tokens
+            }
+            if self._lost_bytes and not has_part(
+                tree.get("pre_tokenizer"), "ByteLevel"
+            ):
+                raise self._no_token("characters outside of its vocabulary")
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):
@@ -124,7 +127,7 @@ class JSONTokenizer:
     ) -> tokenizers.Encoding:
         with well_formed(f"tokenizer {self.name}", "download or copy it again"):
             try:
-                if self._may_lose:
+                if self._lost_bytes:
                     self._refuse_lost(text)
                 [encoding] = encode([text], add_special_tokens=False)
             except NoToken:
@@ -135,51 +138,13 @@ class JSONTokenizer:
                 raise self._no_token(f"a word of {text[:40]!r}") from error
         return encoding
 
-    def _has_all_bytes(self) -> bool:
-        """Return whether all text is spelled in bytes that have tokens."""
-        return has_part(self.tree.get("pre_tokenizer"), "ByteLevel") and all(
-            bytes([byte]) in self.tokens for byte in range(256)
-        )
-
     def _refuse_lost(self, text: str) -> None:
-        """Raise NoToken for the first character that byte-pair encoding leaves out.
-
-        Other models raise an error.
-        """
-        if not self._lost(text):
-            return
-        # It may be in a word that was added, which needs no other token.
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        mask = next(char for char in map(chr, PRIVATE_USE) if char not in text)
-        parts, end = [], 0
-        for i, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
-            if i in self._words:
-                parts += [text[end:left], mask]
-                end = right
-        rest = "".join([*parts, text[end:]])
-        lost = self._lost(rest) - {mask}
-        char = next((char for char in self._normalized(rest) if char in lost), None)
-        if char is not None:
-            raise self._no_token(f"{char!r} (U+{ord(char):04X})")
-
-    def _lost(self, text: str) -> set[str]:
-        """Return the characters of a normalized text that have no token."""
-        # Normalizers join characters, such as a letter and its accent.
-        chars = set(self._normalized(text)) - self._kept
-        lost = {char for char in chars if self._is_lost(char)}
-        self._kept |= chars - lost
-        return lost
-
-    def _normalized(self, text: str) -> str:
+        """Raise NoToken for the first character of which a byte has no token."""
         normalizer = self._tokenizer.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)
-
-    def _is_lost(self, char: str) -> bool:
-        """Return whether the model has no token for a part of a character."""
-        words, parts = self._tokenizer.pre_tokenizer, [char]
-        if words is not None:
-            parts = [part for part, _ in words.pre_tokenize_str(char)]
-        return not all(map(self._tokenizer.model.tokenize, "".join(parts)))
+        text = text if normalizer is None else normalizer.normalize_str(text)
+        for char in text:
+            if not self._lost_bytes.isdisjoint(char.encode()):
+                raise self._no_token(f"{char!r} (U+{ord(char):04X})")
 
     def _no_token(self, what: str) -> NoToken:
         return NoToken(
@@ -214,18 +179,16 @@ class JSONTokenizer:
             )
 
 
-def read_tokenizer(path: Path) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
-    """Read a tokenizer.json, and return its content and the library's tokenizer.
-
-    Texts are neither truncated nor padded. Raises UserError for what the library does
-    not read.
-    """
-    tree = read_json(path) | {"truncation": None, "padding": None}
-    return tree, parse(path, tree)
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer.json, without truncation and padding."""
+    return read_json(path) | {"truncation": None, "padding": None}
 
 
 def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a file's content; see `read_tokenizer`."""
+    """Return the library's tokenizer of a file's content.
+
+    Raises UserError for what the library does not read.
+    """
     model = tree.get("model")
     if isinstance(model, dict) and model.get("dropout"):
         raise UserError(
@@ -245,22 +208,6 @@ def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
 def has_unknown(model: dict[str, Any]) -> bool:
     """Return whether a model has a token for what it does not know."""
     return model.get("unk_id") is not None or model.get("unk_token") in model["vocab"]
-
-
-def refuse_affixes(name: str, model: dict[str, Any]) -> None:
-    """Refuse byte-pair encoding that loses characters in some places of a word only.
-
-    Args:
-      name: of the tokenizer.
-      model: of a tokenizer.json, without a token for what it does not know.
-    """
-    for key in AFFIXES:
-        if affix := model.get(key):
-            raise UserError(
-                f"tokenizer {name} has {key}={affix!r} and no unk_token, so that a"
-                " character vanishes from a text where it has a token only in other"
-                " places of a word; train it with an unk_token"
-            )
 
 
 def make_ordinary(

@@ -79,7 +79,7 @@ def added_later(directory: Path) -> dict[str, int]:
     }
 
 
-def check_added_later(directory: Path, file: str, ids: Mapping[str, int]) -> None:
+def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> None:
     """Refuse a vocabulary to which transformers adds tokens.
 
     Args:
@@ -94,7 +94,7 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, int]) -> Non
         if ids.get(token) != i:
             raise UserError(
                 f"{directory}: {ADDED} or {SETTINGS} adds {token!r} with the id {i},"
-                f" which {file} has not; {SAVE_AGAIN}"
+                f" which {file} alone has not; {SAVE_AGAIN}"
             )
 
 
@@ -128,22 +128,6 @@ def check_words(directory: Path, file: str, words: Mapping[str, Any]) -> None:
                     f"{directory}: {SETTINGS} has {flag}={theirs[flag]} for the added"
                     f" word {text!r}, and {file} {flag}={ours[flag]}; {SAVE_AGAIN}"
                 )
-
-
-def added_words(directory: Path) -> set[str]:
-    """Return the tokens that transformers adds to a vocabulary and that no file calls
-    special.
-    """
-    settings = read_beside(directory, SETTINGS)
-    special: list[Any] = []
-    for tree in (settings, read_beside(directory, SPECIAL)):
-        for key, value in tree.items():
-            if key.endswith(("_token", "_special_tokens")):
-                special += value if isinstance(value, list) else [value]
-    listed = (settings.get("added_tokens_decoder") or {}).values()
-    special += [token for token in listed if token.get("special")]
-    names = [t.get("content") if isinstance(t, dict) else t for t in special]
-    return {token for token in added_later(directory) if token not in names}
 
 
 def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:

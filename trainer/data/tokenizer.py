@@ -14,7 +14,7 @@ import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,8 @@ from trainer.data.bpe_files import (
     PAIRS,
     byte_level,
     encoding,
-    read_merges,
     read_tiktoken,
+    tree_of_merges,
 )
 from trainer.data.json_tokenizer import FILE as HF_FILE
 from trainer.data.json_tokenizer import (
@@ -33,7 +33,8 @@ from trainer.data.json_tokenizer import (
     NoToken,
     check_added,
     end_of_document,
-    read_tokenizer,
+    parse,
+    read_tree,
 )
 from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
 from trainer.errors import UserError
@@ -297,22 +298,14 @@ def from_files(name: str) -> Tokenizer:
             if (path / file).is_file():
                 return from_files(str(path / file))
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(files)}")
-    if path.name == HF_FILE:
-        tree, tokenizer = read_tokenizer(path)
-        check_added(path, tree, tokenizer)
-        end = end_of_document(path, tree)
-        like_gpt2 = byte_level(tree, end)
-        if like_gpt2 is None:
-            return JSONTokenizer(name, tree, tokenizer, end)
-        ranks, settings = like_gpt2
-        if settings["special_tokens"] == ByteTokenizer().special_tokens:
-            return ByteTokenizer()
-        return BPETokenizer(name, encoding(path, ranks, **settings))
     if path.suffix == ".tiktoken":
         return BPETokenizer(name, read_tiktoken(path))
     for merges, ids in PAIRS:
         if path.name == merges:
-            return BPETokenizer(name, read_merges(path, path.with_name(ids)))
+            tree = tree_of_merges(path, path.with_name(ids))
+            return from_tree(name, path, tree)
+    if path.name == HF_FILE:
+        return from_tree(name, path, read_tree(path))
     if path.name != name and not path.exists():
         raise UserError(
             f"there is no tokenizer directory or file {name} (looked from"
@@ -325,6 +318,20 @@ def from_files(name: str) -> Tokenizer:
         f" .tiktoken file, a {HF_FILE}, or a directory with"
         f" {' or '.join(merges for merges, _ in PAIRS)}"
     )
+
+
+def from_tree(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of the content of a tokenizer.json, read from `path`."""
+    tokenizer = parse(path, tree)
+    check_added(path, tree, tokenizer)
+    end = end_of_document(path, tree)
+    like_gpt2 = byte_level(tree, end)
+    if like_gpt2 is None:
+        return JSONTokenizer(name, tree, tokenizer, end)
+    ranks, settings = like_gpt2
+    if settings["special_tokens"] == ByteTokenizer().special_tokens:
+        return ByteTokenizer()
+    return BPETokenizer(name, encoding(path, ranks, **settings))
 
 
 def is_missing(name: str) -> bool:
@@ -350,9 +357,9 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
     file = vocabulary_file(directory)
     with well_formed(file, COPY_AGAIN):
         if file.name == HF_FILE:
-            tree, tokenizer = read_tokenizer(file)
+            tree = read_tree(file)
             end = end_of_document(file, tree)
-            return usable(JSONTokenizer(name, tree, tokenizer, end))
+            return usable(JSONTokenizer(name, tree, parse(file, tree), end))
         return usable(BPETokenizer(name, read_tiktoken(file)))
 
 

@@ -169,7 +169,8 @@ def test_bytes_that_are_marked_as_special_still_stand_for_characters(kind, tmp_p
 def test_spaces_that_are_marked_as_special_are_still_joined(marked, tmp_path):
     pieces = sorted({*pre_tokenizers.ByteLevel.alphabet(), "▁", marked, marked[0]})
     merges = [(marked[0], marked[0])] * (len(marked) - 1)
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(ids, merges, unk_token="a"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     if marked == "▁▁":
         made.pre_tokenizer = None

@@ -20,7 +20,8 @@ from trainer.cli.train import main
 from trainer.config.inherited import inherit
 from trainer.config.schema import Resume
 from trainer.data import get_tokenizer
-from trainer.data.hf_tokenizer import byte_level, save_hf
+from trainer.data.byte_spelling import BYTE_LEVEL
+from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.run.checkpoint import Restored
@@ -117,7 +118,7 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
     ("change", "text"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "'Hello'"),
-        ({"pre_tokenizer": byte_level()}, "don't"),  # without a pattern
+        ({"pre_tokenizer": BYTE_LEVEL}, "don't"),  # without a pattern
         ({"model": {"merges": ["t h"]}}, "'the'"),
     ],
 )
