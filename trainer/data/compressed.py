@@ -7,12 +7,12 @@ import gzip
 import hashlib
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import BLOCK, File
+from trainer.data.files import BLOCK
 from trainer.errors import UserError
 from trainer.files import replaced_atomically, write_atomically
 
@@ -128,20 +128,15 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
         raise
 
 
-def refuse_twins(files: Iterable[File], origins: Mapping[Path, Path]) -> None:
-    """Refuse a compressed file that is given beside its own content.
+def refuse_twins(paths: Collection[Path]) -> None:
+    """Refuse a compressed file that is given beside its own content, by their names.
 
     One of the two could be validated on, while the other is trained on.
-
-    Args:
-      files: all files that were read.
-      origins: the compressed files, by those in the cache.
     """
-    first: dict[str, Path] = {}
-    for file in files:
-        pair = {first.setdefault(file.digest, file.path), file.path}
-        if file.size and len(pair) == 2 and len(pair & origins.keys()) == 1:
-            named = (origins.get(path, path) for path in sorted(pair))
+    for path in paths:
+        content = path.with_suffix("")
+        if path.suffix.lower() in CODECS and content in paths:
             raise UserError(
-                "{} has the content of {}; leave one out of data.paths".format(*named)
+                f"{path} has the content of {content} by its name; leave one out of"
+                " data.paths"
             )

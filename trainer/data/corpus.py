@@ -250,6 +250,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     """
     given = expand(source.paths)
     check_shards(given)
+    refuse_twins(given)
     opened = {decompressed(path, cache_dir): path for path in given}
     origins = {path: origin for path, origin in opened.items() if path != origin}
     with original_names(origins):
@@ -278,10 +279,7 @@ def corpus_of(
         paths,
         text=lambda p: formats[p] != "parquet",
         cache_dir=cache_dir,
-        given=source.paths,
-        origins=origins,
     )
-    refuse_twins(files, origins)
     if not sum(file.size for file in files):
         raise UserError(
             f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no"

@@ -9,17 +9,14 @@ import os
 import re
 from collections.abc import (
     Callable,
-    Collection,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from trainer.data.shards import read_json
@@ -52,6 +49,9 @@ OTHER_COLUMNS = (
     " data=text data.paths=[FILE] data.column=NAME` for each, then train with data=mix"
     " data.sources=[DIRECTORY,...] of the directories that it prints"
 )
+BY_PATTERNS = (
+    ", by patterns: 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt files below one"
+)
 # Files of at least this size are read once and then recognized by size and times.
 REMEMBER = 64 << 20
 # names such as train-00000-of-00002.parquet, perhaps with a hash that is another one
@@ -73,16 +73,11 @@ class NotText(UserError):
     Attributes:
       path: the file.
       why: the bytes that are not text, with the kind of file where it is recognized.
-      instead: paths and patterns of all other files that were given; empty: there is no
-          short list.
     """
 
-    def __init__(
-        self, path: Path, why: str, message: str, instead: Sequence[str] = ()
-    ) -> None:
-        listed = f", by patterns: 'data.paths=[{','.join(instead)}]'" if instead else ""
-        super().__init__(f"{message} out of data.paths{listed}")
-        self.path, self.why, self.instead, self._message = path, why, instead, message
+    def __init__(self, path: Path, why: str, message: str) -> None:
+        super().__init__(f"{message} out of data.paths{BY_PATTERNS}")
+        self.path, self.why = path, why
 
 
 class NoColumn(UserError):
@@ -301,8 +296,6 @@ def examine(
     *,
     text: Callable[[Path], bool],
     cache_dir: Path,
-    given: Sequence[str] = (),
-    origins: Mapping[Path, Path] = MappingProxyType({}),
 ) -> list[File]:
     """Read files and return their digests, several at a time.
 
@@ -310,8 +303,6 @@ def examine(
       paths: the files.
       text: whether a file must be UTF-8.
       cache_dir: directory of the remembered digests of large files.
-      given: the paths and patterns of the user, which a message may narrow.
-      origins: the user's files of those that are in the cache.
 
     Raises:
       UserError: a file cannot be read, or is not text.
@@ -329,15 +320,13 @@ def examine(
         try:
             return read_through(path, text(path), stamps[path])
         except NotText as error:
-            error.path = origins.get(path, path)
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(read_one, paths))
     errors = [result for result in results if isinstance(result, NotText)]
     if errors:
-        named = [origins.get(path, path) for path in paths]
-        raise combined(errors, named, given)
+        raise combined(errors)
     files = [result for result in results if isinstance(result, File)]
     new = {
         keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER
@@ -413,14 +402,11 @@ def not_text(path: Path, why: str) -> NotText:
     )
 
 
-def combined(
-    errors: Sequence[NotText], paths: Sequence[Path], given: Sequence[str]
-) -> NotText:
-    """Return one error for all files that are not text, with patterns of the rest."""
+def combined(errors: Sequence[NotText]) -> NotText:
+    """Return one error for all files that are not text."""
     first = errors[0]
-    instead = remaining_patterns({error.path for error in errors}, paths, given)
     if len(errors) == 1:
-        return NotText(first.path, first.why, first._message, instead)
+        return first
     named = ", ".join(f"{error.path} ({error.why})" for error in errors[:MANY])
     if len(errors) > MANY:
         named += ", ..."
@@ -428,43 +414,7 @@ def combined(
         f"{len(errors)} files are not text: {named}; convert them to UTF-8, or leave"
         " them"
     )
-    return NotText(first.path, first.why, message, instead)
-
-
-def remaining_patterns(
-    bad: Collection[Path], paths: Sequence[Path], given: Sequence[str]
-) -> list[str]:
-    """Return patterns and files that select what was given, without the bad files.
-
-    It is empty where that would be many files by name, and where the user gave a
-    pattern.
-    """
-    entries: list[str] = []
-    if any(glob.has_magic(entry) for entry in given):
-        return []
-    for entry in given:
-        root = os.path.expanduser(entry)
-        inside = []
-        if os.path.isdir(root):
-            inside = [path for path in paths if path.is_relative_to(root)]
-        bad_suffixes = {path.suffix for path in inside if path in bad}
-        if not inside:
-            if Path(root) not in bad:
-                entries.append(entry)
-        elif not bad_suffixes:
-            entries.append(entry)
-        else:
-            good = [path for path in inside if path not in bad]
-            suffixes = sorted({path.suffix for path in good} - bad_suffixes - {""})
-            entries += [os.path.join(entry, "**", f"*{end}") for end in suffixes]
-            alone = [str(path) for path in good if path.suffix not in suffixes]
-            if len(alone) > MANY:
-                return []
-            entries += alone
-    # Hydra cannot read such names in a list.
-    if any(set(entry) & set("(){},:=\"'") for entry in entries):
-        return []
-    return entries
+    return NotText(first.path, first.why, message)
 
 
 def explain_columns[T](rows: Iterator[T], sources: int) -> Iterator[T]:

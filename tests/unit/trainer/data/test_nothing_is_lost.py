@@ -68,7 +68,7 @@ def byte_level_model(prefix=False, bytes_=range(256)):
 
 # As the library trains one without being given the alphabet of all bytes, with the
 # bytes of a combining accent.
-SOME_BYTES = byte_level_model(bytes_=[*b"abcdefghij", *"\u0301".encode()])
+SOME_BYTES = byte_level_model(bytes_=[*b"abcdefghij\xc3", *"\u0301".encode()])
 WITHOUT = {
     "byte level": SOME_BYTES,
     "composed": SOME_BYTES | {"normalizer": normalizers.NFC()},
