@@ -110,15 +110,14 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
     if not isinstance(x, Value):
         return np.asarray(x, np.float64), np.ones(()), 0.0, np.inf, np.inf
     scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)
-    data = np.asarray(x.data).astype(np.float64) * x.factor
+    data = np.asarray(x.data).astype(np.float64)
     fmt = jnp.finfo(x.dtype)
-    limit = float(fmt.max) * abs(x.factor if x.data.dtype == x.dtype else 1.0)
     return (
         data,
         np.asarray(scale, np.float64),
         x.expected_rms,
         float(fmt.smallest_subnormal),
-        limit,
+        float(fmt.max),
     )
 
 

@@ -163,17 +163,17 @@ def _stored(x: Any) -> Any:
     return with_scale(x.data, x.scale)
 
 
-@composite_rule("probe", wide=True, lazy=True, passes=(0, 0))
+@composite_rule("probe", wide=True, passes=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> Any:
     return x
 
 
-@composite_rule("probe.fwd", wide=True, lazy=True, passes=(0, 0))
+@composite_rule("probe.fwd", wide=True, passes=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
     return x, fwd(_stored(x), slot, **call.settings)[1]
 
 
-@composite_rule("probe.bwd", wide=True, lazy=True, passes=(1, 0))
+@composite_rule("probe.bwd", wide=True, passes=(1, 0))
 def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
     return gradient, bwd(seen, _stored(gradient), **call.settings)[1]
 

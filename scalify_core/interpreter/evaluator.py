@@ -24,7 +24,7 @@ from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.measured.products import Reading
-from scalify_core.interpreter.value import Value, in_format, narrow, value
+from scalify_core.interpreter.value import Value, narrow, value
 from scalify_core.numerics.formats import materialise
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
 from scalify_core.numerics.precision_warnings import Observer
@@ -144,7 +144,7 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
 
 def _stored_once(x: Value) -> Value:
     if x.shape and not x.is_fill_value:
-        return in_format(x)
+        return dataclasses.replace(narrow(x), pre_rescale=x.pre_rescale)
     return x
 
 

@@ -48,7 +48,6 @@ class Rule:
         fun: the rule.
         kind: the definer's name.
         wide: whether operands may have FP32 data that is not yet rounded to its format.
-        lazy: whether operands may have a factor that is not yet in their data.
         control: whether `fun` takes the evaluator of inner jaxprs, as the keyword
             `evaluate`.
         passes: the numbers of an operand and of the result that equals it, for an
@@ -58,27 +57,20 @@ class Rule:
     fun: Callable
     kind: str
     wide: bool = True
-    lazy: bool = False
     control: bool = False
     passes: tuple[int, int] | None = None
 
     def bring(self, x: Value) -> Value:
         """Return an operand in the form that the rule reads."""
-        if self.wide:
-            if self.lazy:
-                return x
-            return v.settle(x)
-        if self.lazy:
-            return v.in_format(x)
-        if self.control and x.is_fill_value:
-            return v.settle(x)
+        if self.wide or (self.control and x.is_fill_value):
+            return x
         return v.narrow(x)
 
 
 rules: dict[str, Rule] = {}  # keys: `key_of(eqn)`
 
 
-def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
+def rule(*primitives: str, wide: bool = True) -> Callable:
     """Return a decorator that registers a hand-written rule."""
 
     def register(fun: Callable) -> Callable:
@@ -86,7 +78,7 @@ def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
             out = fun(eqn, *operands)
             return out if isinstance(out, list) else [out]
 
-        _definer("rule", primitives, wide=wide, lazy=lazy)(listed)
+        _definer("rule", primitives, wide=wide)(listed)
         return fun
 
     return register
@@ -108,7 +100,7 @@ def structural(*primitives: str) -> None:
     Each result has the scale of the value at its position, or of the only value. A
     scale that differs along axes becomes the largest.
     """
-    _definer("structural", primitives, lazy=True)(on_data)
+    _definer("structural", primitives)(on_data)
 
 
 def rule_of(eqn: Any) -> Rule:
@@ -131,7 +123,7 @@ def composite_rule(
     name: str,
     *,
     passes: tuple[int, int] | None = None,
-    **flags: bool,
+    wide: bool = False,
 ) -> Callable:
     """Return a decorator that registers the rule of the composite calls named `name`.
 
@@ -139,10 +131,9 @@ def composite_rule(
     in the tree of the function's arguments (`Value`, plain or None). It returns the
     results in the tree of the function's results.
 
-    Flags are `wide` and `lazy` of `Rule`. By default operands have their data in their
-    formats, and
-    with `lazy` alone in stored form, with a factor beside it. `passes` counts all
-    leaves; the program is evaluated as if without the call.
+    With `wide`, see `Rule`, operands may have FP32 data; by default their data is in
+    their formats. `passes` counts all leaves; the program is evaluated as if without
+    the call.
     """
 
     def register(fun: Callable) -> Callable:
@@ -151,23 +142,22 @@ def composite_rule(
             out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
             return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
 
-        flags.setdefault("wide", False)
-        _definer("composite", (COMPOSITE + name,), passes=passes, **flags)(flat)
+        _definer("composite", (COMPOSITE + name,), passes=passes, wide=wide)(flat)
         return fun
 
     return register
 
 
-def forward_rule(name: str, **flags: Any) -> Callable:
+def forward_rule(name: str, *, wide: bool = False) -> Callable:
     """Return a decorator that registers the rule of a composite and of its "NAME.fwd".
 
     The rule returns the result and the residuals, of which the composite itself has no
-    use. See `composite_rule` for the flags.
+    use. `wide`: see `composite_rule`.
     """
 
     def register(fun: Callable) -> Callable:
-        composite_rule(f"{name}.fwd", **flags)(fun)
-        composite_rule(name, **flags)(lambda call, *args: fun(call, *args)[0])
+        composite_rule(f"{name}.fwd", wide=wide)(fun)
+        composite_rule(name, wide=wide)(lambda call, *args: fun(call, *args)[0])
         return fun
 
     return register
@@ -217,7 +207,7 @@ def called(eqn: Any, *operands: Any) -> list[Any]:
     )
 
 
-DEFAULT = Rule(default, "default", lazy=True)
+DEFAULT = Rule(default, "default")
 
 
 def bind(eqn: Any, *operands: Any) -> Any:
@@ -412,8 +402,7 @@ def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
 def on_data(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the data: the rule that `structural` registers."""
     # One scale: the operation may mix elements that had different ones.
-    # A negative factor would turn maxima into minima.
-    operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
+    operands = tuple(map(v.scalar_scale, operands))
     out = bind_all(eqn, *map(v.data_of, operands))
     first = next(x for x in operands if isinstance(x, Value))
     like = operands if len(out) == len(operands) else [first] * len(out)
@@ -421,13 +410,6 @@ def on_data(eqn: Any, *operands: Any) -> list[Any]:
         x.with_data(y) if isinstance(x, Value) and is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
-
-
-def _one_scale(x: Value) -> Value:
-    x = v.scalar_scale(x)
-    if x.factor > 0:
-        return x
-    return v.settle(x)
 
 
 def as_traced_dtypes(eqn: Any, *operands: Any) -> list[Any]:

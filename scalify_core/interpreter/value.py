@@ -1,12 +1,8 @@
 """The values that the interpreter computes with: data, scale and expected RMS.
 
-The logical value is `data * factor * scale`.
+The logical value is `data * scale`.
 
 See `numerics.scales` for scales.
-
-`factor` is a number that has not been multiplied into the data yet, nearly always 1.
-The next operation that multiplies the data anyway takes it along, so constants and
-changes of scale cost one multiplication in all, or none.
 
 `expected_rms` is the RMS that the rules expect of the data, about 1. Rules work on
 `scale * expected_rms` unrounded and only round the resulting scale, so roundings do not
@@ -81,7 +77,6 @@ MEASURED = 0.0  # the expected RMS where scales are measured
         "static",
         "expected_rms",
         "dtype",
-        "factor",
         "is_fill_value",
         "scale_multiplier",
     ],
@@ -97,9 +92,8 @@ class Value:
         data: narrow or FP32, without the scale.
         dynamic: the run-time scale; None where it is static.
         static: the scale where it is known while tracing.
-        expected_rms: of `data * factor`.
+        expected_rms: of the data.
         dtype: the format that the value is stored in.
-        factor: multiplies the data, and has not been multiplied in yet.
         rms_correction: a further factor of the expected RMS; None: 1.
         is_fill_value: whether it holds a constant that its format cannot represent, as
             in `maximum(x, 1e-12)`: its data stays FP32.
@@ -114,7 +108,6 @@ class Value:
     static: float | None
     expected_rms: float
     dtype: np.dtype
-    factor: float
     rms_correction: Any = None
     is_fill_value: bool = False
     scale_multiplier: float = 1.0
@@ -148,8 +141,8 @@ class Value:
         )
 
     def with_scale(self, data: Any, scale: Scale | Multiple) -> Value:
-        """Return a value of this expected RMS, format and factor."""
-        return value(data, scale, self.expected_rms, self.dtype, self.factor)
+        """Return a value of this expected RMS and format."""
+        return value(data, scale, self.expected_rms, self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -176,7 +169,6 @@ def value(
     scale: Scale | Multiple,
     expected_rms: float = 1.0,
     dtype: Any = None,
-    factor: float = 1.0,
     rms_correction: Any = None,
     is_fill_value: bool = False,
 ) -> Value:
@@ -194,7 +186,6 @@ def value(
         static,
         expected_rms,
         dtype,
-        factor,
         rms_correction,
         is_fill_value,
         multiplier,
@@ -241,15 +232,8 @@ def lift(x: Any, dtype: np.dtype) -> Value:
 
 
 def data32(v: Value) -> Any:
-    """Return the data in FP32, without the factor."""
+    """Return the data in FP32."""
     return as_float32(v.data)
-
-
-def settle(v: Value) -> Value:
-    """Return the value with its factor multiplied into the data."""
-    if v.factor == 1.0:
-        return v
-    return v.with_data(times(v.data, v.factor), factor=1.0)
 
 
 def exact(v: Value) -> Value:
@@ -272,24 +256,14 @@ def typed_as(x: Any, aval: Any) -> Any:
 
 
 def narrow(v: Value) -> Value:
-    """Return the value with its factor multiplied in, and its data in its format.
+    """Return the value with its data in its format.
 
     The cast saturates; infinities and NaN are preserved.
     """
-    if v.data.dtype == v.dtype and v.factor == 1.0:
-        return v
-    data = saturating_cast(times(v.data, v.factor), v.dtype, meant=v.is_fill_value)
-    return v.with_data(data, factor=1.0, is_fill_value=False)
-
-
-def in_format(v: Value) -> Value:
-    """Return the value with its data in its format.
-
-    Data that already is in its format keeps its factor beside it, unlike in `narrow`.
-    """
     if v.data.dtype == v.dtype:
         return v
-    return dataclasses.replace(narrow(v), pre_rescale=v.pre_rescale)
+    data = saturating_cast(v.data, v.dtype, meant=v.is_fill_value)
+    return v.with_data(data, is_fill_value=False)
 
 
 def unscaled(v: Any, dtype: Any = _F32) -> Any:
@@ -324,8 +298,8 @@ def data32_at(v: Value, scale: Scale) -> Any:
 
 def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
     if is_static(v.scale) and is_static(scale):
-        return times(data, v.factor * (v.scale / scale))
-    return times(times(data, v.factor), ratio(v.multiple, scale))
+        return times(data, v.scale / scale)
+    return times(data, ratio(v.multiple, scale))
 
 
 def as_divisor(v: Value) -> Value:
@@ -347,9 +321,9 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     """
     if is_static(a.scale) and is_static(b.scale):
         total = math.hypot(a.size, b.size)
-        # At the scale of an operand without a factor, that operand is added unchanged.
+        # At the scale of an operand, that operand is added unchanged.
         for x in (a, b) if a.size >= b.size else (b, a):
-            if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
+            if 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
     # Multiples of one run-time scalar: their ratio is known while tracing, so the sum
@@ -375,7 +349,6 @@ def settled(
     expected_rms: float,
     dtype: np.dtype,
     slack: float = 2.0,
-    factor: float = 1.0,
 ) -> Value:
     """Return a value of this scale and expected RMS.
 
@@ -384,15 +357,13 @@ def settled(
     """
     fits = 1 / slack <= expected_rms <= slack
     if fits and (not is_static(scale) or MIN_SCALE <= scale <= MAX_SCALE):
-        return value(data, scale, expected_rms, dtype, factor)
+        return value(data, scale, expected_rms, dtype)
     if is_static(scale):
         new = pow2_round(scale * expected_rms)
-        return value(
-            data, new, scale * expected_rms / new, dtype, factor * (scale / new)
-        )
+        return value(times(data, scale / new), new, scale * expected_rms / new, dtype)
     power = pow2_round(expected_rms)
     return value(
-        data, product(scale, power), expected_rms / power, dtype, factor / power
+        times(data, 1 / power), product(scale, power), expected_rms / power, dtype
     )
 
 

@@ -237,11 +237,10 @@ def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
         return v.value(sc.times(v.data32(x), 0.0), x.scale, x.expected_rms, dtype)
     power = pow2_round(constant)
     return v.settled(
-        x.data,
+        sc.times(x.data, constant / power),
         sc.product(x.scale, power),
         x.expected_rms * abs(constant) / power,
         dtype,
-        factor=constant / power,
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from scalify_core.interpreter import value as v
 from scalify_core.interpreter.value import Value, narrow, pack, unpack
 from scalify_core.numerics.jaxprs import per_jaxpr
 
@@ -61,7 +60,7 @@ def _stored(out: list[Any], wide: int, evaluate: Callable) -> list[Any]:
 
 
 def _result(x: Value, wide: bool) -> Value:
-    x = v.settle(x) if wide or x.is_fill_value else narrow(x)
+    x = x if wide or x.is_fill_value else narrow(x)
     return dataclasses.replace(x, rms_correction=None)
 
 

@@ -88,7 +88,7 @@ def on_gradient(
     )
     scales = [sc.product(x.scale, gradient.multiple) for x in out]
     return [
-        v.value(x.data, s, x.expected_rms, x.dtype, x.factor, gradient.rms_correction)
+        v.value(x.data, s, x.expected_rms, x.dtype, gradient.rms_correction)
         for x, s in zip(out, scales, strict=True)
     ]
 
@@ -267,14 +267,14 @@ def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
     return x, bias, v.value(x.data, scale, rms, x.dtype)
 
 
-@forward_rule("gelu", lazy=True)
+@forward_rule("gelu")
 def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
     x, bias, total = _biased(x, bias)
     size = _sizes("gelu", total)[0]
     return *on_values(call, [(size, x.dtype)], x, bias), (x, bias)
 
 
-@composite_rule("gelu.bwd", lazy=True)
+@composite_rule("gelu.bwd")
 def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     x, bias, total = _biased(*residuals)
     gradient = as_value(gradient, x)

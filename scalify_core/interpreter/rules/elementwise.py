@@ -24,7 +24,7 @@ from scalify_core.numerics.formats import is_float, pow2_floor, pow2_round
 _LARGE = 2.0**104
 
 structural("abs", "copy", "real", "stop_gradient")
-rule("nextafter", "reduce_precision", lazy=True)(on_logical)
+rule("nextafter", "reduce_precision")(on_logical)
 
 
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
@@ -33,7 +33,7 @@ def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
     return [v.lift(x, dtype) for x in operands], dtype
 
 
-@rule("add", "sub", "add_any", lazy=True)
+@rule("add", "sub", "add_any")
 def _add(eqn: Any, a: Any, b: Any) -> Value:
     if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
         return a
@@ -56,13 +56,13 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
         scale, correction, *(sc.ratio(x.multiple, scale) for x in sources)
     )
     data = [
-        sc.times(sc.times(formats.as_float32(x.data), x.factor), c)
-        for x, c in zip(sources, changes, strict=True)
+        sc.times(v.data32(x), change)
+        for x, change in zip(sources, changes, strict=True)
     ]
     return v.value(bind(eqn, *data), scale, rms, dtype, rms_correction=correction)
 
 
-@rule("mul", lazy=True)
+@rule("mul")
 def _mul(eqn: Any, a: Any, b: Any) -> Value:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
@@ -75,16 +75,11 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
     (a, b), dtype = lifted(a, b)
     scale, rest = sc.product_and_rest(a.multiple, b.multiple)
     data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
-    return v.settled(
-        data, scale, a.expected_rms * b.expected_rms, dtype, factor=a.factor * b.factor
-    )
+    return v.settled(data, scale, a.expected_rms * b.expected_rms, dtype)
 
 
 def _times_constant(x: Value, constant: float) -> Value:
-    """Return the product with a constant, without an operation.
-
-    The power of two goes into the scale, the rest into the factor.
-    """
+    """Return the product with a constant, whose power of two goes into the scale."""
     dtype = v.result_dtype(x)
     if constant == 0:
         return v.value(sc.times(x.data, 0.0), x.scale, x.expected_rms, dtype)
@@ -101,25 +96,23 @@ def _times_constant(x: Value, constant: float) -> Value:
         scale = pow2_round(scale)
         factor = scale / x.scale
     return v.value(
-        data,
+        sc.times(data, constant / factor),
         scale,
         size / factor,
         dtype,
-        x.factor * (constant / factor),
         x.rms_correction,
         is_fill_value=x.is_fill_value,
     )
 
 
-@rule("neg", lazy=True)
+@rule("neg")
 def _neg(eqn: Any, x: Value) -> Value:
-    del eqn
-    return x.with_data(x.data, dtype=v.result_dtype(x), factor=-x.factor)
+    return x.with_data(bind(eqn, x.data), dtype=v.result_dtype(x))
 
 
-@rule("div", lazy=True)
+@rule("div")
 def _div(eqn: Any, a: Any, b: Any) -> Value:
-    # A division by a constant is a product with its inverse, which is no operation.
+    # A division by a power of two changes the scale alone.
     constant = v.uniform(b)
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
@@ -130,12 +123,10 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
         b = v.as_divisor(b)
     scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
     data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
-    return v.settled(
-        data, scale, a.expected_rms / b.expected_rms, dtype, factor=a.factor / b.factor
-    )
+    return v.settled(data, scale, a.expected_rms / b.expected_rms, dtype)
 
 
-@rule("integer_pow", "square", lazy=True)
+@rule("integer_pow", "square")
 def _integer_pow(eqn: Any, x: Value) -> Any:
     n = eqn.params.get("y", 2)
     if abs(n) > 4:  # the data's own power would leave FP32
@@ -149,13 +140,8 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
     for _ in range(abs(n)):
         scale, further = sc.product_and_rest(scale, base)
         rest = sc.product(rest, further)
-    return v.settled(
-        sc.times(bind(eqn, v.data32(x)), rest),
-        scale,
-        x.expected_rms**n,
-        dtype,
-        factor=x.factor**n,
-    )
+    data = sc.times(bind(eqn, v.data32(x)), rest)
+    return v.settled(data, scale, x.expected_rms**n, dtype)
 
 
 def _root(degree: int, inverse: bool) -> Any:
@@ -212,7 +198,6 @@ rule("cbrt")(_root(3, inverse=False))
     "atanh",
     "erf",
     "erf_inv",
-    lazy=True,
 )
 def _odd(eqn: Any, x: Value) -> Value:
     """Evaluate a function that is nearly its argument where the argument is small.
@@ -225,7 +210,7 @@ def _odd(eqn: Any, x: Value) -> Value:
     return at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
 
-@rule("floor", "ceil", "round", lazy=True)
+@rule("floor", "ceil", "round")
 def _to_integers(eqn: Any, x: Value) -> Value:
     """Evaluate a rounding to integers, at a scale of at least 1.
 

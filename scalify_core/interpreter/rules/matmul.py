@@ -105,12 +105,10 @@ def summed(eqn: Any, x: Value, count: float) -> Value:
     x = v.scalar_scale(x)
     out = bind(eqn, v.data32(x))
     rms = x.expected_rms * math.sqrt(max(count, 1))
-    return v.settled(
-        out, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor
-    )
+    return v.settled(out, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2))
 
 
-@rule("reduce_sum", lazy=True)
+@rule("reduce_sum")
 def _reduce_sum(eqn: Any, x: Value) -> Value:
     axes = tuple(range(len(x.shape) - 1))
     if (
@@ -125,12 +123,12 @@ def _reduce_sum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
 
 
-@rule("cumsum", lazy=True)
+@rule("cumsum")
 def _cumsum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, x.shape[eqn.params["axis"]])
 
 
-@rule("reduce_window_sum", lazy=True)
+@rule("reduce_window_sum")
 def _reduce_window_sum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
 

@@ -28,7 +28,7 @@ def _join(eqn: Any, *operands: Any) -> Value:
 # Scatter-add accumulates in FP32.
 
 
-@rule("gather", lazy=True)
+@rule("gather")
 def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
     fill = eqn.params["fill_value"]
     if fill is None or fill == 0 or not math.isfinite(fill):
