@@ -30,13 +30,8 @@ import numpy as np
 from jax import lax
 
 from scalify_core.numerics import jaxprs
-from scalify_core.numerics.amax import Parts, sums_at_once
-from scalify_core.numerics.compiler_hints import (
-    column_sums,
-    in_one_kernel,
-    materialize_once,
-    stored,
-)
+from scalify_core.numerics.amax import Parts
+from scalify_core.numerics.compiler_hints import in_one_kernel, materialize_once
 from scalify_core.numerics.formats import (
     as_float32,
     at_least_float32,
@@ -373,12 +368,10 @@ class PreRescale(NamedTuple):
     Attributes:
         value: the value.
         power: the measured power of two.
-        sums: its sums over all axes but the last, or None.
     """
 
     value: Value
     power: Any
-    sums: Any = None
 
 
 def rescaled_by(statistic: Any, v: Value) -> Value:
@@ -387,33 +380,20 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
     A statistic of 0, infinity or NaN leaves the scale unchanged.
     """
     v = scalar_scale(v)
-    return _rescaled(v, statistic(data32(v)))
-
-
-def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
-    """Return the value at the power of two nearest to its measured RMS.
-
-    With `columns`, its sums over all axes but the last, as in the gradient of a bias,
-    are computed in the same pass.
-    """
-    v = scalar_scale(v)
-    if not columns:
-        return _rescaled(v, jnp.sqrt(jnp.mean(jnp.square(data32(v)))))
-    # The gradient of a bias and the RMS read the same array: one pass for both.
-    sums, squares = column_sums(data32(v), sums_at_once)
-    return _rescaled(v, jnp.sqrt(jnp.sum(stored(squares)) / v.data.size), sums)
-
-
-def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
+    measured = statistic(data32(v))
     power = jnp.where(
         (measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1)
     )
     scale, change = in_one_kernel(*_rescaling(v, power))
-    sums = None if sums is None else times(sums, change)
     return dataclasses.replace(
         value(times(data32(v), change), scale, 1.0, v.dtype),
-        pre_rescale=PreRescale(v, power, sums),
+        pre_rescale=PreRescale(v, power),
     )
+
+
+def rescaled_by_rms(v: Value) -> Value:
+    """Return the value at the power of two nearest to its measured RMS."""
+    return rescaled_by(lambda data: jnp.sqrt(jnp.mean(jnp.square(data))), v)
 
 
 def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:

@@ -16,8 +16,6 @@ They do not change results. Their measured effects, without which they would be 
 - `separate_buffers`: on CUDA numbers that kernels of large arrays read were parts of
   one array, so that no two of them were the same: of four layers of 124M, each of the
   24 largest kernels was compiled by itself.
-- `column_sums`: on CUDA the sums of a gradient's columns and of their squares were two
-  passes over it.
 - `materialize_once`: on CPU the chain of a global norm's scales was repeated in every
   kernel that reads one: 10,674 instructions for 2,351 in the norm of 8 arrays.
 - `barrier`: its callers say why.
@@ -169,19 +167,6 @@ def separate_scalars(scalars: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     if scalars:
         return separate_buffers(jnp.stack(scalars))
     return ()
-
-
-def column_sums(x: jax.Array, at_once: Callable) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of `x` and of its squares over all axes but the last.
-
-    On CUDA they are `at_once((x, squares), axes)`.
-    """
-    rows = tuple(range(x.ndim - 1))
-    return _on_cuda(
-        lambda x: tuple(at_once((x, jnp.square(x)), rows)),
-        x,
-        default=lambda x: (jnp.sum(x, rows), jnp.sum(jnp.square(x), rows)),
-    )
 
 
 def materialize_once(*arrays: jax.Array) -> tuple[jax.Array, ...]:

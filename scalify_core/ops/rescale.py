@@ -88,14 +88,11 @@ def dynamic_rescale_max(x: jax.Array) -> jax.Array:
     return _dynamic_rescale_max(x)
 
 
-def dynamic_rescale_rms_grad(x: jax.Array, *, columns: bool = False) -> jax.Array:
+def dynamic_rescale_rms_grad(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its *gradient* is rescaled as by
     `dynamic_rescale_rms`.
-
-    `columns`: the operation before is a sum with a bias, whose gradient is the sum over
-    all axes but the last. It is then computed in the pass that measures the RMS.
     """
-    return _dynamic_rescale_rms_grad(x, columns=columns)
+    return _dynamic_rescale_rms_grad(x)
 
 
 def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:

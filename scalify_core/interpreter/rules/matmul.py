@@ -110,16 +110,9 @@ def summed(eqn: Any, x: Value, count: float) -> Value:
 
 @rule("reduce_sum")
 def _reduce_sum(eqn: Any, x: Value) -> Value:
-    axes = tuple(range(len(x.shape) - 1))
-    if (
-        x.pre_rescale is not None
-        and x.pre_rescale.sums is not None
-        and eqn.params["axes"] == axes
-    ):
-        rms = x.expected_rms * math.sqrt(max(math.prod(x.shape[:-1]), 1))
-        return v.settled(
-            x.pre_rescale.sums, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2)
-        )
+    if x.pre_rescale is not None:
+        # A sum is that of what is not rounded yet: many small terms would be zeros.
+        x = x.with_data(v.data32_at(x.pre_rescale.value, x.scale))
     return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
 
 
@@ -207,8 +200,6 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         dtype = np.dtype(product.dtypes[2])
     lhs, rhs, gradient = (v.lift(x, dtype) for x in (*residuals[:2], gradient))
     gradient = v.scalar_scale(gradient)
-    summed = gradient.pre_rescale is not None and gradient.pre_rescale.sums is not None
-
     lhs_power, lhs_rms = _sum_of(columns, gradient, rhs)
     rhs_power, rhs_rms = _sum_of(rows, lhs, gradient)
 
@@ -219,10 +210,9 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
             rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
         # Not `saturated`, which would make large numbers of infinities.
         gradient8 = fp8_cast(rest[-1], product.gradient)
-        # If the gradient's rows are added up, that pass writes both orders.
-        both = _stored(gradient8, summed and gradient8.ndim == 2)
-        d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)
-        return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
+        gradient8 = stored(gradient8)
+        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, 1 / lhs_power)
+        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
 
     d_lhs, d_rhs = call_on_data(
         call, backward, lhs.data, rhs.data, *_unused(product), gradient.data

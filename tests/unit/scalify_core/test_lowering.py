@@ -29,17 +29,10 @@ PROGRAMS = {
     "in_one_kernel": lambda x: compiler_hints.in_one_kernel(x[0, 0], x[0, 1]),
     "separate_buffers": lambda x: compiler_hints.separate_buffers(x[:, 0]),
     "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).stack([x[0], x[1]])[0],
-    "sums_at_once": lambda x: compiler_hints.column_sums(
-        x, lambda xs, axes: [held_sum(y, axes) for y in xs]
-    ),
     "materialize_once": lambda x: compiler_hints.materialize_once(x, x + 1),
     "norm_statistics": norm,
     "late_zeros": table,
 }
-
-
-def held_sum(x, axes):
-    return jax.lax.optimization_barrier(jnp.sum(x, axes))
 
 
 def marks(fun, platform):

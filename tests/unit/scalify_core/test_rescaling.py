@@ -1,9 +1,6 @@
 """Rescales under propagated scales: a power of two moves between data and scale, and no
 value changes."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,43 +54,23 @@ def for_cuda(fun, *args):
 
 
 def test_a_bias_in_front_of_a_rescale_gets_its_gradient_from_what_was_there_before():
-    """The sums of what is not rounded yet: most of the gradient is below FP16's
-    smallest number before the rescale."""
-    gradient = jnp.where(jnp.arange(512)[:, None] < 8, 2.0**-8, 2.0**-27) * normal(
-        0, 512, 16
-    )
+    """The sums of what is not rounded yet: beside rows that cancel, the others are
+    below FP16's smallest number at the measured scale."""
+    sign = (-1.0) ** jnp.arange(512)
+    column = jnp.where(jnp.arange(512) < 8, sign, 1.3 * 2.0**-28)
+    gradient = jnp.broadcast_to(column[:, None], (512, 16))
 
-    def gradients(x, bias, columns):
-        rescaled = functools.partial(
-            sc.static.dynamic_rescale_rms_grad, columns=columns
-        )
-        return jax.vjp(lambda x, bias: rescaled(x + bias[None]), x, bias)[1](
-            jnp.cos(0 * x) * gradient
-        )
+    def gradients(x, w, bias):
+        def layer(w, bias):
+            return sc.static.dynamic_rescale_rms_grad(x @ w + bias[None])
 
-    args = as_scaled_array((normal(1, 512, 16), normal(2, 16)), 1.0, dtype=HALF)
-    (dx, dbias), (dx_alone, dbias_alone) = (
-        scalify(functools.partial(gradients, columns=c))(*args) for c in (True, False)
-    )
-    assert_array_equal(dx.data, dx_alone.data)
-    assert float(dx.scale) == float(dx_alone.scale)
+        return jax.vjp(layer, w, bias)[1](jnp.cos(0 * x) * gradient)
+
+    shapes = ((512, 16), (16, 16), (16,))
+    args = as_scaled_array([normal(1, *shape) for shape in shapes], 1.0, dtype=HALF)
+    _, dbias = scalify(gradients)(*args)  # the product reads it in FP16
     exact = np.sum(np.float64(gradient), 0)
-    error, alone = (
-        np.abs(asarray(d) - exact).max() / np.abs(exact).max()
-        for d in (dbias, dbias_alone)
-    )
-    assert error <= 2.0**-11  # that of the result in FP16
-    assert error <= alone
-    # One reduction of two arrays gives these sums and the RMS; without `columns` there
-    # are two.
-    for columns, number in ((True, 1), (False, 2)):
-        text = for_cuda(
-            scalify(functools.partial(gradients, columns=columns)),
-            *args,
-        )
-        assert (
-            len(re.findall(r"stablehlo.reduce\(.*tensor<512x16xf32>", text)) == number
-        )
+    assert_allclose(asarray(dbias), exact, rtol=0.05)
 
 
 def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():
