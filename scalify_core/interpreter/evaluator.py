@@ -103,6 +103,8 @@ class Evaluator:
 
     def stacked(self, jaxpr: Any, ys: list[Any]) -> list[Any]:
         """Return the last results of a scan's body as their stacks hold them."""
+        if not ys or not self.stacks:
+            return ys
         first = -len(ys)
         made = zip(ys, self.stacks[first:], jaxpr.outvars[first:], strict=True)
         return [

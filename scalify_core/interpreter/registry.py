@@ -46,7 +46,6 @@ class Rule:
 
     Attributes:
         fun: the rule.
-        kind: the definer's name.
         wide: whether operands may have FP32 data that is not yet rounded to its format.
         control: whether `fun` takes the evaluator of inner jaxprs, as the keyword
             `evaluate`.
@@ -55,7 +54,6 @@ class Rule:
     """
 
     fun: Callable
-    kind: str
     wide: bool = True
     control: bool = False
     passes: tuple[int, int] | None = None
@@ -78,7 +76,7 @@ def rule(*primitives: str, wide: bool = True) -> Callable:
             out = fun(eqn, *operands)
             return out if isinstance(out, list) else [out]
 
-        _definer("rule", primitives, wide=wide)(listed)
+        _definer(primitives, wide=wide)(listed)
         return fun
 
     return register
@@ -86,12 +84,7 @@ def rule(*primitives: str, wide: bool = True) -> Callable:
 
 def control(*primitives: str, wide: bool = False) -> Callable:
     """Return a decorator for a primitive with inner jaxprs: a rule with `evaluate=`."""
-    return _definer(
-        "control",
-        primitives,
-        wide=wide,
-        control=True,
-    )
+    return _definer(primitives, wide=wide, control=True)
 
 
 def structural(*primitives: str) -> None:
@@ -100,7 +93,7 @@ def structural(*primitives: str) -> None:
     Each result has the scale of the value at its position, or of the only value. A
     scale that differs along axes becomes the largest.
     """
-    _definer("structural", primitives)(on_data)
+    _definer(primitives)(on_data)
 
 
 def rule_of(eqn: Any) -> Rule:
@@ -142,7 +135,7 @@ def composite_rule(
             out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
             return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
 
-        _definer("composite", (COMPOSITE + name,), passes=passes, wide=wide)(flat)
+        _definer((COMPOSITE + name,), passes=passes, wide=wide)(flat)
         return fun
 
     return register
@@ -207,7 +200,7 @@ def called(eqn: Any, *operands: Any) -> list[Any]:
     )
 
 
-DEFAULT = Rule(default, "default")
+DEFAULT = Rule(default)
 
 
 def bind(eqn: Any, *operands: Any) -> Any:
@@ -391,9 +384,9 @@ _FOLDED: dict[str, Callable] = {
 }
 
 
-def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
+def _definer(keys: tuple[str, ...], **flags: Any) -> Callable:
     def register(fun: Callable) -> Callable:
-        rules.update(dict.fromkeys(keys, Rule(fun, kind, **flags)))
+        rules.update(dict.fromkeys(keys, Rule(fun, **flags)))
         return fun
 
     return register
@@ -422,19 +415,14 @@ def as_traced_dtypes(eqn: Any, *operands: Any) -> list[Any]:
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:
-    """Return the operation on the logical values in FP32, at scale 1."""
-    return _of_scale_1(plain_in_float32(eqn, *operands), operands)
-
-
-def plain_in_float32(eqn: Any, *operands: Any) -> list[Any]:
-    """Bind an equation on the logical values, which have at least FP32.
+    """Return the operation on the logical values in FP32, at scale 1.
 
     So have operands that the user cast to a narrower dtype.
     """
     args = [
         _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
     ]
-    return bind_all(wide_equation(eqn), *args)
+    return _of_scale_1(bind_all(wide_equation(eqn), *args), operands)
 
 
 def _as_wide_as(x: Any, aval: Any) -> Any:

@@ -70,24 +70,15 @@ def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
     if max(parts, default=1) == 1:
         return lax.reduce_max(x, range(x.ndim))
     blocks = [axis for axis, n in enumerate(parts) if 1 < n < x.shape[axis]]
-    common = [axis for axis, n in enumerate(parts) if n == 1]
-    shape = tuple(1 if n == 1 else size for n, size in zip(parts, x.shape, strict=True))
     if not blocks:
-        return lax.reshape(lax.reduce_max(x, common), shape)
-    cut = list[int]()
-    for part, size in zip(parts, x.shape, strict=True):
-        cut += part, size // part
-    unsplit = [axis for axis, n in enumerate(parts) if n == x.shape[axis]]
-    inner = [
-        2 * axis + 1
-        for axis in range(x.ndim)
-        if axis not in unsplit or x.shape[axis] == 1
-    ]
-    peaks = lax.reduce_max(lax.reshape(x, cut), inner)
-    # Repeat the peak of a block for each of its elements.
-    left = [i for i in range(len(cut)) if i not in inner]
-    spread = [n if i % 2 == 0 or i // 2 in blocks else 1 for i, n in enumerate(cut)]
-    return lax.reshape(lax.broadcast_in_dim(peaks, spread, left), shape)
+        common = [axis for axis, n in enumerate(parts) if n == 1]
+        return lax.reshape(lax.reduce_max(x, common), parts)
+    pairs = zip(parts, x.shape, strict=True)
+    cut = [size for n, whole in pairs for size in (n, whole // n)]
+    peaks = lax.reduce_max(lax.reshape(x, cut), range(1, len(cut), 2))
+    for axis in blocks:  # the peak of a block for each of its elements
+        peaks = jnp.repeat(peaks, x.shape[axis] // parts[axis], axis)
+    return peaks
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -163,9 +154,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
     The scale is a scalar, or has size 1 along the axes that share it.
     """
-    if scale.ndim == 0:
-        return lax.broadcast(scale, shape)
-    return lax.broadcast_in_dim(scale, shape, range(len(shape)))
+    return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
 
 
 # Statistics of many arrays at once, in few kernels.

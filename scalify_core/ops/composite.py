@@ -32,7 +32,7 @@ from jax._src import dispatch
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from scalify_core.numerics.jaxprs import per_jaxpr
+from scalify_core.numerics.jaxprs import axes_of, per_jaxpr, varying
 
 composite_p = Primitive("scalify_composite")
 composite_p.multiple_results = True
@@ -70,15 +70,18 @@ class Call:
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Return the flat results of `fun` on flat operands, under the call's vmaps."""
-        flat = self._flat
-        for axes in self.in_axes:
-            flat = jax.vmap(flat, in_axes=axes)
-        return flat(*operands)
+        return jax.tree.leaves(self.tree(*operands))
 
-    def _flat(self, *operands: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(
-            self.fun(*jax.tree.unflatten(self.in_tree, operands), **self.settings)
-        )
+    def tree(self, *operands: jax.Array) -> Any:
+        """Return the results of `fun` on flat operands, under the call's vmaps."""
+
+        def fun(*operands: jax.Array) -> Any:
+            args = jax.tree.unflatten(self.in_tree, operands)
+            return self.fun(*args, **self.settings)
+
+        for axes in self.in_axes:
+            fun = jax.vmap(fun, in_axes=axes)
+        return fun(*operands)
 
     def bind(self, *operands: Any) -> list[jax.Array]:
         """Bind one composite equation that makes this call.
@@ -202,18 +205,8 @@ def _equally_varying(args: Any) -> Any:
 
     AD then sums the gradients of arguments that did not vary.
     """
-    varying = [jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(args)]
-    union = frozenset().union(*varying)
-    if all(v == union for v in varying):
-        return args
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = union - jax.typeof(x).mat.varying
-        if missing:
-            return jax.lax.pcast(x, tuple(sorted(missing)), to="varying")
-        return x
-
-    return jax.tree.map(cast, args)
+    axes = frozenset().union(*map(axes_of, jax.tree.leaves(args)))
+    return jax.tree.map(lambda x: varying(x, axes), args)
 
 
 def _bind(
@@ -227,7 +220,7 @@ def _bind(
 ) -> Any:
     leaves, in_tree = jax.tree.flatten(args)
     call = Call(name, fun, static, in_tree, cuda)
-    traced = jax.jit(_unflattened(call)).trace(*leaves)
+    traced = _jitted_call(call).trace(*leaves)
     out = composite_p.bind(*leaves, jaxpr=traced.jaxpr, call=call)
     if residuals:
         # One that is an argument stays that argument: no copy, and no new scale. A
@@ -246,20 +239,6 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-@functools.lru_cache(maxsize=512)
-def _unflattened(call: Call) -> Callable:
-    """Return a function of flat operands that returns the tree.
-
-    It is one object for equal calls, so that traces are cached.
-    """
-
-    def fun(*operands: jax.Array) -> Any:
-        return call.fun(*jax.tree.unflatten(call.in_tree, operands), **call.settings)
-
-    fun.__name__ = call.name
-    return fun
-
-
 @per_jaxpr
 def _jitted(jaxpr: Any, name: str) -> Callable:
     jaxpr_ref = weakref.ref(jaxpr)
@@ -274,10 +253,10 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 @functools.lru_cache(maxsize=512)
 def _jitted_call(call: Call) -> Any:
-    """Return the jitted function of equal calls."""
+    """Return the jitted function of equal calls, so that traces are cached."""
 
     def fun(*operands: jax.Array) -> Any:
-        return call(*operands)
+        return call.tree(*operands)
 
     fun.__name__ = call.name
     return jax.jit(fun)
@@ -312,7 +291,7 @@ def _lower(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
 def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
     if call.cuda is None:
         return _lower(*operands, jaxpr=jaxpr, call=call)
-    return _jitted_call(call.replace(fun=call.cuda))(*operands)
+    return jax.tree.leaves(_jitted_call(call.replace(fun=call.cuda))(*operands))
 
 
 def _jvp(

@@ -11,12 +11,11 @@ from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
+    default,
     like,
-    like_composite,
     measured_composite,
     stored,
     stored_value,
-    wide_result,
     wide_value,
 )
 from scalify_core.interpreter.measured.products import (
@@ -187,7 +186,7 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     q, k, values, *others = operands
     dtype = v.result_dtype(q, k, values)
     if dtype.itemsize >= 4:
-        return like_composite(eqn, *operands)
+        return default(eqn, *operands)
     backward = call.name.endswith(".bwd")
     of_k, of_v = (amax.unit_of(logical(x), 0) for x in (k, values))
     units = [1 / of_k, of_k, of_v]
@@ -212,7 +211,7 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         formats.as_float32(x) * factor for x, factor in zip(out, factors, strict=False)
     ]
     made = [*scaled, *out[len(scaled) :]]
-    return [wide_result(x, dtype) for x in made]
+    return [wide_value(x, dtype) for x in made]
 
 
 def _in_dtype(x: Any, dtype: np.dtype) -> Any:

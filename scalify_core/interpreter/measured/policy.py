@@ -84,13 +84,9 @@ def results(
         return static.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
         fun = rules.get(registry.key_of(eqn))
-        if fun is None:
-            return like_composite(eqn, *operands)
-        return fun(eqn.params["call"], eqn, *operands)
-    if registry.means_its_dtype(eqn):
-        out = registry.as_traced_dtypes(eqn, *operands)
-        return [like(x, x.data) if isinstance(x, Value) else x for x in out]
-    return in_float32(eqn, *operands)
+        if fun is not None:
+            return fun(eqn.params["call"], eqn, *operands)
+    return default(eqn, *operands)
 
 
 def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
@@ -169,13 +165,6 @@ def wide_value(data: Any, dtype: Any) -> Value:
     return v.value(formats.at_least_float32(data), 1.0, v.MEASURED, dtype)
 
 
-def wide_result(data: Any, dtype: Any) -> Any:
-    """Return a result: a value if it is floating point."""
-    if is_float(data):
-        return wide_value(data, dtype)
-    return data
-
-
 def like(x: Any, data: Any) -> Any:
     """Return a result that is a value where `x` is one."""
     if isinstance(x, Value):
@@ -200,11 +189,9 @@ def as_array(x: Value) -> Any:
     return with_scale(x.data, x.scale)
 
 
-def in_float32(eqn: Any, *operands: Any) -> list[Any]:
+def default(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of an equation on the logical values, in FP32."""
-    dtype = v.result_dtype(*operands)
-    out = registry.plain_in_float32(eqn, *operands)
-    return [wide_result(y, dtype) for y in out]
+    return [like(x, v.data_of(x)) for x in registry.default(eqn, *operands)]
 
 
 def stored(
@@ -254,7 +241,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
 
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
-        return in_float32(eqn, x, *rest)
+        return default(eqn, x, *rest)
     fill = eqn.params.get("fill_value")
     keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
     if is_stored(x) and keeps:
@@ -264,7 +251,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
             out = registry.bind_all(eqn, x.data, *rest)
             return [v.value(y, scale, v.MEASURED, dtype) for y in out]
     # Not stored: the FP32 data moves, and so do its copies, which products read.
-    out = in_float32(eqn, x, *rest)
+    out = default(eqn, x, *rest)
     if keeps and not eqn.primitive.multiple_results:
         for (name, parts), copy in x.copies.items():
             scale = _moved_scale(eqn, copy)
@@ -303,11 +290,11 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         eqn = eqn.replace(params={**eqn.params, "precision": None})
     fmt = v.result_dtype(a, b)
     if fmt.itemsize >= 4 or not is_float(aval) or not is_narrow_product(eqn):
-        return in_float32(eqn, *operands)
+        return default(eqn, *operands)
     if _may_select_elements(eqn, operands):
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
-        return in_float32(eqn, *operands)
+        return default(eqn, *operands)
     reads, copies = reads_in(jaxpr), []
     for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
         reading = Reading(*parts)
@@ -361,12 +348,6 @@ def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
             return [stored_value(quantize.result(as_array(x), dtype, limit))]
         return [stored_value(quantize.stored(as_array(x), dtype))]
     return [wide_value(lax.convert_element_type(logical(x), dtype), dtype)]
-
-
-def like_composite(eqn: Any, *operands: Any) -> list[Any]:
-    """Evaluate a composite without a rule on logical values, in FP32."""
-    dtype = v.result_dtype(*operands)
-    return [wide_result(y, dtype) for y in registry.called(eqn, *operands)]
 
 
 def leaving(

@@ -16,7 +16,7 @@ from scalify_core.interpreter.value import Value, narrow, pack, unpack
 from scalify_core.numerics.jaxprs import per_jaxpr
 
 
-def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:
+def run(jaxpr: Any, evaluate: Any, operands: Any, wide: int = 0) -> list[Any]:
     """Return the results of a body, with their scales and rounded to their formats.
 
     Fill values and the first `wide` results are not rounded.
@@ -32,13 +32,13 @@ def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[An
     return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
-def traced_body(jaxpr: Any, evaluate: Callable, packed: Any, wide: int = 0) -> Any:
+def traced_body(jaxpr: Any, evaluate: Any, packed: Any, wide: int = 0) -> Any:
     """Return the trace of an evaluated body on packed operands, to packed results."""
     return _evaluated(jaxpr, evaluate, wide).trace(*packed)
 
 
 @per_jaxpr
-def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
+def _evaluated(jaxpr: Any, evaluate: Any, wide: int) -> Any:
     """Return the jitted function of a body, one for each body.
 
     `jit` keeps its traces, one for each structure of the operands.
@@ -51,8 +51,8 @@ def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
     return jax.jit(evaluated)
 
 
-def _stored(out: list[Any], wide: int, evaluate: Callable) -> list[Any]:
-    if measures(evaluate):
+def _stored(out: list[Any], wide: int, evaluate: Any) -> list[Any]:
+    if evaluate.measures:
         return out
     return [
         _result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out)
@@ -62,18 +62,6 @@ def _stored(out: list[Any], wide: int, evaluate: Callable) -> list[Any]:
 def _result(x: Value, wide: bool) -> Value:
     x = x if wide or x.is_fill_value else narrow(x)
     return dataclasses.replace(x, rms_correction=None)
-
-
-def measures(evaluate: Callable) -> bool:
-    """Return whether scales are measured where values are stored."""
-    return getattr(evaluate, "measures", False)
-
-
-def stacked(evaluate: Callable, jaxpr: Any, ys: list[Any]) -> list[Any]:
-    """Return the last results of an iteration as the stacks hold them."""
-    if not ys or not getattr(evaluate, "stacks", ()):
-        return ys
-    return evaluate.stacked(jaxpr, ys)  # type: ignore[attr-defined]
 
 
 def shape_of(fun: Callable, operands: Any) -> list[Any]:

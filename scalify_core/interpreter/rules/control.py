@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from scalify_core.interpreter.registry import control
-from scalify_core.interpreter.rules.bodies import measures, run, shape_of, traced_body
+from scalify_core.interpreter.rules.bodies import run, shape_of, traced_body
 from scalify_core.interpreter.rules.carries import common_form, to_form, wide_form
 from scalify_core.interpreter.rules.collectives import equal_scale
 from scalify_core.interpreter.value import Constant, Value, pack, typed_as, unpack
@@ -27,7 +27,7 @@ from scalify_core.numerics.jaxprs import INLINED, agreeing, inner_jaxpr, per_jax
 
 
 @control(*INLINED, wide=True)
-def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+def _inline(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     """Evaluate the jaxpr of a call that only carries rules of transformations.
 
     Transformations happen before evaluation, so these rules are not needed.
@@ -36,7 +36,7 @@ def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 @control("jit", wide=True)
-def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     params = eqn.params
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
@@ -100,7 +100,7 @@ def _is_made_float(eqn: Any, operand: int) -> bool:
 @per_jaxpr
 def _jitted(
     jaxpr: Any,
-    evaluate: Callable,
+    evaluate: Any,
     name: str,
     donated: tuple,
     inline: bool,
@@ -134,7 +134,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 
 @control("remat2")
-def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+def _remat(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     if jax.config.jax_disable_jit:
         return run(eqn.params["jaxpr"], evaluate, operands)
     packed = pack(operands)
@@ -149,12 +149,12 @@ def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 @control("cond")
-def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
+def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Any) -> Any:
     branches = [
         functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
     ]
     outs = [shape_of(branch, operands) for branch in branches]
-    common = wide_form if measures(evaluate) else common_form
+    common = wide_form if evaluate.measures else common_form
     forms = [common(alternatives) for alternatives in zip(*outs, strict=True)]
 
     def formed(branch: Callable) -> Callable:
@@ -173,7 +173,7 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 @control("shard_map")
-def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])
     packed = pack(map(_without_copies, operands))

@@ -17,7 +17,7 @@ from jax import lax
 from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import control
-from scalify_core.interpreter.rules.bodies import measures, run, shape_of, stacked
+from scalify_core.interpreter.rules.bodies import run, shape_of
 from scalify_core.interpreter.rules.carries import (
     carry_forms,
     chosen,
@@ -41,7 +41,7 @@ def _loop(fun: Callable) -> Callable:
     """
 
     @functools.wraps(fun)
-    def rule(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+    def rule(eqn: Any, *operands: Any, evaluate: Any) -> Any:
         token = _loop_depth.set(_loop_depth.get() + 1)
         try:
             return fun(eqn, *_handed(operands), evaluate=evaluate)
@@ -63,7 +63,7 @@ def _handed(operands: Sequence[Any]) -> Sequence[Any]:
 
 @control("scan")
 @_loop
-def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     params = eqn.params
     length, jaxpr, backwards = params["length"], params["jaxpr"], params["reverse"]
     consts, init, xs = (
@@ -91,7 +91,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         out = step(unpack(carry), slices)
-        ys = stacked(evaluate, jaxpr, out[len(init) :])
+        ys = evaluate.stacked(jaxpr, out[len(init) :])
         return _carried(map(next_carry, out[: len(init)], forms), avals), pack(ys)
 
     agreed, carry = jaxprs.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
@@ -108,7 +108,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 @control("while")
 @_loop
-def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+def _while(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     """Evaluate a while loop.
 
     Where the predicate is a batch, elements for which it is false do not change, as in
@@ -156,11 +156,11 @@ def _initial_carry(
     turn: Callable,
     init: Sequence[Any],
     length: int | None,
-    evaluate: Callable,
+    evaluate: Any,
     avals: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed carry before the first iteration, and its parts' forms."""
-    if measures(evaluate):
+    if evaluate.measures:
         init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
         forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
     else:

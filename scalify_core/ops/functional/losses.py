@@ -17,7 +17,6 @@ from scalify_core.ops.composite import composite
 # Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32
 # gradient of the whole head.
 _CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
-_MAX_UNROLLED = 8
 _LOWEST = -1e30
 
 
@@ -231,7 +230,6 @@ def _linear_cross_entropy_fwd_cuda(
         logit_scale,
         _nats_in_one_pass,
         _CUDA_CHUNK_BYTES,
-        max_unrolled=1,
     )
 
 
@@ -244,7 +242,6 @@ def _loss_and_gradients(
     logit_scale: float,
     nats: Callable,
     chunk_bytes: int,
-    max_unrolled: int = _MAX_UNROLLED,
 ) -> tuple:
     """Return the loss, and as residuals its gradients times N / logit_scale.
 
@@ -270,7 +267,7 @@ def _loss_and_gradients(
 
     chunk = settings.tokens_of_chunk(chunk_bytes, x, head)
     start = jnp.float32(0), zeros
-    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled)
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
@@ -297,7 +294,6 @@ def _over_chunks(
     x: jax.Array,
     targets: jax.Array,
     chunk: int,
-    max_unrolled: int = _MAX_UNROLLED,
 ) -> tuple[Any, Any]:
     """Fold `step` over chunks of at most `chunk` tokens.
 
@@ -308,27 +304,20 @@ def _over_chunks(
     count = -(-x.shape[0] // chunk)
     # Rather some more chunks than a small one that is left over.
     count = next((n for n in range(count, 2 * count) if x.shape[0] % n == 0), count)
+    if count == 1:
+        return step(carry, x, targets)
     size, rest = divmod(x.shape[0], count)
     body = size * count
     xs = x[:body].reshape(size, count, x.shape[1])
     ts = targets[:body].reshape(size, count)
-    if count <= max_unrolled:
-        rows = []
-        for i in range(count):
-            carry, row = step(carry, xs[:, i], ts[:, i])
-            rows.append(row)
-        ys = None if rows[0] is None else jnp.stack(rows, axis=1)
-    else:
-        carry, ys = jax.lax.scan(
-            lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1))
-        )
-        ys = None if ys is None else ys.swapaxes(0, 1)
+    carry, ys = jax.lax.scan(
+        lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1))
+    )
+    if ys is not None:
+        ys = ys.swapaxes(0, 1).reshape(body, x.shape[1])
     if rest:
         carry, y = step(carry, x[body:], targets[body:])
-    if ys is not None:
-        ys = ys.reshape(body, x.shape[1])
-        if rest:
-            ys = jnp.concatenate([ys, y])
+        ys = None if ys is None else jnp.concatenate([ys, y])
     return carry, ys
 
 
