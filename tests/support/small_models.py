@@ -34,7 +34,7 @@ def compiled(spec, compute_dtype=jnp.float32):
         jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     )
     logits = jax.jit(
-        lambda p, tokens, segments=None, *key: bind(p)(tokens, segments, *key)
+        lambda p, tokens, segments=None, **keys: bind(p)(tokens, segments, **keys)
     )
     return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
 

@@ -28,10 +28,23 @@ def empty_cache(
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
+def extend_cache(
+    cache: KVCache,
+    k_BxTxGxK: jax.Array,
+    v_BxTxGxK: jax.Array,
+    position: jax.Array | int,
+) -> KVCache:
+    """Return a layer's cache with new keys and values from `position` on."""
+    update = jax.lax.dynamic_update_slice_in_dim
+    return KVCache(
+        update(cache.k, k_BxTxGxK, position, axis=1),
+        update(cache.v, v_BxTxGxK, position, axis=1),
+    )
+
+
 def cached_attention(
     q_BxTxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxK: jax.Array,
+    cache: KVCache,
     position: jax.Array | int,
     window: int | None = None,
 ) -> jax.Array:
@@ -40,6 +53,7 @@ def cached_attention(
     With a `window` a query sees only the last so many of these, its own among them. The
     softmax is FP32. Each head of keys and values serves R successive query heads.
     """
+    k_BxSxGxK, v_BxSxGxK = cache
     (B, T, _, K), (S, G) = q_BxTxHxK.shape, k_BxSxGxK.shape[1:3]
     q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, -1, K)
     logits_BxGxRxTxS = jnp.einsum(

@@ -1,5 +1,6 @@
 """Weights in Hugging Face's directories, of the family that `model_type` names."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -86,5 +87,7 @@ def save(
           weights.
     """
     family = family_of(spec)
-    unrolled = family.unstack_layers(params) if spec.scan_layers else params
-    return family.huggingface.save(Path(directory), spec, unrolled, eot)
+    if spec.scan_layers:
+        params = family.unstack_layers(params)
+        spec = dataclasses.replace(spec, scan_layers=False)
+    return family.huggingface.save(Path(directory), spec, params, eot)

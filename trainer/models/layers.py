@@ -167,14 +167,7 @@ class Factory:
 
     def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
         """Return a LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
-        rescale_grad = "layer_norm" in self.rescale_grads
-        return LayerNorm(
-            d,
-            self.param_dtype,
-            rescale_grad=rescale_grad,
-            stacked=self.stacked,
-            probes=probes,
-        )
+        return LayerNorm(d, self, probes)
 
     def rms_norm(
         self,
@@ -187,16 +180,7 @@ class Factory:
 
         For `probes` see `LayerNorm`, for `split` `RMSNorm`.
         """
-        rescale_grad = "layer_norm" in self.rescale_grads
-        return RMSNorm(
-            d,
-            eps,
-            self.param_dtype,
-            rescale_grad=rescale_grad,
-            stacked=self.stacked,
-            probes=probes,
-            split=split,
-        )
+        return RMSNorm(d, eps, self, probes, split)
 
     def product(self, name: str) -> DotGeneral:
         """Return the dot_general chosen for `{path}.{name}`."""
@@ -261,26 +245,18 @@ class LayerNorm(nnx.Module):
     """Normalization over the last axis, in FP32; the result has the input's dtype.
 
     `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS,
-    measured at run time. `stacked`: as in `Role`. `probes`: the sides, "in" and "out",
-    that `observe.numerics` measures.
+    measured at run time. `probes`: the sides, "in" and "out", that `observe.numerics`
+    measures.
     """
 
-    def __init__(
-        self,
-        d: int,
-        param_dtype: DTypeLike,
-        *,
-        rescale_grad: bool,
-        stacked: bool,
-        probes: tuple[str, ...],
-    ) -> None:
+    def __init__(self, d: int, make: Factory, probes: tuple[str, ...]) -> None:
         self.scale = nnx.Param(
-            jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked)
+            jnp.ones(d, make.param_dtype), role=Role("gain", stacked=make.stacked)
         )
         self.bias = nnx.Param(
-            jnp.zeros(d, param_dtype), role=Role("bias", stacked=stacked)
+            jnp.zeros(d, make.param_dtype), role=Role("bias", stacked=make.stacked)
         )
-        self.rescale_grad = rescale_grad
+        self.rescale_grad = "layer_norm" in make.rescale_grads
         self.probes = probes
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
@@ -292,29 +268,24 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """Division by the root mean square over the last axis, in FP32.
 
-    The result has the input's dtype. `rescale_grad`, `stacked` and `probes` are those
-    of LayerNorm. `split`: the mesh axis whose devices normalize different vectors, such
-    as heads, so that their gradients of the gain are added; None: all the same.
+    The result has the input's dtype. `rescale_grad` and `probes` are those of
+    LayerNorm. `split`: the mesh axis whose devices normalize different vectors, such as
+    heads, so that their gradients of the gain are added; None: all the same.
     """
 
     def __init__(
         self,
         d: int,
         eps: float,
-        param_dtype: DTypeLike,
-        *,
-        rescale_grad: bool,
-        stacked: bool,
+        make: Factory,
         probes: tuple[str, ...],
         split: str | None = None,
     ) -> None:
         self.scale = nnx.Param(
-            jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked)
+            jnp.ones(d, make.param_dtype), role=Role("gain", stacked=make.stacked)
         )
-        self.eps = eps
-        self.rescale_grad = rescale_grad
-        self.probes = probes
-        self.split = split
+        self.eps, self.probes, self.split = eps, probes, split
+        self.rescale_grad = "layer_norm" in make.rescale_grads
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from scalify_core.ops.functional import attention, gelu, materialised, swiglu
 from scalify_core.static import dynamic_rescale_rms_grad
-from trainer.models.cache import KVCache, cached_attention
+from trainer.models.cache import KVCache, cached_attention, extend_cache
 from trainer.models.gated import smooth_swiglu
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import (
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
-        self.head_dim = spec.head_dim
+        self.head_dim = spec.head_width
         self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
@@ -91,16 +91,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         """Return attention for tokens from `position` on, and the layer's new cache."""
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, cache.k.shape[0])
-        k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(
-            cache.k, k_BxTxHxK, position, axis=1
-        )
-        v_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(
-            cache.v, v_BxTxHxK, position, axis=1
-        )
-        out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, position)
-        return self.project(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(
-            k_BxSxHxK, v_BxSxHxK
-        )
+        cache = extend_cache(cache, k_BxTxHxK, v_BxTxHxK, position)
+        out_BxTxHxK = cached_attention(q_BxTxHxK, cache, position)
+        return self.project(out_BxTxHxK.reshape(x_NxD.shape)), cache
 
 
 class GeluMLP(nnx.Module):

@@ -8,11 +8,9 @@ Legend: D model, V vocabulary.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from trainer.errors import UserError
@@ -20,16 +18,15 @@ from trainer.models.config_values import check_unquantized
 from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import HUGGING_FACE, GPT2Spec
+from trainer.models.named_weights import Layout, to_params, to_tensors
 from trainer.models.weight_files import (
-    check_shape,
     config_beside,
-    missing,
     pop_tied_head,
     read_object,
     read_tensors,
     with_prefix,
-    write_file,
     write_object,
+    write_tensors,
 )
 
 # The values that a config.json may have, where it has the key, for this model to
@@ -45,8 +42,9 @@ REQUIRED = {
     "is_causal": (True,),
 }
 # causal masks in old files, which are no weights
-BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
+BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
+TABLE = "transformer.wte.weight"
 ROOTS = ("wte.", "wpe.", "h.", "ln_f.")
 
 
@@ -78,7 +76,7 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
                 f"{file}: {name}={config[name]!r}, but the weights beside it have"
                 f" {sizes[key]}; download or copy both again"
             )
-    return spec, to_params(tensors, spec, path)
+    return spec, to_params(path, tensors, functional(spec), Layout(prefix=PREFIX))
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -101,13 +99,10 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Return all weights under `path` by their name without prefix."""
-    tensors = {}
-    for name, tensor in with_prefix(path, read_tensors(path), PREFIX, ROOTS).items():
-        name = name.removeprefix(PREFIX)
-        if not BUFFERS.fullmatch(name):
-            tensors[name] = tensor
-    pop_tied_head(path, tensors, "wte.weight")
+    """Return all weights under `path` by their name with the prefix."""
+    named = with_prefix(path, read_tensors(path), PREFIX, ROOTS)
+    tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
+    pop_tied_head(path, tensors, TABLE)
     return tensors
 
 
@@ -118,10 +113,11 @@ def spec_of(
     path: Path,
 ) -> GPT2Spec:
     """Return the sizes by the tensors' shapes, with the heads of config or caller."""
+    named = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
     for name in ("wte.weight", "wpe.weight", "h.0.mlp.c_fc.weight"):
-        if name not in tensors or tensors[name].ndim != 2:
+        if name not in named or named[name].ndim != 2:
             raise UserError(
-                f"{path}: no matrix {name}, but {min(tensors, default='nothing')}; this"
+                f"{path}: no matrix {name}, but {min(named, default='nothing')}; this"
                 " is not a GPT-2"
             )
     heads = config.get("n_head", n_head)
@@ -135,11 +131,9 @@ def spec_of(
             f"{path}: n_head={heads} in config.json, not {n_head}; set the model's"
             f" n_head to {heads}"
         )
-    vocab_size, d_model = tensors["wte.weight"].shape
-    d_mlp = tensors["h.0.mlp.c_fc.weight"].shape[1]
-    layers = {
-        int(name.split(".")[1]) for name in tensors if re.match(r"h\.\d+\.", name)
-    }
+    vocab_size, d_model = named["wte.weight"].shape
+    d_mlp = named["h.0.mlp.c_fc.weight"].shape[1]
+    layers = {int(name.split(".")[1]) for name in named if re.match(r"h\.\d+\.", name)}
     if layers != set(range(len(layers))):
         raise UserError(
             f"{path}: layers {sorted(layers)[:4]} ... to {max(layers)} are not 0 to"
@@ -147,7 +141,7 @@ def spec_of(
         )
     return GPT2Spec(
         vocab_size=vocab_size,
-        context=tensors["wpe.weight"].shape[0],
+        context=named["wpe.weight"].shape[0],
         n_layer=len(layers),
         n_head=heads,
         d_model=d_model,
@@ -155,46 +149,10 @@ def spec_of(
     )
 
 
-def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of unrolled parameters with its Hugging Face name.
-
-    `h.0.ln_1.scale` is `h.0.ln_1.weight`.
-    """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        *module, last = (entry.key for entry in path)
-        yield (
-            ".".join(map(str, [*module, "bias" if last == "bias" else "weight"])),
-            leaf,
-        )
-
-
-def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Params:
-    """Return named tensors as nested dictionaries, each checked against `spec`."""
-    init = functional(spec).init
-    expected = jax.eval_shape(init, jax.random.key(0))
-    left = dict(tensors)
-    leaves = []
-    names = {name for name, _ in named_leaves(expected)}
-    for name, leaf in named_leaves(expected):
-        if name not in left:
-            raise missing(path, name, leaf.shape, left.keys() - names)
-        tensor = left.pop(name)
-        if name == "wte.weight":
-            tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
-        check_shape(path, name, tensor, leaf.shape)
-        leaves.append(tensor)
-    if left:
-        raise UserError(
-            f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in"
-            " all); not a plain GPT-2"
-        )
-    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
-
-
 def save_gpt2(
     directory: str | Path, spec: GPT2Spec, params: Params, eot: int | None = None
 ) -> list[Path]:
-    """Write model.safetensors and config.json, as GPT2LMHeadModel does.
+    """Write weights and config.json, as GPT2LMHeadModel does.
 
     Args:
       directory: made if absent.
@@ -203,7 +161,7 @@ def save_gpt2(
       eot: the tokenizer's end-of-text id, which starts and ends documents, or None.
 
     Returns:
-      the path of the weights, which `load_gpt2` reads.
+      the paths of the weights, which `load_gpt2` reads.
 
     Raises:
       UserError: an MLP that Hugging Face's GPT-2 lacks, or existing weights.
@@ -213,16 +171,9 @@ def save_gpt2(
             f"model.mlp={spec.mlp}: Hugging Face's GPT-2 has only gelu; this run cannot"
             " be exported"
         )
-    file = Path(directory) / "model.safetensors"
-    if file.exists():
-        raise UserError(f"{file} exists; choose another directory")
-    tensors = {
-        PREFIX + name: np.ascontiguousarray(leaf) for name, leaf in named_leaves(params)
-    }
-    wte = f"{PREFIX}wte.weight"
-    tensors[wte] = np.ascontiguousarray(tensors[wte][: spec.vocab_size])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_file(tensors, file)
+    directory = Path(directory)
+    tensors = to_tensors(functional(spec), params, Layout(prefix=PREFIX))
+    files = write_tensors(directory, tensors)
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -239,9 +190,9 @@ def save_gpt2(
         "resid_pdrop": spec.dropout,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
-        "torch_dtype": str(tensors[wte].dtype),
+        "torch_dtype": str(tensors[TABLE].dtype),
         "bos_token_id": eot,
         "eos_token_id": eot,
     }
-    write_object(file.parent / "config.json", config)
-    return [file]
+    write_object(directory / "config.json", config)
+    return files

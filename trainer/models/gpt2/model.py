@@ -7,6 +7,7 @@ Reference: Radford et al. 2019, "Language models are unsupervised multitask lear
 and its published code.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core.ops.functional import embedding, linear_cross_entropy
+from scalify_core.ops.functional import embedding
 from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
-from trainer.models.cache import KVCache, empty_cache
+from trainer.models.cache import KVCache
+from trainer.models.decoder import Decoder
 from trainer.models.functional import Functional, as_functions
 from trainer.models.gpt2.block import Block
 from trainer.models.gpt2.spec import GPT2Spec
@@ -24,7 +26,7 @@ from trainer.models.layers import DotGeneralFor, Embedding, Factory, dropout, sp
 from trainer.models.stress import gpt2_block
 
 
-class GPT2(nnx.Module):
+class GPT2(Decoder):
     """The language model.
 
     Args:
@@ -67,22 +69,25 @@ class GPT2(nnx.Module):
             spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs
         )
 
-        def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
-            return Factory(
-                path,
-                rngs,
-                compute_dtype,
-                param_dtype,
-                dot_general,
-                rescale_grads,
-                split,
-            )
+        factory = functools.partial(
+            Factory,
+            compute_dtype=compute_dtype,
+            param_dtype=param_dtype,
+            dot_general=dot_general,
+            rescale_grads=rescale_grads,
+            split=split,
+        )
 
         def block(name: str, key: jax.Array) -> Block:
             return gpt2_block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
+        self.ln_f = factory("", rngs).layer_norm(spec.d_model, probes=("in", "out"))
+
+    @property
+    def head_VxD(self) -> jax.Array:
+        """The head's weights: the token table."""
+        return self.wte.embedding[...]
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
         """Return token plus position vectors, `[B*T, D]` in the compute dtype.
@@ -132,65 +137,6 @@ class GPT2(nnx.Module):
             remat=spec.remat,
         )
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
-
-    def logits(self, h_NxD: jax.Array) -> jax.Array:
-        """Return logits of the tied head, FP32 `[N, vocab_size]`, without padding."""
-        # A padding row is zero, so its token would have a logit of 0.
-        wte_VxD = self.wte.embedding[: self.spec.vocab_size].astype(self.compute_dtype)
-        return jnp.einsum(
-            "nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32
-        )
-
-    def __call__(
-        self,
-        tokens_BxT: jax.Array,
-        segments_BxT: jax.Array | None = None,
-        dropout_keys_B: jax.Array | None = None,
-    ) -> jax.Array:
-        """Return next-token logits, FP32 `[B, T, vocab_size]`; see `hidden`."""
-        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
-        return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(
-            *tokens_BxT.shape, self.spec.vocab_size
-        )
-
-    def loss(
-        self,
-        tokens_BxT: jax.Array,
-        targets_BxT: jax.Array,
-        segments_BxT: jax.Array | None = None,
-        dropout_keys_B: jax.Array | None = None,
-        *,
-        masked: bool = False,
-    ) -> jax.Array:
-        """Return the mean cross-entropy of the targets in nats, an FP32 scalar.
-
-        With `masked`, negative targets count as zero nats. FP32 logits of a full batch
-        are never in memory.
-        """
-        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
-        h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
-        head, size = self.wte.embedding[...], self.spec.vocab_size
-        return linear_cross_entropy(
-            h_NxD,
-            head,
-            targets_BxT.reshape(-1),
-            vocab_size=size,
-            masked=masked,
-            narrow_logits=self.spec.loss_logits == "compute",
-        )
-
-    def last_logits(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        """Return logits after the last token, FP32 `[B, vocab_size]`."""
-        return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
-
-    def init_cache(self, batch: int, length: int | None = None) -> KVCache:
-        """Return an empty cache `[L, B, S, H, K]`; S = `length` or `context`."""
-        spec, S = self.spec, length or self.spec.context
-        return empty_cache(
-            spec.n_layer, batch, S, spec.n_head, spec.head_dim, self.compute_dtype
-        )
 
     def decode(
         self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int

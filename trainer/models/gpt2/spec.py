@@ -130,7 +130,12 @@ class GPT2Spec:
         return math.ceil(8 * self.d_model / 3 / 64) * 64
 
     @property
-    def head_dim(self) -> int:
+    def n_kv_head(self) -> int:
+        """Heads of keys and values."""
+        return self.n_head
+
+    @property
+    def head_width(self) -> int:
         """Width of a head, K."""
         return self.d_model // self.n_head
 

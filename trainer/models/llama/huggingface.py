@@ -7,12 +7,7 @@ Legend: D model, V vocabulary.
 """
 
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.fp8_checkpoints import Fp8Weights
@@ -20,12 +15,11 @@ from trainer.models.functional import Params
 from trainer.models.llama.config_json import config_of
 from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec
+from trainer.models.named_weights import Layout, to_params, to_tensors
 from trainer.models.weight_files import (
     SHARD_BYTES,
-    check_shape,
     check_sizes,
     config_beside,
-    missing,
     pop_tied_head,
     read_object,
     read_tensors,
@@ -77,7 +71,7 @@ def load_llama(
     tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
     if spec.tied:
         pop_tied_head(path, tensors, TABLE)
-    return spec, to_params(tensors, spec, path)
+    return spec, to_params(path, tensors, functional(spec), layout_of(spec))
 
 
 def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
@@ -94,40 +88,9 @@ def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
         raise UserError(f"{file}: {error}") from None
 
 
-def named_leaves(spec: LlamaSpec, params: Params) -> Iterator[tuple[str, str, Any]]:
-    """Yield Hugging Face's name, our last name, and the leaf of unrolled parameters."""
-    names = {**MODULES, **spec.config_json.modules}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        *modules, last = (entry.key for entry in path)
-        kind = "bias" if last == "bias" else "weight"
-        parts = [names.get(part, str(part)) for part in modules]
-        yield ".".join([*parts, kind]), last, leaf
-
-
-def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) -> Params:
-    """Return named tensors as nested dictionaries, each checked against `spec`.
-
-    Kernels are views.
-    """
-    expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
-    left, leaves = dict(tensors), []
-    names = {name for name, _, _ in named_leaves(spec, expected)}
-    for name, last, leaf in named_leaves(spec, expected):
-        shape = leaf.shape[::-1] if last == "kernel" else leaf.shape
-        shape = (spec.vocab_size, spec.d_model) if last == "embedding" else shape
-        if name not in left:
-            raise missing(path, name, shape, left.keys() - names)
-        tensor = left.pop(name)
-        check_shape(path, name, tensor, shape)
-        if last == "embedding":
-            tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
-        leaves.append(tensor.T if last == "kernel" else tensor)
-    if left:
-        raise UserError(
-            f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in"
-            " all)"
-        )
-    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+def layout_of(spec: LlamaSpec) -> Layout:
+    """Return the layout of the weights of a family that is Llama or nearly so."""
+    return Layout({**MODULES, **spec.config_json.modules}, transposed=True)
 
 
 def save_llama(
@@ -153,11 +116,7 @@ def save_llama(
     Raises:
       UserError: existing weights.
     """
-    tensors = {}
-    for name, last, leaf in named_leaves(spec, params):
-        data = np.asarray(leaf)
-        data = data[: spec.vocab_size] if last == "embedding" else data
-        tensors[name] = data.T if last == "kernel" else data
+    tensors = to_tensors(functional(spec), params, layout_of(spec))
     directory = Path(directory)
     files = write_tensors(directory, tensors, shard_bytes)
     write_object(

@@ -22,14 +22,14 @@ from jax.typing import DTypeLike
 from scalify_core.ops.functional import (
     attention,
     embedding,
-    linear_cross_entropy,
     materialised,
     rope,
     swiglu,
 )
 from scalify_core.static import dynamic_rescale_rms_grad, rebalance, rebalance_grad
 from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
-from trainer.models.cache import KVCache, cached_attention, empty_cache
+from trainer.models.cache import KVCache, cached_attention, extend_cache
+from trainer.models.decoder import Decoder
 from trainer.models.functional import Functional, as_functions
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import (
@@ -167,18 +167,9 @@ class Attention(nnx.Module):
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(
             x_NxD, norm, rotation, cache.k.shape[0]
         )
-        k_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(
-            cache.k, k_BxTxGxK, position, axis=1
-        )
-        v_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(
-            cache.v, v_BxTxGxK, position, axis=1
-        )
-        out_BxTxHxK = cached_attention(
-            q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, position, self.window
-        )
-        return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1)), KVCache(
-            k_BxSxGxK, v_BxSxGxK
-        )
+        cache = extend_cache(cache, k_BxTxGxK, v_BxTxGxK, position)
+        out_BxTxHxK = cached_attention(q_BxTxHxK, cache, position, self.window)
+        return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1)), cache
 
 
 class MLP(nnx.Module):
@@ -280,7 +271,7 @@ class Block(nnx.Module):
         return x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD), cache
 
 
-class Llama(nnx.Module):
+class Llama(Decoder):
     """The language model.
 
     Args:
@@ -320,16 +311,14 @@ class Llama(nnx.Module):
             rngs,
         )
 
-        def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
-            return Factory(
-                path,
-                rngs,
-                compute_dtype,
-                param_dtype,
-                dot_general,
-                rescale_grads,
-                split,
-            )
+        factory = functools.partial(
+            Factory,
+            compute_dtype=compute_dtype,
+            param_dtype=param_dtype,
+            dot_general=dot_general,
+            rescale_grads=rescale_grads,
+            split=split,
+        )
 
         def block(name: str, key: jax.Array) -> Block:
             made = Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
@@ -342,7 +331,7 @@ class Llama(nnx.Module):
             return made
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.norm = factory("").rms_norm(
+        self.norm = factory("", rngs).rms_norm(
             spec.d_model, spec.norm_eps, probes=("in", "out")
         )
         if not spec.tied:
@@ -405,57 +394,6 @@ class Llama(nnx.Module):
             remat=spec.remat,
         )
         return self.norm(x_NxD).reshape(B, T, spec.d_model)
-
-    def logits(self, h_NxD: jax.Array) -> jax.Array:
-        """Return logits, FP32 `[N, vocab_size]`, without padding."""
-        # A padding row is zero, so its token would have a logit of 0.
-        head_VxD = self.head_VxD[: self.spec.vocab_size].astype(self.compute_dtype)
-        return jnp.einsum(
-            "nd,vd->nv", h_NxD, head_VxD, preferred_element_type=jnp.float32
-        )
-
-    def __call__(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        """Return next-token logits, FP32 `[B, T, vocab_size]`; see `hidden`."""
-        h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
-        return self.logits(h_NxD).reshape(*tokens_BxT.shape, self.spec.vocab_size)
-
-    def loss(
-        self,
-        tokens_BxT: jax.Array,
-        targets_BxT: jax.Array,
-        segments_BxT: jax.Array | None = None,
-        *,
-        masked: bool = False,
-    ) -> jax.Array:
-        """Return the mean cross-entropy of the targets in nats, an FP32 scalar.
-
-        With `masked`, negative targets count as zero nats. FP32 logits of a full batch
-        are never in memory.
-        """
-        h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
-        return linear_cross_entropy(
-            h_NxD,
-            self.head_VxD,
-            targets_BxT.reshape(-1),
-            vocab_size=self.spec.vocab_size,
-            masked=masked,
-            narrow_logits=self.spec.loss_logits == "compute",
-        )
-
-    def last_logits(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        """Return logits after the last token, FP32 `[B, vocab_size]`."""
-        return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
-
-    def init_cache(self, batch: int, length: int | None = None) -> KVCache:
-        """Return an empty cache `[L, B, S, G, K]`; S = `length` or `context`."""
-        spec, S = self.spec, length or self.spec.context
-        return empty_cache(
-            spec.n_layer, batch, S, spec.n_kv_head, spec.head_width, self.compute_dtype
-        )
 
     def decode(
         self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int

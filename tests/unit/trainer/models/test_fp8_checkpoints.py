@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 from trainer.errors import UserError
 from trainer.models.fp8_checkpoints import Fp8Weights
 from trainer.models.huggingface import save
-from trainer.models.llama.huggingface import load_llama, to_params
+from trainer.models.llama.huggingface import layout_of, load_llama
 from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec
+from trainer.models.named_weights import to_params
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SPEC = LlamaSpec(
@@ -97,7 +98,7 @@ def checkpoint(tmp_path):
         config["quantization_config"] = FORMS[name]
         (folder / "config.json").write_text(json.dumps(config))
         write_safetensors(folder / "model.safetensors", tensors)
-        return folder, to_params(expected, SPEC, folder)
+        return folder, to_params(folder, expected, functional(SPEC), layout_of(SPEC))
 
     return write
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import slow
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from small_models import LLAMA as SPEC
@@ -16,7 +17,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.ops.functional import swiglu
 from scalify_core.static import get_data_scale
 from trainer.models.gated import smooth_swiglu
-from trainer.models.layers import RMSNorm
+from trainer.models.layers import Factory
 from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec, linear_sizes
 
@@ -106,7 +107,8 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
 
 
 def test_a_norm_divides_by_the_root_of_the_mean_square_and_its_epsilon():
-    norm = RMSNorm(8, 0.5, jnp.float32, rescale_grad=False, stacked=False, probes=())
+    make = Factory("h.0", nnx.Rngs(0), jnp.float32, jnp.float32, None, (), None)
+    norm = make.rms_norm(8, 0.5)
     norm.scale[...] = jnp.arange(8.0)
     x = jax.random.normal(jax.random.key(0), (3, 8))
     expected = (

@@ -125,12 +125,14 @@ def test_dropout_needs_a_key_and_follows_it(scan_layers):
     params, _, plain = compiled(without)
     _, _, logits = compiled(dataclasses.replace(without, dropout=0.5))
     tokens = TOKENS[:, :16]
-    one, second, two = (logits(params, tokens, None, keys(i)) for i in (1, 1, 2))
+    one, second, two = (
+        logits(params, tokens, dropout_keys_B=keys(i)) for i in (1, 1, 2)
+    )
     np.testing.assert_array_equal(one, second)
     assert (one != two).any()
     np.testing.assert_array_equal(logits(params, tokens), plain(params, tokens))
     np.testing.assert_array_equal(
-        plain(params, tokens, None, keys(1)), plain(params, tokens)
+        plain(params, tokens, dropout_keys_B=keys(1)), plain(params, tokens)
     )
 
 
