@@ -6,14 +6,17 @@ import gzip
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import requests
 import tiktoken
+from corpora import rows, write
 
 from trainer.assembly.data import build_data
 from trainer.cli.prepare_data import command
 from trainer.config.composition import compose_config
-from trainer.data import HubSource, TextSource, prepare
+from trainer.data import TextSource, prepare
 from trainer.data.corpus import open_corpus
 from trainer.data.files import BLOCK
 from trainer.errors import UserError
@@ -144,49 +147,22 @@ def test_too_little_text_for_two_parts(tmp_path):
     fails(source, tmp_path, message, val_fraction=0.001)
 
 
-@pytest.mark.parametrize("name", ["img/photo.png", "broken.txt"])
-def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_rest(
-    tmp_path, name, capsys
-):
-    (tmp_path / "img").mkdir()
-    file(tmp_path, b"\x89PNG\xff\0", name)
-    file(tmp_path, bz2.compress(b"text"), "img/scan.bz2")
-    file(tmp_path, gzip.compress(b"packed"), "a.txt.gz")
-    for kind in ("txt", "jsonl", "parquet"):
-        file(tmp_path, "words", f"b.{kind}")
-    other = file(tmp_path.parent, "words", "other.txt")
-    with pytest.raises(UserError, match="2 files are not text") as caught:
-        open_corpus(TextSource((str(tmp_path), str(other))), tmp_path)
-    assert f"{tmp_path / name} (byte 0x89 at offset 0 is not UTF-8)" in str(
-        caught.value
+def test_a_directory_with_something_else_is_told_all_of_it(tmp_path, capsys):
+    files = {
+        "img/photo.png": b"\x89PNG\xff\0",
+        "img/scan.bz2": bz2.compress(b"text"),
+        "a.txt.gz": gzip.compress(b"packed"),
+        "b.txt": "words",
+    }
+    folder = write(tmp_path / "texts", files)
+    settings = ["data=text", f"data.paths=[{folder}]", "data.tokenizer=byte"]
+    assert command([*settings, f"data.cache_dir={tmp_path / 'cache'}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: 2 files are not text: {folder}/img/photo.png (byte 0x89 at offset 0 is"
+        f" not UTF-8), {folder}/img/scan.bz2 (bzip2: byte 0xcb at offset 10 is not"
+        " UTF-8); convert them to UTF-8, or leave them out of data.paths, by patterns:"
+        " 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt files below one\n"
     )
-    assert (
-        f"{tmp_path}/img/scan.bz2 (bzip2: byte 0xcb at offset 10 is not UTF-8)"
-        in str(caught.value)
-    )
-    kinds = [f"{tmp_path}/**/*.{kind}" for kind in ("gz", "jsonl", "parquet", "txt")]
-    # a pattern for broken.txt would take it again, so the others of that name are
-    # listed
-    kinds = [*kinds[:3], f"{tmp_path}/b.txt"] if name == "broken.txt" else kinds
-    left = "convert them to UTF-8, or leave them out of data.paths, by patterns: "
-    assert str(caught.value).endswith(
-        f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'"
-    )
-    assert "\n" not in str(caught.value)
-    assert (
-        command(
-            [
-                "data=text",
-                f"data.paths=[{tmp_path},{other}]",
-                f"data.cache_dir={tmp_path / 'cache'}",
-                "data.tokenizer=byte",
-            ]
-        )
-        == 2
-    )
-    told = capsys.readouterr().err
-    assert told.startswith("error: 2 files are not text: ")
-    assert told.endswith(f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'\n")
 
 
 def test_braces_are_spelled_out(tmp_path):
@@ -211,14 +187,6 @@ def test_missing_files_and_globs_without_match(tmp_path, name, message):
     fails(TextSource((str(tmp_path / name),)), tmp_path, message)
 
 
-def test_an_unknown_column_of_a_data_set_lists_the_columns(tmp_path):
-    (tmp_path / "set").mkdir()
-    file(tmp_path, '{"body": "a", "id": 1}\n', "set/train.jsonl")
-    source = HubSource(str(tmp_path / "set"), streaming=True, max_documents=1)
-    message = r"there is no column 'text'; valid for data\.column: body, id$"
-    fails(source, tmp_path, message)
-
-
 def test_a_file_without_the_column_is_named_where_others_have_it(tmp_path):
     for name, column in (("a", "text"), ("b", "body")):
         file(tmp_path, f'{{"{column}": "words", "id": 1}}\n' * 9, f"{name}.jsonl")
@@ -236,47 +204,25 @@ def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(
 ):
     monkeypatch.chdir(tmp_path)
     for name, column in (("a", "text"), ("b", "body")):
-        file(
-            tmp_path,
-            "".join(f'{{"{column}": "{i} of {name}"}}\n' for i in range(99)),
-            f"{name}.jsonl",
-        )
-        assert (
-            command(
-                [
-                    "data=text",
-                    f"data.paths=[{name}.jsonl]",
-                    f"data.column={column}",
-                    "data.tokenizer=byte",
-                ]
-            )
-            == 0
-        )
-    settings = [
-        "data=mix",
-        "model.context=8",
-        "train.batch_tokens=64",
-        "data.tokenizer=byte",
-    ]
-    with pytest.raises(
-        UserError,
-        match=r"b\.jsonl: there is no column 'text'; .*; if files name their columns differently",
-    ):
-        build_data(compose_config([*settings, "data.sources=[a.jsonl,b.jsonl]"]))
-    made = [
-        line.partition(": ")[2]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("directory")
-    ]
-    actual = build_data(compose_config([*settings, f"data.sources=[{','.join(made)}]"]))
-    assert {"of a", "of b"} <= set(re.findall("of [ab]", actual.validation_text(200)))
+        texts = (f"{i} of {name}" for i in range(99))
+        write(tmp_path, {f"{name}.jsonl": rows(texts, column)})
+        settings = [f"data.paths=[{name}.jsonl]", f"data.column={column}"]
+        assert command(["data=text", *settings, "data.tokenizer=byte"]) == 0
+    sizes = ["model.context=8", "train.batch_tokens=64", "data.tokenizer=byte"]
 
+    def mixed(sources):
+        settings = ["data=mix", f"data.sources=[{','.join(sources)}]"]
+        return build_data(compose_config([*sizes, *settings]))
 
-def parquet(path, **columns):
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict(columns).to_parquet(path)
+    message = (
+        r"b\.jsonl: there is no column 'text'; .*; if files name their columns dif"
+    )
+    with pytest.raises(UserError, match=message):
+        mixed(["a.jsonl", "b.jsonl"])
+    said = capsys.readouterr().out.splitlines()
+    made = [x.partition(": ")[2] for x in said if x.startswith("directory")]
+    text = mixed(made).validation_text(200)
+    assert {"of a", "of b"} <= set(re.findall("of [ab]", text))
 
 
 @pytest.mark.parametrize(
@@ -284,40 +230,30 @@ def parquet(path, **columns):
     [
         (
             {"body": ["a"], "id": [1]},
-            (
-                "there is no column 'text'; valid for data.column: body, id; .*"
-                " data=mix .*"
-            ),
+            "there is no column 'text'; valid for data.column: body, id; .* data=mix .*",
         ),
         (
             {"text": [1]},
             "column 'text' holds int64, not text; choose another data.column",
         ),
+        (None, "several columns are named 'text'"),
     ],
 )
 def test_of_many_parquet_files_the_one_without_text_is_named_and_nothing_else_said(
     tmp_path, columns, message, capfd
 ):
-    for i in range(4):
-        parquet(tmp_path / f"{i}.parquet", text=["words"] * 50, id=[1] * 50)
-    parquet(tmp_path / "z.parquet", **columns)
-    fails(
-        TextSource((str(tmp_path / "*.parquet"),)),
-        tmp_path,
-        rf"^{re.escape(str(tmp_path))}/z\.parquet: {message}$",
-    )
+    bad = pa.table([pa.array(["a"])] * 2, names=["text", "text"])
+    if columns is not None:
+        bad = pa.table(columns)
+    good = {f"{i}.parquet": ["words"] * 50 for i in range(4)}
+    write(tmp_path / "a", good | {"z.parquet": bad})
+    message = rf"^{re.escape(str(tmp_path))}/a/z\.parquet: {message}$"
+    fails(TextSource((f"{tmp_path}/a/*.parquet",)), tmp_path, message)
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_parquet_file_without_the_column_is_found_before_the_files_of_other_formats_are_read(
-    tmp_path,
-):
-    for i in range(3):
-        file(tmp_path, "words " * 50, f"{i}.txt")
-    parquet(tmp_path / "z.parquet", body=["words"])
-    read = open_corpus(TextSource((str(tmp_path),)), tmp_path).read
-    with pytest.raises(UserError, match=r"z\.parquet: there is no column 'text'"):
-        next(iter(read(None)))
+    # it is found before the files of other formats are read
+    write(tmp_path / "a", {f"{i}.txt": "words" for i in range(3)})
+    with pytest.raises(UserError, match=message):
+        next(iter(open_corpus(TextSource((f"{tmp_path}/a",)), tmp_path).read(None)))
 
 
 @pytest.mark.parametrize(
@@ -329,139 +265,15 @@ def test_a_parquet_file_without_the_column_is_found_before_the_files_of_other_fo
     ],
 )
 def test_a_small_parquet_file_that_holds_much_is_refused(tmp_path, bomb):
-    import pyarrow
-    import pyarrow.parquet
-
-    schema = pyarrow.schema({"text": pyarrow.string()})
+    schema = pa.schema({"text": pa.string()})
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(
-        pyarrow.table(bomb, schema=schema), path, compression="zstd"
-    )
+    pq.write_table(pa.table(bomb, schema=schema), path, compression="zstd")
     assert path.stat().st_size < 50_000
     fails(
         TextSource((str(path),)),
         tmp_path,
         r"a\.parquet: [\d,]+ bytes hold more than 67,108,864 bytes of text; if this is"
         " intended, give the text as jsonl",
-    )
-
-
-def test_a_hub_name_that_does_not_exist(tmp_path, monkeypatch):
-    import datasets
-
-    def answer(*_, **__):
-        raise datasets.exceptions.DatasetNotFoundError(
-            "Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."
-        )
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", answer)
-    fails(
-        HubSource("a/b"),
-        tmp_path,
-        r"there is no data set 'a/b' on the hub, or it needs a login .*correct"
-        r" data\.name",
-    )
-
-
-def test_a_hub_that_cannot_be_reached(tmp_path):
-    # tests run offline
-    fails(
-        HubSource("a/b"), tmp_path, r"data set 'a/b' cannot be reached .*data=prepared"
-    )
-
-
-def test_a_directory_that_does_not_exist_and_an_unknown_split(tmp_path):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}\n')
-    fails(
-        HubSource(str(tmp_path / "none")),
-        tmp_path,
-        r"data set '.*none', split 'train': Couldn't find",
-    )
-    source = HubSource(
-        str(tmp_path / "set"), split="trian", streaming=True, max_documents=1
-    )
-    fails(source, tmp_path, r"split 'trian': .*trian.*train")
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("../secret.txt", "takes .*secret.txt for its own data, which is elsewhere"),
-        ("{tmp_path}/secret.txt", "which is elsewhere; correct its README.md"),
-        ("../set2/a.txt", "which is elsewhere"),
-        ("http://localhost:1/a.txt", "split 'train': "),
-    ],
-)
-def test_a_data_set_that_names_files_elsewhere(tmp_path, path, message):
-    for name in ("secret.txt", "set/a.txt", "set2/a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("a")
-    path = path.format(tmp_path=tmp_path)
-    (tmp_path / "set" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n"
-        f"  - split: train\n    path: {path}\n---\n"
-    )
-    fails(HubSource(str(tmp_path / "set")), tmp_path, message)
-
-
-def test_texts_that_spell_nothing_are_no_empty_fields(tmp_path):
-    rows = ["NA", "null", "None", "007", "some text"]
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.csv").write_text("\n".join(["text", *rows]) + "\n")
-    corpus = open_corpus(HubSource(str(tmp_path / "set")), tmp_path / "cache")
-    assert [text for part in corpus.read(None) for text in part.texts] == rows
-
-
-@pytest.mark.parametrize(
-    ("before", "texts"),
-    [([], ["007", "1e5", "3.10"]), (["one", "two"], ["True", "FALSE"])],
-)
-def test_numbers_of_a_csv_stay_as_they_are_spelled(tmp_path, texts, before):
-    (tmp_path / "set").mkdir()
-    for number, rows in enumerate(filter(None, [before, texts])):
-        lines = ["label,text", *(f"1,{row}" for row in rows)]
-        (tmp_path / "set" / f"train-{number}.csv").write_text("\n".join(lines) + "\n")
-    corpus = open_corpus(HubSource(str(tmp_path / "set")), tmp_path / "cache")
-    read = [text for part in corpus.read(None) for text in part.texts]
-    assert read == [*before, *texts]
-
-
-@pytest.mark.parametrize(
-    ("streaming", "lines"),
-    [
-        (False, ["text", "half a, half b", "half c, half d"]),
-        (True, ["text", "half a, half b", "without a comma"]),
-        (True, ["text,label", "half a, half b,1"]),
-        (False, ["label,text", "1,half a, half b"]),
-    ],
-)
-def test_a_csv_whose_rows_have_more_fields_than_its_header(tmp_path, lines, streaming):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train-1.csv").write_text("text,label\nsome,1\n" * streaming)
-    (tmp_path / "set" / "train-2.csv").write_text("\n".join(lines) + "\n")
-    if not streaming:
-        (tmp_path / "set" / "train-1.csv").unlink()
-    source = HubSource(
-        str(tmp_path / "set"),
-        streaming=streaming,
-        max_documents=9 if streaming else None,
-    )
-    fails(source, tmp_path, "^a row of the CSV file has more fields than its header")
-
-
-def test_a_file_format_is_no_data_set(tmp_path, monkeypatch):
-    """`datasets` reads the working directory then."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("private")
-    fails(HubSource("text"), tmp_path, "data.name=text is a file format")
-
-
-def test_streaming_without_end_is_refused(tmp_path):
-    fails(
-        HubSource("a/b", streaming=True),
-        tmp_path,
-        "streaming a/b needs an end: set data.max_documents or data.max_tokens",
     )
 
 

@@ -1,7 +1,7 @@
-"""Files as people have them: links, Parquet's kinds of text, JSON's kinds of lists."""
+"""Files as people have them: of several formats, links, Parquet's kinds of text, JSON's
+kinds of lists, compressed."""
 
 import gzip
-import importlib
 import json
 import resource
 
@@ -9,25 +9,32 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import check_positions, documents_of, prepared, rows, write
+from corpora import read as read_source
 
-from trainer.data import compressed, corpus, get_tokenizer, prepare
-from trainer.data.corpus import HubSource, TextSource, open_corpus
+from trainer.data import TextSource, compressed, corpus
+from trainer.data.corpus import HubSource, open_corpus
 from trainer.data.files import expand
 from trainer.errors import UserError
 
 TEXTS = ["one", "two", "", "four"]
+MANY = [f"Document {i} has its own words, {i * i} of them." for i in range(60)]
 
 
 def read(tmp_path, *paths, **settings):
     source = TextSource(tuple(map(str, paths)), **settings)
-    corpus = open_corpus(source, tmp_path / "cache")
-    return [text for rows in corpus.read(None) for text in rows.texts]
+    return read_source(source, tmp_path / "cache")
+
+
+def refused(tmp_path, message, *paths, **settings):
+    with pytest.raises(UserError, match=message) as error:
+        read(tmp_path, *paths, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_what_links_reach_twice_counts_once_and_is_said(tmp_path, capsys):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("a")
+    folder = write(tmp_path / "texts", {"a.txt": "a"})
     (folder / "loop").symlink_to(folder)
     (folder / "b.txt").symlink_to(folder / "a.txt")
     assert expand((str(folder),)) == [folder / "a.txt"]
@@ -38,6 +45,32 @@ def test_what_links_reach_twice_counts_once_and_is_said(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert expand((str(folder / "a.txt"), f"{folder}/a*")) == [folder / "a.txt"]
     assert "a.txt, and is read once; data=mix data.weights=" in capsys.readouterr().err
+
+
+def test_a_directory_of_mixed_files_is_read_whole_each_by_its_name(
+    tmp_path, monkeypatch, capsys
+):
+    """In the home directory, with the documents below it and deeper, and a hidden
+    file."""
+    files = {f"{i:02}.txt": text for i, text in enumerate(MANY[:20])}
+    files |= {"05b.jsonl": rows(MANY[20:40]), ".DS_Store": b"\0\1"}
+    table = pa.table({"n": [0] * 20, "text": MANY[40:]})
+    folder = write(tmp_path / "home/own", files | {"deeper/rest.parquet": table})
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    manifest = prepared(TextSource(("~/own",)), tmp_path / "cache")
+    assert sorted(documents_of(manifest)) == sorted(MANY)
+    assert manifest.splits["val"].documents > 0
+    said = (
+        f"3 formats are read: 20 text ({folder}/00.txt), 1 jsonl ({folder}/05b.jsonl)"
+    )
+    assert capsys.readouterr().err.count(said) == 1
+
+    monkeypatch.setattr("trainer.data.corpus.ROWS", 7)
+    monkeypatch.setattr("trainer.data.corpus.FILES_PER_READ", 6)
+    for most in (20, 47):
+        source = TextSource((str(folder),), max_documents=most)
+        parts = check_positions(open_corpus(source, tmp_path))
+        assert sum(len(part.texts) for part in parts) == most
 
 
 @pytest.mark.parametrize(
@@ -51,164 +84,68 @@ def test_what_links_reach_twice_counts_once_and_is_said(tmp_path, capsys):
     ids=str,
 )
 def test_text_of_any_type_and_files_of_other_types_beside_it(tmp_path, kind):
-    nulls = pa.table({"text": pa.nulls(2), "n": [1, 2]})
-    pq.write_table(nulls, tmp_path / "a.parquet")
     text = pa.array([*TEXTS[:2], None, TEXTS[3]], pa.string()).cast(kind)
-    pq.write_table(pa.table({"m": ["x"] * 4, "text": text}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({"text": text[:0]}), tmp_path / "c.parquet")
+    meta = pa.StructArray.from_arrays([pa.array(["x"] * 4)], names=["text"])
+    files = {
+        "a.parquet": pa.table({"text": pa.nulls(2), "n": [1, 2]}),
+        "b.parquet": pa.table({"m": ["x"] * 4, "text": text}),
+        "c.parquet": pa.table({"text": text[:0]}),
+        "d/dot.parquet": pa.table({"meta": meta, "meta.text": text}),
+    }
+    write(tmp_path, files)
     assert read(tmp_path, f"{tmp_path}/*.parquet") == ["", "", *TEXTS]
+    dot = tmp_path / "d/dot.parquet"  # no field of another column
+    assert read(tmp_path, dot, column="meta.text") == TEXTS
 
 
 def test_the_most_documents_are_the_same_of_files_and_of_rows(tmp_path):
     texts = ["", "one", "two"]
-    for i, text in enumerate(texts):
-        (tmp_path / f"{i}.txt").write_text(text)
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "rows.jsonl").write_text(rows)
+    files = {f"{i}.txt": text for i, text in enumerate(texts)}
+    write(tmp_path, files | {"rows.jsonl": rows(texts)})
     for paths in (tmp_path / "*.txt", tmp_path / "rows.jsonl"):
         assert [t for t in read(tmp_path, paths, max_documents=2) if t] == ["one"]
 
 
-def read_hub(tmp_path, folder):
-    corpus = open_corpus(HubSource(str(folder)), tmp_path / "cache")
-    return [text for rows in corpus.read(None) for text in rows.texts]
-
-
-def test_a_local_data_set_has_text_of_any_type_and_no_link_twice(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    text = pa.array(TEXTS).cast(pa.dictionary(pa.int32(), pa.string()))
-    pq.write_table(pa.table({"text": text}), folder / "b.parquet")
-    assert read_hub(tmp_path, folder) == TEXTS
-    pq.write_table(pa.table({"text": pa.nulls(2)}), folder / "a.parquet")
-    with pytest.raises(
-        UserError, match=r"column 'text': .* to null; data=text data.paths="
-    ):
-        read_hub(tmp_path, folder)
-    (folder / "a.parquet").unlink()
-    (folder / "c.parquet").symlink_to(folder / "b.parquet")
-    with pytest.raises(UserError, match=r"c.parquet is .*b.parquet by a link, and wou"):
-        read_hub(tmp_path, folder)
-    (folder / "c.parquet").unlink()
-    (folder / "more").symlink_to(tmp_path)
-    with pytest.raises(UserError, match=r"more is a link to a directory, which data="):
-        read_hub(tmp_path, folder)
-
-
-def test_a_file_of_a_local_data_set_that_becomes_another_split_is_another_content(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    for name in "ab":
-        (tmp_path / f"train-{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
-    source = HubSource(str(tmp_path))
-    before = open_corpus(source, tmp_path / "cache").fingerprint
-    (tmp_path / "train-b.jsonl").rename(tmp_path / "validation-b.jsonl")
-    assert open_corpus(source, tmp_path / "cache").fingerprint != before
-
-
-def test_texts_beside_a_number_in_a_later_file_are_not_spelled_as_json(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text('{"text": "1", "n": 1}\n{"text": "one", "n": ""}\n')
-    assert read_hub(tmp_path, folder) == ["1", "one"]
-    (folder / "b.jsonl").write_text('{"text": "two"}\n{"text": 3}\n')
-    with pytest.raises(UserError, match="column 'text' holds a mix of types, not text"):
-        read_hub(tmp_path, folder)
-
-
-def test_only_the_text_of_tables_must_be_alike(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "a.csv").write_text("id,text\n1,one\n")
-    (folder / "b.csv").write_text("text,id\ntwo,x\n")
-    (folder / "README.md").write_text(
-        "---\ndataset_info:\n  features:\n  - {name: id, dtype: int64}\n"
-        "  - {name: text, dtype: string}\n---\n"
-    )
-    assert read_hub(tmp_path, folder) == ["one", "two"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '[{"text": "a"}, {"text": "b\\ud83d"}]',
-        '{"n": 1, "text": "a"}\n{"n": "", "text": "b\\ud83d"}\n',
-    ],
-    ids=["list", "mix"],
-)
-def test_half_a_character_in_json_of_a_data_set_is_refused(
-    tmp_path, monkeypatch, content
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "a.json").write_text(content)
-    with pytest.raises(UserError, match="The surrogate pair in string is invalid"):
-        read_hub(tmp_path, tmp_path / "set")
-
-
-@pytest.mark.parametrize("name", ["packaged_modules.json.json", "utils.json"])
-def test_a_version_of_datasets_that_reads_json_otherwise_is_refused(
-    tmp_path, monkeypatch, name
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "a.json").write_text('[{"text": "a"}]')
-    module = importlib.import_module(f"datasets.{name}")
-    loads = module.ujson_loads
-    assert read_hub(tmp_path, tmp_path / "set") == ["a"]
-    assert module.ujson_loads is loads
-    monkeypatch.delattr(module, "ujson_loads")
-    with pytest.raises(UserError, match=r"reads json in a way .* datasets==5\.2\.0"):
-        read_hub(tmp_path, tmp_path / "set")
-
-
 def test_parquet_goes_on_where_it_was(tmp_path):
-    for name in "ab":
-        texts = [f"{name}{i}" for i in range(600)]
-        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
+    write(tmp_path, {f"{k}.parquet": [f"{k}{i}" for i in range(600)] for k in "ab"})
     source = TextSource((f"{tmp_path}/*.parquet",), max_documents=1000)
-    corpus = open_corpus(source, tmp_path / "cache")
-    parts = list(corpus.read(None))
+    parts = check_positions(open_corpus(source, tmp_path / "cache"))
     everything = [text for part in parts for text in part.texts]
     assert everything == [f"a{i}" for i in range(600)] + [f"b{i}" for i in range(400)]
-    for i, part in enumerate(parts):
-        position = json.loads(json.dumps(part.position))
-        rest = [text for later in corpus.read(position) for text in later.texts]
-        assert rest == [text for later in parts[i + 1 :] for text in later.texts]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda rows: json.dumps(rows),
-        lambda rows: "\n\n" + json.dumps(rows, indent=1),
-        lambda rows: json.dumps({"version": 1, "data": rows}),
-        lambda rows: json.dumps({"data": rows}, indent=2),
-        lambda rows: "\ufeff" + "\n".join(map(json.dumps, rows)),
-        lambda rows: "\ufeff" + json.dumps(rows),
-        lambda rows: json.dumps({"other": 1}) + "\n" + "\n".join(map(json.dumps, rows)),
-    ],
-    ids=[
-        "list",
-        "behind blank lines",
-        "object",
-        "pretty",
-        "mark",
-        "mark of a list",
-        "first row without",
-    ],
-)
-def test_json_in_the_forms_that_people_have(tmp_path, form):
-    rows = [{"text": text} for text in TEXTS]
-    (tmp_path / "a.json").write_text(form(rows))
-    actual = read(tmp_path, tmp_path / "a.json")
-    assert actual in (TEXTS, ["", *TEXTS])
+OBJECTS = [{"text": text} for text in TEXTS]
+JSON = {
+    "list": json.dumps(OBJECTS),
+    "behind blank lines": "\n\n" + json.dumps(OBJECTS, indent=1),
+    "object": json.dumps({"version": 1, "data": OBJECTS}),
+    "pretty": json.dumps({"data": OBJECTS}, indent=2),
+    "lines": rows(TEXTS),
+    "mark": "\ufeff" + rows(TEXTS),
+    "mark of a list": "\ufeff" + json.dumps(OBJECTS),
+    "other keys": '{"other": 1, "text": "one"}\n' + rows(TEXTS[1:]),
+    "lists": "".join(json.dumps(row | {"spans": [{"a": 1}]}) + "\n" for row in OBJECTS),
+}
+
+
+@pytest.mark.parametrize("form", JSON)
+@pytest.mark.parametrize("suffix", ["json", "NDJSON"])
+def test_json_in_the_forms_that_people_have(tmp_path, monkeypatch, form, suffix):
+    monkeypatch.setattr("trainer.data.corpus.ROWS", 3)
+    path = write(tmp_path, {f"a.{suffix}": JSON[form]}) / f"a.{suffix}"
+    assert read(tmp_path, path) == TEXTS
+    check_positions(open_corpus(TextSource((str(path),)), tmp_path))
+
+
+def test_a_first_row_without_the_column_is_an_empty_text(tmp_path):
+    write(tmp_path, {"a.json": '{"other": 1}\n' + rows(TEXTS)})
+    assert read(tmp_path, tmp_path / "a.json") == ["", *TEXTS]
+
+
+def test_json_lines_with_another_name_are_read_as_what_is_said(tmp_path):
+    path = write(tmp_path, {"a.txt": rows(MANY)}) / "a.txt"
+    assert read(tmp_path, path, format="jsonl") == MANY
+    assert read(tmp_path, path, format="text") == [path.read_text()]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -219,7 +156,7 @@ def test_a_json_file_of_one_object_with_the_column_is_one_document(
     """As tools for labels write them, on one line or on many."""
     for text in ("one", "two"):
         row = json.dumps({"id": 1, "text": text} | more, indent=indent)
-        (tmp_path / f"{text}.json").write_text(row)
+        write(tmp_path, {f"{text}.json": row})
     assert read(tmp_path, f"{tmp_path}/*.json") == ["one", "two"]
 
 
@@ -227,33 +164,37 @@ def test_a_json_file_of_one_object_with_the_column_is_one_document(
 def test_a_text_beside_the_list_that_is_read_is_said_once(tmp_path, capsys, beside):
     for name in "ab":
         row = beside | {"comments": [{"text": f"me too, {name}"}]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(row))
+        write(tmp_path, {f"{name}.json": json.dumps(row)})
     assert read(tmp_path, f"{tmp_path}/*.json") == ["me too, a", "me too, b"]
     line = "is read by its list 'comments', without 'body' beside that; data.column=bo"
     assert capsys.readouterr().err.count(line) == ("body" in beside)
 
 
-def test_json_lines_of_objects_with_lists_are_lines(tmp_path):
-    rows = [{"text": text, "spans": [{"a": 1}]} for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read(tmp_path, tmp_path / "a.jsonl") == TEXTS
-
-
 def test_a_mark_of_byte_order_is_no_text(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"\ufeff{name}\n")
+    write(tmp_path, {f"{name}.txt": f"\ufeff{name}\n" for name in "ab"})
     assert read(tmp_path, tmp_path / "a.txt") == ["a\n"]
     assert read(tmp_path, f"{tmp_path}/*.txt") == ["a\n", "b\n"]
 
 
+@pytest.mark.parametrize("folder", ["a::b", "a[b]", "a b", "http:", "a,b=c"])
+def test_names_of_files_and_directories_mean_nothing(tmp_path, folder):
+    files = {
+        "x::y*.txt": "text",
+        "x::y.jsonl": rows(["text"]),
+        "x::y.parquet": ["text"],
+    }
+    write(tmp_path / folder, files)
+    for name in files:
+        assert read(tmp_path, tmp_path / folder / name) == ["text"]
+
+
 def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkeypatch):
-    (tmp_path / "texts" / "closed").mkdir(parents=True)
-    (tmp_path / "texts" / "a.txt").write_text("a")
-    assert expand((f"{tmp_path}/texts",))
+    folder = write(tmp_path / "texts", {"a.txt": "a", "closed/b.txt": "b"})
+    assert expand((str(folder),))
     # the superuser may read all
     monkeypatch.setattr("os.access", lambda path, _: not str(path).endswith("closed"))
     with pytest.raises(UserError, match=r"closed is a directory that you may not read"):
-        expand((f"{tmp_path}/texts",))
+        expand((str(folder),))
 
 
 def compress(path, content, parts=2):
@@ -270,236 +211,51 @@ def compress(path, content, parts=2):
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_compressed_text_is_read_as_what_it_holds(tmp_path, suffix):
-    lines = "\n".join(json.dumps({"text": text}) for text in TEXTS)
-    compress(tmp_path / f"a.jsonl.{suffix}", lines.encode())
+    compress(tmp_path / f"a.jsonl.{suffix}", rows(TEXTS).encode())
     compress(tmp_path / f"b.txt.{suffix}", "\ufeffBücher\r\n".encode())
     assert read(tmp_path, tmp_path / f"a.jsonl.{suffix}") == TEXTS
     assert read(tmp_path, f"{tmp_path}/*.{suffix}") == [*TEXTS, "Bücher\n"]
     compress(tmp_path / f"b.txt.{suffix}", b"other")  # of the same name
     assert read(tmp_path, tmp_path / f"b.txt.{suffix}") == ["other"]
-    compress(tmp_path / f"c.html.{suffix}", b"<p>")
-    with pytest.raises(UserError, match=rf"c\.html\.{suffix} is markup by its name"):
-        read(tmp_path, tmp_path / f"c.html.{suffix}")
 
 
 def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path):
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(gzip.compress(b"text") + bytes(1000))
-    assert read(tmp_path, path) == ["text"]
+    write(tmp_path, {"a.txt.gz": gzip.compress(b"text") + bytes(1000)})
+    assert read(tmp_path, tmp_path / "a.txt.gz") == ["text"]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_compressed_bomb_is_refused_and_leaves_nothing(tmp_path, monkeypatch, suffix):
+def test_a_compressed_bomb_or_a_damaged_file_is_a_line(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(compressed, "SMALL", 1 << 20)
-    compress(tmp_path / f"a.txt.{suffix}", bytes(2 << 20), parts=1)
-    with pytest.raises(
-        UserError, match=r"bytes decompress to more than 1,048,576; if this is"
-    ):
-        read(tmp_path, tmp_path / f"a.txt.{suffix}")
-    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
-
-
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-@pytest.mark.parametrize("kept", [lambda b: b[: len(b) // 2], lambda b: b"text" + b])
-def test_a_damaged_compressed_file_is_a_line(tmp_path, suffix, kept):
     path = tmp_path / f"a.txt.{suffix}"
+    compress(path, bytes(2 << 20), parts=1)
+    refused(tmp_path, r"bytes decompress to more than 1,048,576; if this is", path)
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
     compress(path, b"".join(b"%d " % (n * n) for n in range(9999)), parts=1)
-    path.write_bytes(kept(path.read_bytes()))
-    with pytest.raises(UserError, match=r"file, or a damaged one .*again$") as error:
-        read(tmp_path, path)
-    assert "\n" not in str(error.value)
+    data = path.read_bytes()
+    for damaged in (data[: len(data) // 2], b"text" + data):
+        path.write_bytes(damaged)
+        refused(tmp_path, r"file, or a damaged one .*again$", path)
 
 
 def test_a_large_window_of_zstd_is_a_line_with_the_command(tmp_path):
     # A frame whose window is 2 GiB, with one raw block.
     text = b"some text"
     frame = b"\x28\xb5\x2f\xfd\x00\xa8" + (len(text) << 3 | 1).to_bytes(3, "little")
-    (tmp_path / "a b.txt.zst").write_bytes(frame + text)
+    write(tmp_path, {"a b.txt.zst": frame + text})
     message = r"decompress it yourself: `zstd -d --long=31 '.*a b\.txt\.zst'`$"
-    with pytest.raises(UserError, match=message):
-        read(tmp_path, tmp_path / "a b.txt.zst")
-
-
-@pytest.mark.parametrize("splits", [False, True])
-def test_what_datasets_saved_to_disk_is_refused_with_its_setting(
-    tmp_path, splits, capsys
-):
-    saved, rows = tmp_path / "saved", datasets.Dataset.from_dict({"text": TEXTS})
-    (datasets.DatasetDict({"train": rows}) if splits else rows).save_to_disk(saved)
-    with pytest.raises(UserError, match=f"by data=hf data.name={saved}, or leave"):
-        read(tmp_path, saved)
-    capsys.readouterr()
-    corpus = open_corpus(HubSource(str(saved)), tmp_path / "cache")
-    assert [text for part in corpus.read(None) for text in part.texts] == TEXTS
-    assert "leaves out" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": 7}, "column 'text' holds int64, not text"),
-        ({"text": True}, "column 'text' holds bool, not text"),
-        ({"text": {"a": 1}}, "column 'text' holds struct.*, not text"),
-        ({"text": "2020-01-01T00:00"}, "holds timestamp.*reads dates of JSON as text"),
-        ({"n": 1}, "there is no column 'text'; valid for data.column: n"),
-    ],
-)
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_later_file_whose_column_is_no_text_is_refused(
-    tmp_path, monkeypatch, row, message, streaming
-):
-    """`datasets` writes it as text, or as nothing where there is no column."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "train-1.jsonl").write_text('{"text": "one", "n": 1}\n')
-    (folder / "train-2.jsonl").write_text(json.dumps({"n": 2} | row))
-    limit = 9 if streaming else None
-    source = HubSource(str(folder), streaming=streaming, max_documents=limit)
-    corpus = open_corpus(source, tmp_path / "cache")
-    with pytest.raises(UserError, match=message):
-        list(corpus.read(None))
-
-
-def test_a_later_parquet_file_of_numbers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": ["one"]}), folder / "train-1.parquet")
-    pq.write_table(pa.table({"text": [1.5]}), folder / "train-2.parquet")
-    with pytest.raises(UserError, match="column 'text' holds double, not text"):
-        read_hub(tmp_path, folder)
-
-
-HASHES = "-0123456789abcdef", "-0123456789abcdee"
-
-
-@pytest.mark.parametrize(
-    ("names", "is_read"),
-    [
-        (["train-00000-of-00002", "train-00001-of-00002"], True),
-        (["train-00000-of-00001", "test-00000-of-00001"], True),
-        (["train-00000-of-00001", "train-00000-of-00002"], False),
-        (["train-00000-of-00002", "train-00001-of-00004"], False),
-        ([f"train-00000-of-00001{end}" for end in HASHES], False),
-    ],
-)
-def test_shards_of_an_earlier_data_set_beside_those_of_a_later(
-    tmp_path, monkeypatch, capsys, names, is_read
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for name in names:
-        pq.write_table(pa.table({"text": TEXTS}), folder / f"{name}.parquet")
-    for read_folder in (read, read_hub):
-        if is_read:
-            assert len(read_folder(tmp_path, folder)) >= len(TEXTS)
-        else:
-            with pytest.raises(UserError, match="are shards of two sets, the earlier"):
-                read_folder(tmp_path, folder)
-    assert "shards" not in capsys.readouterr().err
-
-
-def test_files_of_several_formats_are_said(tmp_path, capsys):
-    """As the README.md of a downloaded data set, which is no text of it."""
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
-    assert read(tmp_path, f"{tmp_path}/*.*") == TEXTS
-    assert "formats" not in capsys.readouterr().err
-    (tmp_path / "README.md").write_text("license: mit")
-    assert read(tmp_path, f"{tmp_path}/*.*") == ["license: mit", *TEXTS]
-    line = f"2 formats are read: 1 text ({tmp_path}/README.md), 1 parquet ({tmp_path}/a"
-    assert capsys.readouterr().err.count(line) == 1
-
-
-def test_shards_that_are_missing_by_their_names_are_said(tmp_path, capsys):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for name in ("train-00001-of-00003", "train-00002-of-00003", "test-00000-of-00001"):
-        pq.write_table(pa.table({"text": TEXTS}), folder / f"{name}.parquet")
-    line = "train-00001-of-00003.parquet is one of 2 shards that are read, of 3 by its "
-    for read_folder in (read, read_hub):
-        read_folder(tmp_path, folder)
-        assert capsys.readouterr().err.count(line) == 1
-
-
-def saved_to_disk(folder, texts=TEXTS, **settings):
-    """Save texts, and return them as `load_from_disk` does."""
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder, **settings)
-    return datasets.load_from_disk(folder)
-
-
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("change", ["map", "fewer", "cache"])
-def test_files_that_are_no_part_of_a_saved_data_set_are_refused(
-    tmp_path, monkeypatch, splits, change
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "saved"
-    place = folder / "train" if splits else folder
-    if splits:
-        folder.mkdir()
-        (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    rows = saved_to_disk(place, num_shards=2)
-    assert read_hub(tmp_path, folder) == TEXTS
-    if change == "fewer":
-        saved_to_disk(place, TEXTS[:1])
-        name = "data-00000-of-00002"
-    else:
-        rows.map(lambda row: {"text": row["text"].upper()})
-        name = "cache-.*"
-    if change == "cache":  # as in the directories of `load_dataset`
-        (place / "state.json").unlink()
-    message = rf"{place}/{name}.arrow is no part of .*; move it elsewhere$"
-    with pytest.raises(UserError, match=message):
-        read_hub(tmp_path, folder)
-
-
-@pytest.mark.parametrize("names", [("a", "b"), ("train", "train_more")])
-def test_saved_splits_that_would_be_read_as_one_are_refused(tmp_path, names):
-    folder = tmp_path / "saved"
-    rows = datasets.Dataset.from_dict({"text": TEXTS})
-    datasets.DatasetDict(dict.fromkeys(names, rows)).save_to_disk(folder)
-    first, second = names
-    message = (
-        f"reads {first} and {second} as one split, 'train'; choose one by"
-        f" data.name={folder / first}$"
-    )
-    with pytest.raises(UserError, match=message):
-        read_hub(tmp_path, folder)
-    assert read_hub(tmp_path, folder / first) == TEXTS
+    refused(tmp_path, message, tmp_path / "a b.txt.zst")
 
 
 def test_a_compressed_file_beside_its_own_text_is_refused(tmp_path):
+    write(tmp_path, {f"{name}.txt": f"{name} text" for name in "ab"})
     for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"{name} text")
         compress(tmp_path / f"{name}.txt.gz", f"{name} text".encode())
-    with pytest.raises(
-        UserError, match=r"a\.txt(\.gz)? has the content of .*leave one"
-    ):
-        read(tmp_path, tmp_path)
-    assert read(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt.gz") == [
-        "a text",
-        "b text",
-    ]
-
-
-def test_two_columns_of_one_name_are_refused(tmp_path):
-    table = pa.table([pa.array(TEXTS), pa.array(TEXTS)], names=["text", "text"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(
-        UserError, match=r"a\.parquet: several columns are named 'text'"
-    ):
-        read(tmp_path, tmp_path / "a.parquet")
-
-
-def test_merges_of_another_pattern_are_not_gpt2_s(tmp_path):
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "Qwen2Tokenizer"}'
+    refused(
+        tmp_path, r"a\.txt\.gz has the content of .*a\.txt by .*leave one", tmp_path
     )
-    with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
-        get_tokenizer(str(tmp_path))
+    both = tmp_path / "a.txt", tmp_path / "b.txt.gz"
+    assert read(tmp_path, *both) == ["a text", "b text"]
 
 
 @pytest.mark.parametrize(
@@ -516,18 +272,16 @@ def test_merges_of_another_pattern_are_not_gpt2_s(tmp_path):
     ],
 )
 def test_errors_of_a_compressed_file_name_it(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(gzip.compress(content))
-    with pytest.raises(UserError) as caught:
-        read(tmp_path, tmp_path / name)
-    assert message.format(tmp_path / name) in str(caught.value)
-    assert ".decompressed" not in str(caught.value)
+    write(tmp_path, {name: gzip.compress(content)})
+    said = refused(tmp_path, "a", tmp_path / name)
+    assert message.format(tmp_path / name) in said
+    assert ".decompressed" not in said
 
 
 def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     """Linux writes what fits, and refuses the next write only."""
     content = ("some text\n" * 1000).encode()
-    packed = tmp_path / "a.txt.gz"
-    packed.write_bytes(gzip.compress(content))
+    packed = write(tmp_path, {"a.txt.gz": gzip.compress(content)}) / "a.txt.gz"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
@@ -539,8 +293,7 @@ def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
 
 
 def test_a_decompressed_file_that_was_changed_is_not_read(tmp_path):
-    packed = tmp_path / "a.txt.gz"
-    packed.write_bytes(gzip.compress(b"some text"))
+    packed = write(tmp_path, {"a.txt.gz": gzip.compress(b"some text")}) / "a.txt.gz"
     cached = compressed.decompressed(packed, tmp_path)
     written = cached.stat().st_mtime_ns
     assert compressed.decompressed(packed, tmp_path).stat().st_mtime_ns == written
@@ -549,50 +302,96 @@ def test_a_decompressed_file_that_was_changed_is_not_read(tmp_path):
         assert compressed.decompressed(packed, tmp_path).read_bytes() == b"some text"
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_what_datasets_saved_to_disk_is_refused_with_its_setting(tmp_path, splits):
+    saved, texts = tmp_path / "saved", datasets.Dataset.from_dict({"text": TEXTS})
+    (datasets.DatasetDict({"train": texts}) if splits else texts).save_to_disk(saved)
+    refused(tmp_path, f"by data=hf data.name={saved}, or leave", saved)
+    assert read_source(HubSource(str(saved)), tmp_path / "cache") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("names", "is_read"),
+    [
+        (["train-00000-of-00002", "train-00001-of-00002"], True),
+        (["train-00000-of-00001", "test-00000-of-00001"], True),
+        (["train-00000-of-00001", "train-00000-of-00002"], False),
+        (["train-00000-of-00002", "train-00001-of-00004"], False),
+        ([f"train-00000-of-00001-0123456789abcde{end}" for end in "ef"], False),
+    ],
+)
+def test_shards_of_an_earlier_data_set_beside_those_of_a_later(
+    tmp_path, capsys, names, is_read
+):
+    folder = write(tmp_path / "set", {f"{name}.parquet": TEXTS for name in names})
+    for source in (TextSource((str(folder),)), HubSource(str(folder))):
+        if is_read:
+            assert len(read_source(source, tmp_path / "cache")) >= len(TEXTS)
+        else:
+            with pytest.raises(UserError, match="are shards of two sets, the earlier"):
+                read_source(source, tmp_path / "cache")
+    assert "shards" not in capsys.readouterr().err
+
+
+def test_shards_that_are_missing_by_their_names_are_said(tmp_path, capsys):
+    names = ("train-00001-of-00003", "train-00002-of-00003", "test-00000-of-00001")
+    folder = write(tmp_path / "set", {f"{name}.parquet": TEXTS for name in names})
+    line = "train-00001-of-00003.parquet is one of 2 shards that are read, of 3 by its "
+    for source in (TextSource((str(folder),)), HubSource(str(folder))):
+        read_source(source, tmp_path / "cache")
+        assert capsys.readouterr().err.count(line) == 1
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch, name):
     """Its new text would be kept under the digest of the old one."""
-    path = tmp_path / name
-    row = "".join(f'{{"text": "good words {i}"}}\n' for i in range(500))
-    path.write_text(row)
-    read = corpus.examine
+    good = rows(f"good words {i}" for i in range(500))
+    path = write(tmp_path, {name: good}) / name
+    examine_ = corpus.examine
 
     def examine(*args, **settings):
-        files = read(*args, **settings)
-        path.write_text(row.replace("good", "evil"))
+        files = examine_(*args, **settings)
+        path.write_text(good.replace("good", "evil"))
         return files
 
     monkeypatch.setattr(corpus, "examine", examine)
     source = TextSource((str(path),), name[2:].replace("txt", "text"))
     with pytest.raises(UserError, match=f"{name} changed while it was read; run again"):
-        prepare(source, "byte", tmp_path / "cache", val_fraction=0.1)
-    path.write_text(row)
+        prepared(source, tmp_path / "cache")
+    path.write_text(good)
     monkeypatch.undo()
-    directory = prepare(source, "byte", tmp_path / "cache", val_fraction=0.1)
-    assert b"evil" not in (directory / "train-00000.bin").read_bytes()[::2]
+    assert "evil" not in "".join(documents_of(prepared(source, tmp_path / "cache")))
 
 
 @pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
 def test_text_that_parquet_stores_by_differences(tmp_path, monkeypatch, encoding):
-    def write(name, texts):
-        pq.write_table(
-            pa.table({"text": texts}),
-            tmp_path / name,
-            use_dictionary=False,
-            column_encoding={"text": encoding},
-        )
-        return tmp_path / name
+    def stored(texts):
+        table, path = pa.table({"text": texts}), tmp_path / "a.parquet"
+        settings = {"use_dictionary": False, "column_encoding": {"text": encoding}}
+        pq.write_table(table, path, **settings)
+        return path
 
-    assert read(tmp_path, write("a.parquet", TEXTS)) == TEXTS
+    assert read(tmp_path, stored(TEXTS)) == TEXTS
     monkeypatch.setattr("trainer.data.parquet.SMALL", 1 << 16)
     monkeypatch.setattr("trainer.data.parquet.EXPANSION", 1)
-    with pytest.raises(UserError, match="bytes of text; if this is intended"):
-        read(tmp_path, write("b.parquet", ["a" * 1000] * 5000))
+    path = stored(["a" * 1000] * 5000)
+    refused(tmp_path, "bytes of text; if this is intended", path)
 
 
-def test_a_parquet_column_with_a_dot_is_no_field_of_another(tmp_path):
-    texts = pa.array(["a", "b"])
-    meta = pa.StructArray.from_arrays([pa.array(["x", "y"])], names=["text"])
-    table = pa.table({"meta": meta, "meta.text": texts})
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert read(tmp_path, tmp_path / "a.parquet", column="meta.text") == ["a", "b"]
+@pytest.mark.parametrize("count", [2, 7])
+def test_of_few_files_the_end_is_the_validation_part(count, tmp_path):
+    texts = [f"{i}" * 300 for i in range(count)]
+    files = {f"few/{i}.txt": text for i, text in enumerate([*texts, ""])}
+    write(tmp_path, files | {"few.jsonl": rows(texts)})
+    whole, cut = "".join(texts), int(300 * count * 0.9)
+    for name in ("few", "few.jsonl"):
+        manifest = prepared(TextSource((f"{tmp_path}/{name}",)), tmp_path / "cache")
+        assert "".join(documents_of(manifest, "train")) == whole[:cut]
+        assert "".join(documents_of(manifest, "val")) == whole[cut:]
+
+
+def test_prepared_data_are_called_by_the_directory_that_was_given(tmp_path):
+    write(tmp_path / "books/deep", {"a.txt": "words " * 50, "b.txt": "words " * 50})
+    for given in ("books/", "books/**/*.txt"):
+        opened = open_corpus(TextSource((f"{tmp_path}/{given}",)), tmp_path)
+        assert opened.name == ("books" if given == "books/" else "deep")

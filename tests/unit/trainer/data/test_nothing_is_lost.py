@@ -1,12 +1,9 @@
 """No text ends another or loses a character without a word, whatever the tokenizer."""
 
 import json
-import os
-from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from corpora import documents_of, prepared, rows, write
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -15,10 +12,8 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from trainer.data import Manifest, TextSource, get_tokenizer, prepare
+from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
-from trainer.data.corpus import HubSource, open_corpus
-from trainer.data.hub_data import check_tables
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.tokenizer import changed_characters
 from trainer.errors import UserError
@@ -27,18 +22,10 @@ END = "<|endoftext|>"
 LETTERS = {letter: i for i, letter in enumerate("abcdefghij")}
 
 
-def prepared(tmp_path, source, tokenizer):
-    return Manifest.load(prepare(source, tokenizer, tmp_path / "cache"))
-
-
 def test_a_nul_in_a_text_ends_no_document(tmp_path):
-    texts = [f"{i} left\0right" for i in range(99)]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    manifest = prepared(tmp_path, TextSource((str(path),)), "byte")
-    shards = [shard for split in ("train", "val") for shard in manifest.open(split)]
-    ids = [i for shard in shards for i in shard.tolist()]
-    assert ids.count(manifest.eot) == len(texts)
+    write(tmp_path, {"a.jsonl": rows(f"{i} left\0right" for i in range(99))})
+    source = TextSource((str(tmp_path / "a.jsonl"),))
+    assert len(documents_of(prepared(source, tmp_path / "cache"))) == 99
     byte = get_tokenizer("byte")
     assert byte.decode(byte.encode("a\0b")) == "a\ufffdb"
 
@@ -133,9 +120,8 @@ def test_special_tokens_that_a_text_spells_are_said(tmp_path, capsys, kind):
         )
         name = str(tmp_path)
     turns = [f"{'abc' * i}<|im_end|>{END}" for i in range(100)]
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps({"text": turn}) + "\n" for turn in turns))
-    prepared(tmp_path, TextSource((str(path),)), name)
+    write(tmp_path, {"chat.jsonl": rows(turns)})
+    prepared(TextSource((str(tmp_path / "chat.jsonl"),)), tmp_path / "cache", name)
     counts = f"'{END}' (100 times)" + ", '<|im_end|>' (100 times)" * (kind != "byte")
     line = f" characters spell {counts}: encoded as ordinary characters"
     assert capsys.readouterr().err.count(line) == 1
@@ -150,10 +136,10 @@ def test_characters_that_a_tokenizer_changes_are_said_once(tmp_path, capsys):
         normalizer=normalizers.Lowercase(),
         pre_tokenizer=pre_tokenizers.Whitespace(),
     )
-    (tmp_path / "a.txt").write_text("a b c\n" * 50)
+    write(tmp_path, {"a.txt": "a b c\n" * 50})
     source = TextSource((str(tmp_path / "a.txt"),))
     for _ in range(2):
-        prepared(tmp_path, source, str(tmp_path))
+        prepared(source, tmp_path / "cache", str(tmp_path))
     [line] = [x for x in capsys.readouterr().err.splitlines() if "ASCII" in x]
     assert "changes or leaves out" in line
     assert r"\n" in line
@@ -293,70 +279,6 @@ def test_spaces_that_are_cut_off_a_text_are_among_what_changes(tmp_path):
     assert changed_characters(get_tokenizer(str(tmp_path))) == " \t\n\r\x0b\x0c"
 
 
-@pytest.mark.parametrize("folder", ["a::b", "a[b]", "a b", "http:", "a,b=c"])
-def test_names_of_files_and_directories_mean_nothing(tmp_path, folder):
-    inside = tmp_path / folder
-    inside.mkdir()
-    (inside / "x::y*.txt").write_text("text\n" * 40)
-    rows = [json.dumps({"text": f"row {i}"}) for i in range(40)]
-    (inside / "x::y.jsonl").write_text("\n".join(rows))
-    pq.write_table(pa.table({"text": rows}), inside / "x::y.parquet")
-    for name in ("x::y*.txt", "x::y.jsonl", "x::y.parquet"):
-        manifest = prepared(tmp_path, TextSource((str(inside / name),)), "byte")
-        assert manifest.tokens("train") > 100
-
-
-@pytest.mark.parametrize("folder", ["a::b", "a[b]"])
-def test_a_local_data_set_with_a_name_that_datasets_misreads_is_refused(
-    tmp_path, folder
-):
-    inside = tmp_path / folder
-    inside.mkdir()
-    pq.write_table(pa.table({"text": ["row"] * 40}), inside / "x.parquet")
-    with pytest.raises(UserError, match=r"data=text data\.paths=.*reads files of any"):
-        prepared(tmp_path, HubSource(str(inside)), "byte")
-
-
-@pytest.mark.parametrize(
-    "other",
-    ["x::y.parquet", "x.jsonl", "__x/x.parquet", "x.jsonl.gz", "X.JSONL", "x", "x.zip"],
-)
-def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, monkeypatch, other):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    (folder / other).parent.mkdir(parents=True)
-    for name in ("a.parquet", "b.parquet", "test.parquet"):
-        rows = [f"{name} {i}" for i in range(40)]
-        pq.write_table(pa.table({"text": rows}), folder / name)
-    for name in ("LICENSE.txt", "card.md", "README", ".gitattributes"):
-        (folder / name).write_text("text")
-    (folder / "a.parquet").rename(folder / "train-a.parquet")
-    (folder / "b.parquet").rename(folder / "train-b.parquet")
-    prepared(tmp_path, HubSource(str(folder)), "byte")
-    assert "leaves out" not in capsys.readouterr().err
-    (folder / other).write_bytes((folder / "test.parquet").read_bytes())
-    prepared(tmp_path, HubSource(str(folder)), "byte")
-    line = f"`datasets` leaves out {folder / other} (1 of 4 files); data=text"
-    assert capsys.readouterr().err.count(line) == 1
-
-
-def test_a_local_data_set_that_changed_within_its_time_is_read_again(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for text in ("one", "two"):
-        (folder / "train.txt").write_text(f"{text}\nmore\n")
-        os.utime(folder / "train.txt", (1, 1))  # as `rsync --times` may do
-        corpus = open_corpus(HubSource(str(folder)), tmp_path / "cache")
-        for _ in range(2):
-            texts = [text for rows in corpus.read(None) for text in rows.texts]
-            assert texts == [text, "more"]
-    line = f"data.name={folder}: `datasets` makes each line a document; data=text"
-    assert capsys.readouterr().err.count(line) == 2
-
-
 @pytest.mark.parametrize(
     "part",
     [
@@ -382,15 +304,15 @@ def test_merges_of_another_model_are_not_split_as_gpt2_s(tmp_path):
     ids = {char: i for i, char in enumerate([*letters, END])}
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    get_tokenizer(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherwise"):
-        get_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["csv", "parquet"])
-def test_a_version_of_datasets_that_casts_otherwise_is_refused(name):
-    with pytest.raises(UserError, match=rf"reads {name} in a way .* datasets==5\.2\.0"):
-        check_tables(SimpleNamespace(name=name), "text")
-    check_tables(SimpleNamespace(name="webdataset"), "text")  # casts nothing
+    for files, is_read in (
+        ({"config.json": '{"model_type": "gpt2"}'}, True),
+        ({"config.json": '{"model_type": "qwen2"}'}, False),
+        ({"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}, True),
+        ({"tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'}, False),
+    ):
+        write(tmp_path, files)
+        if is_read:
+            get_tokenizer(str(tmp_path))
+            continue
+        with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherw"):
+            get_tokenizer(str(tmp_path))

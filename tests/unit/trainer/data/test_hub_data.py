@@ -1,0 +1,329 @@
+"""Data sets that package `datasets` reads: what is read exactly, said, or refused."""
+
+import importlib
+import json
+import os
+from types import SimpleNamespace
+
+import datasets
+import pyarrow as pa
+import pytest
+from corpora import prepared, read, write
+
+from trainer.data import HubSource
+from trainer.data.corpus import open_corpus
+from trainer.data.hub_data import check_tables
+from trainer.errors import UserError
+
+TEXTS = ["one", "two", "", "four"]
+AS_CATEGORIES = pa.table(
+    {"text": pa.array(TEXTS).cast(pa.dictionary(pa.int32(), "utf8"))}
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
+def read_hub(tmp_path, folder, *, streaming=False, **settings):
+    if streaming:
+        settings |= {"streaming": True, "max_documents": 9}
+    return read(HubSource(str(folder), **settings), tmp_path / "cache")
+
+
+def refused(tmp_path, message, folder="set", **settings):
+    with pytest.raises(UserError, match=message) as error:
+        read_hub(tmp_path, tmp_path / folder, **settings)
+    assert "\n" not in str(error.value)
+
+
+FEATURES = """---
+dataset_info:
+  features:
+  - {name: id, dtype: int64}
+  - {name: text, dtype: string}
+---
+"""
+READ = {
+    "categories": ({"b.parquet": AS_CATEGORIES}, TEXTS),
+    "numbers beside texts": (
+        {"a.jsonl": '{"text": "1", "n": 1}\n{"text": "one", "n": ""}\n'},
+        ["1", "one"],
+    ),
+    "a list": ({"a.json": '[{"text": "a"}]'}, ["a"]),
+    "columns of other types": (
+        {
+            "a.csv": "id,text\n1,one\n",
+            "b.csv": "text,id\ntwo,x\n",
+            "README.md": FEATURES,
+        },
+        ["one", "two"],
+    ),
+    "no empty fields": (
+        {"train.csv": "text\nNA\nnull\nNone\n007\nsome text\n"},
+        ["NA", "null", "None", "007", "some text"],
+    ),
+    "numbers": (
+        {"train.csv": "n,text\n1,007\n1,1e5\n1,3.10\n"},
+        ["007", "1e5", "3.10"],
+    ),
+    "truth": (
+        {"train-0.csv": "n,text\n1,one\n", "train-1.csv": "n,text\n1,True\n1,FALSE\n"},
+        ["one", "True", "FALSE"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_texts_are_read_as_they_are_spelled(tmp_path, kind):
+    files, texts = READ[kind]
+    assert read_hub(tmp_path, write(tmp_path / "set", files)) == texts
+
+
+FIRST = {"train-1.jsonl": '{"text": "one", "n": 1}\n'}
+FIRST_CSV = {"train-1.csv": "text,label\nsome,1\n"}
+NO_TEXT = "column 'text' holds {}, not text"
+FIELDS = "^a row of the CSV file has more fields than its header"
+SURROGATE = "The surrogate pair in string is invalid"
+ELSEWHERE = "takes .*{} for its own data, which is elsewhere; correct its README.md"
+REFUSED = [
+    # texts that `datasets` would write anew
+    (
+        {"a.parquet": pa.table({"text": pa.nulls(2)}), "b.parquet": AS_CATEGORIES},
+        "cast array of type dictionary.* to null; data=text data.paths=",
+    ),
+    ({"a.jsonl": '{"text": "two"}\n{"text": 3}\n'}, NO_TEXT.format("a mix of types")),
+    ({"a.json": '[{"text": "a"}, {"text": "b\\ud83d"}]'}, SURROGATE),
+    ({"a.json": '{"n": 1, "text": "a"}\n{"n": "", "text": "b\\ud83d"}\n'}, SURROGATE),
+    (FIRST | {"train-2.jsonl": '{"n": 2, "text": 7}'}, NO_TEXT.format("int64")),
+    (
+        FIRST | {"train-2.jsonl": '{"n": 2, "text": {"a": 1}}'},
+        NO_TEXT.format("struct.*"),
+    ),
+    (
+        FIRST | {"train-2.jsonl": '{"n": 2, "text": "2020-01-01T00:00"}'},
+        "holds timestamp.*reads dates of JSON as text",
+    ),
+    (
+        FIRST | {"train-2.jsonl": '{"n": 2}'},
+        r"there is no column 'text'; valid for data\.column: n$",
+    ),
+    (
+        {"train-1.parquet": ["one"], "train-2.parquet": pa.table({"text": [1.5]})},
+        NO_TEXT.format("double"),
+    ),
+    ({"train.csv": "text\nhalf a, half b\nhalf c, half d\n"}, FIELDS),
+    ({"train.csv": "label,text\n1,half a, half b\n"}, FIELDS),
+    (FIRST_CSV | {"train-2.csv": "text\nhalf a, half b\nwithout a comma\n"}, FIELDS),
+    (FIRST_CSV | {"train-2.csv": "text,label\nhalf a, half b,1\n"}, FIELDS),
+    # files elsewhere
+    *(
+        (
+            {
+                "../secret.txt": "a",
+                "a.txt": "a",
+                "../set2/a.txt": "a",
+                "README.md": "---\nconfigs:\n- config_name: default\n  data_files:\n"
+                f"  - split: train\n    path: {path}\n---\n",
+            },
+            message,
+        )
+        for path, message in (
+            ("../secret.txt", ELSEWHERE.format("secret.txt")),
+            ("../set2/a.txt", ELSEWHERE.format("set2/a.txt")),
+            ("http://localhost:1/a.txt", "split 'train': "),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), REFUSED)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_would_be_read_otherwise_is_refused(tmp_path, files, message, streaming):
+    write(tmp_path / "set", files)
+    refused(tmp_path, message, streaming=streaming)
+
+
+def test_a_link_is_followed_nowhere_and_no_file_is_read_twice(tmp_path):
+    folder = write(tmp_path / "set", {"b.parquet": TEXTS})
+    (folder / "c.parquet").symlink_to(folder / "b.parquet")
+    refused(tmp_path, r"c.parquet is .*b.parquet by a link, and wou")
+    (folder / "c.parquet").unlink()
+    (folder / "more").symlink_to(tmp_path)
+    refused(tmp_path, r"more is a link to a directory, which data=")
+
+
+def test_a_file_that_becomes_another_split_is_another_content(tmp_path):
+    files = {f"train-{name}.jsonl": f'{{"text": "{name}"}}\n' for name in "ab"}
+    source = HubSource(str(write(tmp_path / "set", files)))
+    before = open_corpus(source, tmp_path / "cache").fingerprint
+    file = tmp_path / "set" / "train-b.jsonl"
+    file.rename(file.with_name("validation-b.jsonl"))
+    assert open_corpus(source, tmp_path / "cache").fingerprint != before
+
+
+@pytest.mark.parametrize("name", ["packaged_modules.json.json", "utils.json"])
+def test_a_version_of_datasets_that_reads_json_otherwise_is_refused(
+    tmp_path, monkeypatch, name
+):
+    write(tmp_path / "set", {"a.json": '[{"text": "a"}]'})
+    module = importlib.import_module(f"datasets.{name}")
+    loads = module.ujson_loads
+    assert read_hub(tmp_path, tmp_path / "set") == ["a"]
+    assert module.ujson_loads is loads
+    monkeypatch.delattr(module, "ujson_loads")
+    refused(tmp_path, r"reads json in a way .* datasets==5\.2\.0")
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet"])
+def test_a_version_of_datasets_that_casts_otherwise_is_refused(name):
+    with pytest.raises(UserError, match=rf"reads {name} in a way .* datasets==5\.2\.0"):
+        check_tables(SimpleNamespace(name=name), "text")
+    check_tables(SimpleNamespace(name="webdataset"), "text")  # casts nothing
+
+
+def saved_to_disk(folder, texts=TEXTS, **settings):
+    """Save texts, and return them as `load_from_disk` does."""
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder, **settings)
+    return datasets.load_from_disk(folder)
+
+
+@pytest.mark.parametrize(
+    ("splits", "change"),
+    [(False, "map"), (True, "map"), (True, "fewer"), (False, "cache")],
+)
+def test_files_that_are_no_part_of_a_saved_data_set_are_refused(
+    tmp_path, capsys, splits, change
+):
+    folder = tmp_path / "set"
+    place = folder / "train" if splits else folder
+    if splits:
+        write(folder, {"dataset_dict.json": '{"splits": ["train"]}'})
+    saved = saved_to_disk(place, num_shards=2)
+    assert read_hub(tmp_path, folder) == TEXTS
+    assert "leaves out" not in capsys.readouterr().err
+    if change == "fewer":
+        saved_to_disk(place, TEXTS[:1])
+        name = "data-00000-of-00002"
+    else:
+        saved.map(lambda row: {"text": row["text"].upper()})
+        name = "cache-.*"
+    if change == "cache":  # as in the directories of `load_dataset`
+        (place / "state.json").unlink()
+    refused(tmp_path, rf"{place}/{name}.arrow is no part of .*; move it elsewhere$")
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("train", "train_more")])
+def test_saved_splits_that_would_be_read_as_one_are_refused(tmp_path, names):
+    folder = tmp_path / "set"
+    saved = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict(dict.fromkeys(names, saved)).save_to_disk(folder)
+    first, second = names
+    refused(
+        tmp_path,
+        f"reads {first} and {second} as one split, 'train'; choose one by"
+        f" data.name={folder / first}$",
+    )
+    assert read_hub(tmp_path, folder / first) == TEXTS
+
+
+@pytest.mark.parametrize("folder", ["a::b", "a[b]"])
+def test_a_directory_whose_name_datasets_misreads_is_refused(tmp_path, folder):
+    write(tmp_path / folder, {"x.parquet": ["row"] * 40})
+    refused(tmp_path, r"data=text data\.paths=.*reads files of any", folder)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["x::y.parquet", "x.jsonl", "__x/x.parquet", "x.jsonl.gz", "X.JSONL", "x"],
+)
+def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, other):
+    names = ("train-a.parquet", "train-b.parquet", "test.parquet")
+    folder = write(
+        tmp_path / "set", {name: [f"{name} {i}" for i in "ab"] for name in names}
+    )
+    write(
+        folder,
+        dict.fromkeys(("LICENSE.txt", "card.md", "README", ".gitattributes"), "text"),
+    )
+    assert read_hub(tmp_path, folder)
+    assert "leaves out" not in capsys.readouterr().err
+    write(folder, {other: (folder / "test.parquet").read_bytes()})
+    assert read_hub(tmp_path, folder)
+    line = f"`datasets` leaves out {folder / other} (1 of 4 files); data=text"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_a_set_that_changed_within_its_time_is_read_again(tmp_path, capsys):
+    folder = tmp_path / "set"
+    for text in ("one", "two"):
+        write(folder, {"train.txt": f"{text}\nmore\n"})
+        os.utime(folder / "train.txt", (1, 1))  # as `rsync --times` may do
+        assert read_hub(tmp_path, folder) == [text, "more"]
+    line = f"data.name={folder}: `datasets` makes each line a document; data=text"
+    assert capsys.readouterr().err.count(line) == 2
+
+
+def test_an_unknown_column_a_directory_without_files_and_an_unknown_split(tmp_path):
+    write(tmp_path / "set", {"train.jsonl": '{"body": "a", "id": 1}\n'})
+    message = r"there is no column 'text'; valid for data\.column: body, id$"
+    refused(tmp_path, message, streaming=True)
+    refused(tmp_path, r"data set '.*none', split 'train': Couldn't find", "none")
+    write(tmp_path / "set", {"train.jsonl": '{"text": "a"}\n'})
+    settings = {"split": "trian", "streaming": True}
+    refused(tmp_path, r"split 'trian': .*trian.*train", **settings)
+
+
+def test_a_name_that_the_hub_does_not_have_or_that_is_no_data_set(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(write(tmp_path, {"a.txt": "private"}))
+    for name, settings, message in (
+        # tests run offline
+        ("a/b", {}, r"data set 'a/b' cannot be reached .*data=prepared"),
+        # `datasets` reads the working directory then
+        ("text", {}, "data.name=text is a file format"),
+        (
+            "a/b",
+            {"streaming": True},
+            "streaming a/b needs an end: set data.max_documents or data.max_tokens",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(HubSource(name, **settings), tmp_path / "cache")
+
+    def answer(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", answer)
+    with pytest.raises(
+        UserError, match=r"no data set 'a/b' on the hub, or it needs a l"
+    ):
+        read(HubSource("a/b"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_max_documents_and_max_tokens_end_a_set(tmp_path, streaming):
+    texts = [f"document {i}" for i in range(90)]
+    files = {
+        f"train-{k}.jsonl": "".join(
+            json.dumps({"id": 0, "text": x}) + "\n" for x in part
+        )
+        for k, part in enumerate((texts[:30], texts[30:60], texts[60:]))
+    }
+    folder = str(write(tmp_path / "set", files))
+    source = HubSource(folder, streaming=streaming, max_documents=70)
+    assert read(source, tmp_path / "cache") == texts[:70]
+    for limit in (1, 500):
+        source = HubSource(folder, streaming=streaming, max_tokens=limit)
+        sizes = [len(text) + 1 for text in texts]
+        count = next(n for n in range(1, 90) if sum(sizes[:n]) >= limit)
+        if limit == 1:
+            message = r"val part of .* is empty, with 1 documents"
+            with pytest.raises(UserError, match=message):
+                prepared(source, tmp_path / "cache", val_fraction=0.001)
+            continue
+        manifest = prepared(source, tmp_path / "cache", shard_bytes=300)
+        assert sum(s.tokens for s in manifest.splits.values()) == sum(sizes[:count])
