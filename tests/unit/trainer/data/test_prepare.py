@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import check_positions, prepared, rows, tokens, write
 from families import slow
 
 from trainer.data import (
@@ -31,10 +32,6 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
-def tokens(manifest, split):
-    return np.concatenate(manifest.open(split))
 
 
 def expected(documents, tokenizer, val_fraction):
@@ -95,69 +92,19 @@ def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(
     tokenizer, request, jsonl, documents, tmp_path
 ):
     name = tokenizer if tokenizer == "byte" else str(request.getfixturevalue(tokenizer))
-    source = TextSource((str(jsonl),), "jsonl")
-    manifest = Manifest.load(
-        prepare(source, name, tmp_path, val_fraction=0.2, shard_bytes=40_000)
-    )
+    source = TextSource((str(jsonl),))
+    manifest = prepared(source, tmp_path, name, val_fraction=0.2, shard_bytes=40_000)
     assert len(manifest.splits["train"].shards) > 3
     wanted = expected(documents, get_tokenizer(name), 0.2)
     for split in ("train", "val"):
         assert tokens(manifest, split).tolist() == wanted[split]
     kept = [text for text in documents if text]
     assert manifest.skipped == len(documents) - len(kept) > 0
-    assert sum(part.documents for part in manifest.splits.values()) == len(kept)
-    assert manifest.bytes("train") + manifest.bytes("val") == sum(
-        len(text.encode()) for text in kept
-    )
-    assert (
-        abs(manifest.splits["val"].documents / len(kept) - 0.2)
-        < 5 * (0.2 * 0.8 / len(kept)) ** 0.5
-    )
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_hub_layout_is_read_streaming_or_not_up_to_max_documents(
-    streaming, documents, tmp_path, monkeypatch
-):
-    import datasets
-
-    datasets.disable_progress_bars()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    (tmp_path / "set").mkdir()
-    for i in range(3):
-        rows = [{"id": 0, "text": text} for text in documents[i * 500 : i * 500 + 500]]
-        (tmp_path / "set" / f"train-{i}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
-    source = HubSource(str(tmp_path / "set"), streaming=streaming, max_documents=1200)
-    manifest = Manifest.load(prepare(source, "byte", tmp_path / "cache"))
-    wanted = expected(documents[:1200], get_tokenizer("byte"), 0.1)
-    assert {split: tokens(manifest, split).tolist() for split in wanted} == wanted
-
-
-@pytest.mark.parametrize("limit", [1, 5_000, 30_000])
-def test_max_tokens_stops_after_the_document_that_reaches_it(
-    limit, documents, tmp_path
-):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    )
-    source = HubSource(str(tmp_path / "set"), streaming=True, max_tokens=limit)
-    sizes = np.cumsum([len(text.encode()) + 1 if text else 0 for text in documents])
-    wanted = documents[: int(np.argmax(sizes >= limit)) + 1]
-    if limit == 1:
-        with pytest.raises(
-            UserError, match=r"val part of .* is empty, with 1 documents"
-        ):
-            prepare(source, "byte", tmp_path / "cache", val_fraction=0.001)
-        return
-    manifest = Manifest.load(
-        prepare(source, "byte", tmp_path / "cache", shard_bytes=9_000)
-    )
-    assert (
-        sum(part.tokens for part in manifest.splits.values()) == sizes[len(wanted) - 1]
-    )
+    parts = manifest.splits.values()
+    assert sum(part.documents for part in parts) == len(kept)
+    assert sum(part.bytes for part in parts) == sum(len(x.encode()) for x in kept)
+    share = manifest.splits["val"].documents / len(kept)
+    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / len(kept)) ** 0.5
 
 
 def test_a_single_text_keeps_its_lines_over_all_chunks(
@@ -166,24 +113,12 @@ def test_a_single_text_keeps_its_lines_over_all_chunks(
     monkeypatch.setattr("trainer.data.corpus.PIECE", 200)
     monkeypatch.setattr("trainer.data.encode.UNIT_CHARS", 100)
     rng = random.Random(1)
-    lines = [
-        "",
-        "",
-        "  ",
-        "A line.",
-        "  indented",
-        "Ümlaut",
-        "x = 1",
-        "Some words, and more words",
-        "日本語",
-    ]
-    text = "\n".join(rng.choices(lines, k=5_000))
+    lines = ["", "", "  ", "A line.", "  indented", "Ümlaut", "x = 1", "日本語"]
+    text = "\n".join(rng.choices([*lines, "Some words, and more words"], k=5_000))
     path = tmp_path / "a book [1].txt"
     path.write_bytes(text.replace("\n", "\r\n").encode())  # line ends become \n
-    directory = prepare(
-        TextSource((str(path),)), str(small_dir), tmp_path / "cache", shard_bytes=5_000
-    )
-    manifest = Manifest.load(directory)
+    source = TextSource((str(path),))
+    manifest = prepared(source, tmp_path / "cache", str(small_dir), shard_bytes=5_000)
     assert len(manifest.splits["train"].shards) > 2
     cut = int(len(text) * 0.9)
     tokenizer = get_tokenizer(str(small_dir))
@@ -195,74 +130,51 @@ def test_a_single_text_keeps_its_lines_over_all_chunks(
 def test_a_large_vocabulary_takes_32_bits(small_dir, jsonl, tmp_path):
     for name in ("vocab.bpe", "encoder.json"):
         (tmp_path / name).write_bytes((small_dir / name).read_bytes())
-    ids = json.loads((tmp_path / "encoder.json").read_text()) | {
-        "<|endoftext|>": 70_000
-    }
-    (tmp_path / "encoder.json").write_text(json.dumps(ids))
-    manifest = Manifest.load(
-        prepare(TextSource((str(jsonl),), "jsonl"), str(tmp_path), tmp_path / "cache")
-    )
-    assert (manifest.dtype, manifest.vocab_size, manifest.eot) == (
-        "uint32",
-        70_001,
-        70_000,
-    )
+    ids = json.loads((tmp_path / "encoder.json").read_text())
+    (tmp_path / "encoder.json").write_text(json.dumps(ids | {"<|endoftext|>": 70_000}))
+    manifest = prepared(TextSource((str(jsonl),)), tmp_path / "cache", str(tmp_path))
+    actual = manifest.dtype, manifest.vocab_size, manifest.eot
+    assert actual == ("uint32", 70_001, 70_000)
     assert tokens(manifest, "val").max() == 70_000
 
 
 def test_prepared_data_is_found_again_by_content_and_settings(jsonl, tmp_path):
-    source = TextSource((str(jsonl),), "jsonl")
-    first = prepare(source, "byte", tmp_path / "cache")
+    source, cache = TextSource((str(jsonl),)), tmp_path / "cache"
+    first = prepare(source, "byte", cache)
     content_before = content(first)
     copy = tmp_path / "another name.jsonl"
     copy.write_bytes(jsonl.read_bytes())
     seen = []
-    repeated = prepare(source, "byte", tmp_path / "cache", progress=seen.append)
+    repeated = prepare(source, "byte", cache, progress=seen.append)
     assert (repeated, content(repeated), seen) == (first, content_before, [])
+    bounded = TextSource((str(jsonl),), max_documents=1000)
     others = [
-        prepare(source, "byte", tmp_path / "cache", val_fraction=0.2),
-        prepare(
-            TextSource((str(jsonl),), "jsonl", max_documents=1000),
-            "byte",
-            tmp_path / "cache",
-        ),
+        prepare(source, "byte", cache, val_fraction=0.2),
+        prepare(bounded, "byte", cache),
     ]
     with copy.open("a") as file:
-        file.write(json.dumps({"text": "one more", "id": 0}) + "\n")
-    others.append(
-        prepare(TextSource((str(copy),), "jsonl"), "byte", tmp_path / "cache")
-    )
+        file.write('{"text": "one more", "id": 0}\n')
+    others.append(prepare(TextSource((str(copy),)), "byte", cache))
     assert len({first, *others}) == 4
 
 
 def test_the_number_of_threads_changes_nothing(jsonl, tmp_path):
-    made = [
-        content(
-            prepare(
-                TextSource((str(jsonl),), "jsonl"),
-                "byte",
-                tmp_path / str(n),
-                workers=n,
-                shard_bytes=50_000,
-            )
-        )
+    source = TextSource((str(jsonl),))
+    one, three = (
+        prepare(source, "byte", tmp_path / str(n), workers=n, shard_bytes=50_000)
         for n in (1, 3)
-    ]
-    assert made[0] == made[1]
+    )
+    assert content(one) == content(three)
 
 
-def test_progress_counts_what_is_done(jsonl, documents, tmp_path):
+def test_progress_counts_what_is_done(jsonl, tmp_path):
     seen = []
-    manifest = Manifest.load(
-        prepare(
-            TextSource((str(jsonl),), "jsonl"), "byte", tmp_path, progress=seen.append
-        )
-    )
-    assert [p.documents for p in seen] == sorted(p.documents for p in seen)
-    assert seen[-1].documents == sum(
-        split.documents for split in manifest.splits.values()
-    )
-    assert seen[-1].tokens == sum(split.tokens for split in manifest.splits.values())
+    manifest = prepared(TextSource((str(jsonl),)), tmp_path, progress=seen.append)
+    counts = [p.documents for p in seen]
+    assert counts == sorted(counts)
+    parts = manifest.splits.values()
+    assert seen[-1].documents == sum(split.documents for split in parts)
+    assert seen[-1].tokens == sum(split.tokens for split in parts)
     seen.clear()
     prepare(EmbeddedSource(), "byte", tmp_path, progress=seen.append)
     assert seen[-1].fraction == 1.0
@@ -288,28 +200,14 @@ preparation.prepare(eval(source), tokenizer, Path(cache), shard_bytes=12_000)
 @pytest.fixture(scope="module")
 def corpora(jsonl, documents, tmp_path_factory):
     """The documents as each kind of source."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    root = tmp_path_factory.mktemp("corpora")
-    (root / "hub").mkdir()
-    (root / "files").mkdir()
-    for i in range(5):
-        part = documents[i * 600 : (i + 1) * 600]
-        (root / "hub" / f"train-{i}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in part)
-        )
+    parts = [documents[i : i + 600] for i in range(0, 3000, 600)]
+    files = {f"hub/train-{i}.jsonl": rows(part) for i, part in enumerate(parts)}
     for i in range(150):
-        (root / "files" / f"{i:03}.txt").write_text(
-            "\n".join(documents[i * 20 : i * 20 + 20])
-        )
-    (root / "text").write_text("\n".join(documents))
-    datasets.Dataset.from_dict({"text": documents}).to_parquet(
-        root / "parquet", batch_size=700
-    )
-    return {kind: str(root / kind) for kind in ("hub", "files", "text", "parquet")} | {
-        "jsonl": str(jsonl)
-    }
+        files[f"files/{i:03}.txt"] = "\n".join(documents[i * 20 : i * 20 + 20])
+    root = tmp_path_factory.mktemp("corpora")
+    write(root, files | {"text": "\n".join(documents), "a.parquet": documents})
+    paths = {kind: str(root / kind) for kind in ("hub", "files", "text")}
+    return paths | {"jsonl": str(jsonl), "parquet": str(root / "a.parquet")}
 
 
 def source_of(kind, path):
@@ -369,22 +267,13 @@ def test_every_position_continues_with_the_rows_that_follow_it(
 
     monkeypatch.setattr(corpus, "ROWS", 97)
     monkeypatch.setattr(corpus, "PIECE", 3_000)
-    read = corpus.open_corpus(source_of(kind, corpora[kind]), tmp_path).read
-    whole = [
-        corpus.Rows(rows.texts, json.loads(json.dumps(rows.position)))
-        for rows in read(None)
-    ]
-    assert len(whole) > 5
-    for i, rows in enumerate(whole):
-        assert [r.texts for r in read(rows.position)] == [
-            r.texts for r in whole[i + 1 :]
-        ]
+    opened = corpus.open_corpus(source_of(kind, corpora[kind]), tmp_path)
+    assert len(check_positions(opened)) > 5
 
 
-def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
-    source = TextSource((str(jsonl),), "jsonl")
-    whole = prepare(source, "byte", tmp_path / "whole", shard_bytes=40_000)
-    cache = tmp_path / "torn"
+def interrupted(jsonl, cache):
+    """Stop in the middle, and return the source."""
+    source = TextSource((str(jsonl),))
 
     def stop(progress):
         if progress.documents > 1500:
@@ -392,6 +281,13 @@ def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         prepare(source, "byte", cache, shard_bytes=40_000, progress=stop)
+    return source
+
+
+def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
+    cache = tmp_path / "torn"
+    source = interrupted(jsonl, cache)
+    whole = prepare(source, "byte", tmp_path / "whole", shard_bytes=40_000)
     directory = cache / whole.name
     with (directory / "journal.jsonl").open("a") as file:
         file.write('{"position": nothing')
@@ -413,14 +309,7 @@ def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
     ],
 )
 def test_an_altered_journal_is_one_message(jsonl, tmp_path, change):
-    source = TextSource((str(jsonl),), "jsonl")
-
-    def stop(progress):
-        if progress.documents > 1500:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(source, "byte", tmp_path / "cache", shard_bytes=40_000, progress=stop)
+    source = interrupted(jsonl, tmp_path / "cache")
     [journal] = tmp_path.glob("cache/*/journal.jsonl")
     first, *others = journal.read_bytes().split(b"\n")
     journal.write_bytes(b"\n".join([change(first), *others]))
@@ -435,23 +324,16 @@ def test_ids_that_the_tokenizer_does_not_have_are_not_rounded_away(
         ByteTokenizer, "encode_array", lambda *_: np.array([65536 + 7], np.uint32)
     )
     with pytest.raises(UserError, match="byte makes the id 65543 of a text"):
-        prepare(TextSource((str(jsonl),), "jsonl"), "byte", tmp_path / "cache")
+        prepare(TextSource((str(jsonl),)), "byte", tmp_path / "cache")
 
 
 def test_several_processes_prepare_once(jsonl, tmp_path):
-    calls = []
+    calls, seen = [], []
 
     def one():
-        calls.append(
-            prepare(
-                TextSource((str(jsonl),), "jsonl"),
-                "byte",
-                tmp_path,
-                progress=lambda p: seen.append(p),
-            )
-        )
+        source = TextSource((str(jsonl),))
+        calls.append(prepare(source, "byte", tmp_path, progress=seen.append))
 
-    seen = []
     threads = [threading.Thread(target=one) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -463,7 +345,7 @@ def test_several_processes_prepare_once(jsonl, tmp_path):
 
 
 def test_a_full_disk_is_one_message_and_loses_nothing(jsonl, tmp_path, monkeypatch):
-    source = TextSource((str(jsonl),), "jsonl")
+    source = TextSource((str(jsonl),))
     whole = prepare(source, "byte", tmp_path / "whole", shard_bytes=40_000)
     write, calls = preparation.write_atomically, []
 
@@ -485,7 +367,7 @@ def test_a_full_disk_is_one_message_and_loses_nothing(jsonl, tmp_path, monkeypat
 
 
 def test_a_journal_that_is_a_link_is_not_shortened(jsonl, tmp_path):
-    source, secret = TextSource((str(jsonl),), "jsonl"), tmp_path / "netrc"
+    source, secret = TextSource((str(jsonl),)), tmp_path / "netrc"
     folder = prepare(source, "byte", tmp_path / "cache")
     secret.write_text("machine")
     for path in folder.iterdir():
@@ -505,7 +387,7 @@ def test_a_cache_directory_that_cannot_be_made_is_one_message(jsonl, tmp_path):
 def test_a_prepared_directory_is_a_source_and_keeps_its_tokenizer(
     jsonl, small, small_dir, tmp_path
 ):
-    directory = prepare(TextSource((str(jsonl),), "jsonl"), str(small_dir), tmp_path)
+    directory = prepare(TextSource((str(jsonl),)), str(small_dir), tmp_path)
     moved = directory.rename(tmp_path / "moved")
     assert prepare(PreparedSource(moved), None, tmp_path) == moved
     assert prepare(PreparedSource(moved), str(small_dir), tmp_path) == moved
