@@ -44,12 +44,10 @@ class Variants:
     Attributes:
       key: the key that tells.
       classes: the dataclass for each of its values.
-      first: its value in saved groups that lack the key; None: all have it.
     """
 
     key: str
     classes: Mapping[str, type]
-    first: str | None = None
 
 
 def at_least(least: float) -> Bound:

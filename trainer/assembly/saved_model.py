@@ -30,9 +30,8 @@ from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import other_data
 from trainer.run.initial_weights import restore_weights, tokenizer_of_run
 from trainer.run.libraries import prepare_jax, use_compilation_cache
-from trainer.run.metadata import Totals, saved_config
+from trainer.run.metadata import saved_config
 from trainer.run.start import check_finite
-from trainer.run.totals import saved_totals
 from trainer.step.state import from_stored
 from trainer.text import note
 from trainer.workload import Workload, abstract_state
@@ -83,7 +82,7 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         tokenizer,
         c,
         taken,
-        saved_totals(meta, taken, Totals(0)).tokens,
+        meta["totals"]["tokens"],
         meta.get("forked"),
     )
 

@@ -11,7 +11,6 @@ from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
 from trainer.config.fields import flatten, to_tree
 from trainer.data.dataset import Dataset
-from trainer.data.mixture import Mixture
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
@@ -88,13 +87,7 @@ def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[
             return [f"forked from {checkpoint.origin}: a run of its own from here on"]
         if checkpoint.step >= c.train.steps:
             return []
-        lines = [f"resuming after step {checkpoint.step:,}"]
-        if isinstance(w.data.train, Mixture) and "totals" not in checkpoint.meta:
-            lines.append(
-                "an earlier version began this run: its validations read other samples"
-                " of the mixture than those from here on, and step=best compares both"
-            )
-        return lines
+        return [f"resuming after step {checkpoint.step:,}"]
     if c.init_from is None:
         return []
     source, tokenizer = Path(c.init_from), w.data.tokenizer

@@ -17,10 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.bounds import annotations
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
-from trainer.config.schema import DATA_KEYS, Config
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_mapping
-from trainer.models.registry import FIRST
 from trainer.text import nearest, unquoted
 
 # Not settings of the training.
@@ -189,12 +188,6 @@ def read_saved(file: Path) -> dict[str, Any]:
         unknown = tree.keys() - annotations(Config).keys()
         if unknown:
             raise ValueError(f"unknown key {min(unknown)}")
-        tree["model"] = {"family": FIRST} | tree["model"]
-        tree["data"] = {
-            key: value
-            for key, value in tree["data"].items()
-            if is_used(key, tree["data"]["source"])
-        }
         if not all(
             isinstance(name, str)
             for name in (tree["model"]["family"], tree["optimizer"]["name"])
@@ -213,10 +206,3 @@ def default_cache(key: str) -> str | None:
     file = "config.yaml" if key == COMPILED else "base/data.yaml"
     place: str | None = read_mapping(Path(CONFIGS, file))[key.rpartition(".")[2]]
     return place
-
-
-def is_used(key: str, source: str) -> bool:
-    """Return whether a source uses a key of `data`; an older config.yaml has those of
-    all sources.
-    """
-    return source in DATA_KEYS.get(key, (source,))

@@ -19,7 +19,6 @@ def from_saved(cls: type, tree: Any) -> Any:
     keys.
 
     A new key that may be null is null, and so are all keys of a new group of such keys.
-    A new key that tells variants apart has the value that it had implicitly.
     """
     if isinstance(tree, Mapping):
         tree = renamed_keys(tree)
@@ -32,9 +31,7 @@ def _completed(hint: Any, tree: Any) -> Any:
         return tree
     variants = _variants(hint)
     if variants is not None:
-        if variants.first is not None:
-            tree = {variants.key: variants.first, **tree}
-        hint = variants.classes.get(tree.get(variants.key))
+        hint = variants.classes.get(str(tree.get(variants.key)))
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
         return tree
     hints = annotations(hint)

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.files import read_file, read_mapping, well_formed
 from trainer.models.other_formats import check_format
-from trainer.models.registry import FIRST, SPECS, named_family
+from trainer.models.registry import SPECS, named_family
 from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 
@@ -100,7 +100,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
     file = run_dir / "config.yaml"
     try:
         model = read_mapping(file)["model"]
-        family = model.get("family", FIRST)
+        family = model["family"]
         keys = SPECS[family].checkpoint_fields() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
     except (*DAMAGED, RecursionError) as error:

@@ -25,7 +25,7 @@ from trainer.bounds import (
     at_most,
 )
 from trainer.models.new_tokens import Method
-from trainer.models.registry import FIRST, SPECS
+from trainer.models.registry import SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Deterministic
 from trainer.step.optimizers import OPTIMIZERS, Optimizer
@@ -319,7 +319,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Config:
-    model: Annotated[Model, Variants("family", MODELS, first=FIRST)]
+    model: Annotated[Model, Variants("family", MODELS)]
     data: Data
     optimizer: Annotated[Optimizer, Variants("name", OPTIMIZERS)]
     schedule: Schedule

@@ -1,14 +1,16 @@
 """Checkpoint formats, and how the manifest of an older one is read.
 
 4: configuration keys and state fields have their current names.
-3: they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS. Arrays and
-their order are the same.
+3: they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS, and no
+totals. Arrays and their order are the same.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.fields import from_saved
 from trainer.config.renamed import renamed_keys
+from trainer.config.schema import Config
 
 FORMAT = 4
 READABLE = (3, FORMAT)
@@ -33,7 +35,7 @@ def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **manifest,
         "format": FORMAT,
-        "meta": _with_current_keys(manifest["meta"]),
+        "meta": _with_current_keys(manifest["meta"], manifest["step"]),
         "leaves": leaves,
     }
 
@@ -45,10 +47,12 @@ def stored_name(name: str, leaves: Mapping[str, Mapping[str, Any]]) -> str:
     return str(leaves[name].get(STORED_AS, name)) if name in leaves else name
 
 
-def _with_current_keys(meta: Mapping[str, Any]) -> dict[str, Any]:
+def _with_current_keys(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
     current = dict(meta)
     if "config" in meta:
         current["config"] = renamed_keys(meta["config"])
+        tokens = step * from_saved(Config, meta["config"]).trained_tokens
+        current["totals"] = {"tokens": tokens}
     # the fields of the policy, which are keys of the group `precision`
     if "precision" in meta:
         current["precision"] = renamed_keys({"precision": meta["precision"]})[

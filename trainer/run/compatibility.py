@@ -7,7 +7,7 @@ from typing import Any
 from trainer.data import Manifest
 from trainer.errors import UserError
 from trainer.models.family import Spec
-from trainer.models.registry import FIRST, family_of
+from trainer.models.registry import family_of
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Restored
 from trainer.run.metadata import saved_config, saved_trainable
@@ -46,10 +46,9 @@ def check_same_model(
       UserError: with all differences in one message.
     """
     wanted, family = spec.architecture(), family_of(spec).name
-    saved_family = saved.get("family", FIRST)
-    if saved_family != family:
+    if saved["family"] != family:
         raise UserError(
-            f"{source} has a {saved_family}, the model is a {family}; choose another"
+            f"{source} has a {saved['family']}, the model is a {family}; choose another"
             f" model{alternative}"
         )
     if tokenizer:

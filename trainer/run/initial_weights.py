@@ -77,24 +77,45 @@ def initial_weights(
     Raises:
       UserError: another architecture, another tokenizer, or a weight is not finite.
     """
+    params = saved_weights(source, spec, like, tokenizer)
+    return jax.tree.map(place_cropped, params, like)
+
+
+def saved_weights(
+    source: Path,
+    spec: Spec,
+    like: Params,
+    tokenizer: Tokenizer | None,
+) -> Params:
+    """Return weights as they were saved, in FP32; those of a run are placed as `like`.
+
+    Arguments and errors are those of `initial_weights`. `tokenizer` None: that of the
+    weights may be another one, and the tables have its rows.
+    """
     key = f"init_from={source}"
+
+    def check(saved: Mapping[str, Any], problem: Sequence[str]) -> None:
+        fitted = fit_context(key, saved, spec)
+        if tokenizer is None:
+            fitted["vocab_size"] = spec.architecture()["vocab_size"]
+        check_same_model(key, fitted, spec, FROM_INIT, problem)
+
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
-            problem = other_tokenizer_of_run(source, meta, tokenizer)
-            saved = fit_context(key, meta["model"], spec)
-            check_same_model(key, saved, spec, FROM_INIT, problem)
-            target = of_context(meta["model"]["context"], spec, like)
-            params = restore_weights(checkpointer, target)
-            return jax.tree.map(place_cropped, params, like)
+            problem = tokenizer and other_tokenizer_of_run(source, meta, tokenizer)
+            check(meta["model"], problem or ())
+            sizes = {"context": meta["model"]["context"]}
+            if tokenizer is None:
+                sizes["vocab_size"] = meta["model"]["vocab_size"]
+            return restore_weights(checkpointer, of_sizes(spec, like, sizes))
     saved_spec, params = huggingface.load(source, spec)
-    problem = other_tokenizer_beside(source, saved_spec, tokenizer)
-    saved = fit_context(key, architecture(saved_spec), spec)
-    check_same_model(key, saved, spec, FROM_INIT, problem)
+    problem = tokenizer and other_tokenizer_beside(source, saved_spec, tokenizer)
+    check(architecture(saved_spec), problem or ())
     if spec.scan_layers:
         params = family_of(spec).stack_layers(params)
     check_finite(key, params)
-    return jax.tree.map(place_cropped, params, like)
+    return params
 
 
 def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
@@ -107,7 +128,7 @@ def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any
       UserError: the model has learned positions for more tokens than the weights.
     """
     theirs, ours = saved["context"], spec.context
-    if ours > theirs and any(jax.tree.leaves(position_tables(spec))):
+    if ours > theirs and any(jax.tree.leaves(tables_of(spec, "context"))):
         raise UserError(
             f"{key} has learned positions for {theirs:,} tokens,"
             f" model.context={ours}; valid: at most {theirs}"
@@ -115,42 +136,38 @@ def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any
     return {**saved, "context": ours}
 
 
-def position_tables(spec: Spec) -> Any:
-    """Return which parameters have a row for each position, as booleans in their
-    structure. Axis 0 counts the positions. Nothing is allocated.
+def shapes_of(spec: Any, **sizes: int) -> Any:
+    """Return the shapes of parameters at other sizes; nothing is allocated."""
+    changed = dataclasses.replace(spec, **sizes)
+    return jax.eval_shape(family_of(changed).build(changed).init, jax.random.key(0))
+
+
+def tables_of(spec: Spec, key: str) -> Any:
+    """Return which parameters have a row for each position (`context`) or for each id
+    (`vocab_size`), as booleans in their structure. Axis 0 counts the rows.
+    """
+    # Twice as many and then some: padded tables differ as well.
+    more = 2 * getattr(spec, key) + 4096
+    return jax.tree.map(
+        lambda a, b: a.shape != b.shape, shapes_of(spec), shapes_of(spec, **{key: more})
+    )
+
+
+def of_sizes(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Params:
+    """Return `like` with the tables of these sizes, to restore.
+
+    Tables of another size are unsharded: the mesh need not divide their rows.
     """
 
-    def shapes(context: int) -> Any:
-        model: Any = dataclasses.replace(spec, context=context)
-        return jax.eval_shape(family_of(spec).build(model).init, jax.random.key(0))
-
-    one, other = shapes(spec.context), shapes(2 * spec.context)
-    return jax.tree.map(lambda a, b: a.shape != b.shape, one, other)
-
-
-def of_context(context: int, spec: Spec, like: Params) -> Params:
-    """Return `like` with tables of positions for another context, unsharded."""
-    if context == spec.context:
-        return like  # also for models without a table of positions
-
-    def target(is_table: bool, leaf: jax.Array) -> Any:
-        if not is_table or leaf.shape[0] == context:
+    def target(shape: Any, leaf: jax.Array) -> Any:
+        if shape.shape == leaf.shape:
             return leaf
-        return with_rows(leaf, context)
+        sharding: Any = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(shape.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(target, position_tables(spec), like)
-
-
-def with_rows(leaf: jax.Array, rows: int) -> jax.ShapeDtypeStruct:
-    """Return an array like `leaf` with another number of rows, to restore.
-
-    It is unsharded: the mesh need not divide the rows.
-    """
-    sharding: Any = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    shape = (rows, *leaf.shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(target, shapes_of(spec, **sizes), like)
 
 
 def place_cropped(new: Any, like: jax.Array) -> jax.Array:
@@ -184,9 +201,7 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
     Raises UserError for another one than that of the checkpoint with this meta.
     """
     tokenizer = load_saved(meta["tokenizer"], run_dir)
-    # Checkpoints of earlier versions have no fingerprint.
-    fingerprint = meta.get("tokenizer_fingerprint") or tokenizer.fingerprint
-    if tokenizer.fingerprint != fingerprint:
+    if tokenizer.fingerprint != meta["tokenizer_fingerprint"]:
         raise UserError(
             f"the tokenizer in {run_dir} is not that of its checkpoints: its files"
             " were changed; restore them from a backup"
@@ -201,10 +216,7 @@ def other_tokenizer_of_run(
 
     Empty where it is the same.
     """
-    fingerprint = meta.get("tokenizer_fingerprint")
-    if not fingerprint:
-        fingerprint = tokenizer_of_run(run_dir, meta).fingerprint
-    if fingerprint == tokenizer.fingerprint:
+    if meta["tokenizer_fingerprint"] == tokenizer.fingerprint:
         return []
     file = (
         "byte" if meta["tokenizer"] == ByteTokenizer.name else vocabulary_file(run_dir)

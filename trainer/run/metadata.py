@@ -21,7 +21,7 @@ from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import MOST_HOLES, TEXT_BYTES, read_file, well_formed
-from trainer.models.registry import FIRST, SPECS
+from trainer.models.registry import SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
 
@@ -164,7 +164,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
 def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     """Refuse sizes that are no sizes, or of whose model the arrays are only a part."""
     model, settings = meta["model"], meta.get("config", {}).get("model", {})
-    family = model.get("family", FIRST)
+    family = model.get("family")
     if family not in SPECS:
         return  # a model of a program's own
     hints = annotations(SPECS[family])
@@ -207,11 +207,7 @@ def saved_policy(meta: Mapping[str, Any]) -> Policy:
 
 def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
     """Return `train.trainable` of a checkpoint; empty: all parameters."""
-    if "trainable" in meta:
-        return tuple(meta["trainable"] or ())
-    with well_formed("the configuration in the checkpoint", ADVICE):
-        names = meta["config"]["train"].get("trainable")
-        return converted(TRAINABLE, names, "train.trainable") or ()
+    return tuple(meta["trainable"] or ())
 
 
 def holds_loss(folder: Path) -> bool:

@@ -34,7 +34,6 @@ from trainer.files import (
     remove_partial,
     write_text,
 )
-from trainer.models.registry import FIRST
 from trainer.parallel.processes import (
     PROCESS_VARIABLES,
     differing,
@@ -86,8 +85,6 @@ MAY_CHANGE = (
 READ_AT_END = ("train.final_eval_batches", "eval", "metrics", "sample")
 # Without data.tokenizer, which may be a name: gpt2 is not gpt2/.
 PATHS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
-# Values of keys that an older configuration does not have.
-IMPLICIT = {"model.family": FIRST, "init.embeddings": None}
 
 logger = logging.getLogger(__name__)
 
@@ -363,7 +360,7 @@ def differences(
     old_values, new_values = dict(flatten(old)), dict(flatten(new))
     changes = []
     for key in dict.fromkeys([*new_values, *old_values]):
-        was = old_values.get(key, IMPLICIT.get(key))
+        was = old_values.get(key)
         now = new_values.get(key, "absent")
         is_fixed = any(f"{key}.".startswith(f"{name}.") for name in fixed)
         is_free = not is_fixed and any(fnmatch(key, name) for name in may_change)

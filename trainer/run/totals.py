@@ -6,33 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.fields import from_tree
-from trainer.run.metadata import Totals, saved_config
-
-
-def saved_totals(meta: Mapping[str, Any], step: int, present: Totals) -> Totals:
-    """Return the totals of a checkpoint.
-
-    Those that an earlier version did not save are computed.
-
-    Args:
-      meta: of the checkpoint; empty: there is none.
-      step: of the checkpoint.
-      present: the totals of as many steps with the present settings.
-    """
-    if not meta:
-        return present
-    saved = meta.get("totals")
-    if saved is not None:
-        totals: Totals = from_tree(Totals, saved, "totals")
-        return totals
-    config = saved_config(meta)
-    has_replicas = config.diloco.replicas is not None
-    return Totals(
-        step * config.trained_tokens,
-        present.exchanged if has_replicas else 0.0,
-        present.fp32_gradients if has_replicas else 0.0,
-        present.samples,
-    )
+from trainer.run.metadata import Totals
 
 
 def added_up(
@@ -45,8 +19,9 @@ def added_up(
       step: of the checkpoint.
       present: the totals of so many steps with the present settings.
     """
-    begin = present(step)
-    saved = saved_totals(meta, step, begin)
+    if not meta:
+        return present
+    begin, saved = present(step), from_tree(Totals, meta["totals"], "totals")
     samples = saved.samples
     if len(samples) != len(begin.samples):  # not of these sources
         samples = (0,) * len(begin.samples)

@@ -2,7 +2,6 @@
 table rows.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +23,13 @@ from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
-from trainer.models.registry import family_of
 from trainer.models.weight_files import CONFIG
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.run.initial_weights import (
-    check_finite,
-    fit_context,
-    of_context,
     place_cropped,
-    restore_weights,
+    saved_weights,
+    tables_of,
     tokenizer_of_run,
-    with_rows,
 )
 
 
@@ -150,8 +144,7 @@ def weights_for_tokenizer(
     mixture = None
     if method == "focus":
         mixture = RowMixture.from_vectors(vectors_of(data), shared)
-    tables = vocabulary_tables(spec)
-    old = old_weights(source, spec, old_vocabulary.size, tables, like)
+    old = saved_weights(source, spec, like, tokenizer=None)
 
     def place(is_table: bool, old: Any, fresh: jax.Array) -> jax.Array:
         if not is_table:
@@ -163,57 +156,7 @@ def weights_for_tokenizer(
         rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
         return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
 
-    return jax.tree.map(place, tables, old, like)
-
-
-def old_weights(
-    source: Path, spec: Spec, size: int, tables: Any, like: Params
-) -> Params:
-    """Return the weights as they were saved; the tables have the rows of the old
-    vocabulary.
-    """
-    key = f"init_from={source}"
-    # The vocabularies may differ.
-    vocab_size = {"vocab_size": spec.architecture()["vocab_size"]}
-    if not (source / "checkpoints").is_dir():
-        saved_spec, params = huggingface.load(source, spec)
-        saved = fit_context(key, architecture(saved_spec), spec)
-        check_same_model(key, saved | vocab_size, spec, FROM_INIT)
-        check_finite(key, params)
-        return family_of(spec).stack_layers(params) if spec.scan_layers else params
-    old_spec: Any = dataclasses.replace(spec, vocab_size=size)
-
-    def target(is_table: bool, leaf: jax.Array) -> Any:
-        if not is_table:
-            return leaf
-        return with_rows(leaf, old_spec.padded_vocab)
-
-    with Checkpointer.reading(source / "checkpoints") as checkpointer:
-        saved = checkpointer.meta()["model"]
-        check_same_model(
-            key, fit_context(key, saved, spec) | vocab_size, spec, FROM_INIT
-        )
-        old = of_context(saved["context"], spec, jax.tree.map(target, tables, like))
-        return restore_weights(checkpointer, old)
-
-
-def vocabulary_tables(spec: Spec) -> Any:
-    """Return which parameters have a row for each id, as booleans in their structure.
-
-    Those are the ones whose shape changes with the vocabulary. Axis 0 counts the ids.
-    Nothing is allocated.
-    """
-
-    def shapes(size: int) -> Any:
-        model: Any = dataclasses.replace(spec, vocab_size=size)
-        return jax.eval_shape(family_of(spec).build(model).init, jax.random.key(0))
-
-    # Twice as many and then some: padded tables differ as well.
-    return jax.tree.map(
-        lambda a, b: a.shape != b.shape,
-        shapes(spec.vocab_size),
-        shapes(2 * spec.vocab_size + 4096),
-    )
+    return jax.tree.map(place, tables_of(spec, "vocab_size"), old, like)
 
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:

@@ -269,14 +269,6 @@ def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
     assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == actual
 
 
-def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir):
-    tree = to_tree(run_dir)
-    # of data=embedded
-    tree["data"] |= {"format": "text", "column": "text", "split": "train"}
-    save(tree)
-    assert compose_config(["resume=old"]).data == run_dir.data
-
-
 SOURCES = {
     "embedded": ["data.val_fraction=0.2"],
     "python": [],
@@ -301,13 +293,6 @@ def test_a_run_of_every_source_of_data_goes_on_and_is_forked(
 
 def test_every_source_of_data_has_a_choice_and_a_test():
     assert set(SOURCES) == set(choices_of_groups()["data"])
-
-
-def test_a_run_of_before_there_were_families_goes_on(run_dir):
-    tree = to_tree(run_dir)
-    del tree["model"]["family"]
-    save(tree)
-    assert compose_config(["resume=old"]).model == run_dir.model
 
 
 def test_a_run_goes_on_with_the_keys_of_its_family(run_dir):

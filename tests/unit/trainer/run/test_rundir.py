@@ -164,7 +164,6 @@ SUMS = {"reduce": "fp32", "deterministic_reduce": False}
     [
         # more memory for fewer kernels changes no number, and may be new
         ("model", {}, {"keep_fp8_weights": True}, {"d": 2}, r"model\.d=2"),
-        ("model", {}, {"family": "gpt2"}, {"family": "other"}, r"y=other \(was gpt2\)"),
         # losses of validations of two sizes would be compared for the best checkpoint
         (
             "train",

@@ -76,19 +76,20 @@ def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(tmp_path):
     )
     assert first.vocab_size == second.vocab_size
     first.save(tmp_path)
-    meta = {"tokenizer": first.name, "model": {"vocab_size": first.vocab_size}}
-    # checkpoints did not always have it
-    for fingerprint in ({}, {"tokenizer_fingerprint": first.fingerprint}):
-        assert other_tokenizer_of_run(tmp_path, meta | fingerprint, first) == []
-        what, advice = other_tokenizer_of_run(tmp_path, meta | fingerprint, second)
-        assert (
-            what == f"was trained with tokenizer {first.name} of 259 ids (the data's is"
-            f" {second.name}, 259 ids)"
-        )
-        assert advice.startswith(
-            f"set data.tokenizer={tmp_path}/tokenizer.tiktoken, or"
-            " init.embeddings=focus"
-        )
+    meta = {
+        "tokenizer": first.name,
+        "tokenizer_fingerprint": first.fingerprint,
+        "model": {"vocab_size": first.vocab_size},
+    }
+    assert other_tokenizer_of_run(tmp_path, meta, first) == []
+    what, advice = other_tokenizer_of_run(tmp_path, meta, second)
+    assert (
+        what == f"was trained with tokenizer {first.name} of 259 ids (the data's is"
+        f" {second.name}, 259 ids)"
+    )
+    assert advice.startswith(
+        f"set data.tokenizer={tmp_path}/tokenizer.tiktoken, or init.embeddings=focus"
+    )
     assert (
         get_tokenizer(f"{tmp_path}/tokenizer.tiktoken").fingerprint == first.fingerprint
     )

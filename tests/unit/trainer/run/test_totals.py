@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 from trainer.assembly.build import build_totals
 from trainer.config.composition import compose_config
-from trainer.config.fields import to_tree
 from trainer.run.metadata import Totals
 from trainer.run.totals import added_up
 
@@ -34,12 +33,6 @@ def test_totals_from_somebody_else_may_lack_parts():
     assert added_up({"totals": {"tokens": 9}}, 1, per_step(4))(2) == Totals(13)
 
 
-def test_checkpoints_of_earlier_versions_are_counted_by_their_configuration():
-    config = to_tree(compose_config(["train.batch_tokens=2048"]))
-    totals = added_up({"config": config}, 10, per_step(4096, 5.0))
-    assert totals(11) == Totals(10 * 2048 + 4096, 5.0, 10.0)
-
-
 def test_samples_of_another_number_of_sources_are_counted_anew():
     saved = {"totals": asdict(per_step(256)(40))}
     totals = added_up(saved, 40, per_step(256, samples=(6, 2)))
@@ -51,4 +44,3 @@ def test_replicas_that_do_not_take_part_train_on_nothing():
     task, data = SimpleNamespace(diloco=None), SimpleNamespace(train=None)
     totals = build_totals(c, SimpleNamespace(task=task, data=data))
     assert totals(10).tokens == 10 * 8192 * 3 // 8
-    assert added_up({"config": to_tree(c)}, 10, totals)(20) == totals(20)
