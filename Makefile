@@ -82,10 +82,10 @@ $(VENV)/.base: pyproject.toml requirements.lock | $(VENV)/bin/python
 	@$(INSTALL)
 	@touch $@
 
-# What compiling for a GPU without one needs comes with the tests.
+# What compiling for a GPU without one needs comes with the tests, and the cluster of launcher=ray.
 $(VENV)/.test: $(VENV)/.base
 	@echo "installing the tests' packages into $(VENV)"
-	@$(INSTALL) --extra dev --extra plan
+	@$(INSTALL) --extra dev --extra plan --extra ray
 	@touch $@
 
 # The site needs neither JAX nor a data set: an environment of its own.

@@ -1,6 +1,6 @@
 """The parts of a run that a program may replace or add."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from trainer.assembly.data import CustomData
@@ -19,6 +19,8 @@ class Hooks(NamedTuple):
       callbacks: beside the built-in ones.
       own_process: whether the process belongs to the run alone, and may be ended for
         it.
+      stop_requested: returns the number of a signal that another process got for this
+        run; 0: none.
     """
 
     make_model: MakeModel | None = None
@@ -26,6 +28,7 @@ class Hooks(NamedTuple):
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()
     own_process: bool = True
+    stop_requested: Callable[[], int] = int
 
 
 NO_HOOKS = Hooks()

@@ -121,6 +121,11 @@ def train(
             "dry_run=true trains nothing; leave it out, or use `python -m trainer"
             " dry_run=true`"
         )
+    if config.launcher.kind is not None:
+        raise UserError(
+            f"launcher={config.launcher.kind} is for the command: `scalify-trainer"
+            " train`; leave it out to train in this process"
+        )
     hooks = Hooks(model, data, tracker, callbacks, own_process=False)
     code, training = run(config, hooks=hooks)
     assert training is not None  # only a dry run has none

@@ -134,7 +134,7 @@ def set_up_process(config: schema.Config) -> Output:
     """Prepare JAX, and join the other processes of the run; return the console."""
     check_kind(config.tracker.kind)
     prepare_jax()
-    if config.parallel.distributed:
+    if config.has_processes:
         start_processes(to_tree(config) | {"environment": numeric_settings()})
     console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
     warning = use_compilation_cache(config.compile_cache)
@@ -262,6 +262,7 @@ def open_session(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
         ),
         own_process=hooks.own_process,
+        stop_requested=hooks.stop_requested,
     )
     return session, checkpoint
 

@@ -111,10 +111,10 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
     config = build_config(tree, line.saved, **changes)
-    if config.parallel.distributed and not overrides_of(["run_dir"]):
+    if config.has_processes and not overrides_of(["run_dir"]):
         raise UserError(
-            "parallel.distributed=true needs run_dir=DIRECTORY: every process writes to"
-            " the same one"
+            "a run of several processes needs run_dir=DIRECTORY: every process writes"
+            " to the same one"
         )
     used = dict(flatten(to_tree(config)))
     for key, value in line.not_taken.items():
@@ -268,15 +268,10 @@ def main(argv: list[str]) -> int:
         try:
             with report_errors(this):
                 config = load(tree, line, this.settings)
-                keep_freed_memory()
-                # JAX is imported only once the configuration is known to be good.
-                from trainer.assembly.run import run
-
-                EARLY.imported = True
                 given = [*files, *overrides_of(given_keys)]
                 # A later sweep must not go on with the runs of an earlier one.
                 fixed = ["train.steps", *sweep.keys] if in_sweep() else []
-                this.exit_code, _ = run(config, given, fixed=fixed)
+                this.exit_code = start(config, given, fixed)
                 loss = validation_loss(this)
                 if loss is not None and math.isfinite(loss) and is_search():
                     done = [job for job in jobs if job.exit_code == 0]
@@ -313,6 +308,24 @@ def main(argv: list[str]) -> int:
     if len(jobs) > 1:
         report_sweep(jobs)
     return next((job.exit_code for job in jobs if job.exit_code), 0)
+
+
+def start(config: Config, given: Sequence[str], fixed: Collection[str]) -> int:
+    """Train here or by a launcher, and return the exit code.
+
+    JAX and the launcher are imported only now that the configuration is known to be
+    good.
+    """
+    if config.launcher.kind is not None:
+        from trainer.cli.ray_launcher import launch
+
+        return launch(config, given, fixed)
+    keep_freed_memory()
+    from trainer.assembly.run import run
+
+    EARLY.imported = True
+    code, _ = run(config, given, fixed=fixed)
+    return code
 
 
 def with_seed(overrides: Sequence[str]) -> list[str]:

@@ -2,9 +2,17 @@
 together.
 """
 
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 
-from trainer.config.schema import DATA_KEYS, NEEDED, Config, Data, DiLoCo
+from trainer.config.schema import (
+    DATA_KEYS,
+    NEEDED,
+    Config,
+    Data,
+    DiLoCo,
+    Launcher,
+)
 from trainer.errors import UserError
 from trainer.step.optimizers import check_moments
 
@@ -70,6 +78,7 @@ def validate(c: Config) -> None:
         f" parallel.reduce={c.parallel.reduce}; choose one of them",
     )
     _check_diloco(c)
+    _check_launcher(c)
     _require(
         not c.precision.require_fp8 or c.precision.forward is not None,
         f"precision.require_fp8=true, but precision={c.precision.name} has no FP8"
@@ -205,6 +214,97 @@ def _check_replica_data(c: Config, replicas: int) -> None:
         f" diloco.replicas={replicas} replicas; choose train.batch_tokens, a multiple"
         f" of {replicas * c.train.grad_accum_steps * c.model.context}",
     )
+
+
+def with_workers(c: Config, count: int) -> Config:
+    """Return the configuration for so many workers: each has its share of the DiLoCo
+    replicas, so those of lost workers are left out.
+    """
+    if c.launcher.workers is None or c.diloco.replicas is None:
+        return c
+    replicas = c.diloco.replicas // c.launcher.workers[-1] * count
+    return replace(c, diloco=replace(c.diloco, replicas=replicas))
+
+
+def _check_launcher(c: Config) -> None:
+    """Refuse keys of a launcher without one, and numbers of workers with which the run
+    could not go on.
+    """
+    launcher = c.launcher
+    if launcher.kind is None:
+        given = [
+            f"launcher.{field.name}={getattr(launcher, field.name)}"
+            for field in fields(Launcher)
+            if getattr(launcher, field.name) is not None
+        ]
+        _require(
+            not given,
+            f"{', '.join(given)} would be ignored: the command itself trains; choose"
+            " launcher=ray, or leave it out",
+        )
+        return
+    workers = launcher.workers or ()
+    _require(
+        len(workers) == 2 and workers[0] <= workers[1],
+        f"launcher.workers={list(workers) or 'null'}: expected the fewest and the most"
+        " workers, such as launcher.workers=[2,4]",
+    )
+    least, most = workers
+    _require(
+        launcher.restarts is not None and launcher.resize_seconds is not None,
+        "launcher.restarts or launcher.resize_seconds is null; choose launcher=ray,"
+        " which has values",
+    )
+    if c.diloco.replicas is None:
+        each = launcher.worker_gpus or 1
+        _check_device_counts(c, [count * each for count in range(least, most + 1)])
+    else:
+        _check_worker_replicas(c, c.diloco.replicas, least, most)
+
+
+def _check_device_counts(c: Config, devices: list[int]) -> None:
+    """Refuse a batch or a mesh that does not divide among each number of devices."""
+    given = math.prod(
+        size
+        for size in (c.parallel.data, c.parallel.fsdp, c.parallel.tensor)
+        if size != -1
+    )
+    unfit = [n for n in devices if n % given]
+    _require(
+        not unfit,
+        f"launcher.workers: {unfit[0] if unfit else 0} devices cannot be split by"
+        f" parallel.data x fsdp x tensor, which are {given} without the -1; choose"
+        " other sizes, or other numbers of workers",
+    )
+    shards = math.lcm(*(n // c.parallel.tensor for n in devices))
+    rows = c.batch_size // c.train.grad_accum_steps
+    unit = shards * c.train.grad_accum_steps * c.model.context
+    _require(
+        rows % shards == 0,
+        f"a micro-batch of {rows} sequences cannot be split over each of"
+        f" {', '.join(map(str, devices))} devices, which launcher.workers allows;"
+        f" choose train.batch_tokens, a multiple of {unit}, or other launcher.workers",
+    )
+
+
+def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> None:
+    """Refuse replicas that workers cannot share, and fewer of them than the quorum."""
+    _require(
+        replicas % most == 0,
+        f"diloco.replicas={replicas} is not a multiple of launcher.workers[1]={most};"
+        f" nearest valid: {max(1, round(replicas / most)) * most}",
+    )
+    quorum = c.diloco.quorum or replicas
+    each = replicas // most
+    fewest = -(-quorum // each)
+    _require(
+        least >= fewest,
+        f"launcher.workers=[{least},{most}] would go on with {least * each} of"
+        f" {replicas} replicas, but diloco.quorum is {quorum}; choose"
+        f" launcher.workers=[{fewest},{most}], or diloco.quorum={least * each}",
+    )
+    for count in range(least, most):
+        _check_replica_data(c, count * each)
 
 
 def _check_data(c: Data) -> None:

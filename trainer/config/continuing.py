@@ -23,7 +23,7 @@ from trainer.files import read_mapping
 from trainer.text import nearest, unquoted
 
 # Not settings of the training.
-NOT_TAKEN = ("run_dir", "resume", "dry_run")
+NOT_TAKEN = ("run_dir", "resume", "dry_run", "launcher")
 # Who starts a run decides where it writes outside its directory, to whom it sends its
 # metrics, and from where compiled programs, which are code, are loaded.
 COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"

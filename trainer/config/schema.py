@@ -194,6 +194,28 @@ class DiLoCo:
 
 
 @dataclass(frozen=True)
+class Launcher:
+    """Who starts the processes of a run; all keys are null for the command itself
+    (`launcher=ray` has values).
+
+    Attributes:
+      kind: None: whoever calls the command.
+      workers: the fewest and the most workers, each a process.
+      worker_gpus: GPUs of a worker; None: one where the cluster has GPUs.
+      worker_cpus: cores of a worker; None: one.
+      restarts: how often lost workers are replaced.
+      resize_seconds: between two looks for machines that came back.
+    """
+
+    kind: Literal["ray"] | None
+    workers: tuple[Positive, ...] | None
+    worker_gpus: Natural | None
+    worker_cpus: Positive | None
+    restarts: Natural | None
+    resize_seconds: Positive | None
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     every: Natural
     keep: Positive
@@ -326,6 +348,7 @@ class Config:
     precision: Precision
     parallel: Parallel
     diloco: DiLoCo
+    launcher: Launcher
     checkpoint: Checkpoint
     tracker: TrackerConfig
     resume: Resume
@@ -343,6 +366,11 @@ class Config:
     compile_cache: str | None
     # null: auto, in runs that were saved before the key existed
     deterministic: Deterministic | None
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether the run joins several processes, which write to one directory."""
+        return self.parallel.distributed or self.launcher.kind is not None
 
     @property
     def batch_size(self) -> int:

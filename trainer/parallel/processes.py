@@ -1,6 +1,7 @@
 """Several processes of one run: how they start, fail together and agree on a number."""
 
 import contextlib
+import functools
 import os
 import secrets
 import zlib
@@ -17,6 +18,9 @@ from trainer.errors import UserError
 from trainer.parallel.mesh import replicated
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# After so long without a word a process is lost, and the others end; JAX's default of
+# 100 s would be most of a recovery.
+HEARTBEAT_SECONDS = 10
 
 
 def start_processes(config: Mapping[str, Any]) -> None:
@@ -33,12 +37,15 @@ def start_processes(config: Mapping[str, Any]) -> None:
     # JAX's own service would catch SIGTERM for the whole life of the process; the loop
     # has its own handler, and agreement.
     jax.config.update("jax_enable_preemption_service", False)
+    join = functools.partial(
+        jax.distributed.initialize, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+    )
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
     try:
         if count is None and index is None:
-            jax.distributed.initialize(address)
+            join(address)
         else:
-            jax.distributed.initialize(address, int(count or ""), int(index or ""))
+            join(address, int(count or ""), int(index or ""))
     except (ValueError, RuntimeError) as error:
         raise UserError(
             "parallel.distributed=true, but the processes could not be joined:"

@@ -50,12 +50,13 @@ class Stop:
     def __init__(self, session: Session, guard: Guard) -> None:
         self.signal = 0
         self.guard = guard
-        self._agree = session.agree
+        self._agree, self._requested = session.agree, session.stop_requested
 
     def __call__(self, doing: str) -> bool:
         """Return whether to stop; `doing` describes what comes next otherwise."""
         self.guard.beat(doing)
-        self.signal = self.signal or self._agree(self.guard.signal)
+        requested = self.guard.signal or self._requested()
+        self.signal = self.signal or self._agree(requested)
         return self.signal > 0
 
 

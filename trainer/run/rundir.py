@@ -71,6 +71,7 @@ MAY_CHANGE = (
     "diloco.replicas",
     "diloco.quorum",
     "diloco.bandwidth_gbps",
+    "launcher.*",
     "data.workers",
     "data.prefetch",
     "data.cache_dir",

@@ -36,6 +36,8 @@ class Session:
         it equally often.
       timeouts: of the `Guard`.
       own_process: whether the process may be ended for the run; see `Guard`.
+      stop_requested: returns the number of a signal that another process got for this
+        run; 0: none.
     """
 
     run_dir: Path
@@ -46,6 +48,7 @@ class Session:
     agree: Callable[[int], int]
     timeouts: Timeouts
     own_process: bool
+    stop_requested: Callable[[], int]
 
 
 class StepPlan(NamedTuple):

@@ -1,0 +1,346 @@
+"""Run a training on a Ray cluster: `launcher=ray`.
+
+Ray Train places the workers, watches them, and starts all of them again when one is
+lost, with as many as the cluster then has. It does no more than that. Each worker is
+the trainer, joined to the others by `trainer.parallel.processes`; Ray's JAX backend,
+which would start `jax.distributed` itself, is not used. The checkpoints of the run
+directory are all that one start leaves to the next.
+
+Nothing else knows of Ray, and this module is imported only for `launcher=ray`.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import threading
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import FrameType
+from typing import Any, NamedTuple
+
+from trainer.config.combinations import with_workers
+from trainer.config.fields import from_tree, to_tree
+from trainer.config.schema import Config, Launcher
+from trainer.errors import UserError, complain
+from trainer.text import show
+
+# Ray reads these when it is imported, or when it starts workers.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray may still count the resources of a machine that was just lost. So long it
+    # waits for a group of the old size before it starts a smaller one; its default: 60.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+    # The trainer's lines come as they are: no process before each, and none left out
+    # because it resembles another.
+    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # Without an actor that looks for announced ends of machines.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Workers work in the directory of the command.
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+for _name, _value in SETTINGS.items():
+    os.environ.setdefault(_name, _value)
+
+try:
+    import ray
+    from ray.train import (
+        ControllerError,
+        FailureConfig,
+        LoggingConfig,
+        RunConfig,
+        ScalingConfig,
+        UserCallback,
+        WorkerGroupError,
+    )
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback,
+    )
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as missing:
+    raise UserError(
+        f"launcher=ray needs ray[train] 2.60 ({missing}); make extra-ray, or pip"
+        " install 'scalify-trainer[ray]', on all machines"
+    ) from missing
+
+# Beginnings of the command's variables that its workers get. Others are those of each
+# node: they may be secrets, which Ray would log.
+PASSED_ON = ("JAX_", "XLA_", "PYTHONPATH")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Job(NamedTuple):
+    """The training, as every worker gets it.
+
+    Attributes:
+      config: nested plain values.
+      overrides: what the user set, for the report.
+      fixed: keys and groups that a run in this directory must have as they are here.
+      folder: the directory of the command.
+      stop: handle of a `StopRequest`.
+    """
+
+    config: Mapping[str, Any]
+    overrides: Sequence[str]
+    fixed: Collection[str]
+    folder: str
+    stop: Any
+
+
+class StopRequest:
+    """A signal to the command, on its way to the workers; a Ray actor."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._came = asyncio.Event()
+
+    async def send(self, number: int) -> None:
+        """Send the number of a signal."""
+        self._number = number
+        self._came.set()
+
+    async def receive(self) -> int:
+        """Wait for the number."""
+        await self._came.wait()
+        return self._number
+
+
+class Trainer(DataParallelTrainer):
+    """Ray's trainer without an actor that would outlive a killed command.
+
+    It frees what workers had reserved, which Ray itself does at the end of a job, and
+    needs package ray[default] for that.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [
+            callback
+            for callback in super()._create_default_callbacks()
+            if not isinstance(callback, PlacementGroupCleanerCallback)
+        ]
+
+
+class Losses(UserCallback):
+    """Says when workers are lost; ends the run for an error that a start would repeat.
+
+    It lives in Ray's controller, beside the command.
+    """
+
+    def after_exception(
+        self, run_context: Any, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Raise the UserError of a worker, which Ray does not answer with a restart."""
+        for error in worker_exceptions.values():
+            if isinstance(error, UserError):
+                raise error
+        ranks = ", ".join(str(rank) for rank in sorted(worker_exceptions))
+        first = describe(worker_exceptions[min(worker_exceptions)])
+        show(
+            f"worker {ranks} is lost ({first}): starting again from the newest"
+            " checkpoint, with the workers that the cluster has"
+        )
+
+
+def describe(error: Exception) -> str:
+    """Return a worker's error in a line."""
+    if type(error).__module__.startswith("ray."):
+        return "its process or its machine has ended"
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def launch(
+    config: Config, overrides: Sequence[str] = (), fixed: Collection[str] = ()
+) -> int:
+    """Train on the cluster that this machine belongs to; return the exit code.
+
+    Args:
+      config: the checked configuration.
+      overrides: what the user set, for the report.
+      fixed: keys and groups that a run in this directory must have as they are here.
+
+    Raises:
+      UserError: there is no cluster; or a worker's.
+    """
+    connect()
+    with tempfile.TemporaryDirectory() as storage:
+        stop = ray.remote(num_cpus=0)(StopRequest).options(
+            # It ends with the command, and not with another machine.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+        )
+        stop = stop.remote()
+        job = Job(to_tree(config), list(overrides), list(fixed), os.getcwd(), stop)
+        trainer = Trainer(
+            work,
+            train_loop_config={"job": job},
+            scaling_config=scaling(config.launcher),
+            run_config=RunConfig(
+                name="run",
+                storage_path=storage,  # nothing is stored: workers report nothing
+                failure_config=FailureConfig(max_failures=config.launcher.restarts),
+                callbacks=[Losses()],
+                worker_runtime_env={"env_vars": passed_on()},
+                logging_config=LoggingConfig("CRITICAL"),
+            ),
+        )
+        try:
+            return fit(trainer, stop)
+        finally:
+            ray.shutdown()
+
+
+def connect() -> None:
+    """Connect to the cluster of this machine. Raises UserError if there is none."""
+    try:
+        ray.init("auto", logging_level="ERROR")
+    except ConnectionError as error:
+        raise UserError(
+            "launcher=ray found no Ray cluster on this machine; start one by `ray start"
+            " --head --disable-usage-stats`, and `ray start --address=HOST:6379` on the"
+            " other machines"
+        ) from error
+
+
+def passed_on() -> dict[str, str]:
+    """Return the command's variables that its workers get."""
+    return {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+
+
+def scaling(launcher: Launcher) -> ScalingConfig:
+    """Return how many workers Ray starts, and with what."""
+    assert launcher.workers is not None
+    least, most = launcher.workers
+    gpus = launcher.worker_gpus
+    if gpus is None:
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    resources = {"CPU": launcher.worker_cpus or 1} | ({"GPU": gpus} if gpus else {})
+    return ScalingConfig(
+        num_workers=(least, most),
+        use_gpu=gpus > 0,
+        resources_per_worker=resources,
+        elastic_resize_monitor_interval_s=float(launcher.resize_seconds or 0),
+    )
+
+
+def fit(trainer: Trainer, stop: Any) -> int:
+    """Train until the end, or until workers have stopped after a signal.
+
+    Raises UserError where a worker did.
+    """
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(128 + number)  # Ray ends the workers of a command that is gone
+
+    # Ray would end the workers at the first Ctrl-C, if it saw the main thread.
+    with handlers(note), ThreadPoolExecutor(1) as pool:
+        running: Future[Any] = pool.submit(trainer.fit)
+        sent = 0
+        while not wait([running], timeout=0.5).done:
+            if signals and not sent:
+                sent = signals[0]
+                show(
+                    f"{signal.Signals(sent).name}: stopping all workers after a step"
+                    " and saving a checkpoint; a second signal ends them at once"
+                )
+                ray.get(stop.send.remote(sent))
+        return exit_code(running)
+
+
+@contextlib.contextmanager
+def handlers(note: Any) -> Iterator[None]:
+    """Handle signals by a function while the context is open."""
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_code(done: Future[Any]) -> int:
+    """Return the exit code of a training that has ended. Raises a worker's
+    UserError.
+    """
+    try:
+        code: int = done.result().return_value
+    except WorkerGroupError as error:
+        complain(
+            f"gave up after launcher.restarts lost workers; the last one:"
+            f" {describe(next(iter(error.worker_failures.values())))}; re-run the same"
+            " command to resume"
+        )
+        return 1
+    except ControllerError as error:
+        if isinstance(error.controller_failure, UserError):
+            raise error.controller_failure from None
+        raise
+    return code
+
+
+def work(settings: Mapping[str, Any]) -> int:
+    """Train as one worker of several; return the exit code. Ray calls it in each."""
+    # JAX is imported in workers alone: the command may not take a GPU from them.
+    import jax
+
+    from trainer.assembly.hooks import Hooks
+    from trainer.assembly.run import run
+    from trainer.parallel.processes import PROCESS_VARIABLES
+
+    job: Job = settings["job"]
+    enter(job.folder)
+    this = ray.train.get_context()
+    count, rank = this.get_world_size(), this.get_world_rank()
+    values = (broadcast_from_rank_zero(free_address()), str(count), str(rank))
+    os.environ |= dict(zip(PROCESS_VARIABLES, values, strict=True))
+    config = with_workers(from_tree(Config, job.config), count)
+    received: list[int] = []
+    if rank == 0:
+        waiting = (job.stop, received)
+        threading.Thread(target=wait_for, args=waiting, daemon=True).start()
+    hooks = Hooks(stop_requested=lambda: sum(received))
+    try:
+        code, _ = run(config, job.overrides, hooks, job.fixed)
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()  # Ray's own report of it is cut
+        raise
+    jax.distributed.shutdown()
+    return code
+
+
+def wait_for(stop: Any, received: list[int]) -> None:
+    """Append the number of a signal to the command, once one comes."""
+    with contextlib.suppress(ray.exceptions.RayError):  # the command is gone
+        received.append(ray.get(stop.receive.remote()))
+
+
+def enter(folder: str) -> None:
+    """Work in the directory of the command, where relative paths mean the same."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder}, where the command was called, cannot be entered on"
+            f" {socket.gethostname()}: {error.strerror}; call it in a directory that"
+            " all machines see"
+        ) from error
+
+
+def free_address() -> str:
+    """Return an address of this machine that nobody listens at."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
