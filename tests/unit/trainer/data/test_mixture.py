@@ -98,14 +98,6 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
     )
 
 
-def test_whole_blocks_leave_no_sample_out():
-    source, index = Shares([MixtureStage(0, (0.6, 0.4))], 16, 0).place(
-        np.arange(20 * 256)
-    )
-    for k in (0, 1):
-        assert sorted(index[source == k]) == list(range(np.sum(source == k)))
-
-
 def test_stages_of_other_weights_begin_where_they_should():
     stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
     shares = Shares(stages, 8, 0)

@@ -20,11 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.models import huggingface
-from trainer.models.gpt2.huggingface import load_gpt2
 from trainer.models.llama.huggingface import load_llama, save_llama
 from trainer.models.llama.spec import RopeScaling
 from trainer.models.registry import family_of
-from trainer.models.weight_files import carry_tokenizer, read_tensors, tokenizer_files
+from trainer.models.weight_files import read_tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -117,29 +116,6 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):
     assert (spec.rope_theta, spec.norm_eps) == (1e4, 1e-6)
 
 
-def test_loaded_vocabulary_padding_is_zero():
-    _, params = load_llama(DATA / "llama_llama3")
-    for table in ("wte", "lm_head"):
-        assert params[table]["embedding"].shape == (128, 16)
-        assert not params[table]["embedding"][67:].any()
-
-
-@pytest.mark.parametrize(
-    ("load", "model"), [(load_llama, "llama"), (load_gpt2, "gpt2")]
-)
-def test_pickled_weights_are_refused_with_the_line_that_converts_them(
-    tmp_path, load, model
-):
-    (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    convert = (
-        r"convert it: python -c 'from transformers"
-        r" .*from_pretrained\(\".*\"\)\.save_pretrained\(\".*\"\)'$"
-    )
-    with pytest.raises(UserError, match=convert):
-        load(tmp_path)
-
-
 def test_absent_and_damaged_files_are_named(tmp_path, parts):
     def refused(message, directory=parts):
         with pytest.raises(UserError, match=message):
@@ -160,26 +136,6 @@ def test_absent_and_damaged_files_are_named(tmp_path, parts):
         )
     (parts / "config.json").write_text("[]")
     refused(r"config\.json is not the configuration of a model")
-
-
-def test_export_keeps_what_is_there(tmp_path):
-    spec, params = load_llama(copied(tmp_path, "llama"))
-    with pytest.raises(UserError, match=r"exists; choose another directory"):
-        save_llama(tmp_path, spec, params)
-
-
-def test_a_tokenizer_is_carried_along_as_it_is(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-    names = ["tokenizer.json", "tokenizer_config.json"]
-    for name in (*names, WEIGHTS):
-        (source / name).write_bytes(b'{"\xc3\xa9": 1}\r\n' + name.encode())
-    carried = carry_tokenizer(tokenizer_files(source), target)
-    assert [file.name for file in carried] == names
-    assert sorted(file.name for file in target.iterdir()) == names
-    for name in names:
-        assert (target / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_path):

@@ -1,32 +1,14 @@
-"""Sizes of Llamas: the presets', those that are published, and what cannot be."""
+"""Sizes of models that cannot be."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 from family_files import preset
+from small_models import GPT2
 
 from trainer.errors import UserError
 from trainer.models.flops import param_count
-from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec, RopeScaling
-
-
-def test_frequencies_of_llama_3_keep_the_fast_and_stretch_the_slow():
-    plain, scaled = (
-        frequencies(128, 5e5, s) for s in (None, RopeScaling(8.0, 1.0, 4.0, 8192))
-    )
-    np.testing.assert_allclose(
-        plain, [5e5 ** (-2 * i / 128) for i in range(64)], rtol=2.0**-23
-    )
-    ratio, wavelength = plain / scaled, 2 * np.pi / plain.astype(np.float64)
-    np.testing.assert_array_equal(ratio[wavelength < 8192 / 4], 1)
-    np.testing.assert_array_equal(ratio[wavelength > 8192], 8)
-    between = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
-    assert between.size > 2
-    assert (np.diff(between) > 0).all()
-    assert 1 < between.min() < between.max() < 8
-
 
 SPEC = LlamaSpec(
     vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True
@@ -39,28 +21,40 @@ def test_the_smallest_preset_has_room_for_an_effect():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("spec", "change", "message"),
     [
         (
+            SPEC,
             {"n_head": 3, "n_kv_head": 1},
-            "model.d_model=16 is not a multiple of model.n_head=3",
+            "d_model=16 is not a multiple of model.n_h",
         ),
         (
+            SPEC,
             {"n_kv_head": 3},
-            "model.n_head=4 is not a multiple of model.n_kv_head=3; change one of them",
+            "model.n_head=4 is not a multiple of model.n_kv_head=3",
         ),
-        ({"head_dim": 5}, "head_dim=5: rotary positions turn pairs of channels"),
-        ({"mlp": "gelu"}, "model.mlp='gelu' is not a choice; did you mean 'swiglu'"),
+        (SPEC, {"head_dim": 5}, "head_dim=5: rotary positions turn pairs of channels"),
+        (SPEC, {"mlp": "gelu"}, "model.mlp='gelu' is not a choice; did you mean 'swig"),
+        (SPEC, {"remat": "dots"}, "remat='dots' is not a choice; Valid: block, checkp"),
+        (SPEC, {"align_channels": 65}, "=65: expected at most the MLP's 64"),
+        (GPT2, {"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
         (
-            {"remat": "dots"},
-            "model.remat='dots' is not a choice; Valid: block, checkpoint_dots",
+            GPT2,
+            {"mlp": "relu"},
+            r"'relu' is not a choice; did you mean 'gelu'\? Valid:",
         ),
-        ({"align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
+        (GPT2, {"n_layer": 0}, "model.n_layer=0: expected at least 1"),
+        (GPT2, {"align_channels": 2}, "=2, but model.mlp=gelu has one branch"),
+        (
+            GPT2,
+            {"mlp": "swiglu", "align_channels": 65},
+            "=65: expected at most the MLP",
+        ),
     ],
 )
-def test_impossible_specs_say_what_is_valid(change, message):
+def test_impossible_specs_say_what_is_valid(spec, change, message):
     with pytest.raises(UserError, match=message):
-        dataclasses.replace(SPEC, **change)
+        dataclasses.replace(spec, **change)
 
 
 @pytest.mark.parametrize(

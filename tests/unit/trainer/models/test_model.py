@@ -9,7 +9,6 @@ from families import slow
 from small_models import GPT2 as SPEC
 from small_models import TOKENS, assert_close, compiled
 
-from trainer.errors import UserError
 from trainer.models.flops import param_count
 from trainer.models.gpt2 import block as gpt2_block
 from trainer.models.gpt2 import model
@@ -22,43 +21,29 @@ def test_swiglu_has_as_many_parameters_as_gelu_up_to_rounding():
     assert abs(swiglu / gelu - 1) < 0.001
 
 
-def test_initial_values_are_gpt2s():
-    spec = GPT2Spec(vocab_size=1000, context=64, n_layer=8, n_head=2, d_model=64)
-    params = functional(spec)[0](jax.random.key(0))
-    residual = 0.02 / math.sqrt(2 * 8)
+@pytest.mark.parametrize("std", [0.02, 0.005])
+def test_initial_values_are_gpt2s(std):
+    sizes = {"context": 64, "n_layer": 8, "n_head": 2, "d_model": 64}
+    params = functional(GPT2Spec(1000, **sizes, init_std=std))[0](jax.random.key(0))
+    residual, attn, mlp = (
+        std / math.sqrt(2 * 8),
+        params["h"][3]["attn"],
+        params["h"][7]["mlp"],
+    )
     for name, (module, expected) in {
-        "wte": (params["wte"]["embedding"][:1000], 0.02),
-        "wpe": (params["wpe"]["embedding"], 0.02),
-        "c_attn": (params["h"][3]["attn"]["c_attn"]["kernel"], 0.02),
-        "attn.c_proj": (params["h"][3]["attn"]["c_proj"]["kernel"], residual),
-        "c_fc": (params["h"][7]["mlp"]["c_fc"]["kernel"], 0.02),
-        "mlp.c_proj": (params["h"][7]["mlp"]["c_proj"]["kernel"], residual),
+        "wte": (params["wte"]["embedding"][:1000], std),
+        "wpe": (params["wpe"]["embedding"], std),
+        "c_attn": (attn["c_attn"]["kernel"], std),
+        "attn.c_proj": (attn["c_proj"]["kernel"], residual),
+        "c_fc": (mlp["c_fc"]["kernel"], std),
+        "mlp.c_proj": (mlp["c_proj"]["kernel"], residual),
     }.items():
         # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of
         # those.
-        assert abs(float(module.std()) / expected - 1) < 5 / math.sqrt(
-            2 * module.size
-        ), name
-    assert not params["h"][0]["mlp"]["c_fc"]["bias"].any()
+        error = abs(float(module.std()) / expected - 1)
+        assert error < 5 / math.sqrt(2 * module.size), name
+    assert not mlp["c_fc"]["bias"].any()
     assert (params["ln_f"]["scale"] == 1).all()
-
-
-def test_init_std_is_a_factor_of_every_initial_weight():
-    spec = dataclasses.replace(SPEC, mlp="swiglu")
-    small, usual = (
-        functional(dataclasses.replace(spec, init_std=std)).init(jax.random.key(0))
-        for std in (0.005, 0.02)
-    )
-    jax.tree.map(np.testing.assert_array_equal, small["ln_f"], usual["ln_f"])
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(small), jax.tree.leaves(usual), strict=True
-    ):
-        if path[-1].key in ("kernel", "embedding"):
-            # Both standard deviations, their product with sqrt(1/6), and the products
-            # with a normal number are rounded.
-            np.testing.assert_allclose(
-                4 * a, b, rtol=6 * float(jnp.finfo(jnp.float32).eps)
-            )
 
 
 @pytest.mark.parametrize("scan_layers", [True, slow(False)])
@@ -165,27 +150,3 @@ def test_dense_layers_act_on_flattened_activations():
     jaxpr = jax.make_jaxpr(lambda p: bind(p).hidden(TOKENS[:, :16]))(params)
     dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert {eqn.outvars[0].aval.shape[0] for eqn in dots} == {2 * 16}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
-        (
-            {"mlp": "relu"},
-            r"mlp='relu' is not a choice; did you mean 'gelu'\? Valid: gelu",
-        ),
-        ({"n_layer": 0}, "model.n_layer=0: expected at least 1"),
-        (
-            {"align_channels": 2},
-            "model.align_channels=2, but model.mlp=gelu has one branch",
-        ),
-        (
-            {"mlp": "swiglu", "align_channels": 65},
-            "align_channels=65: expected at most the MLP's 64",
-        ),
-    ],
-)
-def test_impossible_specs_say_what_is_valid(change, message):
-    with pytest.raises(UserError, match=message):
-        dataclasses.replace(SPEC, **change)

@@ -12,22 +12,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("rope", "message"),
     [
-        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale=1.0 .* is not supported"),
-        (
-            {"rope_scaling": {**YARN, "truncate": False}},
-            "truncate=False .* not supported",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 1e6}}},
-            "of 'full_attention' alone are not supported",
-        ),
+        ({**YARN, "truncate": False}, "truncate=False .* not supported"),
+        ({"full_attention": YARN}, "of 'full_attention' alone are not supported"),
     ],
 )
-def test_what_would_be_another_function_is_refused(config, message):
+def test_what_would_be_another_function_is_refused(rope, message):
     with pytest.raises(UserError, match=message):
-        rope_of({"max_position_embeddings": 128, **config})
+        rope_of({"max_position_embeddings": 128, "rope_parameters": rope})
 
 
 def test_the_context_before_scaling_may_stand_at_the_top():

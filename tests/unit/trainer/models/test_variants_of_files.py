@@ -146,6 +146,9 @@ LAYER = "model.layers.1"
         ("gpt2", {"n_embd": "absent"}, "n_embd=None: expected a whole number"),
         ("gpt2", {"is_causal": False}, "is_causal=False is not supported"),
         ("gpt2", GPTQ, GPTQ_REFUSED),
+        ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
+        ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "_inverse_layer_idx=True"),
         ("llama", {"tie_word_embeddings": "false"}, "'false': expected true or false"),
         ("llama", {"tie_word_embeddings": "absent"}, "set tie_word_embeddings=true in"),
         ("llama", {"tie_word_embeddings": False}, r"lm_head\.weight .* is missing"),
@@ -198,19 +201,47 @@ def test_what_is_another_model_is_refused(tmp_path, name, config, message):
     check_refused(copied(tmp_path, name, config), message)
 
 
+BLOCK, D = "transformer.h", 16
+
+
 @pytest.mark.parametrize(
-    ("tensor", "value", "message"),
+    ("name", "tensor", "value", "message"),
     [
-        ("lm_head.weight", np.zeros((67, 16), np.float32), "differs from model.embed"),
-        (f"{LAYER}.mlp.up_proj.weight", None, r"up_proj\.weight \(24, 16\) is missing"),
-        (f"{LAYER}.self_attn.q_proj.bias", np.zeros(16), "unknown tensors .*q_proj.bi"),
+        ("gpt2", f"{BLOCK}.1.ln_2.bias", None, r"h\.1\.ln_2\.bias \(16,\) is missing"),
+        ("gpt2", "transformer.wpe.weight", None, r"no matrix wpe\.weight"),
+        ("gpt2", "adapter", np.zeros(3), "unknown tensors adapter"),
+        (
+            "gpt2",
+            f"{BLOCK}.0.attn.c_proj.bias",
+            np.zeros(5, np.float32),
+            r"\(5,\), expected \(16,\)",
+        ),
+        ("gpt2", HEAD, np.zeros((67, D), np.float32), "tied head"),
+        ("llama", HEAD, np.zeros((67, D), np.float32), "differs from model.embed"),
+        (
+            "llama",
+            f"{LAYER}.mlp.up_proj.weight",
+            None,
+            r"up_proj\.weight \(24, 16\) is missing",
+        ),
+        (
+            "llama",
+            f"{LAYER}.self_attn.q_proj.bias",
+            np.zeros(D),
+            "unknown tensors .*q_proj.bi",
+        ),
         # as it is written
-        ("v_head.bias", np.zeros(1, np.float32), "unknown tensors v_head.bias"),
-        ("norm.weight", np.zeros(16, np.float32), r"norm\.weight with and without mod"),
+        ("llama", "v_head.bias", np.zeros(1), "unknown tensors v_head.bias"),
+        (
+            "llama",
+            "norm.weight",
+            np.zeros(D, np.float32),
+            r"norm\.weight with and without mod",
+        ),
     ],
 )
-def test_other_tensors_are_refused(tmp_path, tensor, value, message):
-    check_refused(copied(tmp_path, "llama", tensors={tensor: value}), message)
+def test_other_tensors_are_refused(tmp_path, name, tensor, value, message):
+    check_refused(copied(tmp_path, name, tensors={tensor: value}), message)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
