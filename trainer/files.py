@@ -7,6 +7,7 @@ temporary names that nobody can guess.
 
 import contextlib
 import errno
+import json
 import math
 import os
 import secrets
@@ -50,6 +51,26 @@ def read_file(path: Path, most: int = TEXT_BYTES) -> bytes:
     if len(data) > most:
         raise UserError(f"{path} has more than {most:,} bytes; choose another file")
     return data
+
+
+def read_object(path: Path, most: int = TEXT_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file; otherwise as `read_file`.
+
+    Raises:
+      UserError: it holds anything else.
+    """
+    try:
+        tree = json.loads(read_file(path, most))
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not JSON ({error}); download or copy it again"
+        ) from error
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path} is not a JSON object, but {type(tree).__name__}; download or copy"
+            " it again"
+        )
+    return tree
 
 
 def check_regular(path: Path) -> None:

@@ -38,12 +38,12 @@ from trainer.cli.arguments import argument, run_script, split
 from trainer.cli.plan import plan_of
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import read_object, write_atomically
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.flops import flops_per_token, param_count
 from trainer.models.registry import family_of
-from trainer.models.weight_files import config_beside, read_object
+from trainer.models.weight_files import config_beside
 from trainer.parallel.mesh import place_batch
 from trainer.step.step import Hyper
 from trainer.workload import compile_step, first_state

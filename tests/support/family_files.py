@@ -15,9 +15,9 @@ from trainer.config.composition import CONFIGS
 from trainer.config.fields import from_tree
 from trainer.config.inherited import inherit
 from trainer.errors import UserError
+from trainer.files import read_object
 from trainer.models import huggingface
 from trainer.models.registry import SPECS
-from trainer.models.weight_files import read_object
 
 DATA = Path(__file__).parents[1] / "data" / "families"
 WEIGHTS = "model.safetensors"

@@ -204,10 +204,10 @@ def main(args: Arguments) -> None:
 
     from trainer.assembly.saved_model import restore_run
     from trainer.data.hf_tokenizer import check_hf_pattern, save_hf
+    from trainer.files import read_object
     from trainer.models.huggingface import save
     from trainer.models.weight_files import (
         carry_tokenizer,
-        read_object,
         tokenizer_files,
         write_object,
     )

@@ -5,7 +5,6 @@ files), and finds a position again. It is only imported when such a source is op
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from trainer.data.hub_data import (
 from trainer.data.jsonl import read_jsonl
 from trainer.data.line_cuts import LINE_START
 from trainer.data.parquet import check_parquet, is_text, not_text_column, read_parquet
+from trainer.data.shards import digest
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -100,7 +100,6 @@ class HubSource:
       streaming: read over the network without storing; needs a bound.
       max_documents: stop after this many.
       max_tokens: stop after the document that reaches this many.
-      files: the user's, which must not change while they are read.
     """
 
     name: str
@@ -150,6 +149,7 @@ class Corpus:
       read: from a position (None: the start) to rows.
       length: characters of a single text; None for documents.
       max_tokens: stop after the document that reaches this many.
+      files: the user's, which must not change while they are read.
     """
 
     name: str
@@ -220,7 +220,7 @@ def open_embedded() -> Corpus:
         if position is None:
             yield Rows([text], len(text))
 
-    return Corpus("embedded", {"kind": "embedded"}, fingerprint(text), read, len(text))
+    return Corpus("embedded", {"kind": "embedded"}, digest([text]), read, len(text))
 
 
 def open_python(library: Library) -> Corpus:
@@ -238,7 +238,7 @@ def open_python(library: Library) -> Corpus:
     return Corpus(
         f"python-{description['version']}",
         description,
-        fingerprint("python", library.digest),
+        digest(["python", library.digest]),
         read,
     )
 
@@ -324,19 +324,19 @@ def corpus_of(
         return Corpus(
             name,
             description,
-            fingerprint("single", digests),
+            digest(["single", digests]),
             read_single,
             files[0].chars,
             files=files,
         )
     match groups:
         case [("text", _)]:
-            content = fingerprint("files", digests, source.max_documents)
+            content = digest(["files", digests, source.max_documents])
         case [(kind, _)]:
-            content = fingerprint(kind, digests, source.column, source.max_documents)
+            content = digest([kind, digests, source.column, source.max_documents])
         case _:
             parts = [(kind, [f.digest for f in members]) for kind, members in groups]
-            content = fingerprint("mixed", parts, source.column, source.max_documents)
+            content = digest(["mixed", parts, source.column, source.max_documents])
     return Corpus(
         name,
         description,
@@ -434,7 +434,7 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     digests = [file.digest for file in files]
     # with names, by which `datasets` finds the format and the split of a file
     contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
-    content = fingerprint("hub", asdict(replace(source, streaming=False)), contents)
+    content = digest(["hub", asdict(replace(source, streaming=False)), contents])
 
     @functools.cache
     def opened() -> "DatasetBuilder":
@@ -457,13 +457,6 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
         max_tokens=source.max_tokens,
         files=files,
     )
-
-
-def fingerprint(*parts: Any) -> str:
-    """Return a hash of JSON values."""
-    return hashlib.blake2b(
-        json.dumps(parts, sort_keys=True).encode(), digest_size=16
-    ).hexdigest()
 
 
 def rows(

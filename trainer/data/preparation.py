@@ -8,7 +8,6 @@ content alone, so an interruption does not change a byte of the result.
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
@@ -187,9 +186,7 @@ def prepare(
             val_fraction,
             shard_bytes,
         ]
-        fingerprint = hashlib.blake2b(
-            json.dumps(settings).encode(), digest_size=16
-        ).hexdigest()
+        fingerprint = digest(settings)
         directory = (
             cache_dir / f"{slug(corpus.name)}-{slug(tokenizer.name)}-{fingerprint[:16]}"
         )

@@ -2,15 +2,15 @@
 were added later.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tiktoken_ext.openai_public import ENDOFTEXT
 
 from trainer.errors import UserError
-from trainer.files import read_file
+from trainer.files import read_file, read_object
 
 MOST_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
 SETTINGS = "tokenizer_config.json"
@@ -186,18 +186,20 @@ def read_beside(directory: Path, name: str) -> dict[str, Any]:
 
 def read(path: Path) -> bytes:
     """Return the bytes of a file, or raise UserError."""
-    try:
+    with missing_files(path):
         return read_file(path, MOST_BYTES)
-    except OSError as error:
-        raise UserError(f"tokenizer file {path}: {error.strerror}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise UserError."""
+    with missing_files(path):
+        return read_object(path, MOST_BYTES)
+
+
+@contextmanager
+def missing_files(path: Path) -> Iterator[None]:
+    """Turn the error of a file that cannot be read into a UserError."""
     try:
-        tree = json.loads(read(path))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(tree).__name__}")
-    return tree
+        yield
+    except OSError as error:
+        raise UserError(f"tokenizer file {path}: {error.strerror}") from error

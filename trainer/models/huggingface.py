@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from trainer.errors import UserError
-from trainer.files import well_formed
+from trainer.files import read_object, well_formed
 from trainer.models.family import Family, Spec
 from trainer.models.functional import Params
 from trainer.models.registry import SPECS, family_of, named_family
-from trainer.models.weight_files import config_beside, read_object
+from trainer.models.weight_files import config_beside
 
 
 def directory_of(source: Path) -> Path:

@@ -15,7 +15,13 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.files import PARTIAL, check_regular, read_file, write_atomically
+from trainer.files import (
+    PARTIAL,
+    check_regular,
+    read_file,
+    read_object,
+    write_atomically,
+)
 from trainer.models.fp8_checkpoints import DTYPES, Fp8Weights
 from trainer.models.other_formats import check_format, check_tensor_names
 
@@ -34,21 +40,6 @@ TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # for tools and the like, a file each
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or raise UserError."""
-    try:
-        tree = json.loads(read_file(file))
-    except ValueError as error:
-        raise UserError(
-            f"{file} is not JSON ({error}); download or copy it again"
-        ) from error
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"{file} is not the configuration of a model; download or copy it again"
-        )
-    return tree
 
 
 def config_beside(path: Path) -> Path:

@@ -23,7 +23,7 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.settings_beside import CONFIGS
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.errors import UserError
-from trainer.files import ORIGIN
+from trainer.files import ORIGIN, read_object
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
@@ -32,7 +32,6 @@ from trainer.models.weight_files import (
     CONFIG,
     carry_tokenizer,
     config_beside,
-    read_object,
     tokenizer_files,
 )
 from trainer.parallel.processes import differing, refuse_other

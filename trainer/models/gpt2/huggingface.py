@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.files import read_object
 from trainer.models.config_values import check_unquantized
 from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
@@ -22,7 +23,6 @@ from trainer.models.named_weights import Layout, to_params, to_tensors
 from trainer.models.weight_files import (
     config_beside,
     pop_tied_head,
-    read_object,
     read_tensors,
     with_prefix,
     write_object,

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.files import read_object
 from trainer.models.fp8_checkpoints import Fp8Weights
 from trainer.models.functional import Params
 from trainer.models.llama.config_json import config_of
@@ -21,7 +22,6 @@ from trainer.models.weight_files import (
     check_sizes,
     config_beside,
     pop_tied_head,
-    read_object,
     read_tensors,
     with_prefix,
     write_object,

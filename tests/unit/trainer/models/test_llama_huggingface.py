@@ -135,7 +135,7 @@ def test_absent_and_damaged_files_are_named(tmp_path, parts):
             r"weight_map names .*; expected safetensors files of the same directory"
         )
     (parts / "config.json").write_text("[]")
-    refused(r"config\.json is not the configuration of a model")
+    refused(r"config\.json is not a JSON object, but list")
 
 
 def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_path):
