@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 import tokenizers
 from families import slow
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from trainer.cli.export import (
     describe_origin,
@@ -19,10 +19,11 @@ from trainer.cli.export import (
     original_directory,
     with_ids_of,
 )
+from trainer.cli.train_tokenizer import train_bpe
 from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
-from trainer.data.byte_spelling import SPELLING
+from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING
 from trainer.data.hf_tokenizer import (
     first_difference,
     ids_beside,
@@ -65,37 +66,26 @@ LARGE = [slow(name) for name in ("cl100k_base", "o200k_base")]
 @pytest.fixture(params=["byte", "gpt2", *LARGE, "no ids", "end first"])
 def ours(request, small, small_dir, tmp_path):
     """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first
-    merges, without an ids file.
-
-    The last is as Hugging Face's trainer makes one: the special token has the first id.
-    """
+    merges, without an ids file; of Hugging Face's trainer, whose special token has the
+    first id."""
     if request.param == "end first":
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        settings = {
-            "special_tokens": ["<|endoftext|>"],
-            "initial_alphabet": alphabet,
-            "show_progress": False,
-        }
-        made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, **settings))
-        (tmp_path / "made").mkdir()
-        made.save(str(tmp_path / "made" / "tokenizer.json"))
-        return get_tokenizer(str(tmp_path / "made"))
+        folder = tmp_path / "made"
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(train_bpe(iter(TEXTS), 300, "gpt2"))
+        return get_tokenizer(str(folder))
     if request.param == "byte":
         return get_tokenizer("byte")
     if request.param == "no ids":
         return few_merges(small_dir, tmp_path)
     if request.param == "gpt2":
         return small
-    pattern = known_settings(request.param, {})["pat_str"]
-    special = {"<|endoftext|>": 50256, "<|other|>": 50300}
-    return BPETokenizer(
+    encoding = tiktoken.Encoding(
         "own",
-        tiktoken.Encoding(
-            "own", pat_str=pattern, mergeable_ranks=small.tokens, special_tokens=special
-        ),
+        pat_str=known_settings(request.param, {})["pat_str"],
+        mergeable_ranks=small.tokens,
+        special_tokens={"<|endoftext|>": 50256, "<|other|>": 50300},
     )
+    return BPETokenizer("own", encoding)
 
 
 def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
@@ -107,14 +97,12 @@ def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ids == ours.encode(text), text
         assert theirs.decode(ids) == text
-    assert theirs.get_vocab_size() == len(
-        ours.tokens | {k.encode(): v for k, v in ours.special_tokens.items()}
-    )
+    special = ours.special_tokens
+    names = ours.tokens.keys() | {name.encode() for name in special}
+    assert theirs.get_vocab_size() == len(names)
     end = json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"]
     assert theirs.token_to_id(end) == ours.eot
-    assert {
-        token: theirs.token_to_id(token) for token in ours.special_tokens
-    } == ours.special_tokens
+    assert {token: theirs.token_to_id(token) for token in special} == special
     assert theirs.decode([ours.encode("a")[0], ours.eot]) == "a"
 
 
@@ -158,11 +146,7 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(small, tmp_path):
     save_hf(tmp_path, small, 1024)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
-    tree["pre_tokenizer"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-    }
+    tree["pre_tokenizer"] = {k: v for k, v in BYTE_LEVEL.items() if k != "use_regex"}
     tree["model"] |= {
         "merges": [" ".join(pair) for pair in tree["model"]["merges"]],
         "ignore_merges": False,
@@ -253,44 +237,32 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     (origin / "config.json").write_text("{}")
     (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
     carried = carried_files(origin, run_dir, ours, out)
-    assert {path.name for path in carried} >= {
-        "tokenizer.json",
-        "special_tokens_map.json",
-    }
-    assert all(
-        path.read_bytes() == (origin / path.name).read_bytes() for path in carried
-    )
+    names = {path.name for path in carried}
+    assert names >= {"tokenizer.json", "special_tokens_map.json"}
+    for path in carried:
+        assert path.read_bytes() == (origin / path.name).read_bytes()
+    assert carried_files("null", run_dir, ours, out) == []
 
-    secret = tmp_path / "secret"
+    template, secret = "chat_template.jinja", tmp_path / "keys/0123"
+    secret.parent.mkdir()
     secret.write_text("{}")
-    (origin / "chat_template.jinja").symlink_to(secret)
-    with pytest.raises(
-        UserError,
-        match=(
-            r"chat_template\.jinja is a link to .*secret; replace it by the file itself"
-        ),
-    ):
+    (origin / template).symlink_to(secret)
+    message = rf"{template} is a link to .*keys/0123; replace it by the file itself"
+    with pytest.raises(UserError, match=message):
         carried_files(origin, run_dir, ours, out)
-    (origin / "chat_template.jinja").unlink()
-    snapshot, blobs = (
-        tmp_path / "hub" / "snapshots" / "revision",
-        tmp_path / "hub" / "blobs",
-    )
+    (origin / template).unlink()
+    # in the cache of the hub, blobs are beside the snapshots
+    snapshot, blobs = tmp_path / "hub/snapshots/revision", tmp_path / "hub/blobs"
     shutil.copytree(origin, snapshot)
-    blobs.mkdir()
-    (blobs / "0123").write_text("{}")
-    (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
-    assert "chat_template.jinja" in {
-        path.name for path in carried_files(snapshot, run_dir, ours, out)
-    }
+    shutil.copytree(secret.parent, blobs)
+    (snapshot / template).symlink_to("../../blobs/0123")
+    carried = carried_files(snapshot, run_dir, ours, out)
+    assert template in {path.name for path in carried}
     shutil.rmtree(blobs)
-    (tmp_path / "keys").mkdir()
-    (tmp_path / "keys" / "0123").write_text("secret")
-    blobs.symlink_to(tmp_path / "keys")
-    with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*keys"):
+    blobs.symlink_to(secret.parent)
+    with pytest.raises(UserError, match=message):
         carried_files(snapshot, run_dir, ours, out)
 
-    assert carried_files("null", run_dir, ours, out) == []
     tree = json.loads((origin / "tokenizer.json").read_text())
     vocab = tree["model"]["vocab"]
     first, second = list(vocab)[:2]
@@ -306,11 +278,11 @@ def test_the_original_is_sought_where_the_run_began(tmp_path, monkeypatch):
         origin.mkdir(parents=True)
         save_hf(origin, ours, 32)
         (origin / "config.json").write_text("{}")
-    run_dir = tmp_path / "here" / "runs" / "a"
+    run_dir = tmp_path / "here/runs/a"
     run_dir.mkdir(parents=True)
     c = compose_config(["init_from=base", "run_dir=runs/a"])
     monkeypatch.chdir(tmp_path / "there")
-    assert original_directory(c, run_dir, ours) == tmp_path / "here" / "base"
+    assert original_directory(c, run_dir, ours) == tmp_path / "here/base"
 
 
 def test_an_export_has_all_chat_templates_and_the_sampling_settings(tmp_path):
@@ -320,9 +292,8 @@ def test_an_export_has_all_chat_templates_and_the_sampling_settings(tmp_path):
         (origin / name).parent.mkdir(parents=True, exist_ok=True)
         (origin / name).write_text(name)
     out.mkdir()
-    assert carry_tokenizer(tokenizer_files(origin), out) == [
-        out / name for name in names
-    ]
+    carried = carry_tokenizer(tokenizer_files(origin), out)
+    assert carried == [out / name for name in names]
     assert [(out / name).read_text() for name in names] == names
     settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": 7}
     (origin / "generation_config.json").write_text(json.dumps(settings))

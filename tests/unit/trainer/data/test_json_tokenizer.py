@@ -15,6 +15,7 @@ from tokenizers import (
     trainers,
 )
 
+from trainer.cli.train_tokenizer import train_bpe
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
 from trainer.data.loader import Batch, bytes_per_target
@@ -203,21 +204,8 @@ def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
 # the files from before the words were added, which lack them
 @pytest.mark.parametrize("beside", [False, True])
 def test_added_words_are_found_in_a_text(beside, tmp_path):
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>"]
-    made.train_from_iterator(
-        WORDS,
-        trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=special,
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
+    made = Tokenizer.from_str(train_bpe(iter(WORDS), 300, "gpt2"))
+    made.decoder = decoders.ByteLevel()
     if beside:
         made.model.save(str(tmp_path))
         assert (tmp_path / "merges.txt").exists()
@@ -231,50 +219,45 @@ def test_added_words_are_found_in_a_text(beside, tmp_path):
     assert ours.eot == made.token_to_id("<|endoftext|>")
 
 
-def add(tree, content, i):
-    tree["added_tokens"].append(
-        {**tree["added_tokens"][0], "content": content, "id": i}
-    )
+def added(content, i):
+    def add(tree):
+        token = {**tree["added_tokens"][0], "content": content, "id": i}
+        return {"added_tokens": [*tree["added_tokens"], token]}
+
+    return add
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            lambda tree: tree.update(added_tokens=tree["added_tokens"][:1]),
+            lambda tree: {"added_tokens": tree["added_tokens"][:1]},
             "put its tokenizer_config.json beside it",
         ),
         (
-            lambda tree: tree.update(added_tokens=[]),
+            lambda tree: {"added_tokens": []},
             "has no added_tokens; give it one with Hugging Face's",
         ),
         (
-            lambda tree: tree.update(model=None),
-            "valid: a tokenizer.json that Hugging Face's `tokenizers` reads",
+            lambda tree: {"model": None},
+            "valid: a tokenizer.json that Hugging Face's `t",
         ),
         (
-            lambda tree: tree["model"].update(type="Huffman"),
+            lambda tree: {"model": tree["model"] | {"type": "Huffman"}},
             "valid: a tokenizer.json that Hugging Face's",
         ),
         # the id of another token, a gap, a token of the vocabulary
         (
-            lambda tree: add(tree, "<a>", 2),
+            added("<a>", 2),
             r"'<a>' of added_tokens has the id 2, but .* gives it (\d+); write \1 there",
         ),
-        (
-            lambda tree: add(tree, "<a>", 9999),
-            r"'<a>' of added_tokens has the id 9999, but .* gives it (\d+)",
-        ),
-        (
-            lambda tree: add(tree, "</s>", 9999),
-            "'</s>' of added_tokens has the id 9999, but .* gives it 2; write 2 there",
-        ),
+        (added("<a>", 9999), r"'<a>' of added_tokens has the id 9999, but .*it (\d+)"),
+        (added("</s>", 9999), "has the id 9999, but .* gives it 2; write 2 there"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_in_a_line(change, message, tmp_path):
     tree = json.loads(llama2().to_str())
-    change(tree)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree | change(tree)))
     with pytest.raises(UserError, match=message) as refused:
         get_tokenizer(str(tmp_path))
     assert "\n" not in str(refused.value)

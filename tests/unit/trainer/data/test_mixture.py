@@ -1,10 +1,9 @@
 """Samples of several sources: in their shares over any stretch, each once an epoch,
 from seed and step alone."""
 
-import json
-
 import numpy as np
 import pytest
+from corpora import rows, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,17 +132,30 @@ def test_weights_that_make_no_mixture_are_named(weights, later, words):
     assert words in str(error.value)
 
 
+def text_of(letters):
+    rng = np.random.default_rng(len(letters))
+    return "".join(rng.choice(list(letters), 9000))
+
+
 @pytest.fixture
 def parts(tmp_path):
     """Two prepared texts, of letters that tell which one a window is of."""
-    actual = {}
-    for name, letters in (("lower", "abcdefgh"), ("upper", "ABCDEFGHIJ")):
-        rng = np.random.default_rng(len(letters))
-        (tmp_path / f"{name}.txt").write_text("".join(rng.choice(list(letters), 9000)))
-        actual[name] = prepare(
-            TextSource((str(tmp_path / f"{name}.txt"),)), "byte", tmp_path / "cache"
+    texts = {"lower": text_of("abcdefgh"), "upper": text_of("ABCDEFGHIJ")}
+    return made(tmp_path, {f"{name}.txt": text for name, text in texts.items()})
+
+
+def made(tmp_path, files, tokenizer="byte", **settings):
+    """Prepare files, and return the directories by their names."""
+    write(tmp_path, files)
+    return {
+        name.partition(".")[0]: prepare(
+            TextSource((f"{tmp_path}/{name}",)),
+            tokenizer,
+            tmp_path / "cache",
+            **settings,
         )
-    return actual
+        for name in files
+    }
 
 
 def loaders(parts, split, **settings):
@@ -153,16 +165,20 @@ def loaders(parts, split, **settings):
     }
 
 
-def mixture(parts, **settings):
-    manifest = MixedManifest.merge(
-        {name: Manifest.load(directory) for name, directory in parts.items()}
-    )
+def manifests_of(parts):
+    return {name: Manifest.load(directory) for name, directory in parts.items()}
+
+
+def mixture(parts, split="train", *weights, seed=1, batch_size=None, **settings):
+    stages = enumerate(weights or [(0.75, 0.25)])
     return Mixture(
-        loaders(parts, "train", **settings),
-        manifest,
-        "train",
-        [MixtureStage(0, (0.75, 0.25))],
-        1,
+        loaders(parts, split, **settings),
+        MixedManifest.merge(manifests_of(parts)),
+        split,
+        [MixtureStage(i, stage) for i, stage in stages],
+        seed,
+        batch_size=batch_size,
+        split_over=4 if batch_size else 1,
     )
 
 
@@ -176,14 +192,14 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
         for row in batch.tokens:
             seen["lower" if row[0] >= ord("a") else "upper"].append(tuple(row))
     alone = loaders(parts, "train")
-    for name, rows in seen.items():
+    for name, seen_rows in seen.items():
         windows = alone[name].windows
         known = {
             tuple(row)
             for i in range(windows // 8 + 1)
             for row in alone[name].batch(i).tokens
         }
-        assert set(rows) <= known
+        assert set(seen_rows) <= known
     actual = mixed.seen(mixed.shares.count(500).tolist())
     assert abs(actual["lower"]["share"] - 0.75) < 0.01
     assert actual["upper"]["epochs"] == pytest.approx(
@@ -194,67 +210,45 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
 
 
 def test_the_bytes_of_a_token_are_those_of_the_batches_that_were_read(tmp_path):
-    (tmp_path / "vocab.bpe").write_text("a b\nab ab\n")
-    actual = {}
-    for name, text in (("short", "ababab" * 3000), ("long", "xyz" * 12000)):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": text[: 900 - i]}) + "\n" for i in range(40))
-        )
-        actual[name] = prepare(
-            TextSource((str(tmp_path / f"{name}.jsonl"),)),
-            str(tmp_path),
-            tmp_path / "cache",
-            val_fraction=0.5,
-        )
-    manifest = MixedManifest.merge(
-        {name: Manifest.load(directory) for name, directory in actual.items()}
-    )
-    tokenizer = manifest.get_tokenizer()
+    write(tmp_path, {"vocab.bpe": "a b\nab ab\n"})
+    texts = {"short": "ababab" * 3000, "long": "xyz" * 12000}
+    files = {
+        f"{name}.jsonl": rows(text[: 900 - i] for i in range(40))
+        for name, text in texts.items()
+    }
+    parts = made(tmp_path, files, str(tmp_path), val_fraction=0.5)
     for shares in ((0.25, 0.75), (1.0, 0.0)):
-        stages = [MixtureStage(0, shares)]
-        mixed = Mixture(loaders(actual, "val"), manifest, "val", stages, 1)
+        mixed = mixture(parts, "val", shares)
+        tokenizer = mixed.manifest.get_tokenizer()
         batches = [mixed.batch(step) for step in range(3)]
         ids = np.concatenate([batch.tokens[:, 1:] for batch in batches]).ravel()
-        text = tokenizer.decode(ids[ids != manifest.eot].tolist())
-        assert bytes_per_target(batches, tokenizer) == pytest.approx(
-            len(text) / len(ids)
-        )
+        text = tokenizer.decode(ids[ids != mixed.manifest.eot].tolist())
+        size = pytest.approx(len(text) / len(ids))
+        assert bytes_per_target(batches, tokenizer) == size
 
 
 def test_no_window_counts_twice_in_the_validation_of_a_mixture(parts):
-    manifest = mixture(parts).manifest
-    stages, val = [MixtureStage(0, (0.75, 0.25))], loaders(parts, "val")
-    mixed = Mixture(val, manifest, "val", stages, None, batch_size=1024, split_over=4)
-    rows = mixed.batch(0).tokens
-    assert 0 < len(rows) < 1024
-    assert len(rows) % 4 == 0
-    assert len(np.unique(rows, axis=0)) == len(rows)
+    windows = mixture(parts, "val", seed=None, batch_size=1024).batch(0).tokens
+    assert 0 < len(windows) < 1024
+    assert len(windows) % 4 == 0
+    assert len(np.unique(windows, axis=0)) == len(windows)
 
 
 def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
-    manifests = {name: Manifest.load(directory) for name, directory in parts.items()}
-    mixed = MixedManifest.merge(manifests)
+    manifests = manifests_of(parts)
+    mixed, merge = MixedManifest.merge(manifests), MixedManifest.merge
     assert mixed.tokens("train") == sum(m.tokens("train") for m in manifests.values())
     assert mixed.bytes("val") == sum(m.bytes("val") for m in manifests.values())
-    assert (
-        mixed.fingerprint
-        != MixedManifest.merge(dict(reversed(manifests.items()))).fingerprint
-    )
+    assert mixed.fingerprint != merge(dict(reversed(manifests.items()))).fingerprint
     assert sum(map(len, mixed.open("train"))) == mixed.tokens("train")
-    text = tmp_path / "lower.txt"
-    text.write_text(text.read_text()[:-1] + "!")  # of the same length
-    edited = Manifest.load(prepare(TextSource((str(text),)), "byte", tmp_path))
-    assert edited.tokens("val") == manifests["lower"].tokens("val")
-    assert (
-        MixedManifest.merge(manifests | {"lower": edited}).validation_content
-        != mixed.validation_content
-    )
-    (tmp_path / "vocab.bpe").write_text("a b")
-    other = prepare(
-        TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache"
-    )
+    edited = text_of("abcdefgh")[:-1] + "!"  # of the same length
+    other = manifests_of(made(tmp_path, {"lower.txt": edited}))
+    assert other["lower"].tokens("val") == manifests["lower"].tokens("val")
+    assert merge(manifests | other).validation_content != mixed.validation_content
+    write(tmp_path, {"vocab.bpe": "a b"})
+    other = manifests_of(made(tmp_path, {"other.txt": edited}, str(tmp_path)))
     with pytest.raises(UserError, match="prepare them with one"):
-        MixedManifest.merge(manifests | {"other": Manifest.load(other)})
+        merge(manifests | other)
 
 
 @pytest.mark.parametrize("accum", [1, 2])
@@ -276,28 +270,16 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
 
 
 def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
-    actual = {}
-    for name in ("web", "code"):
-        # ten tokens each, with their end
-        lines = (f'{{"text": "{name[0]}{i:08}"}}\n' for i in range(800))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-        actual[name] = prepare(
-            TextSource((str(tmp_path / f"{name}.jsonl"),)), "byte", tmp_path / "cache"
-        )
-    manifest = MixedManifest.merge(
-        {name: Manifest.load(directory) for name, directory in actual.items()}
-    )
-    parts = loaders(actual, "val")
+    # ten tokens each, with their end
+    files = {
+        f"{name}.jsonl": rows(f"{name[0]}{i:08}" for i in range(800))
+        for name in ("web", "code")
+    }
+    parts = made(tmp_path, files)
 
     def letters(*weights):
-        mixed = Mixture(
-            parts,
-            manifest,
-            "val",
-            [MixtureStage(i, w) for i, w in enumerate(weights)],
-            1,
-        )
-        return "".join(chr(document[0]) for document in mixed.documents("val", 80))
+        documents = mixture(parts, "val", *weights).documents("val", 80)
+        return "".join(chr(document[0]) for document in documents)
 
     assert letters((0, 1)) == "c" * 8
     assert letters((1, 1)) == letters((1, 0), (0, 1)) == "wc" * 4

@@ -34,11 +34,11 @@ LINES = (
     "a.",
 )
 TEXT = "".join(
-    LINES[i] + "\n" for i in np.random.default_rng(0).integers(0, len(LINES), 400)
+    LINES[i] + "\n" for i in np.random.default_rng(0).integers(0, len(LINES), 200)
 )
 
 
-def words(alphabet=None):
+def words():
     """Words in WordPiece, between which white space is dropped."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
