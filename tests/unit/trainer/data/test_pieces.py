@@ -10,7 +10,6 @@ from library_tokenizers import KINDS
 from tokenizers import (
     Regex,
     Tokenizer,
-    decoders,
     models,
     normalizers,
     pre_tokenizers,
@@ -38,28 +37,6 @@ TEXT = "".join(
 )
 
 
-def words():
-    """Words in WordPiece, between which white space is dropped."""
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    special = ["[UNK]", "[EOS]"]
-    made.train_from_iterator(
-        [TEXT],
-        trainers.WordPieceTrainer(
-            vocab_size=200, special_tokens=special, show_progress=False
-        ),
-    )
-    return made
-
-
-def k_mers():
-    """Words of four characters each, from the start of the text on."""
-    made = words()
-    made.pre_tokenizer = pre_tokenizers.FixedLength(4)
-    return made
-
-
 OWN = {
     "two lines": r"[a-z.,;\n]+|[\s\S]",
     "left out": r"[a-z]+|[^\w\s]",
@@ -67,9 +44,7 @@ OWN = {
 }
 
 
-@pytest.fixture(
-    params=["byte", "gpt2", "cl100k_base", "o200k_base", *OWN, "words", "fixed", *KINDS]
-)
+@pytest.fixture(params=["byte", "gpt2", "cl100k_base", "o200k_base", *OWN, *KINDS])
 def tokenizer(request, small, tmp_path):
     name = request.param
     if name == "byte":
@@ -81,9 +56,8 @@ def tokenizer(request, small, tmp_path):
             settings = {"pat_str": OWN[name], "special_tokens": {}}
             file.with_suffix(".json").write_text(json.dumps(settings))
         return get_tokenizer(str(file))
-    make = {"words": words, "fixed": k_mers}.get(name) or KINDS[name][0]
     (tmp_path / name).mkdir()
-    make().save(str(tmp_path / name / "tokenizer.json"))
+    KINDS[name][0]().save(str(tmp_path / name / "tokenizer.json"))
     return get_tokenizer(str(tmp_path / name))
 
 

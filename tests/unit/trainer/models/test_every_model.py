@@ -24,6 +24,7 @@ from trainer.models.choices import REMAT_POLICIES
 from trainer.models.registry import family_of
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+UNTIED = dataclasses.replace(LLAMA, tied=False)
 scanned_or_not = pytest.mark.parametrize(
     "scan_layers", [False, True], ids=["unrolled", "scanned"]
 )
@@ -32,6 +33,28 @@ scanned_or_not = pytest.mark.parametrize(
 @pytest.fixture(params=FAMILIES)
 def spec(request):
     return FAMILIES[request.param]
+
+
+@pytest.mark.parametrize("spec", [GPT2, LLAMA, UNTIED], ids=["gpt2", "llama", "untied"])
+def test_initial_values_are_normal_and_the_residual_ones_smaller(spec):
+    sizes = {"vocab_size": 1000, "n_layer": 8, "d_model": 64, "init_std": 0.005}
+    model = functional(dataclasses.replace(spec, **sizes))
+    params = model.init(jax.random.key(0))
+    assert ("lm_head" in params) == (spec is UNTIED)
+    roles = jax.tree.leaves(model.roles)
+    stds = {"row": 0.005 / math.sqrt(2 * 8), "gain": 0, "bias": 0}
+    for (path, values), role in zip(
+        jax.tree_util.tree_leaves_with_path(params), roles, strict=True
+    ):
+        std = stds.get(role.kind, 0.005)
+        values = values[: len(values) - role.padding]
+        if not std:
+            assert (values == (role.kind == "gain")).all(), path
+            continue
+        # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of
+        # those.
+        error = abs(float(values.std()) / std - 1)
+        assert error < 5 / math.sqrt(2 * values.size), path
 
 
 def test_first_loss_is_that_of_a_uniform_guess(spec):
@@ -43,9 +66,7 @@ def test_first_loss_is_that_of_a_uniform_guess(spec):
     assert abs(float(loss(jax.random.key(0))) - math.log(5000)) < 0.05
 
 
-@pytest.mark.parametrize(
-    "spec", [GPT2, dataclasses.replace(LLAMA, tied=False)], ids=["gpt2", "llama"]
-)
+@pytest.mark.parametrize("spec", [GPT2, UNTIED], ids=["gpt2", "llama"])
 def test_padding_rows_are_zero_get_no_gradient_and_no_probability(spec):
     params, loss_and_grads, _ = compiled(spec)
     loss, grads = loss_and_grads(params)
@@ -183,23 +204,21 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(
 ):
     spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=scan_layers)
     aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
-    before, after = (
-        functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned)
+    layers = [functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned)]
+    before, after = (h if scan_layers else h[1] for h in layers)
+    names = (
+        ("c_fc", "c_gate")
+        if spec.n_kv_head == spec.n_head
+        else ("up_proj", "gate_proj")
     )
-    before, after = (
-        ([h] if scan_layers else list(h.values())) for h in (before, after)
-    )
-    names = ("gate_proj", "up_proj") if "tied" in vars(spec) else ("c_gate", "c_fc")
-    for plain, layer in zip(before, after, strict=True):
-        gate, up = (layer["mlp"].pop(name)["kernel"] for name in names)
-        old_gate, old_up = (plain["mlp"].pop(name)["kernel"] for name in names)
-        np.testing.assert_array_equal(gate[..., :3], up[..., :3])
-        np.testing.assert_array_equal(up[..., :3], old_up[..., :3] * 50)
-        # not the same column for all
-        assert len(np.unique(up[..., 0, :3])) == up[..., 0, :3].size
-        np.testing.assert_array_equal(gate[..., 3:], old_gate[..., 3:])
-        np.testing.assert_array_equal(up[..., 3:], old_up[..., 3:])
-        jax.tree.map(np.testing.assert_array_equal, layer, plain)
+    old = [before["mlp"].pop(name)["kernel"] for name in names]
+    new = [after["mlp"].pop(name)["kernel"] for name in names]
+    for kernel, old_kernel in zip(new, old, strict=True):
+        np.testing.assert_array_equal(kernel[..., :3], old[0][..., :3] * 50)
+        np.testing.assert_array_equal(kernel[..., 3:], old_kernel[..., 3:])
+    # not the same column for all
+    assert len(np.unique(new[0][..., 0, :3])) == new[0][..., 0, :3].size
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 @scanned_or_not
