@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,44 +94,42 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         yield row, end
 
 
-def filter_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
-    """Drop rows of later steps from a log whose rows may be out of order or there
-    twice, and sort it.
+def cut_rows(
+    path: Path, start: int, *, size: int = sys.maxsize, redo_row: bool = False
+) -> int:
+    """Drop what a run that resumes after step `start` writes again; sort the rest.
 
-    Arguments and result are those of `cut_rows`, which needs rows in order.
+    Args:
+      path: the log, whose rows may be out of order or there twice.
+      start: the last step that stays.
+      size: in bytes, before step `start` was saved. All rows of metrics up to there
+        were written before; events may follow.
+      redo_row: drop the metrics of step `start`, too; its earlier events stay.
+
+    Returns:
+      the last step with a row of metrics; -1: none.
     """
     remaining: list[tuple[int, bytes]] = []
     logged: set[int] = set()
     begin, data = 0, read_log(path)
-    for row, end in list(_rows(path)):
+    for row, end in _rows(path):
         step, line, begin = row["step"], data[begin:end], end
-        if "event" in row:
-            if step <= start:
-                remaining.append((step, line))
-        elif step <= start - redo_row and step not in logged:
-            remaining.append((step, line))
+        is_event = "event" in row
+        if redo_row and step == start and not is_event:
+            break
+        if step > start or (not is_event and (end > size or step in logged)):
+            continue
+        remaining.append((step, line))
+        if not is_event:
             logged.add(step)
     # The sort is stable: the events of a step stay before or after its row.
     remaining.sort(key=lambda pair: pair[0])
-    write_atomically(path, b"".join(line for _, line in remaining))
+    rest = b"".join(line for _, line in remaining)
+    if data.startswith(rest):
+        _truncate(path, len(rest))
+    else:
+        write_atomically(path, rest)
     return max(logged, default=-1)
-
-
-def rows_behind(path: Path, size: int, last: int) -> int:
-    """Return how many rows of metrics of steps <= `last` end behind byte `size`.
-
-    A run writes no such row after the checkpoint of step `last`, but may write events.
-    """
-    return sum(
-        end > size and "event" not in row and row["step"] <= last
-        for row, end in _rows(path)
-    )
-
-
-def samples_behind(path: Path, size: int, last: int) -> int:
-    """Return how many samples of steps <= `last` end behind byte `size`."""
-    matches = SAMPLE.finditer(read_log(path))
-    return sum(match.end() > size and int(match[1]) <= last for match in matches)
 
 
 def is_row(row: Any) -> bool:
@@ -161,30 +160,6 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def cut_rows(path: Path, start: int, *, redo_row: bool = False) -> int:
-    """Truncate a metrics.jsonl after the rows of steps <= `start`.
-
-    Args:
-      path: the log.
-      start: the last step that stays.
-      redo_row: cut the metrics of step `start` too, which will be written again; its
-        earlier events stay.
-
-    Returns:
-      the last step with a row of metrics; -1: none.
-    """
-    last, size = -1, 0
-    for row, end in _rows(path):
-        figures = "event" not in row
-        if row["step"] > start or (redo_row and figures and row["step"] == start):
-            break
-        if figures:
-            last = row["step"]
-        size = end
-    _truncate(path, size)
-    return last
-
-
 SAMPLE = re.compile(rb'^step (\d{1,18}) \| (".*")\n((?:  .*\n)*)', re.MULTILINE)
 
 
@@ -207,11 +182,13 @@ def read_samples(path: Path) -> list[Sample]:
     return samples
 
 
-def cut_samples(path: Path, start: int) -> None:
-    """Truncate a samples.txt after the samples of steps <= `start`."""
+def cut_samples(path: Path, start: int, size: int = sys.maxsize) -> None:
+    """Truncate a samples.txt after the samples of steps <= `start`, and at `size`
+    bytes.
+    """
     data = read_log(path)
     ends = [m.end() for m in SAMPLE.finditer(data) if int(m[1]) <= start]
-    _truncate(path, max(ends, default=0))
+    _truncate(path, max((end for end in ends if end <= size), default=0))
 
 
 def _truncate(path: Path, size: int) -> None:

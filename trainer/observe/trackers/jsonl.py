@@ -7,9 +7,10 @@ with the same values. The log has every row of a step <= n, because the loop cal
 
 import logging
 import os
+import sys
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,12 +23,9 @@ from trainer.observe.records import (
     cut_samples,
     encode_row,
     encode_sample,
-    filter_rows,
     read_log,
     read_rows,
     read_samples,
-    rows_behind,
-    samples_behind,
 )
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
@@ -123,38 +121,17 @@ class Log:
         self._file.close()
 
 
-def check_log(
-    path: Path,
-    expected: Digest | None,
-    count_behind: Callable[[Path, int, int], int],
-    last: int,
-) -> str | None:
+def check_log(path: Path, expected: Digest) -> str | None:
     """Return how a log differs from what was written before a checkpoint; None: not.
 
-    Cuts what somebody added behind the digest.
-
-    Args:
-      path: the log.
-      expected: its digest at the checkpoint; None: the checkpoint has none.
-      count_behind: `count_behind(path, size, last)` returns the number of records of
-        steps <= `last` behind byte `size`.
-      last: the last step whose records were all written before the checkpoint.
+    `expected`: its digest at the checkpoint.
     """
-    if expected is None:
-        return None
     data = read_log(path)
-    if Digest.from_data(data[: expected.size]) != expected:
-        return (
-            f"it has {Digest.from_data(data).rows} lines, {expected.rows} were written;"
-            " the missing lines are lost, the weights are complete"
-        )
-    added = count_behind(path, expected.size, last)
-    if not added:
+    if Digest.from_data(data[: expected.size]) == expected:
         return None
-    os.truncate(path, expected.size)
     return (
-        f"records were added behind its {expected.rows} lines that no run writes there"
-        f" ({added}); all behind these lines was removed"
+        f"it has {Digest.from_data(data).rows} lines, {expected.rows} were written;"
+        " the missing lines are lost, the weights are complete"
     )
 
 
@@ -215,29 +192,38 @@ class JsonlTracker(Tracker):
         self.samples_path = run_dir / "samples.txt"
         last = step - start.redo_row
         written = start.written or {}
-        digests = [
-            Digest.from_checkpoint(saved) for saved in (written, written.get("samples"))
-        ]
+        problems: dict[Path, str] = {}
+        sizes: dict[Path, int] = {}
         try:
-            problems = {
-                self.path: check_log(self.path, digests[0], rows_behind, last),
-                self.samples_path: check_log(
-                    self.samples_path, digests[1], samples_behind, last
-                ),
-            }
-            cut = filter_rows if problems[self.path] else cut_rows
-            self._logged = cut(self.path, step, redo_row=start.redo_row)
-            cut_samples(self.samples_path, last)
+            for path, saved in (
+                (self.path, written),
+                (self.samples_path, written.get("samples")),
+            ):
+                digest = Digest.from_checkpoint(saved)
+                if digest is None:
+                    continue
+                if problem := check_log(path, digest):
+                    problems[path] = problem
+                else:
+                    sizes[path] = digest.size
+            self._logged = cut_rows(
+                self.path,
+                step,
+                size=sizes.get(self.path, sys.maxsize),
+                redo_row=start.redo_row,
+            )
+            cut_samples(
+                self.samples_path, last, sizes.get(self.samples_path, sys.maxsize)
+            )
             self._rows, self._samples = Log(self.path), Log(self.samples_path)
         except OSError as error:
             raise UserError(
                 f"cannot write to {run_dir}: {error.strerror}; choose another run_dir"
             ) from error
         for path, text in problems.items():
-            if text:
-                self._warn(
-                    step, f"{path} is not what the run wrote up to step {step}: {text}"
-                )
+            self._warn(
+                step, f"{path} is not what the run wrote up to step {step}: {text}"
+            )
         if start.written is None and 0 <= self._logged < last:
             # An event of the next step, which is cut if the run starts here again.
             self._warn(

@@ -27,39 +27,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def events(folder):
-    return [
-        row["event"]
-        for row in read_rows(folder / "A" / "metrics.jsonl")
-        if "event" in row
-    ]
-
-
-# Every kind of damage: test_jsonl.py
-DAMAGE = {
-    "removed": lambda lines: None,
-    "a row changed": lambda lines: [
-        line.replace(b'"tokens": ', b'"tokens": 1') for line in lines
-    ],
-}
-
-
 def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(
     folder, capsys
 ):
+    """Every kind of damage: test_jsonl.py."""
     train(compose([*SMALL, "train.steps=4"]))
     log = folder / "A" / "metrics.jsonl"
-    whole = log.read_bytes()
-    for steps, (damage, change) in enumerate(DAMAGE.items(), 5):
-        lines = change(whole.splitlines(keepends=True))
-        log.unlink() if lines is None else log.write_bytes(b"".join(lines))
-        capsys.readouterr()
-        train(compose([*SMALL, f"train.steps={steps}"]))
-        assert "is not what the run wrote up to step" in capsys.readouterr().out, damage
-        assert any(
-            "is not what the run wrote up to step" in text for text in events(folder)
-        ), damage
-        whole = log.read_bytes()
+    log.write_bytes(log.read_bytes().replace(b'"tokens": ', b'"tokens": 1'))
+    capsys.readouterr()
+    train(compose([*SMALL, "train.steps=5"]))
+    says = "is not what the run wrote up to step"
+    assert says in capsys.readouterr().out
+    assert any(says in row.get("event", "") for row in read_rows(log))
 
 
 def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(

@@ -29,21 +29,11 @@ def jsonl(run_dir, *, start, again=False):
     return tracker
 
 
-def test_a_row_is_a_line_with_its_step_and_is_on_disk_at_once(tmp_path):
-    tracker = jsonl(tmp_path, start=0)
-    tracker.row(1, {"train/loss": 0.1 + 0.2, "tokens": 3})
-    assert (
-        tmp_path / "metrics.jsonl"
-    ).read_text() == '{"step": 1, "train/loss": 0.30000000000000004, "tokens": 3}\n'
-    tracker.finish()
-
-
-def test_what_is_not_finite_is_valid_json_that_float_reads_back(tmp_path):
-    line = encode_row(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf")})
-    row = json.loads(
-        line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
-    )
-    assert str([float(row[k]) for k in "abc"]) == "[nan, inf, -inf]"
+def test_what_is_not_finite_is_valid_json_and_is_read_back(tmp_path):
+    values = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 3}
+    line = encode_row(1, values).decode()
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert str(decode_row(line)) == str(values)
 
 
 def test_a_step_cannot_be_logged_twice(tmp_path):
@@ -52,6 +42,8 @@ def test_a_step_cannot_be_logged_twice(tmp_path):
     with pytest.raises(ValueError, match="row of step 2 after the row of step 2"):
         tracker.row(2, loss(2))
     tracker.finish()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 2, "train/loss": 0.5, "tokens": 20}\n'
 
 
 def test_a_resumed_run_goes_on_after_its_step_as_if_never_stopped(tmp_path):
@@ -141,7 +133,7 @@ def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_rows_that_were_added_behind_the_checkpoint_are_removed_and_spoken_of(
+def test_rows_and_samples_that_no_run_writes_behind_the_checkpoint_are_removed(
     tmp_path, step
 ):
     tracker = jsonl(tmp_path, start=0)
@@ -149,27 +141,15 @@ def test_rows_that_were_added_behind_the_checkpoint_are_removed_and_spoken_of(
     tracker.sample(4, "sample", "some text")
     written = tracker.written()
     tracker.event(4, "stalled")
-    tracker.event(3, "an event of before, such as of a removed log")
     tracker.row(5, loss(5))
     tracker.finish()
-
-    def resumed():
-        rows = resume(tmp_path, 4, written)
-        return [row.get("event", row["step"]) for row in rows]
-
-    log, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.txt"
-    assert len(resumed()) == 3  # what the run itself writes there is right
-    with log.open("ab") as file:
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(encode_row(step, {"val/loss": 0.5}))
-    with samples.open("ab") as file:
+    with (tmp_path / "samples.txt").open("ab") as file:
         file.write(encode_sample(Sample(step, "sample", "forged")))
-    first, *events = resumed()
-    assert first == 4
-    for name, text in zip(("metrics.jsonl", "samples.txt"), events, strict=True):
-        assert f"{name} is not what the run wrote up to step 4: records were" in text
-        assert "no run writes there (1); all behind these lines was removed" in text
-    assert len(read_samples(samples)) == 1
-    assert resumed() == [first, *events]  # spoken of once
+    rows = resume(tmp_path, 4, written)
+    assert [row.get("event", row["step"]) for row in rows] == [4, "stalled"]
+    assert len(read_samples(tmp_path / "samples.txt")) == 1
 
 
 def test_a_row_that_comes_again_may_stand_behind_the_checkpoint(tmp_path):
@@ -210,27 +190,17 @@ def test_a_log_without_a_gap_is_not_spoken_of(tmp_path, caplog, start, again):
     assert "no rows" not in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["none", "emptied", "changed", "removed"])
-def test_samples_that_are_not_what_was_written_are_noticed(tmp_path, damage):
+def test_samples_that_are_not_what_was_written_are_noticed(tmp_path):
     tracker = jsonl(tmp_path, start=0)
-    for step in (1, 2):
-        tracker.row(step, loss(step))
-        tracker.sample(step, "sample", "some text")
+    tracker.row(1, loss(1))
+    tracker.sample(1, "sample", "some text")
     written = tracker.written()
     tracker.finish()
     path = tmp_path / "samples.txt"
-    if damage == "emptied":
-        path.write_bytes(b"")
-    elif damage == "changed":
-        path.write_bytes(path.read_bytes().replace(b"some", b"same"))
-    elif damage == "removed":
-        path.unlink()
-    noticed = [
-        row["event"]
-        for row in resume(tmp_path, 2, written)
-        if "samples.txt is not what the run wrote" in row.get("event", "")
-    ]
-    assert len(noticed) == (damage != "none")
+    assert len(resume(tmp_path, 1, written)) == 1
+    path.write_bytes(path.read_bytes().replace(b"some", b"same"))
+    [event] = [row["event"] for row in resume(tmp_path, 1, written)[1:]]
+    assert "samples.txt is not what the run wrote" in event
 
 
 def test_samples_that_are_removed_during_the_run_are_restored(tmp_path):
@@ -261,11 +231,6 @@ def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
     tracker.row(2, {"a": 2})
     tracker.finish()
     assert path.read_bytes() == b"".join(lines[:3])
-
-
-def test_a_row_is_read_back_with_what_is_not_finite():
-    row = {"train/loss": float("nan"), "lr": 0.1, "tokens": 3}
-    assert str(decode_row(encode_row(7, row).decode())) == str(row)
 
 
 def test_cutting_says_which_step_is_the_last(tmp_path):
