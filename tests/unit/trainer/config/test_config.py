@@ -163,15 +163,6 @@ def test_a_family_is_added_by_its_spec(tiny):
         from_tree(Config, tiny)
 
 
-def test_a_model_of_before_there_were_families_is_a_gpt2():
-    config = load()
-    tree = to_tree(config)
-    del tree["model"]["family"]
-    assert from_saved(Config, tree) == config
-    with pytest.raises(UserError, match=r"model\.family=None is not a choice"):
-        from_tree(Config, tree)
-
-
 @pytest.mark.parametrize(
     ("override", "names"),
     [
