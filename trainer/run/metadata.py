@@ -41,9 +41,22 @@ class Fork:
 Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class WatchdogState:
-    """The fields of `Watchdog.state`."""
+    """What a watchdog has counted.
+
+    Attributes:
+      skipped: steps that were not finite.
+      in_a_row: the last of them in a row.
+      spikes: the last losses in a row that were spikes.
+      suspect_since: the first of the last steps in a row that were skipped or spiked;
+        None: the last step was good.
+      rollbacks: of the whole run.
+      rolled_back_at: the step after which the last rollback was; None: there was none.
+      losses: those that spikes are measured by.
+      failure: why the run failed although it took all its steps; None: it did not fail,
+        or has not ended.
+    """
 
     skipped: Natural = 0
     in_a_row: Natural = 0

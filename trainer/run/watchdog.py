@@ -12,8 +12,10 @@ not finite although its operands are.
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from trainer.run.metadata import WatchdogState
 
 # Nats. A loss that hardly varies must not spike by moving a little.
 LEAST_SPREAD = 0.01
@@ -42,7 +44,7 @@ class Bounds:
     calibration: int = 0
 
 
-class Watchdog:
+class Watchdog(WatchdogState):
     """Judges the metrics of every step, in order. It depends on them alone, so that
     resumed runs agree.
 
@@ -55,29 +57,16 @@ class Watchdog:
     Attributes:
       verdict: why the run cannot go on from its state, until `rolled_back` or
         `forgive`; None: it can.
-      suspect_since: the first of the last steps in a row that were skipped or spiked;
-        None: the last step was good.
-      failure: why the run failed although it took all its steps; None: it did not fail,
-        or has not ended.
     """
 
     def __init__(
         self, bounds: Bounds, leaves: list[str], state: Mapping[str, Any] | None = None
     ) -> None:
+        super().__init__(**(state or {}))
         self.bounds = bounds
         self.leaves = leaves
         self.verdict: str | None = None
-        saved: dict[str, Any] = {"skipped": 0, "rollbacks": 0, "losses": []} | dict(
-            state or {}
-        )
-        self.skipped: int = saved["skipped"]
-        self.rollbacks: int = saved["rollbacks"]
-        self._losses: deque[float] = deque(saved["losses"], maxlen=bounds.spike_window)
-        self.in_a_row: int = saved.get("in_a_row", 0)
-        self.spikes: int = saved.get("spikes", 0)
-        self.suspect_since: int | None = saved.get("suspect_since")
-        self.failure: str | None = saved.get("failure")
-        self.rolled_back_at: int | None = saved.get("rolled_back_at")
+        self._losses: deque[float] = deque(self.losses, maxlen=bounds.spike_window)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); return an
@@ -196,13 +185,5 @@ class Watchdog:
         """Return JSON values for a checkpoint, from which a resumed run goes on
         counting.
         """
-        return {
-            "skipped": self.skipped,
-            "in_a_row": self.in_a_row,
-            "spikes": self.spikes,
-            "suspect_since": self.suspect_since,
-            "rollbacks": self.rollbacks,
-            "rolled_back_at": self.rolled_back_at,
-            "losses": list(self._losses),
-            "failure": self.failure,
-        }
+        self.losses = tuple(self._losses)
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -167,7 +167,6 @@ def test_a_family_is_added_by_its_spec(tiny):
     ("override", "names"),
     [
         ("train.steps=abc", ["train.steps", "'abc'", "whole number"]),
-        ("train.steps=1.5", ["train.steps", "1.5", "whole number"]),
         ("train.steps=0", ["train.steps=0", "at least 1"]),
         ("dry_run=3", ["dry_run=3", "true or false"]),
         ("model.mlp=gelo", ["model.mlp='gelo'", "did you mean 'gelu'"]),
@@ -180,24 +179,11 @@ def test_a_family_is_added_by_its_spec(tiny):
             "train.grad_accum_steps=7",
             ["train.batch_tokens", "train.grad_accum_steps", "7"],
         ),
-        ("data=text", ["data.paths"]),
-        ("data=hf", ["data.name"]),
-        (
-            "data.max_tokens=5",
-            ["data.max_tokens=5", "not used by data=embedded", "data=hf"],
-        ),
-        ("data.name=a/b", ["data.name=a/b", "data=hf"]),
-        ("data.format=jsonl", ["data.format=jsonl", "data=text"]),
+        ("data=text", ["data.paths", "train(config, data=TEXTS), without data="]),
         ("data.column=body", ["data.column=body", "data=text or data=hf"]),
-        ("data.max_documents=10", ["data.max_documents=10", "data=text or data=hf"]),
-        ("data.streaming=true", ["data.streaming=True", "data=hf"]),
-        ("data.prepared_dir=x", ["data.prepared_dir=x", "data=prepared"]),
         ("data.source=text", ["data.column is null", "data=text"]),
-        ("data=prepared", ["data.prepared_dir"]),
         ("data.paths=x", ["data.paths='x'", "list"]),
-        ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
         ("profile.steps=[5,100000]", ["profile.steps", "within 1.."]),
-        ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1 - 2^-24]"]),
         ("optimizer.b2=0.99999999", ["optimizer.b2=0.99999999", "[0, 1 - 2^-24]"]),
         (
             "train.final_eval_batches=15",
@@ -206,22 +192,17 @@ def test_a_family_is_added_by_its_spec(tiny):
         ("parallel.data=0", ["parallel.data=0", "-1"]),
         ("seed=4294967296", ["seed=4294967296", "4294967295"]),
         ("data.val_fraction=0", ["data.val_fraction=0", "validation"]),
-        ("model.n_layer=null", ["model.n_layer=None", "whole number"]),
-        ("model.init_std=0", ["model.init_std=0.0", "more than 0"]),
         ("model.value_gain=3", ["model.value_gain=3.0", "power of two", "null"]),
-        ("model.align_channels=-1", ["model.align_channels=-1", "at least 0"]),
         (
             "model.align_channels=2",
             ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"],
         ),
-        ("model.align_gain=-1", ["model.align_gain=-1.0", "more than 0"]),
         (
             "model.remat=dots_savable",
             ["model.remat='dots_savable'", "did you mean 'dots_saveable'"],
         ),
         ("model.family=gpt3", ["model.family='gpt3'", "did you mean 'gpt2'"]),
         ("precision.clip_outliers=0.5", ["precision.clip_outliers=0.5", "at least 1"]),
-        ("precision.hadamard=12", ["precision.hadamard=12", "power of two"]),
         ("precision.backward=e5m2x", ["precision.backward=e5m2x", "e4m3s"]),
         ("precision.compute=fp64", ["precision.compute='fp64'", "bf16, fp16, fp32"]),
         ("precision.forward=e4m33", ["precision.forward=e4m33", "eXmY", "e4m3"]),
@@ -229,7 +210,6 @@ def test_a_family_is_added_by_its_spec(tiny):
             "precision.weights=fp16",
             ["precision.weights=fp16", "precision.scaling=propagate"],
         ),
-        ("precision.mu=fp61", ["precision.mu='fp61'", "did you mean 'fp16'"]),
         ("optimizer.eps=0", ["optimizer.eps=0", "at least 2^-126"]),
         ("optimizer.lr=inf", ["optimizer.lr=inf", "a finite number"]),
         ("schedule.min_ratio=1.5", ["schedule.min_ratio=1.5", "[0, 1]"]),
@@ -266,21 +246,12 @@ def test_a_wrong_key_names_the_nearest_valid_one(key, names):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ignored"),
-    [
-        ("adamw", ["momentum"]),
-        ("lion", ["eps", "momentum"]),
-        ("adafactor", ["b1", "b2", "eps", "momentum"]),
-        ("sgd", ["b1", "b2", "eps"]),
-    ],
+    ("optimizer", "ignored"), [("lion", "eps"), ("adafactor", "b1"), ("sgd", "b2")]
 )
 def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
-    for key in ignored:
-        with pytest.raises(
-            UserError,
-            match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay",
-        ):
-            load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
+    says = rf"unknown key optimizer\.{ignored} of {optimizer}; .*weight_decay"
+    with pytest.raises(UserError, match=says):
+        load(f"optimizer={optimizer}", f"+optimizer.{ignored}=0.5")
 
 
 def test_moments_that_the_optimizer_does_not_have_are_refused_before_anything_is_built():
@@ -301,33 +272,19 @@ def test_moments_that_the_optimizer_does_not_have_are_refused_before_anything_is
 
 
 def test_a_setting_that_the_source_does_not_use_is_refused():
+    text, hf = ["data=text", "data.paths=[a]"], ["data=hf", "data.name=a/b"]
+    prepared = ["data=prepared", "data.prepared_dir=x"]
     for given, refused in (
-        (
-            ["data=text", "data.paths=[a]"],
-            [
-                "name=a",
-                "config=b",
-                "split=c",
-                "revision=d",
-                "streaming=true",
-                "max_tokens=9",
-            ],
-        ),
-        (["data=hf", "data.name=a/b"], ["paths=[a]", "format=text", "prepared_dir=x"]),
-        (
-            ["data=prepared", "data.prepared_dir=x"],
-            ["val_fraction=0.2", "workers=2", "cache_dir=y", "max_documents=3"],
-        ),
+        (text, ["name=a", "config=b", "split=c", "revision=d", "streaming=true"]),
+        (text, ["max_tokens=9"]),
+        (hf, ["paths=[a]", "format=text", "prepared_dir=x"]),
+        (prepared, ["val_fraction=0.2", "workers=2", "cache_dir=y"]),
+        (prepared, ["max_documents=3"]),
     ):
-        load(*given)
         for key in refused:
-            with pytest.raises(
-                UserError,
-                match=(
-                    rf"data\.{key.split('=')[0]}=.* is not used by {given[0]}, and"
-                    r" would"
-                ),
-            ):
+            name = key.split("=")[0]
+            says = rf"data\.{name}=.* is not used by {given[0]}, and would"
+            with pytest.raises(UserError, match=says):
                 configured(*given, f"data.{key}")
 
 
@@ -436,30 +393,12 @@ def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(command_
 
 
 def test_a_simulated_format_has_a_short_form():
-    short = load("precision=sim_e3m4").precision
-    assert (short.name, short.simulate, short.forward, short.backward) == (
-        "sim_e3m4",
-        True,
-        "e3m4",
-        "e3m4",
-    )
-    assert (
-        load("precision=sim_e3m4", "precision.backward=e4m3").precision.backward
-        == "e4m3"
-    )
-    for form in ("e3m4t", "e3m4s"):
-        rounded = load(f"precision=sim_{form}").precision
-        assert (rounded.name, rounded.simulate, rounded.forward, rounded.backward) == (
-            f"sim_{form}",
-            True,
-            form,
-            form,
-        )
-
-
-def test_texts_of_a_program_need_no_source_of_data():
-    with pytest.raises(UserError, match=r"train\(config, data=TEXTS\), without data="):
-        compose_config(["data=text"])
+    for form in ("e3m4", "e3m4t", "e3m4s"):
+        p = load(f"precision=sim_{form}").precision
+        assert (p.name, p.simulate) == (f"sim_{form}", True)
+        assert (p.forward, p.backward) == (form, form)
+    other = load("precision=sim_e3m4", "precision.backward=e4m3").precision
+    assert other.backward == "e4m3"
 
 
 @pytest.mark.parametrize(
@@ -478,15 +417,10 @@ def test_a_vocabulary_that_is_too_small_says_whose_it_is(name, message):
 
 @pytest.mark.parametrize("name", ["123", "2.5", "1e3", "1_000", "true", "nan", "-1"])
 def test_a_name_that_reads_as_a_number_is_a_name(name):
-    keys = ("init_from", "run_dir", "data.tokenizer")
-    config = load(*(f"{key}={name}" for key in keys))
-    assert (config.init_from, config.run_dir) == (name, name)
-    assert config.data.tokenizer == name
-
-
-def test_names_in_a_list_that_read_as_numbers_are_names():
-    data = compose_config(["data=mix", "data.sources=[1e3, 1_000,true,web.jsonl]"]).data
-    assert data.sources == ("1e3", "1_000", "true", "web.jsonl")
+    c = load(f"init_from={name}", f"run_dir={name}", f"data.tokenizer={name}")
+    assert (c.init_from, c.run_dir, c.data.tokenizer) == (name, name, name)
+    data = load("data=mix", f"data.sources=[{name},web.jsonl]").data
+    assert data.sources == (name, "web.jsonl")
 
 
 def test_a_number_in_a_file_names_the_weights(tmp_path):

@@ -3,6 +3,7 @@ import io
 import logging
 import os
 import sys
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -27,17 +28,12 @@ ROW = {
 }
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    """A clock that shows its attribute `now`."""
+    clock = mock.Mock(now=0.0)
+    clock.side_effect = lambda: clock.now
+    return clock
 
 
 def make(clock, steps=100, terminal=False):

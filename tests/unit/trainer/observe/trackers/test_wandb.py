@@ -13,8 +13,6 @@ import pytest
 
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.choose import make_tracker
-from trainer.observe.trackers.jsonl import JsonlTracker
-from trainer.observe.trackers.protocol import TrackerStart
 from trainer.observe.trackers.wandb import choose_run_id
 from trainer.observe.trackers.wandb_files import (
     last_local_step,
@@ -124,22 +122,6 @@ def test_wandb_holds_every_step_text_and_event_once_across_kills(killed_thrice):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
     files = [path.read_bytes() for path in wandb_files(killed_thrice, run_id)]
     assert any(b"went back" in data for data in files)  # an alert
-
-
-# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.slow
-def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
-    tracker = JsonlTracker()
-    tracker.start(TrackerStart(tmp_path, 0, False, {}, None, None))
-    for step in range(1, 901):
-        tracker.row(step, loss(step))
-        if step % 50 == 0:
-            tracker.sample(step, "samples", f"text of {step}")
-        if step % 70 == 0:
-            tracker.event(step, f"event of {step}")
-    tracker.finish()
-    for name in ("metrics.jsonl", "samples.txt"):
-        assert (killed_thrice / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
