@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_other_devices(both):
         )
 
 
-def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_path):
+def test_a_signal_to_one_of_the_processes_stops_all_after_the_same_step(tmp_path):
     args = [
         "train.steps=100000",
         "checkpoint.every=0",
@@ -64,16 +64,11 @@ def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_pat
         "tracker=jsonl",
         "sample.max_new_tokens=0",
     ]
-    processes = several(tmp_path, "A", *args, "parallel=fsdp", count=4)
+    processes = several(tmp_path, "A", *args, "parallel=fsdp")
     wait_for_row(tmp_path / "A", 5, processes[0])
-    processes[3].terminate()
+    processes[1].terminate()
     outputs = [finish(process, code=143) for process in processes]
-    assert ["stopped after step" in output for output in outputs] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert ["stopped after step" in output for output in outputs] == [True, False]
     (step,) = [
         int(path.name) for path in (tmp_path / "A" / "checkpoints").glob("[0-9]*")
     ]

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from families import slow
 from precisions import SPEC, abstract, policy, workload
 
 from trainer.errors import UserError
@@ -40,7 +41,7 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     }
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum", [1, slow(2)])  # 2: also the golden run `accum`
 def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_up(
     accum,
 ):

@@ -332,8 +332,8 @@ def test_gradients_of_chosen_layers_are_in_e4m3(scan):
     every = casts_to_e5m2(None)
     assert every == 4 * (1 if scan else 2)
     assert casts_to_e5m2(("h.*.mlp.*",)) == every / 2
-    assert casts_to_e5m2(("h.*",)) == 0
     if not scan:
+        assert casts_to_e5m2(("h.*",)) == 0
         assert casts_to_e5m2(("h.0.*",)) == every / 2
 
 

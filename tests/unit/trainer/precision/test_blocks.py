@@ -229,14 +229,6 @@ def test_the_three_products_of_a_layer(name):
         dot(x, w.T, (((1,), (1,)), ((), ())))
 
 
-def test_mx_gradients_may_have_a_format_of_their_own():
-    recipe = blocks.mx_recipe(E4M3, E5M2)
-    g = spread((32, 64), 3)
-    np.testing.assert_array_equal(
-        recipe.gradient(g, 1).widened(), blocks.mx(g, E5M2, 1, native=False).widened()
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -271,16 +263,6 @@ def test_what_does_not_go_together(arguments, words):
         compose_config(arguments)
 
 
-@pytest.mark.parametrize(
-    ("preset", "method"),
-    [("deepseek_fp8", "deepseek")],
-)
-def test_the_presets(preset, method):
-    policy = compose_config([f"precision={preset}"]).precision.policy
-    assert (policy.scaling, policy.simulate, policy.compute) == (method, True, "fp32")
-    assert compose_config([f"precision={preset}"]).precision.name == preset
-
-
 NATIVE = {
     "mx": (blocks.mx_recipe(E4M3, E5M2), blocks.mx_recipe(E4M3, E5M2, native=True)),
     "nvfp4": (blocks.nvfp4_recipe(), blocks.nvfp4_recipe(native=True)),
@@ -299,34 +281,26 @@ def test_native_casts_have_the_bits_of_the_simulation(name):
                 np.testing.assert_array_equal(
                     narrow.widened(), cast(fields, axis).widened()
                 )
+    of_gradients = jnp.float8_e5m2 if name == "mx" else jnp.float4_e2m1fn
+    assert native.gradient(x, 1).data.dtype == of_gradients
 
 
-@pytest.mark.parametrize("name", NATIVE)
-def test_native_products_are_those_of_the_simulation(name):
-    x, w, g = spread((32, 64), 1, 1), spread((64, 96), 2, 1), spread((32, 96), 3, 1)
-    dots = [blocks.BlockScaledDot(recipe) for recipe in NATIVE[name]]
-
-    def products(dot, x, w, g):
-        y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
-        return y, *pull(g)
-
-    simulated, native = (jax.jit(functools.partial(products, dot)) for dot in dots)
-    for a, b in zip(native(x, w, g), simulated(x, w, g), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)  # the order of the sums
-    y, d_x, d_w = native(x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16))
-    assert (y.dtype, d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-
-
-@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4"])
-def test_presets_are_native_unless_they_are_to_be_simulated(preset):
+@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4", "deepseek_fp8"])
+def test_presets_are_native_unless_they_are_simulated_and_keep_the_dtypes(preset):
     policy = compose_config([f"precision={preset}"]).precision.policy
-    assert (policy.simulate, policy.compute) == (False, "bf16")
-    x, w = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((32, 32))
-    dot = policy.method.dot("", policy, gradient=E4M3)
-    assert dot(x, w, PRODUCT).dtype == jnp.bfloat16
-    simulated = [f"precision={preset}", "precision.simulate=true"]
-    policy = compose_config([*simulated, "precision.compute=fp32"]).precision.policy
-    assert policy.simulate
+    if preset == "deepseek_fp8":
+        assert (policy.scaling, policy.simulate) == ("deepseek", True)
+        dot = policy.method.simulated(E4M3, E5M2)
+    else:
+        assert not policy.simulate
+        dot = policy.method.dot("", policy, gradient=E5M2)
+        simulated = ["precision.simulate=true", "precision.compute=fp32"]
+        assert compose_config([f"precision={preset}", *simulated]).precision.simulate
+    compute = jnp.float32 if policy.simulate else jnp.bfloat16
+    x, w = jnp.ones((32, 32), compute), jnp.ones((32, 32))
+    y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
+    d_x, d_w = pull(y)
+    assert (y.dtype, d_x.dtype, d_w.dtype) == (compute, compute, jnp.float32)
 
 
 @pytest.mark.parametrize(
