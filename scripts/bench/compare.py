@@ -18,9 +18,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from scripts.bench.cases import TORCH, VOCAB, Case, parse_case
+from scripts.bench.cases import TORCH, VOCAB, Case
 from scripts.bench.interleave import Failed, Worker, interleave, torch_worker
 from scripts.bench.interleave import figures as speed
+from scripts.bench.kernel_times import lines_of
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.models.flops import flops_per_token
@@ -313,31 +314,24 @@ class Comparison:
                 except Failed as error:
                     self.fails(case, error)
 
-
-def run_cases(
-    texts: str,
-    settings: Settings,
-    *,
-    minutes: float,
-    python: str | None,
-    out: str,
-    cache: str | None,
-    compile_only: bool = False,
-) -> Results:
-    """Time, or only compile, a list of cases separated by commas.
-
-    For the arguments see `Comparison` and `Results`.
-    """
-    cases = [parse_case(text) for text in texts.split(",")]
-    results = Results.open("" if compile_only else out, settings)
-    comparison = Comparison(
-        settings, results, minutes=minutes, python=python, cache=cache
-    )
-    if compile_only:
-        comparison.compile_only(cases)
-    else:
-        comparison.run(cases)
-    return results
+    def profile(self, cases: Sequence[Case]) -> None:
+        """Print and save where the time of the trainer's steps goes, case by case."""
+        rows = self.results.rows
+        for case in cases:
+            if case.name in rows:
+                say(f"{case.name}: already profiled")
+            elif case.precision == TORCH:
+                say(f"{case.name}: left out, only the trainer's steps are profiled")
+            elif not self.is_left_out(case):
+                try:
+                    with self.started(case) as running:
+                        table = running.ask(profile=self.settings.steps)
+                except Failed as error:
+                    self.fails(case, error)
+                    continue
+                say("\n".join(lines_of(case.name, table)))
+                rows[case.name] = {"name": case.name, **table}
+                self.results.save()
 
 
 def sizes_of(case: Case, context: int | None, platform: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ cache.
 from dataclasses import dataclass
 from typing import Literal
 
-from scripts.bench.compare import Settings, run_cases
+from scripts.bench.cases import parse_case
+from scripts.bench.compare import Comparison, Results, Settings
 from scripts.bench.interleave import torch_interpreter
 from trainer.cli.arguments import argument
 from trainer.errors import UserError
@@ -33,6 +34,11 @@ class Arguments:
     )
     rounds: int = argument("turns of each case", 7)
     steps: int = argument("steps in a turn", 20)
+    profile: int = argument(
+        "steps of each case whose time is shown by class of kernel, compared with the"
+        " roofline, instead; 0: none",
+        0,
+    )
     torch_python: str = argument(
         "an interpreter that has torch and transformers; empty: this one, if it has", ""
     )
@@ -51,17 +57,33 @@ class Arguments:
     minutes: float = argument("no further case starts after these", 8.0)
 
 
-def main(args: Arguments) -> None:
-    """Compare full steps in worker processes; UserError names those that failed."""
-    results = run_cases(
-        ON_A_GPU if args.cases == "gpu" else args.cases,
-        Settings(args.rounds, args.steps, args.sequence or None, args.platform),
+def compare(args: Arguments) -> Results:
+    """Time, profile or only compile the cases in worker processes."""
+    texts = ON_A_GPU if args.cases == "gpu" else args.cases
+    cases = [parse_case(text) for text in texts.split(",")]
+    rounds, steps = args.rounds, args.steps
+    if args.profile:
+        rounds, steps = 1, args.profile
+    settings = Settings(rounds, steps, args.sequence or None, args.platform)
+    comparison = Comparison(
+        settings,
+        Results.open("" if args.compile_only else args.out, settings),
         minutes=args.minutes,
         python=torch_interpreter(args.torch_python),
-        out=args.out,
         cache=args.compile_cache or None,
-        compile_only=args.compile_only,
     )
+    if args.compile_only:
+        comparison.compile_only(cases)
+    elif args.profile:
+        comparison.profile(cases)
+    else:
+        comparison.run(cases)
+    return comparison.results
+
+
+def main(args: Arguments) -> None:
+    """Compare full steps; UserError names those that failed."""
+    results = compare(args)
     if results.failed:
         listed = "; ".join(f"{name}: {why}" for name, why in results.failed.items())
         raise UserError(

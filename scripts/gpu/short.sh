@@ -31,7 +31,7 @@ bench() {  # NAME CASES
 }
 
 profile() {  # NAME CASES
-  stage "profile_$1" 100 "$python" -m scripts.bench.profiling cases="$2" $platform out="$out/profile_$1.json"
+  stage "profile_$1" 100 "$python" -m scripts.bench cases="$2" $platform profile=3 out="$out/profile_$1.json"
 }
 
 # A fresh machine reads gigabytes of libraries page by page, for over a minute; at once it takes seconds.

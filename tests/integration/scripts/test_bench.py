@@ -10,9 +10,9 @@ import pytest
 
 from scripts.bench import interleave
 from scripts.bench.cases import Case, parse_case
-from scripts.bench.compare import Comparison, Results, RunningCase, Settings, run_cases
+from scripts.bench.compare import Comparison, Results, RunningCase, Settings
 from scripts.bench.interleave import Failed, Worker
-from scripts.bench.speed import ON_A_GPU
+from scripts.bench.speed import ON_A_GPU, Arguments, compare
 from trainer.errors import UserError
 
 
@@ -62,25 +62,21 @@ def on_cpu(rounds=1, steps=1):
     return Settings(rounds, steps, 16, "cpu")
 
 
-def run(texts, out, *, settings=None, minutes=9.0, python=None, **more):
-    cache = os.environ["SCALIFY_TEST_CACHE"]
-    return run_cases(
+def run(texts, out, platform="cpu"):
+    args = Arguments(
         texts,
-        settings or on_cpu(),
-        minutes=minutes,
-        python=python,
+        rounds=1,
+        steps=1,
+        sequence=16,
+        platform=platform,
         out=str(out),
-        cache=cache,
-        **more,
+        compile_cache=os.environ["SCALIFY_TEST_CACHE"],
     )
+    return compare(args)
 
 
 def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
-    actual = run(
-        "gpt2_nano:fp32:batch=1",
-        tmp_path / "a.json",
-        settings=Settings(1, 1, 16, "gpu"),
-    )
+    actual = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", platform="gpu")
     assert actual.rows == {}
     assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
 

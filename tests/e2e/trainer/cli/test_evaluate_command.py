@@ -1,7 +1,6 @@
 """A checkpoint in other arithmetic: what can be asked for, and what is found."""
 
 import functools
-import io
 import json
 import re
 import shutil
@@ -135,6 +134,9 @@ def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
         ({"precisions": ","}, "expected at least one"),
         ({"batches": -1}, "batches=-1: expected 0 or more"),
         ({"tasks": ","}, "tasks=: expected at least one"),
+        ({"tasks": "last_wrd"}, "'last_wrd' is n"),
+        ({"tasks": "last_word", "text": "x"}, "tasks and text: give one of them"),
+        ({"tasks": "last_word", "batch": 0}, "batch=0: expected 1 or more"),
         (
             {"precisions": "scalify_fp8+precision.exclude=[zzz]"},
             "no matmul matches 'zzz'",
@@ -181,23 +183,14 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(
         main(Arguments(str(run_dir), "fp32", text=str(tmp_path / "a.txt")))
 
 
-def test_texts_of_several_prompts_are_sampled(run_dir, tmp_path, capsys, monkeypatch):
-    (tmp_path / "prompts").write_text("In the\nWas\n")
-    generate(
-        Prompts(
-            str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new_tokens=4
-        )
-    )
-    of_file = capsys.readouterr().out
-    assert [text[:3] for text in of_file.split("\n\n")] == ["In ", "In ", "Was", "Was"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("In the\nWas\n"))
-    generate(Prompts(str(run_dir), prompts="-", count=2, max_new_tokens=4))
-    assert capsys.readouterr().out == of_file
-    for wrong in (
-        {"prompts": str(tmp_path / "none")},
-        {"prompts": "-", "prompt": "a"},
-        {"count": 0},
-    ):
+def test_texts_of_several_prompts_are_sampled(run_dir, tmp_path, capsys):
+    """Prompts of standard input: unit/trainer/cli/test_commands.py."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("In the\nWas\n")
+    generate(Prompts(str(run_dir), prompts=str(prompts), count=2, max_new_tokens=4))
+    texts = capsys.readouterr().out.split("\n\n")
+    assert [text[:3] for text in texts] == ["In ", "In ", "Was", "Was"]
+    for wrong in ({"prompts": "none"}, {"prompts": "-", "prompt": "a"}, {"count": 0}):
         with pytest.raises(UserError):
             generate(Prompts(str(run_dir), **wrong))
 
@@ -261,16 +254,3 @@ def test_tasks_are_scored_in_each_precision(run_dir, capsys):
         )
         assert re.search(line, printed)
     assert (run_dir / "tasks" / "last_word.yaml").is_file()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tasks": "last_wrd"}, "'last_wrd' is n"),
-        ({"tasks": "last_word", "text": "x"}, "tasks and text: give one of them"),
-        ({"tasks": "last_word", "batch": 0}, "batch=0: expected 1 or more"),
-    ],
-)
-def test_what_is_no_task_is_refused(run_dir, settings, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        main(Arguments(str(run_dir), **settings))

@@ -301,6 +301,9 @@ def test_presets_are_native_unless_they_are_simulated_and_keep_the_dtypes(preset
     y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
     d_x, d_w = pull(y)
     assert (y.dtype, d_x.dtype, d_w.dtype) == (compute, compute, jnp.float32)
+    text = jax.jit(dot, static_argnums=2).lower(x, w, PRODUCT).as_text()
+    scales = "f4E2M1FN" if preset == "nvfp4" else "f8E8M0FNU"
+    assert (scales in text) != policy.simulate
 
 
 @pytest.mark.parametrize(
