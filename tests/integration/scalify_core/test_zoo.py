@@ -15,26 +15,21 @@ from zoo.measure import Subject, error, measure, share_of_zeros
 from zoo.sizes import inputs_moved, loss_scaled
 
 # At these depths; None: as deep as the model is by itself. Left out: those that are
-# like others here but for a number, and `ode_adaptive`, which takes ten seconds.
+# like others here but for a number.
 DEPTHS = {
     "llama_fan_in": 4,
     "llama_scan": None,
     "llama_scan_remat": None,
-    "encoder_post_ln": 3,
     "nnx_decoder": 4,
     "vit": 3,
     "resnet": 8,
-    "unet": 6,
     "diffusion": 2,
     "moe": 4,
     "mamba": 2,
-    "rwkv": 2,
-    "lstm": 1,
     "contrastive": None,
     "ctc": 6,
     "ode_rk4": None,
     "flash_scan": 3,
-    "residual_24": None,
     "post_norm": None,
     "cross_entropy_1m": None,
     "stochastic_chain": None,

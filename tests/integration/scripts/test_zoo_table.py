@@ -30,7 +30,11 @@ def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
     out = tmp_path / "zoo.md"
     main(
         Arguments(
-            out=str(out), models="llama,rwkv", formats="fp16", scales="static", rounds=0
+            out=str(out),
+            models="llama,mamba",
+            formats="fp16",
+            scales="static",
+            rounds=0,
         )
     )
     with out.with_suffix(".jsonl").open("a") as file:
@@ -38,7 +42,7 @@ def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
     main(
         Arguments(
             out=str(out),
-            models="llama,rwkv",
+            models="llama,mamba",
             formats="fp16,fp8",
             scales="static",
             rounds=0,
@@ -46,12 +50,12 @@ def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
     )
     assert measured == [
         ("llama", "fp16", "static"),
-        ("rwkv", "fp16", "static"),
+        ("mamba", "fp16", "static"),
         ("llama", "fp8", "static"),
     ]
     table = out.read_text()
     assert "| llama | 0.001 / 0.002 | 0.001 / 0.002 | - | - | - | - | fits |" in table
-    assert "| rwkv | 0.001 / 0.002 | - | - | - | - | - | fits |" in table
+    assert "| mamba | 0.001 / 0.002 | - | - | - | - | - | fits |" in table
 
 
 def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path):
@@ -62,11 +66,11 @@ def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path
     out = tmp_path / "zoo.md"
     main(
         Arguments(
-            out=str(out), models="rwkv", formats="bf16", scales="static", rounds=0
+            out=str(out), models="mamba", formats="bf16", scales="static", rounds=0
         )
     )
     assert (
-        "| rwkv | raises NotImplementedError | - | - | - | - | **fails** |"
+        "| mamba | raises NotImplementedError | - | - | - | - | **fails** |"
         in out.read_text()
     )
     (line,) = out.with_suffix(".jsonl").read_text().splitlines()

@@ -13,8 +13,7 @@ HALF, E4M3 = jnp.float16, jnp.float8_e4m3fn
 X = draw_normal(0, (4, 8))
 
 
-@pytest.mark.parametrize("scales", ["auto", "static"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, HALF, E4M3])
+@pytest.mark.parametrize(("scales", "dtype"), [("auto", HALF), ("static", E4M3)])
 def test_typed_keys_may_be_results(dtype, scales):
     x, key = as_scaled_array(X, dtype=dtype), jax.random.key(0)
     fun = scalify(lambda x, key: (x * 2, key, jax.random.split(key)), scales=scales)
@@ -57,21 +56,15 @@ def test_a_gradient_with_respect_to_the_arrays_of_a_model():
             called({**model, "layers": [w, model["layers"][1]]}, x).astype(jnp.float32)
         )
         value, gradient = jax.value_and_grad(loss)(model["layers"][0])
-        return value, {
-            "layers": [gradient, None],
-            "name": None,
-            "depth": None,
-            "nothing": None,
-        }
+        return value, {"layers": [gradient, None], "name": None}
 
     scaled = as_scaled_array(model(X), dtype=HALF)
-    value, gradient = scalify(value_and_grad)(scaled, X.astype(HALF))
+    actual, gradient = scalify(value_and_grad)(scaled, X.astype(HALF))
     expected, of_plain = value_and_grad(model(X), X)
-    assert_allclose(value, expected, atol=2e-2)
+    assert_allclose(actual, expected, atol=2e-2)
     assert gradient["name"] is None
-    assert_allclose(
-        asarray(gradient["layers"][0]), of_plain["layers"][0], rtol=2e-2, atol=2e-2
-    )
+    (actual, _), (expected, _) = asarray(gradient["layers"]), of_plain["layers"]
+    assert_allclose(actual, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_updates_are_rounded_to_nearest_unless_told_otherwise():

@@ -39,7 +39,6 @@ LINES = {
         lambda x, w: (lambda h: (x @ h) / far(h).T + summed_too(h.T).T)(w * far(w).T),
         1,
     ),
-    "contracted": (lambda x, w: (x * far(x).T) @ (w / far(w)), 1),
     "nowhere": (lambda x, w: jnp.exp(-30 + x) @ (w * 1e9), 0),
     "each row": (lambda x, w: ((x * far(x)) @ w) / far(x), 0),
     "outer": (
@@ -59,7 +58,6 @@ def test_explain_names_what_one_scale_loses_in_a_product(kind):
 
 
 RESIZED = {
-    "divided": lambda h: h / far(h),
     "multiplied further on": lambda h: (
         (h @ jnp.eye(16, dtype=h.dtype)).T * (1e-8 / far(h).T)
     ),

@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from families import slow
+from beside_plain import error
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -23,11 +22,9 @@ def counted(x, w):
 
 
 PROGRAMS = {
-    "a constant": lambda x, w: jnp.where(x > 0, x @ w, 0),
     "gradient of relu": jax.grad(lambda x, w: jnp.sum(jax.nn.relu(x @ w) ** 2), (0, 1)),
     "scan from zeros": jax.grad(rnn, (0, 1)),
     "while from zeros": counted,
-    "branches": lambda x, w: lax.cond(w[0, 0] > 0, lambda: x * 2, lambda: x * 0),
     "causal": lambda x, w: jax.nn.dot_product_attention(
         *[(x @ w).reshape(8, 4, 1, 2)] * 3, is_causal=True
     ),
@@ -36,15 +33,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "scales"),
-    [
-        *((name, "auto") for name in PROGRAMS),
-        *((name, "static") for name in list(PROGRAMS)[::2]),
-        *(slow(name, "static") for name in list(PROGRAMS)[1::2]),
-    ],
-)
-def test_programs_run_as_on_automatic_axes(name, scales):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_as_on_automatic_axes(name):
     program = PROGRAMS[name]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -52,9 +42,10 @@ def test_programs_run_as_on_automatic_axes(name, scales):
         x = jax.device_put(jnp.linspace(-1, 1, 64).reshape(8, 8), split)
         w = jax.device_put(jnp.eye(8) + 0.125, whole)
         args = as_scaled_array((x, w), dtype=jnp.float16)
-        actual = asarray(jax.jit(scalify(program, scales=scales))(*args))
-        expected = program(*asarray(args))
-    for y, exact in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-        assert jax.typeof(y) == jax.typeof(exact)
-        limit = 2.0**-8 * np.linalg.norm(exact)
-        assert np.linalg.norm(np.asarray(y) - np.asarray(exact)) < limit
+        expected = jax.jit(program)(*asarray(args))
+        for scales in ("auto", "static"):
+            actual = asarray(jax.jit(scalify(program, scales=scales))(*args))
+            assert jax.tree.map(jax.typeof, actual) == jax.tree.map(
+                jax.typeof, expected
+            )
+            assert error(actual, expected) < 2.0**-8

@@ -30,16 +30,13 @@ def relative(actual, expected):
 WAYS = {"eager": lambda f: f, "jit": jax.jit}
 REFUSED = {
     "scalify": lambda w: asarray(scalify(loss)(w, X)),
-    "propagated": lambda w: asarray(scalify(loss, scales="static")(w, X)),
     "jit of scalify": lambda w: jax.jit(scalify(loss))(w, X),
     "scan": lambda w: lax.scan(
         lambda c, x: (c + scalify(loss)(w, x[None]), None), 0.0, X
     )[0],
     "asarray": lambda w: jnp.sum(asarray(w) ** 2),
     "unscale": lambda w: jnp.sum(w.unscale() ** 2),
-    "astype": lambda w: jnp.sum(asarray(w.astype(F32))),
     "rescale": lambda w: jnp.sum(asarray(w.rescale(F32(4)))),
-    "rescale to a constant": lambda w: jnp.sum(asarray(w.rescale(4.0))),
     "an index": lambda w: jnp.sum(asarray(w[0])),
 }
 
@@ -87,11 +84,12 @@ USES = {
         lambda x: lax.scan(lambda c, y: (c + f(y[None]), None), 0.0, x)[0]
     ),
     "vmap": lambda f: lambda x: jnp.mean(jax.vmap(lambda row: f(row[None]))(x)),
-    "remat": jax.checkpoint,
 }
 
 
-@pytest.mark.parametrize(("use", "dtype"), zip(USES, ROUNDINGS, strict=True))
+@pytest.mark.parametrize(
+    ("use", "dtype"), zip(USES, (jnp.bfloat16, HALF, E4M3), strict=True)
+)
 def test_a_plain_argument_keeps_its_gradient(use, dtype):
     (w,) = as_scaled_array((W,), dtype=dtype)
     expected = jax.grad(USES[use](lambda x: loss(asarray(w), x)))(X)
@@ -108,13 +106,6 @@ def test_it_is_that_which_is_taken_inside():
     inside = jax.jit(scalify(jax.grad(in_float32, argnums=1)))(w, x)
     assert actual.dtype == HALF
     assert_allclose(actual, asarray(inside), rtol=2.0**-10)
-
-
-def test_a_value_that_is_closed_over_keeps_its_gradient():
-    w = as_scaled_array(W, dtype=HALF)
-    actual = jax.grad(lambda x: scalify(lambda w: loss(w, jnp.sin(x)))(w))(X)
-    expected = jax.grad(lambda x: loss(asarray(w), jnp.sin(x)))(X)
-    assert relative(actual, expected) < 2.0**-9
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])

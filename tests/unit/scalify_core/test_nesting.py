@@ -10,14 +10,15 @@ import propagated
 import pytest
 from beside_plain import assert_near, pairs
 from draws import draw_normal
-from families import quick, slow
+from families import slow
 from jax import lax
-from jax.experimental.ode import odeint
 from numpy.testing import assert_allclose
 
 import scalify_core
 from scalify_core import as_scaled_array, asarray
 from scalify_core.interpreter import registry
+
+HALF = jnp.float16
 
 
 @pytest.fixture(params=["auto", "static"])
@@ -52,13 +53,7 @@ def nest(depth, *kinds):
 
 @pytest.mark.parametrize(
     ("kinds", "scale"),
-    [
-        ((branch,), None),
-        ((turns,), 1.0),
-        ((counted,), None),
-        ((branch, branch, turns), 1.0),
-        ((jax.checkpoint, branch, counted), None),
-    ],
+    [((branch, branch, turns), 1.0), ((jax.checkpoint, branch, counted), None)],
 )
 def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(
     kinds, scale, monkeypatch
@@ -79,22 +74,14 @@ def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(
     assert 0 < counts[9] <= 5 * counts[3], counts
 
 
-@pytest.mark.parametrize(
-    ("kinds", "scale"), [((branch, turns), None), ((turns, counted), 1.0)]
-)
-def test_nested_control_flow_gives_the_plain_values(kinds, scale, scalify):
-    x = draw_normal(0, (8,))
-    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.float16, 0.02)):
-        scaled = as_scaled_array(x, scale, dtype=dtype)
-        fun = nest(4, *kinds)
+def test_nested_control_flow_gives_the_plain_values(scalify):
+    fun = nest(4, branch, turns, counted)
+    for dtype, tolerance in ((jnp.float32, 1e-5), (HALF, 0.02)):
+        scaled = as_scaled_array(draw_normal(0, (8,)), dtype=dtype)
         assert_near(jax.jit(scalify(fun))(scaled), fun(asarray(scaled)), tolerance)
 
 
 # A batch of loops, each of which ends when its own predicate says so.
-
-
-def doubled(a):
-    return lax.while_loop(lambda c: c < 50.0, lambda c: c * 2 + 1, a)
 
 
 def counted_apart(a):
@@ -124,55 +111,21 @@ def newton(a):
     )[1]
 
 
-def to_its_own_bound(a):
-    return lax.fori_loop(
-        0, (jnp.abs(a) * 10).astype(jnp.int32), lambda i, c: c + a * 0.5, a
-    )
-
-
 def vector_until_long(a):
     return lax.while_loop(
         lambda c: jnp.linalg.norm(c) < 30, lambda c: 1.5 * c, a * jnp.ones(3) + 0.1
     )
 
 
-def decay(a):
-    return odeint(
-        lambda y, t: -y * a * a, a, jnp.array([0.0, 0.5, 1.0]), rtol=1e-5, atol=1e-5
-    )
-
-
-HALF = jnp.float16
-
-
-@pytest.mark.parametrize(
-    ("fun", "dtype"),
-    [
-        *((f, HALF) for f in (counted_apart, vector_until_long)),
-        *(slow(f, HALF) for f in (doubled, newton, to_its_own_bound, decay)),
-        slow(newton, jnp.float32),
-        # its coefficients are beyond FP16, and its terms cancel
-        slow(jax.scipy.special.expi, jnp.float32),
-    ],
-)
-@pytest.mark.parametrize("scale", quick([1.0, None], 1.0))
-def test_elements_of_a_batch_end_when_their_own_predicate_says_so(
-    fun, scale, dtype, scalify
-):
+@pytest.mark.parametrize("fun", [counted_apart, vector_until_long, slow(newton)])
+def test_elements_of_a_batch_end_when_their_own_predicate_says_so(fun, scalify):
     # Numbers that FP16 holds exactly, and away from where a rounding would be one turn
     # more.
     x = jnp.array([0.25, 1.0, 2.375, 0.875, 3.0, 1.75])
-    x = jnp.concatenate([x, -x]) if fun is to_its_own_bound else x
-    scaled = as_scaled_array(x, scale, dtype=dtype)
-    # Solvers choose their steps by errors; a rounding of each of those is as large as
-    # the tolerance they are given.
-    tolerance = 1e-4 if fun is decay else 64 * float(jnp.finfo(dtype).eps)
-    if dtype == jnp.float16:
-        tolerance = max(tolerance, 1e-2)
-    expected = jax.vmap(fun)(x)
-    ways = [(scalify(jax.vmap(fun)), scaled), (jax.jit(scalify(jax.vmap(fun))), scaled)]
-    if scale is not None:  # a dynamic one would be batched, too
-        ways.append((jax.vmap(scalify(fun)), scaled))
-    for way, given in ways:
-        for a, b in pairs(way(given), expected):
-            assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    scaled, expected = as_scaled_array(x, 1.0, dtype=HALF), jax.vmap(fun)(x)
+    for way in (
+        jax.jit(scalify(jax.vmap(fun))),
+        jax.vmap(scalify(fun)),
+    ):
+        for a, b in pairs(way(scaled), expected):
+            assert_allclose(a, b, rtol=64 * 2.0**-10, atol=64 * 2.0**-10)

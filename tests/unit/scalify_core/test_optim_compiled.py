@@ -20,7 +20,7 @@ FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
 
 
 # of a shape that the compiler would hold FP32 moments for, were it not told
-SHAPE, LEAVES = (50304, 768), 3
+SHAPE, LEAVES = (50304, 768), 2
 
 
 def adam_step(formats):
@@ -68,17 +68,13 @@ def test_state_has_four_or_two_bytes_a_parameter_beside_scales_and_counts(
     assert total == bytes_per_parameter * 8 * 16 * 8 + 2 * 8 * 4 + 2 * 4
 
 
-@pytest.mark.parametrize("formats", FORMATS)
-def test_the_compiled_step_takes_and_gives_narrow_moments(formats):
-    step, args = adam_step(formats)
+def test_the_compiled_step_takes_and_gives_narrow_moments():
+    step, args = adam_step("fp8")
     signature = step.lower(*args).compile().as_text().splitlines()[0]
     dtypes = collections.Counter(re.findall(r"(\w+)\[50304,768\]", signature))
     # In and out: both moments and the parameter of each leaf; in: its gradient.
-    expected = {
-        "fp16": {"f16": 2 * 3 + 1},
-        "fp8": {"f16": 2 * 1 + 1, "f8e4m3fn": 2, "f8e5m2": 2},
-    }
-    assert dtypes == {dtype: n * LEAVES for dtype, n in expected[formats].items()}
+    expected = {"f16": 2 * 1 + 1, "f8e4m3fn": 2, "f8e5m2": 2}
+    assert dtypes == {dtype: n * LEAVES for dtype, n in expected.items()}
 
 
 # In FP32 tensors of one parameter. FP8: none, only partial sums and maxima. FP16 with
@@ -104,20 +100,12 @@ def kernels(step, args):
 @pytest.mark.slow  # test_stacks.py has fewer vectors, compiled for the same GPU
 def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     """Beside those that any step has, such as the words and the scales of its large
-    arrays put apart. Of updates alone each vector was one, where the random words of
-    all parameters were one array of more than 1 KiB."""
+    arrays put apart."""
     few, many = (
         kernels(*step_of(optax.scale_by_adam(), "fp16", [(256, 256)] + n * [(768,)]))
         for n in (6, 48)
     )
     assert many - few < (48 - 6) / 4
-    shape, scalar = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((768,), ()))
-    params = 300 * [ScaledArray(shape.update(dtype=jnp.float16), 2.0**-4)]
-    step = lambda params, updates, lr, number: apply_updates(
-        params, [lr * u for u in updates], rounding="stochastic", seed=0, step=number
-    )
-    args = params, 300 * [shape], scalar, scalar.update(dtype=jnp.int32)
-    assert kernels(jax.jit(step, donate_argnums=0), args) < 300 / 10
 
 
 def test_the_first_moments_are_computed_when_the_program_runs():

@@ -24,27 +24,20 @@ MASK = np.arange(9).reshape(SHAPE) % 2 == 0
 # which costs a rounding; so constants here are powers.)
 OPERATIONS = {
     "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "div": lambda x, y: x / (1 + jnp.abs(y)),
     "max": jnp.maximum,
-    "min": jnp.minimum,
     "matmul": lambda x, y: jnp.dot(x, y, precision="highest"),
-    "select": lambda x, y: jnp.where(MASK, x, y),
     "mask": lambda x, y: jnp.where(x > y, x, 0.0),
-    "neg": lambda x, y: -x,
     "square": lambda x, y: jnp.square(x),
-    "sqrt": lambda x, y: jnp.sqrt(jnp.abs(x)),
     "rsqrt": lambda x, y: jax.lax.rsqrt(1 + jnp.square(x)),
     "tanh": lambda x, y: jnp.tanh(x),
     "exp": lambda x, y: jnp.exp(-jnp.abs(x)),
     "times constant": lambda x, y: x * -0.25,
     "plus constant": lambda x, y: x + 1e-3,
-    "transpose": lambda x, y: x.T,
     "center": lambda x, y: x - jnp.max(x, 1, keepdims=True),
     "cumsum": lambda x, y: jnp.cumsum(x, 0),
     "gather": lambda x, y: x[np.array([2, 0, 2])],
-    "roll": lambda x, y: jnp.concatenate([x[1:], y[:1]]),
     "norm": lambda x, y: x / (jnp.sum(jnp.abs(x)) + 1),
     "scan": lambda x, y: jax.lax.scan(lambda c, row: (c + row, c * 0.5), x[0], y)[1],
     "cond": lambda x, y: jax.lax.cond(x[0, 0] > y[0, 0], lambda: x, lambda: y),
@@ -86,7 +79,7 @@ def within_range(values):
     return bool(np.all((sizes == 0) | ((sizes > 2.0**-90) & (sizes < 2.0**90))))
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(programs, arrays, arrays, exponents, exponents, st.booleans())
 def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
     program, x, y, ex, ey, dynamic
@@ -103,17 +96,6 @@ def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
             pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32))
         )
         assert_array_equal(np.asarray(a), b, err_msg=f"step {step - 2}")
-
-
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(programs, arrays, arrays, st.integers(-20, 20))
-def test_a_random_program_in_fp16_data_stays_finite_and_fp16(program, x, y, exponent):
-    args = [ScaledArray(jnp.asarray(a, jnp.float16), 2.0**exponent) for a in (x, y)]
-    plain = run(program, *asarray(args))
-    assume(within_range(plain[2:]))
-    for a in scalify(lambda x, y: run(program, x, y))(*args):
-        assert a.dtype == jnp.float16
-        assert np.isfinite(np.asarray(a)).all()
 
 
 floats = st.builds(
@@ -143,12 +125,7 @@ def test_random_pytrees_pass_through_scaling_and_back(tree, scale):
     assert jax.tree.structure(scaled, is_leaf=is_scaled_array) == jax.tree.structure(
         tree
     )
-    back = asarray(scaled)
-    assert jax.tree.structure(back) == jax.tree.structure(tree)
     through = asarray(scalify(lambda t: t)(scaled))
     assert jax.tree.structure(through) == jax.tree.structure(tree)
-    for original, a, b in zip(
-        *map(jax.tree.leaves, (tree, back, through)), strict=True
-    ):
+    for original, a in zip(*map(jax.tree.leaves, (tree, through)), strict=True):
         assert_array_equal(np.asarray(a, np.float64), np.asarray(original, np.float64))
-        assert_array_equal(np.asarray(b, np.float64), np.asarray(original, np.float64))

@@ -28,27 +28,17 @@ def test_a_composite_without_a_rule_is_right_and_silent():
     check_scalify(halved_root, X, grad=True)
 
 
-def folded(x, window):
+def test_primitives_without_a_rule_are_right_and_silent():
     def fold(a, b):
         return a + b * 1.0  # which JAX does not know to be a sum
 
-    return lax.reduce(x, 0.0, fold, (1,)), lax.reduce_window(
-        x, 0.0, fold, window, (1, 1), "valid"
-    )
+    def fun(x):
+        window = (1, 2), (1, 1), "valid"
+        folds = lax.reduce(x, 0.0, fold, (1,)), lax.reduce_window(x, 0.0, fold, *window)
+        return *folds, jnp.imag(jnp.conj(lax.complex(x, 2 * x))), jnp.abs(x + 1j)
 
-
-@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x: folded(x, (1, 2)),
-        lambda x: jnp.imag(jnp.conj(lax.complex(x, 2 * x))),
-        lambda x: jnp.abs(x + 1j),
-    ],
-    ids=["reduce", "conj", "complex"],
-)
-def test_primitives_without_a_rule_are_right_and_silent(fun, dtype):
-    check_scalify(fun, X, dtype=dtype, reduction=4)
+    for dtype in (jnp.float32, HALF):
+        check_scalify(fun, X, dtype=dtype, reduction=4)
 
 
 def test_a_function_with_a_vmap_of_its_own_has_the_scales_of_its_equations():
@@ -79,9 +69,7 @@ def test_a_function_with_a_vmap_of_its_own_has_the_scales_of_its_equations():
     )
 
 
-@pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"]
-)
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap], ids=["jit", "vmap"])
 def test_callbacks_and_prints_see_logical_values(transform, capfd):
     seen = []
 
@@ -106,7 +94,7 @@ def test_a_composite_without_a_rule_runs_in_float32_behind_a_cast():
     assert_allclose(actual, 100.0, rtol=2**-10)
 
 
-@pytest.mark.parametrize("change", [-1.0, 0.75, 1.0])
+@pytest.mark.parametrize("change", [-1.0, 0.75])
 def test_a_fill_value_outlives_a_constant_that_multiplies_it(change):
     x = ScaledArray(jnp.zeros((2, 2), HALF), 1.0)
 

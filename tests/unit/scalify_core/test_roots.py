@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from beside_plain import HALF, normal
-from families import quick
 from numpy.testing import assert_allclose
 
 from scalify_core import as_scaled_array, asarray, scalify
@@ -22,14 +21,9 @@ def squares(x):
 # What is returned, and what is taken of it, or of what it makes.
 TAKEN = {
     "sqrt": lambda v: jnp.sqrt(v),
-    "rsqrt": lambda v: jax.lax.rsqrt(v + 1e-30),
     "log": lambda v: jnp.log(v),
-    "reciprocal": lambda v: 1 / v,
     "power": lambda v: v**-0.5,
-    "after a correction": lambda v: jnp.sqrt(v / (1 - 0.999)),
-    "of the largest": lambda v: jnp.sqrt(jnp.maximum(v, 1e-20)),
     "moved": lambda v: jnp.sqrt(v.T[None]),
-    "in a call": jax.jit(lambda v: jnp.sqrt(v * 2)),
     "in a branch": lambda v: jax.lax.cond(v.sum() > 0, jnp.sqrt, jnp.square, v),
     "in a loop": lambda v: jax.lax.while_loop(
         lambda carry: carry[0] < 1,
@@ -40,20 +34,21 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("what", TAKEN)
 @pytest.mark.parametrize("called", [False, True], ids=["", "made in a call"])
+@pytest.mark.parametrize("what", TAKEN)
 def test_what_is_taken_of_it_again_is_finite(what, called):
     def step(x):
         v = squares(x)
         return v, TAKEN[what](v)
 
-    (actual, _), (v, _) = (
-        scalify(jax.jit(step) if called else step)(X),
-        step(asarray(X)),
-    )
-    assert (asarray(actual) > 0).all()
-    assert_allclose(asarray(actual), v, rtol=2**-10, atol=2.0**-38 * v.max())
-    assert not asarray(scalify(squares)(X)).all()  # of which nothing is taken
+    scaled_step = scalify(jax.jit(step) if called else step)
+    actual, v = asarray(scaled_step(X)[0]), step(asarray(X))[0]
+    assert (actual > 0).all()
+    assert_allclose(actual, v, rtol=2**-10, atol=2.0**-38 * v.max())
+
+
+def test_of_what_nothing_is_taken_small_numbers_may_be_zeros():
+    assert not asarray(scalify(squares)(X)).all()
 
 
 def test_what_a_scan_carries_and_takes_the_root_of_is_finite():
@@ -80,16 +75,10 @@ def test_the_sign_stays_and_zeros_stay():
 OPTIMISERS = {
     "adam": optax.adam,
     "rmsprop": optax.rmsprop,
-    "adabelief": optax.adabelief,
-    "adan": optax.adan,
-    "lamb": optax.lamb,
-    "clipped": lambda rate: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adam(rate)
-    ),
 }
 
 
-@pytest.mark.parametrize("name", quick(OPTIMISERS, "adam", "rmsprop"))
+@pytest.mark.parametrize("name", OPTIMISERS)
 def test_no_update_of_an_optimiser_is_larger_than_in_the_plain_program(name):
     sizes, tx = 10.0 ** jnp.linspace(-4, 3, 64)[:, None], OPTIMISERS[name](1e-2)
     gradient = jax.grad(lambda p: jnp.sum(sizes * jnp.tanh(p) ** 2))

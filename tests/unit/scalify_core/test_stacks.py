@@ -13,7 +13,7 @@ from for_h200 import compiled_for_a_gpu
 from numpy.testing import assert_array_equal
 
 from scalify_core import ScaledArray, tree
-from scalify_core.numerics.formats import E4M3, E5M2, FP16, FP32
+from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.optim import scaled_state
 from scalify_core.optim.stacking import NONE, Stacks
 from scalify_core.optim.weights import LARGE, apply_updates, wide
@@ -30,11 +30,10 @@ SHAPES = {
 
 
 def arrays(seed, dtype=jnp.float16):
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    actual = zip(keys, SHAPES.items(), strict=True)
+    rng = np.random.default_rng(seed)
     return {
-        name: jax.random.normal(key, shape).astype(dtype)
-        for key, (name, shape) in actual
+        name: jnp.asarray(rng.normal(size=shape), dtype)
+        for name, shape in SHAPES.items()
     }
 
 
@@ -71,10 +70,9 @@ def test_vectors_of_a_shape_and_a_kind_are_put_together():
     assert Stacks.of(params, kinds).stack(params)["a"].shape == (2, 12)
 
 
-@pytest.mark.parametrize("mu", [FP16, E4M3])
-def test_what_is_gathered_can_be_scattered_and_nothing_has_changed(mu):
+def test_what_is_gathered_can_be_scattered_and_nothing_has_changed():
     params = weights()
-    state = scaled_state(optax.adamw(1e-3), mu=mu, nu=E5M2, seed=0).init(params)
+    state = scaled_state(optax.adamw(1e-3), mu=E4M3, nu=E5M2, seed=0).init(params)
     stacks = stacks_of(params)
     for whole in (params, state, arrays(1)):
         gathered = stacks.stack(whole)
@@ -84,17 +82,14 @@ def test_what_is_gathered_can_be_scattered_and_nothing_has_changed(mu):
     assert NONE.leaf_indices(params) is None
 
 
-@pytest.mark.parametrize(
-    ("mu", "nu", "accept"),
-    [slow(FP16, FP32, None), slow(FP16, FP16, True), (E4M3, E5M2, False)],
-)
-def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(mu, nu, accept):
+@pytest.mark.parametrize("accept", [None, False])
+def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(accept):
     params, stacks = weights(), stacks_of(weights())
     accept = None if accept is None else jnp.asarray(accept)
     tx = scaled_state(
         optax.chain(optax.scale_by_adam(0.9, 0.95), optax.scale(-1e-3)),
-        mu=mu,
-        nu=nu,
+        mu=E4M3,
+        nu=E5M2,
         seed=3,
     )
 
@@ -146,10 +141,10 @@ def test_numbers_of_the_leaves_are_in_their_order():
         assert_array_equal(actual, [x.size for x in params.values()])
 
 
-def gpu_step(vectors, matrices, width=768):
+def gpu_step(vectors, matrices):
     """A donated update, compiled for an H200: its entry's kernels, and how many of them
     are different."""
-    shapes = {f"v{i:03}": (width,) for i in range(vectors)} | {
+    shapes = {f"v{i:03}": (768,) for i in range(vectors)} | {
         f"w{i:02}": (256, 512) for i in range(matrices)
     }
     data = {
@@ -183,16 +178,12 @@ def gpu_step(vectors, matrices, width=768):
     return called, [body for body in plain.values() if body.count("\n") > 150]
 
 
-@pytest.mark.parametrize(
-    ("vectors", "matrices", "width"),
-    [(70, 0, 768), slow(60, 1, 1280), slow(130, 1, 768)],
-)
+@pytest.mark.parametrize(("vectors", "matrices"), [(70, 0), slow(130, 1)])
 def test_on_a_gpu_the_vectors_of_a_deep_model_are_a_few_kernels_and_none_is_a_copy(
-    vectors, matrices, width
+    vectors, matrices
 ):
-    """Each row was one: 3 x 70. A stack of 2^16 elements was taken for a large array,
-    one of 130 rows was put together of two: 207 and 421."""
-    called, _ = gpu_step(vectors, matrices, width)
+    """Each row was one: 3 x 70. One stack of 130 rows was put together of two: 421."""
+    called, _ = gpu_step(vectors, matrices)
     assert len(called) < (40 if matrices else 20)
 
 

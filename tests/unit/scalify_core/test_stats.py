@@ -22,10 +22,7 @@ def shown(x, **options):
     return types.SimpleNamespace(**dict(zip(FIGURES, numbers, strict=True)))
 
 
-FORMATS = [E4M3, E5M2, FP16, BF16, FP32]
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=str)
 def test_figures_of_eight_known_numbers(fmt):
     sub, normal = fmt.min_subnormal, fmt.min_normal
     data = jnp.asarray(
@@ -70,7 +67,7 @@ def test_underflow_against_exact_values_tells_true_zeros_from_lost_ones():
     assert scaled.underflow == 2 / 4
 
 
-@pytest.mark.parametrize("exponent", [-125, -100, -70, 70, 100, 126])
+@pytest.mark.parametrize("exponent", [-125, -70, 126])
 def test_rms_is_right_where_squares_leave_fp32(exponent):
     x = jnp.float32(2.0**exponent) * jnp.array([1.0, 1.0, 0.0, 0.0])
     assert_allclose(shown(x).rms, 2.0**exponent * np.sqrt(0.5), rtol=4 * FP32.epsilon)
