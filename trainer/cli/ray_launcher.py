@@ -22,12 +22,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any, NamedTuple
 
+from trainer.cli.train import LOST_PROCESS
 from trainer.config.combinations import with_workers
 from trainer.config.fields import from_tree, to_tree
 from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain
 from trainer.text import show
 
+# The beginnings of Ray's lines: of its log, and of messages about lost processes.
+RAY_LINE = (
+    r"(?:\[\d{4}-\d\d-\d\d |\s*\[state-dump\]|Raylet is terminated"
+    r"|The node with node id|A worker died or was killed)"
+)
 # Ray reads these when it is imported, or when it starts workers.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,9 +41,10 @@ SETTINGS = {
     # waits for a group of the old size before it starts a smaller one; its default: 60.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # The trainer's lines come as they are: no process before each, and none left out
-    # because it resembles another.
+    # because it resembles another. Ray's own are left out: `Events` says what they do.
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_DEDUP_LOGS_ALLOW_REGEX": f"^(?!{RAY_LINE})",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": f"^{RAY_LINE}",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Without an actor that looks for announced ends of machines.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
@@ -49,18 +56,25 @@ for _name, _value in SETTINGS.items():
 
 try:
     import ray
+    from ray.exceptions import GetTimeoutError, RayError
     from ray.train import (
         ControllerError,
         FailureConfig,
         LoggingConfig,
         RunConfig,
         ScalingConfig,
-        UserCallback,
         WorkerGroupError,
     )
     from ray.train.collective import broadcast_from_rank_zero
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback,
+    )
+    from ray.train.v2._internal.execution.callback import (
+        ControllerCallback,
+        WorkerGroupCallback,
+    )
+    from ray.train.v2._internal.execution.scaling_policy import (
+        autoscaling_coordinator_client,
     )
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -70,6 +84,9 @@ except ImportError as missing:
         " install 'scalify-trainer[ray]', on all machines"
     ) from missing
 
+# A command that was killed keeps its machines so many seconds before its next call gets
+# them; Ray's default is 180. A command at work renews its request every 20 s.
+autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 40
 # Beginnings of the command's variables that its workers get. Others are those of each
 # node: they may be secrets, which Ray would log.
 PASSED_ON = ("JAX_", "XLA_", "PYTHONPATH")
@@ -95,21 +112,36 @@ class Job(NamedTuple):
 
 
 class StopRequest:
-    """A signal to the command, on its way to the workers; a Ray actor."""
+    """Stops the workers after a step, with a checkpoint; a Ray actor.
+
+    The first worker receives, and the others agree with it.
+    """
 
     def __init__(self) -> None:
         self._number = 0
-        self._came = asyncio.Event()
+        self._came, self._stopped = asyncio.Event(), asyncio.Event()
 
     async def send(self, number: int) -> None:
-        """Send the number of a signal."""
+        """Send the number of a signal, for these workers and all later ones."""
         self._number = number
         self._came.set()
+
+    async def interrupt(self) -> None:
+        """Stop these workers, and wait until they have."""
+        self._stopped.clear()
+        self._came.set()  # wakes those that wait now
+        if not self._number:
+            self._came.clear()
+        await self._stopped.wait()
 
     async def receive(self) -> int:
         """Wait for the number."""
         await self._came.wait()
-        return self._number
+        return self._number or signal.SIGTERM
+
+    async def stopped(self) -> None:
+        """Tell that the workers have stopped, or have ended."""
+        self._stopped.set()
 
 
 class Trainer(DataParallelTrainer):
@@ -127,25 +159,49 @@ class Trainer(DataParallelTrainer):
         ]
 
 
-class Losses(UserCallback):
-    """Says when workers are lost; ends the run for an error that a start would repeat.
+class Events(ControllerCallback, WorkerGroupCallback):
+    """Says what happens to workers, in Ray's controller, which runs beside the command.
 
-    It lives in Ray's controller, beside the command.
+    Args:
+      stop: handle of the `StopRequest`.
+      seconds: that workers may take to stop; None: no limit.
     """
 
-    def after_exception(
-        self, run_context: Any, worker_exceptions: dict[int, Exception]
-    ) -> None:
-        """Raise the UserError of a worker, which Ray does not answer with a restart."""
-        for error in worker_exceptions.values():
+    def __init__(self, stop: Any, seconds: float | None) -> None:
+        self.stop, self.seconds = stop, seconds
+        self.at_work = False
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        """Note that workers train."""
+        self.at_work = True
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Say that workers are lost. Raise the UserError of a worker: Ray would answer
+        it with a start that meets it again.
+        """
+        errors = worker_group_status.errors
+        for error in errors.values():
             if isinstance(error, UserError):
                 raise error
-        ranks = ", ".join(str(rank) for rank in sorted(worker_exceptions))
-        first = describe(worker_exceptions[min(worker_exceptions)])
-        show(
-            f"worker {ranks} is lost ({first}): starting again from the newest"
-            " checkpoint, with the workers that the cluster has"
-        )
+        if errors and self.at_work:
+            self.at_work = False
+            ranks = ", ".join(str(rank) for rank in sorted(errors))
+            show(
+                f"lost worker {ranks} of {len(worker_group_status.worker_statuses)}"
+                f" ({describe(errors[min(errors)])}): starting again from the newest"
+                " checkpoint, with the workers that the cluster has"
+            )
+
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+        """Let workers save a checkpoint before others join them."""
+        if self.at_work:
+            self.at_work = False
+            show(
+                f"the cluster has room for {resize_decision.num_workers} workers:"
+                " saving a checkpoint, and starting again with them"
+            )
+            with contextlib.suppress(GetTimeoutError):
+                ray.get(self.stop.interrupt.remote(), timeout=self.seconds)
 
 
 def describe(error: Exception) -> str:
@@ -186,8 +242,7 @@ def launch(
                 name="run",
                 storage_path=storage,  # nothing is stored: workers report nothing
                 failure_config=FailureConfig(max_failures=config.launcher.restarts),
-                callbacks=[Losses()],
-                worker_runtime_env={"env_vars": passed_on()},
+                callbacks=[Events(stop, config.watchdog.stop_seconds or None)],
                 logging_config=LoggingConfig("CRITICAL"),
             ),
         )
@@ -200,7 +255,7 @@ def launch(
 def connect() -> None:
     """Connect to the cluster of this machine. Raises UserError if there is none."""
     try:
-        ray.init("auto", logging_level="ERROR")
+        ray.init("auto", logging_level="ERROR", runtime_env={"env_vars": passed_on()})
     except ConnectionError as error:
         raise UserError(
             "launcher=ray found no Ray cluster on this machine; start one by `ray start"
@@ -313,16 +368,20 @@ def work(settings: Mapping[str, Any]) -> int:
         code, _ = run(config, job.overrides, hooks, job.fixed)
     except UserError:
         raise
-    except Exception:
-        traceback.print_exc()  # Ray's own report of it is cut
+    except Exception as error:
+        if not LOST_PROCESS.search(str(error)):
+            traceback.print_exc()  # Ray's own report of it is cut
         raise
+    finally:
+        if rank == 0:
+            ray.get(job.stop.stopped.remote())
     jax.distributed.shutdown()
     return code
 
 
 def wait_for(stop: Any, received: list[int]) -> None:
     """Append the number of a signal to the command, once one comes."""
-    with contextlib.suppress(ray.exceptions.RayError):  # the command is gone
+    with contextlib.suppress(RayError):  # the command is gone
         received.append(ray.get(stop.receive.remote()))
 
 

@@ -175,7 +175,7 @@ class DiLoCo:
       participants: replicas that train in a round, drawn for each round; None: all.
       data: `split`: replicas share every batch; `sources`: replica k reads source k of
         `data=mix`.
-      quorum: replicas that must be left when machines are lost; None: all.
+      quorum: replicas that must be left when `launcher=ray` loses machines; None: all.
       bandwidth_gbps: gigabits a second between replicas, to estimate the time of an
         exchange.
     """

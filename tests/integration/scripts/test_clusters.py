@@ -1,13 +1,21 @@
-"""Files for clusters: what the Slurm script does with each end of a run, and manifests
-that agree with themselves."""
+"""Files for clusters: what the Slurm script does with each end of a run, manifests that
+agree with themselves, and the commands of the page about them."""
 
+import json
 import os
+import re
+import shlex
 import stat
 import subprocess
 from pathlib import Path
 
+import click
+import jsonschema
 import pytest
 import yaml
+from ray.scripts.scripts import start
+
+from trainer.config.composition import compose_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,3 +92,44 @@ def test_the_manifest_starts_as_many_processes_as_it_says():
         pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
         == claim["metadata"]["name"]
     )
+
+
+SCHEMA = json.loads((ROOT / "tests/data/jobset_v1alpha2.json").read_text())
+
+
+def test_the_manifest_is_a_jobset_and_its_run_a_valid_one():
+    jobset = yaml.safe_load((ROOT / "scripts/k8s/train.yaml").read_text())
+    jsonschema.validate(jobset, SCHEMA)
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    words = shlex.split(container["args"][0].partition("-m trainer ")[2])
+    assert compose_config(words).parallel.distributed
+    job["replica"] = job.pop("replicas")
+    with pytest.raises(jsonschema.ValidationError, match="replica"):
+        jsonschema.validate(jobset, SCHEMA)
+
+
+def test_the_commands_of_the_page_about_many_machines_are_valid():
+    """Those that begin with `python -m trainer`: integration/test_readme.py."""
+    text = (ROOT / "docs/many_machines.md").read_text()
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    seen = set()
+    for line in filter(None, blocks.replace("\\\n", " ").splitlines()):
+        program, *words = shlex.split(line, comments=True)
+        seen.add(program)
+        if program == "sbatch":
+            script = next(word for word in words if not word.startswith("-"))
+            assert (ROOT / script).exists()
+            compose_config(words[words.index(script) + 1 :])
+        elif program == "kubectl":
+            assert words[0] == "apply"
+            assert all((ROOT / path).exists() for path in words[2::2])
+        elif (program, words[0]) == ("ray", "start"):
+            options, *_ = start.make_parser(click.Context(start)).parse_args(words[1:])
+            assert options.get("head") or options.get("address")
+        elif program == "for":
+            loop = line.partition("-m trainer ")[2].partition(" &")[0]
+            assert compose_config(shlex.split(loop)).parallel.distributed
+        else:
+            assert program == "python" or (program, *words) == ("ray", "stop")
+    assert seen == {"for", "sbatch", "kubectl", "ray", "python"}
