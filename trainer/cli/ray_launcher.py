@@ -176,20 +176,20 @@ class Events(ControllerCallback, WorkerGroupCallback):
         self.at_work = True
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Say that workers are lost. Raise the UserError of a worker: Ray would answer
-        it with a start that meets it again.
+        """Say which workers have failed. Raise the UserError of one, if none is gone: a
+        start would meet it again.
         """
         errors = worker_group_status.errors
-        for error in errors.values():
-            if isinstance(error, UserError):
-                raise error
+        refusals = [error for error in errors.values() if isinstance(error, UserError)]
+        if refusals and not any(map(is_gone, errors.values())):
+            raise refusals[0]
         if errors and self.at_work:
             self.at_work = False
             ranks = ", ".join(str(rank) for rank in sorted(errors))
             show(
-                f"lost worker {ranks} of {len(worker_group_status.worker_statuses)}"
-                f" ({describe(errors[min(errors)])}): starting again from the newest"
-                " checkpoint, with the workers that the cluster has"
+                f"worker {ranks} of {len(worker_group_status.worker_statuses)} has"
+                f" failed ({describe(errors[min(errors)])}): starting again from the"
+                " newest checkpoint, with the workers that the cluster has"
             )
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
@@ -204,10 +204,17 @@ class Events(ControllerCallback, WorkerGroupCallback):
                 ray.get(self.stop.interrupt.remote(), timeout=self.seconds)
 
 
+def is_gone(error: Exception) -> bool:
+    """Return whether the error is that of Ray about a worker that does not answer."""
+    return type(error).__module__.startswith("ray.")
+
+
 def describe(error: Exception) -> str:
     """Return a worker's error in a line."""
-    if type(error).__module__.startswith("ray."):
+    if is_gone(error):
         return "its process or its machine has ended"
+    if LOST_PROCESS.search(str(error)):
+        return "its connection to another worker is gone"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

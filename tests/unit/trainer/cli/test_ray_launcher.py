@@ -1,0 +1,26 @@
+"""What `launcher=ray` says without Ray, and from Python."""
+
+import sys
+
+import pytest
+
+import trainer
+from trainer.cli.train import main
+from trainer.errors import UserError
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "trainer.cli.ray_launcher", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code = main(["launcher=ray", "launcher.workers=[1,2]", "run_dir=A"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert "error: launcher=ray needs ray[train] 2.60" in line
+    assert "pip install 'scalify-trainer[ray]', on all machines" in line
+
+
+def test_a_launcher_is_refused_where_the_process_is_the_programs():
+    config = trainer.compose(["launcher=ray", "launcher.workers=[1,2]", "run_dir=A"])
+    with pytest.raises(UserError, match="launcher=ray is for the command"):
+        trainer.train(config)
