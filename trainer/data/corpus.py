@@ -285,19 +285,19 @@ def corpus_of(
             f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no"
             " text"
         )
-    kinds = dict.fromkeys(formats[file.path] for file in files)
-    groups = [
-        (kind, [file for file in files if formats[file.path] == kind]) for kind in kinds
-    ]
+    members: dict[Format, list[File]] = {}
+    for file in files:
+        members.setdefault(formats[file.path], []).append(file)
+    groups = list(members.items())
     if len(groups) > 1:  # such as the README.md of a data set, a text
         counts = (
-            f"{len(members):,} {kind} ({origins.get(members[0].path, members[0].path)})"
-            for kind, members in groups
+            f"{len(some):,} {kind} ({origins.get(some[0].path, some[0].path)})"
+            for kind, some in groups
         )
         note(
             f"data.paths: files of {len(groups)} formats are read: {', '.join(counts)}"
         )
-    if source.column != TextSource.column and set(kinds) == {"text"}:
+    if source.column != TextSource.column and members.keys() == {"text"}:
         raise UserError(
             f"data.column={source.column}, but text files have no columns; leave it out"
         )
@@ -305,47 +305,35 @@ def corpus_of(
     description = {"kind": "text"} | asdict(source)
     description["paths"] = list(source.paths)
     description["digests"] = digests
-    description["formats"] = {kind: len(members) for kind, members in groups}
+    description["formats"] = {kind: len(some) for kind, some in groups}
     first = origins.get(files[0].path, files[0].path)
     name = folder_of(source.paths[0], first)
     if len(files) == 1:
         name = files[0].path.stem
-    if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
-        if source.max_documents is not None:
-            raise UserError(
-                f"data.max_documents={source.max_documents}, but {files[0].path} is a"
-                " single text without documents; leave it out"
-            )
 
-        def read_single(position: Position) -> Iterator[Rows]:
-            with reading(files, "text"):
-                yield from read_text(files[0], position)
+    def read_all(position: Position) -> Iterator[Rows]:
+        return explain_columns(read_groups(groups, source, position), len(files))
 
-        return Corpus(
-            name,
-            description,
-            digest(["single", digests]),
-            read_single,
-            files[0].chars,
-            files=files,
-        )
+    read: Callable[[Position], Iterator[Rows]] = read_all
+    content: list[Any]
+    length, most = None, source.max_documents
     match groups:
+        case [("text", [file])]:
+            if most is not None:
+                raise UserError(
+                    f"data.max_documents={most}, but {file.path} is a single text"
+                    " without documents; leave it out"
+                )
+            content, length = ["single", digests], file.chars
+            read = functools.partial(read_text, file)
         case [("text", _)]:
-            content = digest(["files", digests, source.max_documents])
+            content = ["files", digests, most]
         case [(kind, _)]:
-            content = digest([kind, digests, source.column, source.max_documents])
+            content = [kind, digests, source.column, most]
         case _:
-            parts = [(kind, [f.digest for f in members]) for kind, members in groups]
-            content = digest(["mixed", parts, source.column, source.max_documents])
-    return Corpus(
-        name,
-        description,
-        content,
-        lambda position: explain_columns(
-            read_groups(groups, source, position), len(files)
-        ),
-        files=files,
-    )
+            parts = [(kind, [file.digest for file in some]) for kind, some in groups]
+            content = ["mixed", parts, source.column, most]
+    return Corpus(name, description, digest(content), read, length, files=files)
 
 
 def read_groups(
@@ -390,11 +378,6 @@ def read_files(
         for part in read_jsonl(paths, column, max_documents, position, ROWS):
             yield Rows(*part)
         return
-    if isinstance(position, dict):
-        raise UserError(
-            "this preparation was begun by an earlier version; remove its directory"
-            " below data.cache_dir, and start it anew"
-        )
     read = read_parquet if kind == "parquet" else read_documents
     with reading(files, kind):
         for part in read(files, column, max_documents, position):
@@ -484,7 +467,7 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
     start = position or 0
     preceding, piece = "", list[str]()
     size = 0
-    with file.path.open(encoding="utf-8-sig") as lines:
+    with reading([file], "text"), file.path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines):
             if number < start:
                 preceding = (preceding + line)[-AROUND:]

@@ -9,7 +9,6 @@ and reads its windows like a `Loader` of its own.
 Legend: K sources, B sequences of the global batch, b those of this process.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -277,17 +276,15 @@ class MixedManifest(Manifest):
         digest = hashlib.blake2b(digest_size=16)
         for name, part in parts.items():
             digest.update(f"{name}\0{part.fingerprint}\0".encode())
-        fields = {
-            field.name: getattr(first, field.name)
-            for field in dataclasses.fields(Manifest)
-        }
         sources = {name: part.source for name, part in parts.items()}
-        fields["fingerprint"] = digest.hexdigest()
-        fields["source"] = {"kind": "mix", "sources": sources}
-        fields["skipped"] = sum(part.skipped for part in parts.values())
-        fields["splits"] = {
-            split: total([part.splits[split] for part in parts.values()])
-            for split in first.splits
+        fields = vars(first) | {
+            "fingerprint": digest.hexdigest(),
+            "source": {"kind": "mix", "sources": sources},
+            "skipped": sum(part.skipped for part in parts.values()),
+            "splits": {
+                split: total([part.splits[split] for part in parts.values()])
+                for split in first.splits
+            },
         }
         return cls(**fields, parts=tuple(parts.values()))
 

@@ -53,6 +53,26 @@ def sample(
     return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, masked_V), 0)]
 
 
+def prefill(
+    model: LanguageModel, tokens_T: jax.Array, length: jax.Array, room: int
+) -> tuple[jax.Array, Any]:
+    """Return logits [V] after the first `length` tokens, and a cache for `room` tokens.
+
+    The rest of the tokens is never attended to.
+    """
+    h_1xTxD, cache = model.decode(tokens_T[None], model.init_cache(1, room), 0)
+    last_1xD = jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
+    return model.logits(last_1xD)[0], cache
+
+
+def extend(
+    model: LanguageModel, new: jax.Array, cache: Any, position: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Return logits [V] after one more token at `position`, and the new cache."""
+    h_1x1xD, cache = model.decode(new[None, None], cache, position)
+    return model.logits(h_1x1xD[0])[0], cache
+
+
 class Generator:
     """`generator(params, prompt, ...)` samples a continuation.
 
@@ -67,21 +87,13 @@ class Generator:
         self.spec = spec
 
         @jax.jit
-        def prefill(
+        def prefill_window(
             params: Params, window_S: jax.Array, length: jax.Array
         ) -> tuple[jax.Array, Any]:
-            """Return logits after the first `length` tokens, and the cache.
-
-            The rest of the window is never attended to.
-            """
-            model = bind(params)
-            empty = model.init_cache(1, len(window_S))
-            hidden_1xSxD, cache = model.decode(window_S[None], empty, 0)
-            last_1xD = jax.lax.dynamic_slice_in_dim(hidden_1xSxD[0], length - 1, 1)
-            return model.logits(last_1xD)[0], cache
+            return prefill(bind(params), window_S, length, len(window_S))
 
         @jax.jit
-        def extend(
+        def write(
             params: Params,
             logits_V: jax.Array,
             cache: Any,
@@ -105,19 +117,14 @@ class Generator:
                 # The last token of a full window has no place in the cache; its logits
                 # are never used.
                 position = jnp.minimum(length + i, len(empty_S) - 1)
-                hidden_1x1xD, cache = model.decode(new[None, None], cache, position)
-                return (
-                    i + 1,
-                    ids_S.at[i].set(new),
-                    model.logits(hidden_1x1xD[0])[0],
-                    cache,
-                )
+                logits_V, cache = extend(model, new, cache, position)
+                return i + 1, ids_S.at[i].set(new), logits_V, cache
 
             return jax.lax.while_loop(
                 lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache)
             )[1]
 
-        self._prefill, self._extend = prefill, extend
+        self._prefill, self._extend = prefill_window, write
 
     def __call__(
         self,

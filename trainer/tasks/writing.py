@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.models.functional import Params
-from trainer.models.sampling import sample
+from trainer.models.sampling import extend, prefill, sample
 from trainer.tasks.batching import Sized, make_batches
 from trainer.workload import TrainTask
 
@@ -45,7 +45,7 @@ class Writer:
         self.batch, self.context = batch, task.model.spec.context
         bind = task.model.sampling.bind
 
-        def prefill(
+        def prefill_rows(
             params: Params, tokens_BxT: jax.Array, length_B: jax.Array, room: jax.Array
         ) -> tuple[jax.Array, Any]:
             """Return logits [B, V] after `length` tokens of each row, and the caches.
@@ -53,17 +53,9 @@ class Writer:
             The caches are [B, ...] of one row each. `room` has their length.
             """
             model = bind(params)
-
-            def prefill_row(
-                tokens_T: jax.Array, length: jax.Array
-            ) -> tuple[jax.Array, Any]:
-                h_1xTxD, cache = model.decode(
-                    tokens_T[None], model.init_cache(1, len(room)), 0
-                )
-                last_1xD = jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
-                return model.logits(last_1xD)[0], cache
-
-            return jax.vmap(prefill_row)(tokens_BxT, length_B)
+            return jax.vmap(
+                lambda tokens_T, length: prefill(model, tokens_T, length, len(room))
+            )(tokens_BxT, length_B)
 
         def decode(
             params: Params,
@@ -88,8 +80,7 @@ class Writer:
                 logits_V: jax.Array, cache: Any, at: jax.Array, key: jax.Array
             ) -> tuple[jax.Array, Any, Any]:
                 new = choose(logits_V, key)
-                h_1x1xD, cache = model.decode(new[None, None], cache, at)
-                return new, model.logits(h_1x1xD[0])[0], cache
+                return new, *extend(model, new, cache, at)
 
             def step(
                 carry: tuple[jax.Array, Any, jax.Array], keys_B: jax.Array
@@ -105,7 +96,7 @@ class Writer:
             )
             return new_NxB.T, logits_BxV, caches
 
-        self._prefill = task.jit(prefill)
+        self._prefill = task.jit(prefill_rows)
         self._decode = task.jit(decode, donate_argnums=(1, 2))
 
     def __call__(
