@@ -310,17 +310,24 @@ def refuse_link(path: str | os.PathLike[str]) -> None:
         )
 
 
+OTHER_RUN_DIR = "choose another run_dir"
+
+
+@contextlib.contextmanager
+def explain_unwritable(what: object, advice: str) -> Iterator[None]:
+    """Turn an OSError of writing `what` into a UserError with this advice."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {what}: {error.strerror}; {advice}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically at a place that the user chose. Raises UserError if that
     fails.
     """
-    try:
+    with explain_unwritable(path, f"make room, or {OTHER_RUN_DIR}"):
         write_atomically(path, text)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; make room, or choose another"
-            " run_dir"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -28,7 +28,14 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
-from trainer.files import check_files, read_file, well_formed, write_atomically
+from trainer.files import (
+    OTHER_RUN_DIR,
+    check_files,
+    explain_unwritable,
+    read_file,
+    well_formed,
+    write_atomically,
+)
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
 from trainer.run.metadata import ADVICE, check_chunks, check_size, checked, holds_loss
 from trainer.run.orbax_errors import hide_leftovers
@@ -120,7 +127,7 @@ class Checkpointer:
             read_only=read_only,  # overrides the line above
             async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
         )
-        try:
+        with explain_unwritable(f"to {self.directory}", OTHER_RUN_DIR):
             if not read_only:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 probe = self.directory / f".writable-{jax.process_index()}"
@@ -128,11 +135,6 @@ class Checkpointer:
                 probe.unlink()
             self._set_aside_unreadable()
             self._manager = ocp.CheckpointManager(self.directory, options=options)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {self.directory}: {error.strerror}; choose another"
-                " run_dir"
-            ) from error
 
     @classmethod
     def reading(cls, directory: Path) -> Self:

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,9 @@ from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import (
     FOLDERS,
+    OTHER_RUN_DIR,
     check_regular,
+    explain_unwritable,
     no_follow,
     read_file,
     read_mapping,
@@ -90,18 +92,6 @@ PATHS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def explain_unwritable(run_dir: Path) -> Iterator[None]:
-    """Turn the error of files of a run directory into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to run_dir={run_dir}: {error.strerror}; choose another"
-            " run_dir"
-        ) from error
-
-
 class RunDirLost(UserError):
     """The run directory is no longer this process's: it must not write there."""
 
@@ -128,12 +118,12 @@ class RunDir:
         self._made = False
         self._config = ""  # the content of config.yaml, once it is adopted
         self._first = jax.process_index() == 0
-        probe = path / shared_name(".shared")
+        probe, where = path / shared_name(".shared"), f"to run_dir={path}"
         with refused_together():
             if self._first:
                 self._claim()
                 if jax.process_count() > 1:
-                    with explain_unwritable(path):
+                    with explain_unwritable(where, OTHER_RUN_DIR):
                         probe.touch()
         if jax.process_count() == 1:
             return
@@ -150,7 +140,7 @@ class RunDir:
     def _claim(self) -> None:
         path = self.path
         self._made = not path.exists()
-        with explain_unwritable(path):
+        with explain_unwritable(f"to run_dir={path}", OTHER_RUN_DIR):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
             self._status = path.stat()

@@ -5,6 +5,7 @@ with the same values. The log has every row of a step <= n, because the loop cal
 `flush` before it saves checkpoint n.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -16,7 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainer.errors import MAKE_ROOM, UserError
-from trainer.files import no_follow, write_atomically
+from trainer.files import (
+    OTHER_RUN_DIR,
+    explain_unwritable,
+    no_follow,
+    write_atomically,
+)
 from trainer.observe.records import (
     Sample,
     cut_rows,
@@ -80,15 +86,9 @@ class Log:
     def append(self, data: bytes) -> None:
         """Append by one unbuffered write. Raises UserError if the disk is full."""
         with self._lock:  # the watchdog's thread reports a stall beside the loop
-            try:
-                written = self._file.write(data)
-                reason = "the disk is full" if written != len(data) else None
-            except OSError as error:
-                reason = error.strerror
-            if reason is not None:
-                raise UserError(
-                    f"cannot write {self._file.name}: {reason}; {MAKE_ROOM}"
-                )
+            with explain_unwritable(self._file.name, MAKE_ROOM):
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, "the disk is full")
             self.digest = self.digest.extended(data)
 
     def restore(self) -> str | None:
@@ -194,7 +194,7 @@ class JsonlTracker(Tracker):
         written = start.written or {}
         problems: dict[Path, str] = {}
         sizes: dict[Path, int] = {}
-        try:
+        with explain_unwritable(f"to {run_dir}", OTHER_RUN_DIR):
             for path, saved in (
                 (self.path, written),
                 (self.samples_path, written.get("samples")),
@@ -216,10 +216,6 @@ class JsonlTracker(Tracker):
                 self.samples_path, last, sizes.get(self.samples_path, sys.maxsize)
             )
             self._rows, self._samples = Log(self.path), Log(self.samples_path)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {run_dir}: {error.strerror}; choose another run_dir"
-            ) from error
         for path, text in problems.items():
             self._warn(
                 step, f"{path} is not what the run wrote up to step {step}: {text}"
@@ -252,16 +248,12 @@ class JsonlTracker(Tracker):
         return self._rows.digest._asdict() | {"samples": self._samples.digest._asdict()}
 
     def flush(self) -> None:
-        try:
+        with explain_unwritable(self.path, MAKE_ROOM):
             for log in (self._samples, self._rows):
                 text = log.restore()
                 if text is not None:
                     self._warn(self._logged, f"{log.path} {text}")
                 log.sync()
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self.path}: {error.strerror}; {MAKE_ROOM}"
-            ) from error
 
     def finish(self, exit_code: int = 0) -> None:
         self.flush()

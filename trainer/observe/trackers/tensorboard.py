@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import MAKE_ROOM, UserError
-from trainer.files import LOG_BYTES, read_file, write_atomically
+from trainer.files import (
+    LOG_BYTES,
+    explain_unwritable,
+    read_file,
+    write_atomically,
+)
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
@@ -51,7 +56,7 @@ class TensorboardTracker(Tracker):
         # The watchdog's thread reports a stall beside the loop.
         self._lock = threading.Lock()
         self._folder = folder = start.run_dir / "tensorboard"
-        with file_errors(folder):
+        with explain_unwritable(f"to {folder}", MAKE_ROOM):
             folder.mkdir(exist_ok=True)
             files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
             first_step = 0 if start.is_new else start.step + 1 - start.redo_row
@@ -89,16 +94,22 @@ class TensorboardTracker(Tracker):
         self._write(step, summary=self._proto.Summary(value=[value]))
 
     def flush(self) -> None:
-        with self._lock, file_errors(self._folder):
+        with self._guarded():
             self._writer.flush()
 
     def finish(self, exit_code: int = 0) -> None:
-        with self._lock, file_errors(self._folder):
+        with self._guarded():
             self._writer.close()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        where = f"to {self._folder}"
+        with self._lock, explain_unwritable(where, MAKE_ROOM):
+            yield
 
     def _write(self, step: int, **content: Any) -> None:
         event = self._event(step=step, wall_time=time.time(), **content)
-        with self._lock, file_errors(self._folder):
+        with self._guarded():
             self._writer.write_event(event)
 
 
@@ -128,14 +139,3 @@ def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
     )
     if remaining != data:
         write_atomically(path, remaining)
-
-
-@contextlib.contextmanager
-def file_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}; {MAKE_ROOM}"
-        ) from error
