@@ -6,8 +6,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from trainer.plan.aot import make_target_mesh
+from trainer.plan.aot import (
+    compile_for_target,
+    lower_for_target,
+    make_target_mesh,
+    no_compilation_cache,
+)
 from trainer.plan.targets import get_target
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -24,6 +30,16 @@ AS_TRAINED = {
 def h200_devices():
     """A host of eight of the described GPUs."""
     return list(make_target_mesh(get_target("h200"), 8, 1).devices.flat)
+
+
+def program_for(name, fun, *operands, **options):
+    """The program of `fun` for one described GPU; operands are shapes and dtypes."""
+    mesh = make_target_mesh(get_target(name), 1, 1)
+    whole = NamedSharding(mesh, PartitionSpec())
+    args = [jax.ShapeDtypeStruct(*operand, sharding=whole) for operand in operands]
+    lowered = lower_for_target(lambda: jax.jit(fun).lower(*args))
+    with no_compilation_cache():
+        return compile_for_target(lowered, options).program
 
 
 def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):

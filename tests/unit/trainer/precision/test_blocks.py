@@ -8,21 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from for_h200 import program_for
 
 # public only behind a product for GPUs
 from jax._src.cudnn.scaled_matmul_stablehlo import quantize
-from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core.numerics.formats import E4M3, E5M2, counter_bits
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.plan.aot import (
-    compile_for_target,
-    lower_for_target,
-    make_target_mesh,
-    no_compilation_cache,
-)
-from trainer.plan.targets import get_target
 from trainer.precision import blocks
 from trainer.precision.dots import hadamard
 
@@ -315,15 +308,10 @@ def test_presets_are_native_unless_they_are_simulated_and_keep_the_dtypes(preset
     ],
 )
 def test_blackwell_alone_multiplies_the_blocks(recipe, name, dtypes):
-    mesh = make_target_mesh(get_target(name), 1, 1)
-    whole = NamedSharding(mesh, PartitionSpec())
-    x, w, g = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-        for shape, dtype in (
-            ((256, 128), jnp.bfloat16),
-            ((128, 384), jnp.float32),
-            ((256, 384), jnp.bfloat16),
-        )
+    operands = (
+        ((256, 128), jnp.bfloat16),
+        ((128, 384), jnp.float32),
+        ((256, 384), jnp.bfloat16),
     )
 
     def step(x, w, g):
@@ -331,10 +319,7 @@ def test_blackwell_alone_multiplies_the_blocks(recipe, name, dtypes):
         y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
         return y, *pull(g)
 
-    lowered = lower_for_target(lambda: jax.jit(step).lower(x, w, g))
-    with no_compilation_cache():
-        options = {"xla_gpu_enable_triton_gemm": False}
-        gemms = compile_for_target(lowered, options).program.gemms
+    gemms = program_for(name, step, *operands, xla_gpu_enable_triton_gemm=False).gemms
     gemms = [gemm for gemm in gemms if gemm.sizes[3] != blocks.HADAMARD]
     assert len(gemms) == 3
     assert {gemm.dtype for gemm in gemms} == dtypes
