@@ -30,8 +30,8 @@ from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.text import note
 
-BETWEEN = 60  # steps between two faults
-PATIENCE = 600  # seconds that anything may take
+BETWEEN = 30  # steps between two faults
+PATIENCE = 1800  # seconds that anything may take
 WORKERS = 2
 
 
@@ -162,7 +162,11 @@ def undisturbed(folder: Path, words: list[str]) -> None:
             )
             for i in range(WORKERS)
         ]
-        codes = [process.wait(PATIENCE) for process in processes]
+        try:
+            codes = [process.wait(PATIENCE) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         if any(codes):
             raise UserError(f"the undisturbed run failed; see {log.name}")
 
@@ -219,9 +223,9 @@ def main(args: Arguments) -> None:
         f"precision={args.precision}",
         f"parallel={args.parallel}",
         f"train.steps={(args.faults + 2) * BETWEEN}",
-        "train.eval_every=100",
+        f"train.eval_every={BETWEEN}",
         "train.final_eval_batches=4",
-        "checkpoint.every=20",
+        "checkpoint.every=10",
         "tracker=jsonl",
         f"compile_cache={folder / 'cache'}",
     ]
@@ -230,7 +234,12 @@ def main(args: Arguments) -> None:
         (folder / "disturbed.log").open("w", encoding="utf-8") as log,
         cluster(WORKERS) as nodes,
     ):
-        lines = disturb(Disturbed(nodes, folder, words, log), args.faults)
+        run = Disturbed(nodes, folder, words, log)
+        try:
+            lines = disturb(run, args.faults)
+        finally:
+            if run.process is not None:
+                run.process.kill()
     rows = [figures(folder / name) for name in ("undisturbed", "disturbed")]
     result = {
         "state_equal": states_are_equal(folder),

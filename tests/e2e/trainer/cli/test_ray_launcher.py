@@ -54,7 +54,7 @@ def test_a_killed_worker_node_and_command_change_no_bit(tmp_path):
     lost_machines.main(settings)  # raises an error for each difference
     said = (tmp_path / "out" / "disturbed.log").read_text()
     assert said.count("of 2 has failed (its ") == 2
-    assert "done: 300 steps" in said
+    assert "done: 150 steps" in said
 
 
 DILOCO = ["parallel=diloco", "diloco.replicas=2", "diloco.quorum=1"]
