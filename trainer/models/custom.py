@@ -17,13 +17,12 @@ from typing import Any, NoReturn, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from scalify_core.ops.functional import cross_entropy
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.functional import Functional, as_functions
-from trainer.models.layers import DotGeneralFor, Embedding, Factory
+from trainer.models.layers import Embedding, Factory
 
 
 class Build(Factory):
@@ -42,14 +41,19 @@ class Build(Factory):
     """
 
     def __init__(
-        self, vocab_size: int, context: int, path: str, *settings: Any
+        self,
+        vocab_size: int,
+        context: int,
+        path: str,
+        rngs: nnx.Rngs,
+        **settings: Any,
     ) -> None:
-        super().__init__(path, *settings)
+        super().__init__(path, rngs, **settings)
         self.vocab_size, self.context, self._settings = vocab_size, context, settings
 
     def at(self, path: str) -> "Build":
         """Return a `Build` for layers under a path."""
-        return Build(self.vocab_size, self.context, path, *self._settings)
+        return Build(self.vocab_size, self.context, path, self.rngs, **self._settings)
 
     def table(self, rows: int, d: int, stddev: float = 0.02) -> Embedding:
         """Return a table `embedding` [rows, d] of normal vectors."""
@@ -192,24 +196,15 @@ def parameters(spec: CustomSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
     return tuple((role, leaf.shape) for role, leaf in leaves)
 
 
-def functional(
-    spec: CustomSpec,
-    *,
-    compute_dtype: DTypeLike = jnp.float32,
-    param_dtype: DTypeLike = jnp.float32,
-    dot_general: DotGeneralFor | None = None,
-    rescale_grads: tuple[str, ...] = (),
-    split: str | None = None,
-) -> Functional[CausalModel]:
-    """Return the model as pure functions.
+def functional(spec: CustomSpec, **settings: Any) -> Functional[CausalModel]:
+    """Return the model as pure functions; `settings` are those of `Factory`.
 
     Raises:
       UserError: it is no `CausalModel`, or a parameter has no role.
     """
-    settings = compute_dtype, param_dtype, dot_general, rescale_grads, split
 
     def make(rngs: nnx.Rngs) -> CausalModel:
-        model = spec.make(Build(spec.vocab_size, spec.context, "", rngs, *settings))
+        model = spec.make(Build(spec.vocab_size, spec.context, "", rngs, **settings))
         if not isinstance(model, CausalModel):
             raise UserError(
                 f"model gave a {type(model).__name__}; expected a trainer.CausalModel"

@@ -144,7 +144,7 @@ class Family:
           numerics are listed.
       build: (spec, **settings) -> the model as pure functions. The settings are
         `compute_dtype`, `param_dtype`, `dot_general`, `rescale_grads` and `split`; see
-        `gpt2.GPT2`. The bound model is a `LanguageModel`.
+        `layers.Factory`. The bound model is a `LanguageModel`.
       linear_sizes: input and output width of each linear layer inside the blocks, by
         path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers.
       forward_flops_per_token: FLOPs of one token's forward pass at the full context;

@@ -139,22 +139,27 @@ class Factory:
     Args:
       path: of the block, `h.3`, or `h.*` for all blocks, whose parameters are stacked.
       rngs: key stream `params`.
-      compute_dtype: of activations.
+      compute_dtype: of activations and matmuls.
       param_dtype: of parameters.
-      dot_general: from a path to the dot_general of the layer; None: the default.
-      rescale_grads: members of `precision.PLACES`.
-      split: the mesh axis over which heads and hidden channels are split, or None.
+      dot_general: from a linear layer's path to its dot_general, of activations in
+        `compute_dtype` and a kernel in `param_dtype`; None: a matmul in
+        `compute_dtype`.
+      rescale_grads: members of `precision.PLACES`, where gradients are rescaled under
+        `scalify`.
+      split: inside `shard_map`, the mesh axis over which the heads and hidden channels
+        of the parameters are split.
     """
 
     def __init__(
         self,
         path: str,
         rngs: nnx.Rngs,
-        compute_dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        dot_general: DotGeneralFor | None,
-        rescale_grads: tuple[str, ...],
-        split: str | None,
+        *,
+        compute_dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        dot_general: DotGeneralFor | None = None,
+        rescale_grads: tuple[str, ...] = (),
+        split: str | None = None,
     ) -> None:
         self.path = path
         self.stacked = path.endswith("*")

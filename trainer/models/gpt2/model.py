@@ -7,13 +7,10 @@ Reference: Radford et al. 2019, "Language models are unsupervised multitask lear
 and its published code.
 """
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from scalify_core.ops.functional import embedding
 from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
@@ -22,7 +19,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.functional import Functional, as_functions
 from trainer.models.gpt2.block import Block
 from trainer.models.gpt2.spec import GPT2Spec
-from trainer.models.layers import DotGeneralFor, Embedding, Factory, dropout, split_keys
+from trainer.models.layers import Embedding, Factory, dropout, split_keys
 from trainer.models.stress import gpt2_block
 
 
@@ -31,32 +28,15 @@ class GPT2(Decoder):
 
     Args:
       spec: sizes and choices.
-      compute_dtype: of activations and matmuls.
-      param_dtype: of the parameters.
-      dot_general: from a linear layer's path to its dot_general, of activations in
-        `compute_dtype` and a kernel in `param_dtype`; None: a matmul in
-        `compute_dtype`. See `linear_sizes`.
-      rescale_grads: members of `precision.PLACES`, where gradients are rescaled under
-          `scalify`.
-      split: inside `shard_map`, the mesh axis over which the heads and hidden channels
-          of the parameters are split.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values
           from the same key.
+      settings: keyword arguments of `Factory`. For `dot_general` see `linear_sizes`.
     """
 
-    def __init__(
-        self,
-        spec: GPT2Spec,
-        *,
-        compute_dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
-        dot_general: DotGeneralFor | None = None,
-        rescale_grads: tuple[str, ...] = (),
-        split: str | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
+    def __init__(self, spec: GPT2Spec, *, rngs: nnx.Rngs, **settings: Any) -> None:
+        make = Factory("", rngs, **settings)
         self.spec = spec
-        self.compute_dtype = compute_dtype
+        self.compute_dtype, param_dtype = make.compute_dtype, make.param_dtype
         self.wte = Embedding(
             spec.vocab_size,
             spec.padded_vocab,
@@ -69,20 +49,13 @@ class GPT2(Decoder):
             spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs
         )
 
-        factory = functools.partial(
-            Factory,
-            compute_dtype=compute_dtype,
-            param_dtype=param_dtype,
-            dot_general=dot_general,
-            rescale_grads=rescale_grads,
-            split=split,
-        )
-
         def block(name: str, key: jax.Array) -> Block:
-            return gpt2_block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            return gpt2_block(
+                spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings)
+            )
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.ln_f = factory("", rngs).layer_norm(spec.d_model, probes=("in", "out"))
+        self.ln_f = make.layer_norm(spec.d_model, probes=("in", "out"))
 
     @property
     def head_VxD(self) -> jax.Array:
@@ -159,7 +132,7 @@ class GPT2(Decoder):
 
 
 def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
-    """Return the model as pure functions; `settings` are keyword arguments of GPT2.
+    """Return the model as pure functions; `settings` are those of `Factory`.
 
     >>> spec = GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8)
     >>> model = functional(spec)

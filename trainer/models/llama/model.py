@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from scalify_core.ops.functional import (
     attention,
@@ -33,7 +32,6 @@ from trainer.models.decoder import Decoder
 from trainer.models.functional import Functional, as_functions
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import (
-    DotGeneralFor,
     Embedding,
     Factory,
     Norm,
@@ -276,32 +274,15 @@ class Llama(Decoder):
 
     Args:
       spec: sizes and choices.
-      compute_dtype: of activations and matmuls.
-      param_dtype: of the parameters.
-      dot_general: from a linear layer's path to its dot_general, of activations in
-        `compute_dtype` and a kernel in `param_dtype`; None: a matmul in
-        `compute_dtype`. See `linear_sizes`.
-      rescale_grads: members of `precision.PLACES`, where gradients are rescaled under
-          `scalify`.
-      split: inside `shard_map`, the mesh axis over which the heads and hidden channels
-          of the parameters are split.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values
           from the same key.
+      settings: keyword arguments of `Factory`. For `dot_general` see `linear_sizes`.
     """
 
-    def __init__(
-        self,
-        spec: LlamaSpec,
-        *,
-        compute_dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
-        dot_general: DotGeneralFor | None = None,
-        rescale_grads: tuple[str, ...] = (),
-        split: str | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
+    def __init__(self, spec: LlamaSpec, *, rngs: nnx.Rngs, **settings: Any) -> None:
+        make = Factory("", rngs, **settings)
         self.spec = spec
-        self.compute_dtype = compute_dtype
+        self.compute_dtype, param_dtype = make.compute_dtype, make.param_dtype
         self.wte = Embedding(
             spec.vocab_size,
             spec.padded_vocab,
@@ -311,17 +292,8 @@ class Llama(Decoder):
             rngs,
         )
 
-        factory = functools.partial(
-            Factory,
-            compute_dtype=compute_dtype,
-            param_dtype=param_dtype,
-            dot_general=dot_general,
-            rescale_grads=rescale_grads,
-            split=split,
-        )
-
         def block(name: str, key: jax.Array) -> Block:
-            made = Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            made = Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
             align(
                 made.mlp.gate_proj,
                 made.mlp.up_proj,
@@ -331,9 +303,7 @@ class Llama(Decoder):
             return made
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.norm = factory("", rngs).rms_norm(
-            spec.d_model, spec.norm_eps, probes=("in", "out")
-        )
+        self.norm = make.rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
         if not spec.tied:
             sizes = spec.vocab_size, spec.padded_vocab, spec.d_model
             self.lm_head = Embedding(
@@ -421,5 +391,5 @@ class Llama(Decoder):
 
 
 def functional(spec: LlamaSpec, **settings: Any) -> Functional[Llama]:
-    """Return the model as pure functions; `settings` are keyword arguments of Llama."""
+    """Return the model as pure functions; `settings` are those of `Factory`."""
     return as_functions(lambda rngs: Llama(spec, rngs=rngs, **settings))
