@@ -52,12 +52,8 @@ class Phases(NamedTuple):
         The phase of its last step, if that step's callbacks were interrupted; at the
         end of the run the last phase.
         """
-        step = checkpoint.step
-        if checkpoint.meta.get("unfinished") is not None:
-            return self.containing(step)
-        return next(
-            (stage for stage in self.stages if step < stage.until), self.stages[-1]
-        )
+        is_done = checkpoint.meta.get("unfinished") is None
+        return self.containing(checkpoint.step + is_done)
 
 
 def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:

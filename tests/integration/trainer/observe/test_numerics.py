@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from command import here, parameters, stopped_after, values
+from command import here, parameters, values
 from families import slow
 from precisions import SPEC, batch, policy, workload
 
@@ -112,21 +112,7 @@ def test_layers_come_in_the_order_of_a_forward_pass():
 
 
 @pytest.mark.slow  # two more programs; the names: test_library.py
-def test_scanned_layers_have_the_same_names_and_figures():
-    unrolled, scanned = (
-        row("fp32", TWO),
-        row("fp32", dataclasses.replace(TWO, scan_layers=True)),
-    )
-    assert list(unrolled) == list(scanned)
-    for name, value in unrolled.items():
-        # Differences of equal numbers (a position that attends to itself alone) are
-        # zero, or the sums' rounding.
-        if "gradients" not in name or not name.endswith("/underflow"):
-            assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-@pytest.mark.slow  # of GPT-2: above
-def test_the_row_of_another_family_has_its_layers_in_their_order():
+def test_scanned_layers_of_another_family_have_the_names_and_figures_of_unrolled_ones():
     spec = LlamaSpec(
         vocab_size=64,
         context=16,
@@ -135,35 +121,24 @@ def test_the_row_of_another_family_has_its_layers_in_their_order():
         n_kv_head=1,
         d_model=32,
         tied=False,
-        scan_layers=True,
     )
-    actual = row("scalify_fp8_fp16", spec)
-    assert all(np.isfinite(list(actual.values())))
+    unrolled = row("fp32", spec)
+    scanned = row("fp32", dataclasses.replace(spec, scan_layers=True))
+    assert list(unrolled) == list(scanned)
+    for name, value in unrolled.items():
+        # Differences of equal numbers (a position that attends to itself alone) are
+        # zero, or the sums' rounding.
+        if "gradients" not in name or not name.endswith("/underflow"):
+            assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     names = dict.fromkeys(
-        name.split("/")[2]
-        for name in actual
-        if name.startswith("numerics/activations/")
+        name.split("/")[2] for name in scanned if "/activations/" in name
     )
-    sides = lambda path: [f"{path}.in", f"{path}.out"]
-    attention = [
-        s for n in ("q_proj", "k_proj", "v_proj", "o_proj") for s in sides(f"attn.{n}")
-    ]
-    mlp = [s for n in ("gate_proj", "up_proj", "down_proj") for s in sides(f"mlp.{n}")]
-    block = ["in", "attn_norm.out", *attention, "mlp_norm.out", *mlp]
-    assert list(names) == [
-        *(f"h.{i}.{name}" for i in (0, 1) for name in block),
-        "norm.in",
-        "norm.out",
-    ]
-    stored = {name.split("/")[2] for name in actual if name.startswith("numerics/mu/")}
-    assert {
-        "wte.embedding",
-        "lm_head.embedding",
-        "h.1.attn.q_proj.kernel",
-        "h.0.mlp_norm.scale",
-    } <= stored
-    # What is cast to FP8 is counted against the cast, which loses more than FP16 does.
-    assert actual["numerics/weights/h.0.mlp.up_proj.kernel/underflow"] > 0
+    layers = [f"attn.{x}_proj" for x in "qkvo"]
+    layers += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    inside = [f"{layer}.{side}" for layer in layers for side in ("in", "out")]
+    block = ["in", "attn_norm.out", *inside[:8], "mlp_norm.out", *inside[8:]]
+    blocks = [f"h.{i}.{name}" for i in (0, 1) for name in block]
+    assert list(names) == [*blocks, "norm.in", "norm.out"]
 
 
 def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
@@ -312,11 +287,3 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
         path.name for path in (tmp_path / "A" / "numerics").iterdir()
     ) == sorted(f"{c}.png" for c in CLASSES)
     assert not (tmp_path / "B" / "numerics").exists()
-    stopped_after(tmp_path, "C", 6, *args, "metrics.numerics_every=5")
-    here(tmp_path, "C", *args, "metrics.numerics_every=5")
-    assert values(tmp_path / "A") == values(tmp_path / "C")
-    pictures = [
-        {p.name: p.read_bytes() for p in (tmp_path / run / "numerics").iterdir()}
-        for run in "AC"
-    ]
-    assert pictures[0] == pictures[1]
