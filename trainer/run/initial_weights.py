@@ -311,29 +311,26 @@ def describe_init(
         )
     family = huggingface.family_at(source)
     name = (family or family_of(spec)).name
-    weights_line = f"weights from {source} (Hugging Face, {name}): {size}; "
+    context = ""
     if family is not None:
         config = read_object(config_beside(source))
         theirs = SPECS[name].keys_of_huggingface(config)["context"]
         context = other_context(theirs, spec)
-    else:
-        context = ""
     directory = huggingface.directory_of(source)
-    if ids_beside(directory) is not None:
-        if tokenizer_beside(directory) is None:
-            return (
-                f"{weights_line}the vocabulary beside them is that of the data,"
-                f" {tokenizer.name}, but their tokenizer cannot be read, so nobody"
-                f" checked whether it splits texts alike{context}"
-            )
-        return (
-            f"{weights_line}the tokenizer beside them is that of the data,"
-            f" {tokenizer.name}{context}"
+    if ids_beside(directory) is None:
+        beside = (
+            "there is no tokenizer beside them, so nobody checked whether their ids are"
+            f" those of data.tokenizer={tokenizer.name}"
         )
-    return (
-        f"{weights_line}there is no tokenizer beside them, so nobody checked whether"
-        f" their ids are those of data.tokenizer={tokenizer.name}{context}"
-    )
+    elif tokenizer_beside(directory) is None:
+        beside = (
+            f"the vocabulary beside them is that of the data, {tokenizer.name}, but"
+            " their tokenizer cannot be read, so nobody checked whether it splits texts"
+            " alike"
+        )
+    else:
+        beside = f"the tokenizer beside them is that of the data, {tokenizer.name}"
+    return f"weights from {source} (Hugging Face, {name}): {size}; {beside}{context}"
 
 
 def other_context(theirs: int, spec: Spec) -> str:
