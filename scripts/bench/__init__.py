@@ -1,3 +1,3 @@
-"""Benchmarks: speed, memory and MFU of training steps, data and checkpoints;
+"""Benchmarks: speed, memory and MFU of training steps, and checkpoints;
 `python -m scripts.bench` is the first.
 """
