@@ -1,7 +1,6 @@
 """Control flow, calls and collectives under scalify: the values of the plain program,
 in FP32 and in FP16 data."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,27 +15,15 @@ from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
-from scalify_core.interpreter.rules import loops
 from scalify_core.static import dynamic_rescale_rms
 
 X = draw_normal(0, (4, 8))
 W = draw_normal(1, (8, 8)) / 3
 LAYERS = draw_normal(2, (12, 8, 8)) / 3
-IMAGE = draw_normal(3, (2, 8, 8, 3))
-KERNEL = draw_normal(4, (3, 3, 3, 4))
 
 
 def layer(c, w):
     return c + jnp.tanh(c @ w), None
-
-
-def conv_loss(kernel, x):
-    y = lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    return (nn.max_pool(y, (2, 2), (2, 2)) ** 2).mean() + nn.avg_pool(
-        y, (2, 2), (2, 2)
-    ).sum()
 
 
 def per_device(x, w):
@@ -123,12 +110,6 @@ PROGRAMS = {
         ),
         X,
     ),
-    "convolution_and_pooling_gradients": (jax.grad(conv_loss, (0, 1)), KERNEL, IMAGE),
-    "shard_map_gradient": (
-        lambda x, w: jax.grad(lambda w: sharded(x, w)[0].sum())(w),
-        X,
-        W,
-    ),
     "shard_map_with_rescale_of_each_shard": (rescaled_on_each_device, X, W),
 }
 
@@ -190,24 +171,6 @@ def test_carry_that_settles_keeps_a_static_scale():
 
     for fun in (normalised, averaged):
         assert scalify(fun)(*as_scaled_array((X, W), 1.0)).is_static
-
-
-def test_body_of_a_loop_is_looked_at_twice_at_most(monkeypatch):
-    turns = []
-    shape_of = loops.shape_of
-    monkeypatch.setattr(
-        loops, "shape_of", lambda *args: turns.append(1) or shape_of(*args)
-    )
-    for fun in (
-        lambda x, ws: lax.scan(layer, x, ws)[0],
-        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[
-            0
-        ],
-    ):
-        for scale in (1.0, None):
-            turns.clear()
-            scalify(fun)(*as_scaled_array((X, LAYERS), scale))
-            assert len(turns) <= 2
 
 
 def test_layers_of_a_scan_have_scales_of_their_own():

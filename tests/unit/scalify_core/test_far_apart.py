@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
-from scalify_core import ScaledArray, asarray, explain, scalify
+from scalify_core import ScaledArray, asarray, scalify
 from scalify_core.numerics import amax
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 
@@ -320,9 +320,3 @@ def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     blocks = np.abs(np.asarray(x)).reshape(cut).max((1, 3, 5), keepdims=True)
     expected = 2.0 ** (np.floor(np.log2(blocks)) - 14)
     assert_array_equal(actual, np.broadcast_to(expected, cut).reshape(x.shape))
-
-
-def test_explain_names_what_is_lost_in_a_convolution():
-    fun = lambda x, k: conv(x * like(x, LAST), k / like(k, far(8))[None, :, None])
-    args = scaled(normal(0, 4, 7, 8), KERNEL)
-    assert "conv_general_dilated" in explain(fun, *args).first_loss

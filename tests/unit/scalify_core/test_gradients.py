@@ -99,15 +99,6 @@ def test_a_plain_argument_keeps_its_gradient(use, dtype):
         assert relative(actual, expected) < ROUNDINGS[dtype]
 
 
-def test_it_is_that_which_is_taken_inside():
-    w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
-    in_float32 = lambda w, x: loss(w, x).astype(F32)
-    actual = jax.jit(jax.grad(scalify(in_float32), argnums=1))(w, x)
-    inside = jax.jit(scalify(jax.grad(in_float32, argnums=1)))(w, x)
-    assert actual.dtype == HALF
-    assert_allclose(actual, asarray(inside), rtol=2.0**-10)
-
-
 @pytest.mark.parametrize("scales", ["auto", "static"])
 def test_the_gradient_of_a_result_that_has_the_range_of_float32(scales):
     w = as_scaled_array(W, F32(4))

@@ -251,22 +251,6 @@ def test_scales_of_results_that_have_nothing_in_common_stay_apart():
         there.data.devices(),
     ]
 
-    def local(data, scales, y):
-        of_shard, of_all = f(ScaledArray(data, scales[0]), y)
-        return of_shard.unscale(), of_shard.scale[None], of_all.scale
-
-    mesh = jax.make_mesh(
-        (2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,)
-    )
-    sharded = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P("d"), P("d"), P()),
-        out_specs=(P("d"), P("d"), P()),
-    )
-    values, _, scale = jax.jit(sharded)(x.data, x.scale, y)
-    assert (values[:, 0].tolist(), float(scale)) == ([2.0**4, 2.0**6], 1)
-
 
 def test_users_write_composites_with_rules_in_a_dozen_lines(monkeypatch):
     monkeypatch.setattr(registry, "rules", dict(registry.rules))
@@ -302,15 +286,6 @@ def test_tracing_leaves_the_garbage_collector_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if was else gc.disable)()
-
-
-def test_a_function_may_close_over_what_an_outer_jit_traces():
-    @jax.jit
-    def outer(x, factor):
-        return scalify(jax.grad(lambda x: jnp.sum(x * x * factor)))(x)
-
-    x = ScaledArray(HALF([1.0, 2.0]), 4.0)
-    assert_array_equal(asarray(outer(x, F32(3))), 6 * asarray(x))
 
 
 @pytest.mark.parametrize(

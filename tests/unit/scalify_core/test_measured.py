@@ -72,13 +72,6 @@ def layers(ws, x):
     return jnp.mean(out**2) + 1e-3 * jnp.sum(kept)
 
 
-def stacked(ws, x):
-    """A stack that a scan and a product read."""
-    stack = lax.scan(lambda h, w: (h @ w, h), x, ws)[1]
-    total = lax.scan(lambda t, h: (t + h @ ws[0], None), 0 * x, stack)[0]
-    return jnp.einsum("lij,kj->lik", stack, x), total, stack
-
-
 def ring(q, k):
     """Products in a loop over devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -128,7 +121,6 @@ PROGRAMS = {
     "gradient of scan of remat": case(
         jax.grad(layers, (0, 1)), STACK, normal(1, 8, 16), roundings=8
     ),
-    "stack": case(stacked, 4 * normal(0, 4, 8, 8), normal(1, 8, 8)),
     "ring": case(ring, 1e-6 * normal(0, 8, 16), 1e5 * normal(1, 8, 16)),
     "mean over a vmap": case(
         jax.vmap(lambda t: t - lax.pmean(t, "i"), axis_name="i"), normal(0, 4, 8)

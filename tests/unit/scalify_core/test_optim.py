@@ -1,6 +1,7 @@
 """Narrow optimiser state: what is stored, what survives, and that every bit is a
 function of seed and step."""
 
+import itertools
 import re
 
 import jax
@@ -114,18 +115,12 @@ def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
     # half way between two E4M3 numbers, and nearly so in the square
     x = jnp.full(2**12, 1.0 + 1 / 16)
     state, _ = run(tx, {"a": x, "b": x}, 1)
-    moments = [
-        state.inner_state.mu["a"],
-        state.inner_state.mu["b"],
-        state.inner_state.nu["a"],
-        state.inner_state.nu["b"],
-    ]
-    drawn = [np.asarray(m) > 1 for m in moments]
-    for i in range(4):
-        for j in range(i):
-            # Independent fair coins agree half the time; 6 standard deviations of the
-            # binomial.
-            assert abs(np.mean(drawn[i] == drawn[j]) - 0.5) < 0.02 + 6 * 0.5 / 2**6
+    both = (state.inner_state.mu, state.inner_state.nu)
+    drawn = [np.asarray(moment[leaf]) > 1 for moment in both for leaf in "ab"]
+    for one, other in itertools.combinations(drawn, 2):
+        # Independent fair coins agree half the time; 6 standard deviations of the
+        # binomial.
+        assert abs(np.mean(one == other) - 0.5) < 0.02 + 6 * 0.5 / 2**6
 
 
 @pytest.mark.parametrize(("fmt", "sqrt"), [(E4M3, False), (E5M2, True)], ids=str)

@@ -4,14 +4,13 @@ when its remedy is taken out."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from beside_plain import normal
 from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 import scalify_core as sc
-from scalify_core import ScaledArray, as_scaled_array, asarray, tree
+from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.numerics.formats import E4M3, E5M2
 
 HALF = jnp.float16
@@ -45,9 +44,7 @@ def test_creep_of_equal_sums_in_matrix_products_and_reductions():
 # 2. Casts that do not saturate.
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float16])
 def test_casts_saturate_and_keep_what_is_not_finite(dtype):
     x = ScaledArray(jnp.asarray([3.4e38, -3.4e38, jnp.nan, jnp.inf, 1.0]), 1.0)
     out = np.float32(scalify(lambda x: x.astype(dtype))(x).data)
@@ -90,42 +87,7 @@ def test_cast_on_backward_rounds_the_gradient_only():
         assert_allclose(gradient, exact, rtol=2.0**-3)
 
 
-# 4. Adam: epsilon, zeros, the bias correction.
-
-
-def test_adam_bias_correction_survives_200_steps():
-    """Losses of a linear regression whose last two rows of parameters never get a
-    gradient."""
-    target, x = normal(2, 32, 4), normal(0, 32, 8).at[:, 6:].set(0)
-    tx = optax.adamw(1e-2, b2=0.95)
-
-    def step(carry):
-        params, state = carry
-        loss_of = lambda p: jnp.mean((x @ p - target) ** 2)
-        loss, gradient = jax.value_and_grad(loss_of)(params)
-        updates, state = tx.update(gradient, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    start = normal(1, 8, 4), tx.init(normal(1, 8, 4))
-    like = tree.map_arrays(
-        lambda s: s.rescale(2.0**-4) if isinstance(s, ScaledArray) else s,
-        as_scaled_array(start, 1.0),
-    )
-
-    def scaled_step(carry, _):
-        carry, loss = scalify(step)(carry)
-        return tree.rescaled_like(carry, like), asarray(loss)
-
-    run = lambda body, start: jax.jit(lambda s: jax.lax.scan(body, s, length=200))(
-        start
-    )
-    (params, _), losses = run(scaled_step, like)
-    (expected, _), plain = run(lambda carry, _: step(carry), start)
-    # 0.95**t leaves FP16 at t = 190, and 0 * inf is NaN where a power is propagated as
-    # a scale.
-    assert_allclose(losses, plain, rtol=1e-5)
-    # A tenth of a step: Adam magnifies the rounding of gradients that are nearly zero.
-    assert_allclose(asarray(params), expected, atol=1e-3)
+# 4. A power that is traced, as in Adam: 0.95**t leaves FP16 at t = 190.
 
 
 def test_power_with_traced_exponent_is_no_scale():
@@ -136,16 +98,6 @@ def test_power_with_traced_exponent_is_no_scale():
 
 
 # Constants, masks and zeros.
-
-
-def test_mask_constant_does_not_drag_the_scale():
-    x = as_scaled_array(normal(0, 64, 64), 1.0, dtype=HALF)
-    mask = jnp.tril(jnp.ones((64, 64), bool))
-    out = scalify(lambda x: jnp.where(mask, x, -1e9))(x)
-    assert out.scale == 1.0
-    assert_array_equal(out.data[63], x.data[63])
-    probabilities = scalify(lambda x: jax.nn.softmax(jnp.where(mask, x, -1e9)))(x)
-    assert float(asarray(probabilities)[0, 1]) == 0
 
 
 @pytest.mark.parametrize("constant", [0.0, -np.inf, np.nan, 1e30])
@@ -292,3 +244,24 @@ def test_queries_and_keys_far_below_their_scale_have_finite_gradients():
         assert jnp.linalg.norm(asarray(gradient) - right) < 2**-8 * jnp.linalg.norm(
             right
         )
+
+
+# Gather and scatter: what is filled in, and sums of very many.
+
+
+@pytest.mark.parametrize("scale", [8.0, None])
+def test_a_number_to_fill_with_is_a_logical_one(scale):
+    x = as_scaled_array(jnp.asarray([8.0, -16.0, 4.0, 24.0]), scale, dtype=HALF)
+    actual = scalify(
+        lambda x: x.at[jnp.asarray([0, 9])].get(mode="fill", fill_value=5.0)
+    )(x)
+    assert_array_equal(asarray(actual), [8.0, 5.0])
+
+
+def test_sums_of_very_many_rows_stay_within_fp16():
+    count = 200_000
+    ones = as_scaled_array(jnp.ones(count), 1.0, dtype=HALF)
+    actual = scalify(
+        lambda x: jax.ops.segment_sum(x, jnp.zeros(count, jnp.int32), num_segments=4)
+    )(ones)
+    assert_allclose(asarray(actual), [count, 0, 0, 0], rtol=2.0**-11)
