@@ -1,10 +1,7 @@
 """GPT-2 as a `Family`."""
 
-from pathlib import Path
-
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
-from trainer.models.functional import Params
 from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec, forward_flops_per_token, linear_sizes
@@ -27,14 +24,6 @@ def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
         )
 
 
-def load(source: Path, spec: GPT2Spec | None) -> tuple[GPT2Spec, Params]:
-    """Return sizes and parameters of a directory or file.
-
-    No tensor's shape tells the number of heads; it is that of `spec` if given.
-    """
-    return load_gpt2(source, n_head=None if spec is None else spec.n_head)
-
-
 FAMILY = Family(
     name="gpt2",
     blocks="h",
@@ -47,5 +36,5 @@ FAMILY = Family(
     linear_sizes=linear_sizes,
     forward_flops_per_token=forward_flops_per_token,
     check_tensor=check_tensor,
-    huggingface=HuggingFace(load, save_gpt2),
+    huggingface=HuggingFace(load_gpt2, save_gpt2),
 )  # fmt: skip

@@ -9,7 +9,6 @@ Legend: D model, V vocabulary.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +17,10 @@ from trainer.files import read_object
 from trainer.models.config_values import check_unquantized
 from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
-from trainer.models.gpt2.spec import HUGGING_FACE, GPT2Spec
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.named_weights import Layout, to_params, to_tensors
 from trainer.models.weight_files import (
+    check_sizes,
     config_beside,
     pop_tied_head,
     read_tensors,
@@ -48,7 +48,9 @@ TABLE = "transformer.wte.weight"
 ROOTS = ("wte.", "wpe.", "h.", "ln_f.")
 
 
-def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Params]:
+def load_gpt2(
+    path: str | Path, spec: GPT2Spec | None = None
+) -> tuple[GPT2Spec, Params]:
     """Return sizes and parameters of a GPT-2.
 
     Parameters are NumPy arrays in the file's dtype, with unrolled layers and a
@@ -57,8 +59,8 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
     Args:
       path: a directory with *.safetensors and config.json, or one safetensors file
           (with config.json beside it or not).
-      n_head: needed without a config.json, because no tensor's shape tells it; compared
-          with it otherwise.
+      spec: sizes, needed without a config.json, because no tensor tells the number of
+          heads.
 
     Raises:
       UserError: missing or damaged files, a variant that this model does not compute,
@@ -66,26 +68,23 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
     """
     path = Path(path)
     file = config_beside(path)
-    config = read_config(file) if file.is_file() else {}
+    if file.is_file():
+        spec = read_spec(file)
+        check_sizes(path, spec.architecture())
+    elif spec is None:
+        raise UserError(
+            f"{path}: no config.json tells the number of heads; put it beside the"
+            " weights"
+        )
+    else:
+        spec = GPT2Spec(**spec.architecture() | {"mlp": "gelu"})
     tensors = named_tensors(path)
-    spec = spec_of(tensors, config, n_head, path)
-    sizes = spec.architecture()
-    for key, name in HUGGING_FACE.items():
-        if config.get(name, sizes[key]) != sizes[key]:
-            raise UserError(
-                f"{file}: {name}={config[name]!r}, but the weights beside it have"
-                f" {sizes[key]}; download or copy both again"
-            )
     return spec, to_params(path, tensors, functional(spec), Layout(prefix=PREFIX))
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """Return a config.json; UserError where it is not that of this model."""
+def read_spec(file: Path) -> GPT2Spec:
+    """Return the spec of a config.json; UserError where it is not of this model."""
     config = read_object(file)
-    if not isinstance(config.get("n_head", 1), int):
-        raise UserError(
-            f"{file} is not the configuration of a GPT-2; download or copy it again"
-        )
     for key, valid in REQUIRED.items():
         if key in config and config[key] not in valid:
             raise UserError(
@@ -93,9 +92,9 @@ def read_config(file: Path) -> dict[str, Any]:
             )
     try:
         check_unquantized(config)
+        return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    return config
 
 
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -104,49 +103,6 @@ def named_tensors(path: Path) -> dict[str, np.ndarray]:
     tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
     pop_tied_head(path, tensors, TABLE)
     return tensors
-
-
-def spec_of(
-    tensors: dict[str, np.ndarray],
-    config: dict[str, Any],
-    n_head: int | None,
-    path: Path,
-) -> GPT2Spec:
-    """Return the sizes by the tensors' shapes, with the heads of config or caller."""
-    named = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
-    for name in ("wte.weight", "wpe.weight", "h.0.mlp.c_fc.weight"):
-        if name not in named or named[name].ndim != 2:
-            raise UserError(
-                f"{path}: no matrix {name}, but {min(named, default='nothing')}; this"
-                " is not a GPT-2"
-            )
-    heads = config.get("n_head", n_head)
-    if heads is None:
-        raise UserError(
-            f"{path}: no config.json tells the number of heads; put it beside the"
-            " weights, or set n_head"
-        )
-    if n_head not in (None, heads):
-        raise UserError(
-            f"{path}: n_head={heads} in config.json, not {n_head}; set the model's"
-            f" n_head to {heads}"
-        )
-    vocab_size, d_model = named["wte.weight"].shape
-    d_mlp = named["h.0.mlp.c_fc.weight"].shape[1]
-    layers = {int(name.split(".")[1]) for name in named if re.match(r"h\.\d+\.", name)}
-    if layers != set(range(len(layers))):
-        raise UserError(
-            f"{path}: layers {sorted(layers)[:4]} ... to {max(layers)} are not 0 to"
-            f" {len(layers) - 1}"
-        )
-    return GPT2Spec(
-        vocab_size=vocab_size,
-        context=named["wpe.weight"].shape[0],
-        n_layer=len(layers),
-        n_head=heads,
-        d_model=d_model,
-        d_mlp=None if d_mlp == 4 * d_model else d_mlp,
-    )
 
 
 def save_gpt2(

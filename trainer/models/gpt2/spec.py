@@ -148,7 +148,9 @@ class GPT2Spec:
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
         theirs = {key: whole_number(config, name) for key, name in HUGGING_FACE.items()}
-        return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
+        d_mlp = whole_number(config, "n_inner", 4 * theirs["d_model"])
+        is_usual = d_mlp == 4 * theirs["d_model"]
+        return theirs | {"d_mlp": None if is_usual else d_mlp, "mlp": "gelu"}
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""

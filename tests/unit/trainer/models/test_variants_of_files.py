@@ -141,8 +141,14 @@ LAYER = "model.layers.1"
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("gpt2", {"n_layer": 1}, "n_layer=1, but the weights beside it have 2"),
-        ("gpt2", {"n_positions": 16}, "n_positions=16, but the weights .* have 32"),
+        ("gpt2", {"n_layer": 1}, r"unknown tensors transformer\.h\.1.* in all"),
+        (
+            "gpt2",
+            {"n_positions": 16},
+            r"wpe\.weight has .*\(32, 16\), expected \(16, 16",
+        ),
+        ("gpt2", {"n_head": "four"}, "n_head='four': expected a whole number"),
+        ("gpt2", {"n_inner": "x"}, "n_inner='x': expected a whole number"),
         ("gpt2", {"n_embd": "absent"}, "n_embd=None: expected a whole number"),
         ("gpt2", {"is_causal": False}, "is_causal=False is not supported"),
         ("gpt2", GPTQ, GPTQ_REFUSED),
@@ -208,7 +214,7 @@ BLOCK, D = "transformer.h", 16
     ("name", "tensor", "value", "message"),
     [
         ("gpt2", f"{BLOCK}.1.ln_2.bias", None, r"h\.1\.ln_2\.bias \(16,\) is missing"),
-        ("gpt2", "transformer.wpe.weight", None, r"no matrix wpe\.weight"),
+        ("gpt2", "transformer.wpe.weight", None, r"wpe\.weight \(32, 16\) is missing"),
         ("gpt2", "adapter", np.zeros(3), "unknown tensors adapter"),
         (
             "gpt2",
