@@ -94,7 +94,7 @@ def primitives_in(jaxpr):
 
 def evaluates_inside(primitive):
     """Whether a rule evaluates inner programs, or the operation on the data."""
-    rule = registry.rules[primitive]
+    rule = registry.rules.get(primitive, registry.DEFAULT)
     return rule.control or rule.fun is registry.on_data
 
 
