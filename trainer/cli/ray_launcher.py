@@ -253,6 +253,11 @@ def launch(
                 logging_config=LoggingConfig("CRITICAL"),
             ),
         )
+        least, most = config.launcher.workers or ()
+        show(
+            f"waiting for {least} to {most} workers on the Ray cluster; `ray status`"
+            " says what it has"
+        )
         try:
             return fit(trainer, stop)
         finally:

@@ -91,7 +91,7 @@ def test_a_run_goes_on_without_a_killed_node_and_takes_another_in(
 
 
 def test_a_users_error_in_a_worker_is_one_line_and_no_start_follows(nodes, tmp_path):
-    words = ["data=text", "data.paths=[not_here.txt]"]
+    words = ["data=text", "data.tokenizer=byte", "data.paths=[not_here.txt]"]
     output = finish(on_ray(nodes, tmp_path, *words), code=2)
     assert "not_here.txt" in output
     assert output.count("error: ") == 1
