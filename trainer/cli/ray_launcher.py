@@ -11,6 +11,7 @@ Nothing else knows of Ray, and this module is imported only for `launcher=ray`.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -365,6 +366,7 @@ def work(settings: Mapping[str, Any]) -> int:
     from trainer.parallel.processes import PROCESS_VARIABLES
 
     job: Job = settings["job"]
+    logging.getLogger("jax").setLevel(logging.WARNING)  # Ray shows more of all loggers
     enter(job.folder)
     this = ray.train.get_context()
     count, rank = this.get_world_size(), this.get_world_rank()
