@@ -15,7 +15,6 @@ from trainer.report.charts import Choice, ChoiceChart
 from trainer.report.history import (
     FORKED,
     SCHEDULE_CHANGED,
-    VALIDATION_DIGEST,
     History,
     finite,
 )
@@ -90,12 +89,6 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     """
     run_dirs = dict(zip(short_names(paths), paths, strict=True))
     read = [History.read(path, name) for name, path in run_dirs.items()]
-    for h in read:
-        if VALIDATION_DIGEST not in h.facts:
-            raise UserError(
-                f"{run_dirs[h.name]} does not tell its validation text: environment.txt"
-                " is missing, or of an earlier version; leave this run out"
-            )
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
@@ -178,7 +171,7 @@ def final_validated(h: History) -> ValidatedText:
 
 def validated(h: History, step: int) -> ValidatedText:
     """Return the text of the validation after a step."""
-    source = [h.facts[VALIDATION_DIGEST], *validation_shares(h)]
+    source = [h.validation_digest, *validation_shares(h)]
     if h.settings.get("data.boundary_loss") is False:
         source.append("without the first token of each document")
     before_end = step if step < h.settings.get("train.steps", 0) else None

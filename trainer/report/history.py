@@ -206,6 +206,17 @@ class History:
         text = self.facts.get(fact, "").replace(",", "")
         return int(text) if text.isdecimal() else 0
 
+    @property
+    def validation_digest(self) -> str:
+        """The digest of the validation text. Raises UserError where it is unknown."""
+        if VALIDATION_DIGEST not in self.facts:
+            raise UserError(
+                f"the run {self.name} does not tell its validation text:"
+                " environment.txt is missing, or of an earlier version; leave this run"
+                " out"
+            )
+        return self.facts[VALIDATION_DIGEST]
+
     @functools.cached_property
     def logged_validation_tokens(self) -> dict[int, int]:
         """The tokens of each validation whose row has them, by step."""

@@ -113,9 +113,13 @@ def test_a_job_of_a_search_that_validated_on_other_text_is_refused(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(row)
         config = "train: {steps: 2, batch_tokens: 9}\n"
         (tmp_path / name / "config.yaml").write_text(config)
+        (tmp_path / name / "environment.txt").write_text("validation digest: a\n")
     check_same_text(jobs[1], jobs[0])
     with pytest.raises(UserError, match="on more or less of it, so its loss counts as"):
         check_same_text(jobs[2], jobs[0])
+    (tmp_path / "1" / "environment.txt").unlink()
+    with pytest.raises(UserError, match="the run 1 does not tell its validation text"):
+        check_same_text(jobs[1], jobs[0])
 
 
 def test_a_search_with_optuna_draws_the_same_values_again():

@@ -313,7 +313,7 @@ def test_runs_of_another_validation_text_are_marked_and_not_ranked(tmp_path, com
     assert f"other validation text, not ranked: {tmp_path}/2" in out
     assert "2 (not ranked)" in (tmp_path / "compare.html").read_text()
     (tmp_path / "1" / "environment.txt").write_text("overrides: \n")
-    with pytest.raises(UserError, match="/1 does not tell its validation text"):
+    with pytest.raises(UserError, match="the run 1 does not tell its validation text"):
         compare(tmp_path)
 
 
