@@ -97,6 +97,11 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
     )
 
 
+def test_each_block_has_an_order_of_its_own():
+    source, _ = Shares([MixtureStage(0, (0.5, 0.5))], 16, 0).place(np.arange(512))
+    assert (source[:256] != source[256:]).any()
+
+
 def test_stages_of_other_weights_begin_where_they_should():
     stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
     shares = Shares(stages, 8, 0)
