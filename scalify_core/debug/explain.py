@@ -186,7 +186,7 @@ class Recorder(precision_warnings.Observer):
         result of cancelling terms (the gradient of a key's bias) is left with other
         roundings.
         """
-        if not is_scaled_array(made):
+        if not isinstance(made, Value):
             return x
         out = dataclasses.replace(
             x, value=made, operand_error=max(x.operand_error, x.error)
@@ -197,7 +197,7 @@ class Recorder(precision_warnings.Observer):
         if (
             out.row is not None
             and out.figures is not None
-            and precision_warnings.beside_lost(v.logical(x.value), asarray(made)) > 0
+            and precision_warnings.beside_lost(v.logical(x.value), v.logical(made)) > 0
         ):
             out.row.see(out.figures, out.when, loses=True)
         return out

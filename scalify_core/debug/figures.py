@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.debug.explanation import Figures, Row, epsilon
-from scalify_core.interpreter.measured.policy import is_stored, stored_value
+from scalify_core.interpreter.measured.policy import is_stored
 from scalify_core.interpreter.value import MEASURED, Value, logical
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import Place
@@ -105,8 +104,6 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
     """
     if isinstance(x, Value) and x.expected_rms == MEASURED and not is_stored(x):
         x = logical(x)
-    if is_scaled_array(x):
-        x = stored_value(x)
     if not isinstance(x, Value):
         return np.asarray(x, np.float64), np.ones(()), 0.0, np.inf, np.inf
     scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)

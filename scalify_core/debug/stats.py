@@ -186,7 +186,7 @@ def _measured_probe(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     data = logical(x)
     if call.name == "probe":
         return [like(x, data)]
-    seen = quantize.result(data, x.dtype) if isinstance(x, Value) else data
+    seen = _stored(quantize.result(data, x.dtype)) if isinstance(x, Value) else data
     rest = [logical(y) for i, y in enumerate(operands) if i != number]
     static = call.settings
     if call.name == "probe.fwd":

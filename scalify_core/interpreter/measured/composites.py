@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
@@ -15,7 +14,6 @@ from scalify_core.interpreter.measured.policy import (
     like,
     measured_composite,
     stored,
-    stored_value,
     wide_value,
 )
 from scalify_core.interpreter.measured.products import (
@@ -27,11 +25,13 @@ from scalify_core.interpreter.measured.products import (
     scale_for,
     shared,
 )
+from scalify_core.interpreter.measured.quantize import stored_value
 from scalify_core.interpreter.rules.composites import in_order
 from scalify_core.interpreter.rules.matmul import call_on_data
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat
+from scalify_core.numerics.scales import times
 from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
 
 _F32 = np.dtype(np.float32)
@@ -74,7 +74,8 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
         return [data]
     scale = call.settings["scale"]
     dtype = v.result_dtype(x)
-    return [stored_value(ScaledArray(data, 1.0).rescale(scale).astype(dtype))]
+    data = formats.saturating_cast(times(data, 1 / scale), dtype)
+    return [stored_value(data, scale)]
 
 
 @measured_composite("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
@@ -91,8 +92,8 @@ def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     if not isinstance(x, Value):
         return [logical(x), jnp.float32(1)]
-    array = quantize.result(in_order(call, logical(x)), x.dtype)
-    return [formats.as_float32(array.data), jnp.asarray(array.scale, jnp.float32)]
+    out = quantize.result(in_order(call, logical(x)), x.dtype)
+    return [v.data32(out), out.scale]
 
 
 @measured_composite("fp8_dot_general", "fp8_dot_general.fwd")
@@ -131,9 +132,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         return [value]
     residuals = (
         stored_value(
-            with_scale(
-                x8, scale_for(x, axes, labels_of_result(_without_vmaps(axes), vmaps))
-            )
+            x8, scale_for(x, axes, labels_of_result(_without_vmaps(axes), vmaps))
         )
         for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), axis_labels, strict=True)
     )
@@ -222,7 +221,7 @@ def _in_dtype(x: Any, dtype: np.dtype) -> Any:
     return x_wide
 
 
-def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> ScaledArray:
+def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> Value:
     """Return an operand in a format, each index along these axes at its own scale."""
     shape = x.shape if isinstance(x, Value) else np.shape(x)
     reading = Reading(*(each_index(shape, axes),) * 2)

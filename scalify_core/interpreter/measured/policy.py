@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import masks, quantize, uses
@@ -172,21 +171,9 @@ def like(x: Any, data: Any) -> Any:
     return data
 
 
-def stored_value(x: ScaledArray) -> Value:
-    """Return a value as it is stored."""
-    return v.value(x.data, x.scale, v.MEASURED, x.dtype)
-
-
 def is_stored(x: Value) -> bool:
     """Return whether the data of a value is in a narrow format, at a scale."""
     return x.data.dtype.itemsize < 4
-
-
-def as_array(x: Value) -> Any:
-    """Return a value as a `ScaledArray` if it is stored, else as an FP32 array."""
-    if not is_stored(x):
-        return logical(x)
-    return with_scale(x.data, x.scale)
 
 
 def default(eqn: Any, *operands: Any) -> list[Any]:
@@ -200,7 +187,7 @@ def stored(
     reading: Reading,
     common: Reading,
     limit: float = masks.NO_MASK,
-) -> ScaledArray:
+) -> Value:
     """Return an operand in a narrow format, at a measured scale.
 
     Args:
@@ -216,17 +203,15 @@ def stored(
         x = formats.as_float32(formats.materialise(x))
         return quantize.stored(x, dtype, parts, limit=limit)
     # An argument in FP16 that only moved is read as it is: no amax, no second rounding.
-    if is_stored(x) and x.data.dtype == dtype:
-        array = as_array(x)
-        if quantize.scaled_in(array, reading.may):
-            return array
+    if is_stored(x) and x.data.dtype == dtype and quantize.scaled_in(x, reading.may):
+        return x
     # Any copy serves whose scales are at least as fine as this reader must have, and no
     # finer than it can multiply out after its sum.
     for (name, copy_parts), copy in x.copies.items():
         suits = is_finer(copy_parts, reading.must) and is_finer(reading.may, copy_parts)
         if name == dtype.name and suits:
             return copy
-    copy = quantize.stored(as_array(x), dtype, parts, limit=limit)
+    copy = quantize.stored(x, dtype, parts, limit=limit)
     x.copies[dtype.name, parts] = copy
     return copy
 
@@ -236,7 +221,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     if not isinstance(x, Value) or x.dtype.itemsize >= 4 or is_stored(x):
         return x
     dtype = v.result_dtype(x)
-    return stored_value(stored(x, dtype, reading, reading, limit_of(var, jaxpr)))
+    return stored(x, dtype, reading, reading, limit_of(var, jaxpr))
 
 
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
@@ -245,7 +230,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     fill = eqn.params.get("fill_value")
     keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
     if is_stored(x) and keeps:
-        scale = _moved_scale(eqn, as_array(x))
+        scale = _moved_scale(eqn, x)
         if scale is not None:
             dtype = v.result_dtype(x)
             out = registry.bind_all(eqn, x.data, *rest)
@@ -258,7 +243,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
             moved = _moved_parts(eqn, parts)
             if scale is not None and moved is not None:
                 y = registry.bind(eqn, copy.data, *map(formats.materialise, rest))
-                out[0].copies[name, moved] = with_scale(y, scale)
+                out[0].copies[name, moved] = quantize.stored_value(y, scale)
     return out
 
 
@@ -273,11 +258,11 @@ def _moved_parts(eqn: Any, parts: Parts) -> Parts | None:
     return None
 
 
-def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
+def _moved_scale(eqn: Any, x: Value) -> Any:
     """Return the scale of `x`, moved as its elements are; None if that is unknown."""
-    if x.is_static or jnp.ndim(x.scale) == 0 or eqn.primitive.name in KEEP_AXES:
+    if jnp.ndim(x.scale) == 0 or eqn.primitive.name in KEEP_AXES:
         return x.scale
-    if eqn.primitive.name == "transpose" and jnp.ndim(x.scale) == x.ndim:
+    if eqn.primitive.name == "transpose" and jnp.ndim(x.scale) == x.data.ndim:
         return lax.transpose(x.scale, eqn.params["permutation"])
     return None
 
@@ -345,8 +330,8 @@ def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
     if dtype.itemsize < 4:  # the user's wish to round
         limit = masks.limit_of(masks.limits_in(jaxpr), eqn.invars[0])
         if limit > masks.NO_MASK:  # a mask is not to set the scale
-            return [stored_value(quantize.result(as_array(x), dtype, limit))]
-        return [stored_value(quantize.stored(as_array(x), dtype))]
+            return [quantize.result(x, dtype, limit)]
+        return [quantize.stored(x, dtype)]
     return [wide_value(lax.convert_element_type(logical(x), dtype), dtype)]
 
 
@@ -356,7 +341,7 @@ def leaving(
     out: Sequence[Any],
     dtypes: Sequence[np.dtype | None],
 ) -> list[Any]:
-    """Return the results of a program in storage form: ScaledArrays and arrays.
+    """Return the results of a program in storage form: values and arrays.
 
     An argument that is returned, or only cast to FP32, is returned as the same object.
 
@@ -380,7 +365,7 @@ def leaving(
             continue
         var = jaxpr.outvars[i]
         is_nonzero = not isinstance(var, Literal) and var in nonzero
-        made.append(quantize.result(as_array(x), dtype, limits[i], nonzero=is_nonzero))
+        made.append(quantize.result(x, dtype, limits[i], nonzero=is_nonzero))
     return made
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from scalify_core.array.scaled_array import ScaledArray
+from scalify_core.interpreter.value import Value
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
@@ -41,7 +41,7 @@ def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
 
 
 def scales_of_result(
-    eqn: Any, a: ScaledArray, b: ScaledArray, group_sizes: Any = None
+    eqn: Any, a: Value, b: Value, group_sizes: Any = None
 ) -> tuple[Any, Any]:
     """Return the scales of a product of the data of `a` and `b`, one for each operand.
 
@@ -51,12 +51,14 @@ def scales_of_result(
     if name == "conv_general_dilated":
         return _conv_scales(eqn.params, a, b, eqn.outvars[0].aval.shape)
     if name == "dot_general":
-        (lhs, rhs), result = dot_labels(eqn.params["dimension_numbers"], a.ndim, b.ndim)
+        (lhs, rhs), result = dot_labels(
+            eqn.params["dimension_numbers"], a.data.ndim, b.data.ndim
+        )
         return scale_for(a, lhs, result), scale_for(b, rhs, result)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     dims, (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     (lhs, rhs), result = dot_labels(
-        dims, a.ndim, b.ndim, group=numbers.rhs_group_dimensions
+        dims, a.data.ndim, b.data.ndim, group=numbers.rhs_group_dimensions
     )
     # The contracted axis is grouped: the groups are the leading axis of the result.
     if len(result) < ndim:
@@ -164,7 +166,7 @@ def _of_conv(eqn: Any) -> list[tuple[Parts, Parts]]:
 
 
 def _conv_scales(
-    params: Any, a: ScaledArray, b: ScaledArray, out: Sequence[int]
+    params: Any, a: Value, b: Value, out: Sequence[int]
 ) -> tuple[Any, Any]:
     numbers = params["dimension_numbers"]
     batch, feature, *_ = numbers.out_spec
@@ -177,11 +179,11 @@ def _conv_scales(
 
     scales: list[Any] = []
     for x, (first, second, *_) in ((a, numbers.lhs_spec), (b, numbers.rhs_spec)):
-        if x.is_static or jnp.size(x.scale) == 1:
+        if jnp.size(x.scale) == 1:
             scales.append(scale_for(x, [], []))
             continue
         scale = jnp.reshape(x.scale, _shape(x))
-        rest = [axis for axis in range(x.ndim) if axis not in (first, second)]
+        rest = [axis for axis in range(x.data.ndim) if axis not in (first, second)]
         table = lax.reshape(
             lax.transpose(scale, (first, second, *rest)),
             (scale.shape[first], scale.shape[second]),
@@ -216,13 +218,13 @@ def _group_of_each(group_sizes: Any, rows: int) -> Any:
     return jnp.minimum(ids, len(ends) - 1)
 
 
-def _shape(x: ScaledArray) -> tuple[int, ...]:
+def _shape(x: Value) -> tuple[int, ...]:
     """Return the shape of a dynamic scale, with the rank of the data."""
-    return (*jnp.shape(x.scale), *(1,) * (x.ndim - jnp.ndim(x.scale)))
+    return (*jnp.shape(x.scale), *(1,) * (x.data.ndim - jnp.ndim(x.scale)))
 
 
-def _has_parts(x: ScaledArray, axis: int) -> bool:
-    return not x.is_static and _shape(x)[axis] > 1
+def _has_parts(x: Value, axis: int) -> bool:
+    return _shape(x)[axis] > 1
 
 
 def is_finer(parts: Parts, than: Parts) -> bool:
@@ -275,7 +277,7 @@ def shared(operands: Sequence[Labels]) -> list[tuple[int, ...]]:
     ]
 
 
-def scale_for(x: ScaledArray, axis_labels: Labels, result: Labels) -> Any:
+def scale_for(x: Value, axis_labels: Labels, result: Labels) -> Any:
     """Return the scale of an operand, shaped for a result.
 
     It is a scalar, or of size 1 along the axes that the operand does not have.
@@ -285,8 +287,8 @@ def scale_for(x: ScaledArray, axis_labels: Labels, result: Labels) -> Any:
         axis_labels: the labels of the operand's axes.
         result: the labels of the result's axes.
     """
-    if x.is_static:
-        return x.scale
+    if x.static is not None:
+        return x.static
     if jnp.size(x.scale) == 1:
         return jnp.reshape(x.scale, ())
     return placed(jnp.reshape(x.scale, _shape(x)), axis_labels, result)

@@ -1,7 +1,7 @@
 """Store a value in a narrow format at a measured scale, and read it back.
 
-A stored value is a `ScaledArray`; every other value is an FP32 array of its logical
-numbers.
+A value is stored if its data is narrow. Every other value is its logical numbers in
+FP32, at scale 1.
 """
 
 import functools
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.array.scaled_array import ScaledArray, unscaled, with_scale
 from scalify_core.interpreter.measured.masks import NO_MASK
+from scalify_core.interpreter.value import MEASURED, Value, logical, value
 from scalify_core.numerics import amax, compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
@@ -24,50 +24,46 @@ _MASK = 2.0**10  # the magnitude of a saturated mask: far above that of logits
 _LEAST_MASK = np.float32(2.0**8)
 
 
-def unstored(x: Any) -> Any:
-    """Return the logical value of a stored array, in FP32; other operands unchanged."""
-    if isinstance(x, ScaledArray):
-        return unscaled(x.data, x.scale)
-    return x
+def stored_value(data: Any, scale: Any) -> Value:
+    """Return a value that is stored as this data, at this scale."""
+    return value(data, scale, MEASURED)
 
 
 def stored(
     x: Any, dtype: np.dtype, parts: Parts = (), *, limit: float = NO_MASK
-) -> ScaledArray:
+) -> Value:
     """Return a value in a narrow format, at a measured scale.
 
     The largest finite magnitude is stored in [2^top, 2^(top + 1)), top being
     `amax.top_of(dtype)`. BF16 has the range of FP32, so its scale is 1.
 
     Args:
-        x: a stored value, returned as the same object if its parts suffice, or an
-            array.
+        x: a value, returned as the same object if it is so stored and its parts
+            suffice, or an array.
         dtype: the format.
         parts: the number of scales along each axis; (): one scale.
         limit: elements at or below are masks, see `masks`. They do not take part in
             the scale, and saturate, at a magnitude that still masks where the format
             allows.
     """
-    if isinstance(x, ScaledArray):
-        if x.dtype == dtype and scaled_in(x, parts):
-            return x
-        x = unstored(x)
-    x = formats.as_float32(x)
+    if isinstance(x, Value) and x.data.dtype == dtype and scaled_in(x, parts):
+        return x
+    x = formats.as_float32(logical(x))
     if formats.has_range_of_float32(dtype):
-        return ScaledArray(formats.saturating_cast(x, dtype), 1.0)
+        return stored_value(formats.saturating_cast(x, dtype), 1.0)
     if limit > NO_MASK:
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, parts)
     else:
         data, scale = amax.measured(x, np.dtype(dtype), amax.top_of(dtype), parts)
-    return with_scale(rounded(data, x=x, scale=scale), scale)
+    return stored_value(rounded(data, x=x, scale=scale), scale)
 
 
-def scaled_in(x: ScaledArray, parts: Parts = ()) -> bool:
+def scaled_in(x: Value, parts: Parts = ()) -> bool:
     """Return whether all elements of each part have one scale.
 
     Only the shape of the scale is considered.
     """
-    return x.is_static or all(
+    return x.static is not None or all(
         n == 1 or (bool(parts) and parts[axis] == n)
         for axis, n in enumerate(jnp.shape(x.scale))
     )
@@ -87,7 +83,7 @@ def result(
     limit: float = NO_MASK,
     *,
     nonzero: bool = False,
-) -> ScaledArray:
+) -> Value:
     """Return a value as `scalify` returns it: a run-time scale, and data below 2^7.
 
     That leaves room for readers that treat the data as if its RMS were near 1, and 31
@@ -96,7 +92,7 @@ def result(
     stored as that of an operand, which gives the others 8 octaves more.
 
     Args:
-        x: a stored value, or an array.
+        x: a value, or an array.
         dtype: the format.
         limit: elements at or below are masks, see `masks`. They are kept beside the
             rest as far as the format holds both, and saturate beyond that.
@@ -104,16 +100,17 @@ def result(
             smallest number instead.
     """
     if dtype.itemsize >= 4:
-        return with_scale(lax.convert_element_type(unstored(x), dtype), jnp.float32(1))
-    exact = x = formats.as_float32(unstored(x))
+        x = lax.convert_element_type(logical(x), dtype)
+        return stored_value(x, jnp.float32(1))
+    exact = x = formats.as_float32(logical(x))
     if formats.has_range_of_float32(dtype):
-        return with_scale(formats.saturating_cast(x, dtype), jnp.float32(1))
+        return stored_value(formats.saturating_cast(x, dtype), jnp.float32(1))
     if limit > NO_MASK:
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, None)
     else:
         data, scale = amax.measured_result(x, np.dtype(dtype))
     data = rounded(data, x=x, scale=scale)
-    return with_scale(_nonzero(exact, data) if nonzero else data, scale)
+    return stored_value(_nonzero(exact, data) if nonzero else data, scale)
 
 
 @jax.jit

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.array.scaled_array import ScaledArray, with_scale
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import control
 from scalify_core.interpreter.rules.bodies import run, shape_of
@@ -177,20 +176,15 @@ def _carried(parts: Iterable[Any], avals: Sequence[Any]) -> list[Any]:
 def _slices(x: Any) -> tuple[Any, Any]:
     """Return the arrays of a scanned operand that are sliced, and the operand.
 
-    They are its data, and scales that differ along the leading axis.
+    They are the data of it and of its copies, and scales that differ along the leading
+    axis.
     """
     if not isinstance(x, Value):
         return (formats.materialise(x), None, {}), None
-    copies = {
-        key: (copy.data, copy.scale if np.size(copy.scale) > 1 else None)
-        for key, copy in _copies_of_slices(x).items()
-    }
-    if sc.is_static(x.scale) or x.scale.ndim == 0:
-        return (x.data, None, copies), x
-    if x.scale.shape[0] == 1:
-        scale = x.scale[0]
-        return (x.data, None, copies), x.with_scale(x.data, _scalar(scale))
-    return (x.data, x.scale, copies), x
+    copies = {key: _slices(copy)[0] for key, copy in x.copies.items()}
+    scale = x.scale
+    is_sliced = not sc.is_static(scale) and scale.shape[:1] not in ((), (1,))
+    return (x.data, scale if is_sliced else None, copies), x
 
 
 def _end(x: Any, last: bool) -> Any:
@@ -204,28 +198,16 @@ def _of_slice(pieces: Any, stack: Any) -> Any:
     data, scale, copies = pieces
     if stack is None:
         return data
-    stacked = _copies_of_slices(stack)
-    made = {
-        key: with_scale(
-            y, _scalar(stacked[key].scale if scale_of_y is None else scale_of_y)
-        )
-        for key, (y, scale_of_y) in copies.items()
-    }
     if scale is None:
         scale = stack.scale
+        if np.size(scale) > 1:
+            scale = scale[0]
+    sliced = {
+        (name, parts[1:]): _of_slice(copies[name, parts], copy)
+        for (name, parts), copy in stack.copies.items()
+    }
     out = stack.with_scale(data, _scalar(scale))
-    if made:
-        return dataclasses.replace(out, copies=made)
-    return out
-
-
-def _copies_of_slices(x: Value) -> dict[tuple[str, tuple[int, ...]], ScaledArray]:
-    """Return the copies of a stack that can be sliced, by format and parts."""
-    copies: dict[tuple[str, tuple[int, ...]], ScaledArray] = {}
-    for (name, parts), copy in x.copies.items():
-        if np.size(copy.scale) == 1 or len(copy.scale) == len(x.data):
-            copies.setdefault((name, parts[1:]), copy)
-    return copies
+    return dataclasses.replace(out, copies=sliced)
 
 
 def _scalar(scale: Any) -> Any:
@@ -243,20 +225,14 @@ def _stacked(y: Any, length: int) -> Any:
     if isinstance(y, Constant):
         (y,) = unpack([y])
         return np.broadcast_to(y[(0,) * y.ndim], (length, *y.shape))
-    if isinstance(y, Value) and y.copies:
-        copies = {
-            (name, (length, *parts)): _stacked_copy(copy, length)
-            for (name, parts), copy in y.copies.items()
-        }
-        y = dataclasses.replace(y, copies=copies)
-    if isinstance(y, Value) and not sc.is_static(y.scale):
-        ones = (1,) * (y.data.ndim - 1)
-        scale = y.scale.reshape((length, *ones)) if y.scale.ndim == 1 else y.scale
-        return dataclasses.replace(y, dynamic=scale)
-    return y
-
-
-def _stacked_copy(x: ScaledArray, length: int) -> ScaledArray:
-    if x.is_static or x.scale.ndim > 1:
-        return x
-    return with_scale(x.data, x.scale.reshape((length,) + (1,) * (x.ndim - 1)))
+    if not isinstance(y, Value):
+        return y
+    copies = {
+        (name, (length, *parts)): _stacked(copy, length)
+        for (name, parts), copy in y.copies.items()
+    }
+    y = dataclasses.replace(y, copies=copies)
+    if sc.is_static(y.scale) or y.scale.ndim > 1:
+        return y
+    scale = y.scale.reshape((length,) + (1,) * (y.data.ndim - 1))
+    return dataclasses.replace(y, dynamic=scale)
