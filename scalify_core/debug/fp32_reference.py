@@ -17,16 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
-from scalify_core.interpreter.registry import COMBINERS, bind, wide_equation
+from scalify_core.interpreter import registry
 from scalify_core.numerics.formats import at_least_float32 as wide
-from scalify_core.numerics.formats import (
-    is_narrow,
-    is_narrow_dtype,
-    materialise,
-)
-from scalify_core.numerics.jaxprs import INLINED
+from scalify_core.numerics.jaxprs import INLINED, name_of
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:
@@ -36,10 +30,10 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     """
     if not eqn.outvars:  # only the scaled program runs effects
         return []
-    out = _results(eqn, *map(materialise, operands))
-    if eqn.primitive.multiple_results:
-        return list(out)
-    return [out]
+    exact = _EXACT.get(name_of(eqn))
+    if exact is not None:
+        return eqn.params["call"].replace(fun=exact)(*map(wide, operands))
+    return list(map(wide, registry.in_float32(eqn, *operands)))
 
 
 def entering(x: Any) -> Any:
@@ -50,31 +44,6 @@ def entering(x: Any) -> Any:
     if isinstance(x, jax.Ref):
         return jax.new_ref(x[...])
     return wide(x)
-
-
-def _results(eqn: Any, *operands: Any) -> Any:
-    is_composite = eqn.primitive.name == "scalify_composite"
-    if is_composite and (exact := _EXACT.get(eqn.params["call"].name)) is not None:
-        return eqn.params["call"].replace(fun=exact)(*map(wide, operands))
-    if not any(is_narrow(var.aval) for var in (*eqn.invars, *eqn.outvars)):
-        return bind(eqn, *operands)
-    if is_composite:
-        return [wide(y) for y in eqn.params["call"](*map(wide, operands))]
-    if eqn.primitive.name not in COMBINERS and (
-        eqn.primitive.name == "bitcast_convert_type"
-        or next(iter(jaxprs_in_params(eqn.params)), None) is not None
-    ):
-        as_traced = [
-            _as(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)
-        ]
-        return jax.tree.map(wide, bind(eqn, *as_traced))
-    return bind(wide_equation(eqn), *map(wide, operands))
-
-
-def _as(x: Any, dtype: Any) -> Any:
-    if is_narrow_dtype(dtype):
-        return lax.convert_element_type(x, dtype)
-    return x
 
 
 def _dot(product: Any) -> Any:

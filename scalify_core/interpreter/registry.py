@@ -156,16 +156,29 @@ def forward_rule(name: str, *, wide: bool = False) -> Callable:
     return register
 
 
-def default(eqn: Any, *operands: Any) -> Any:
+def default(eqn: Any, *operands: Any) -> list[Any]:
     """Evaluate a primitive or composite without a rule in FP32, with scale 1.
 
     The result is correct without a rule, so there is no warning.
     """
+    dtype = v.result_dtype(*operands)
+    return [
+        v.value(y, 1.0, 1.0, dtype) if is_float(y) else y
+        for y in in_float32(eqn, *operands)
+    ]
+
+
+def in_float32(eqn: Any, *operands: Any) -> list[Any]:
+    """Return the results of an equation on the logical values, as plain arrays.
+
+    Values have at least FP32, also where the user cast them to a narrower dtype.
+    """
     if eqn.primitive.name == "scalify_composite":
-        return _of_scale_1(called(eqn, *operands), operands)
-    if means_its_dtype(eqn):
-        return as_traced_dtypes(eqn, *operands)
-    return in_float32(eqn, *operands)
+        return called(eqn, *operands)
+    pairs = zip(operands, eqn.invars, strict=True)
+    if _means_its_dtype(eqn):
+        return bind_all(eqn, *(_as_traced(x, var.aval) for x, var in pairs))
+    return bind_all(wide_equation(eqn), *(_as_wide_as(x, var.aval) for x, var in pairs))
 
 
 # Their results depend on the dtype that their operands were traced with.
@@ -175,7 +188,7 @@ _READ_BITS = frozenset(
 )
 
 
-def means_its_dtype(eqn: Any) -> bool:
+def _means_its_dtype(eqn: Any) -> bool:
     """Return whether an equation reads numbers in the dtype that it was traced with.
 
     It reads their bits, or it has inner jaxprs of a dtype that the user cast to.
@@ -405,24 +418,10 @@ def on_data(eqn: Any, *operands: Any) -> list[Any]:
     ]
 
 
-def as_traced_dtypes(eqn: Any, *operands: Any) -> list[Any]:
-    """Bind an equation on the logical values in the dtypes that it was traced with."""
-    args = [
-        v.unscaled(x, var.aval.dtype)
-        for x, var in zip(operands, eqn.invars, strict=True)
-    ]
-    return _of_scale_1(bind_all(eqn, *args), operands)
-
-
-def in_float32(eqn: Any, *operands: Any) -> list[Any]:
-    """Return the operation on the logical values in FP32, at scale 1.
-
-    So have operands that the user cast to a narrower dtype.
-    """
-    args = [
-        _as_wide_as(x, var.aval) for x, var in zip(operands, eqn.invars, strict=True)
-    ]
-    return _of_scale_1(bind_all(wide_equation(eqn), *args), operands)
+def _as_traced(x: Any, aval: Any) -> Any:
+    """Return a logical value in the dtype that it was traced with."""
+    x = v.unscaled(x, aval.dtype)
+    return lax.convert_element_type(x, aval.dtype) if is_narrow(aval) else x
 
 
 def _as_wide_as(x: Any, aval: Any) -> Any:
@@ -432,11 +431,6 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
         return x
     dtype = aval.dtype if aval.dtype.itemsize > 4 else np.dtype(np.float32)
     return lax.convert_element_type(x, dtype)
-
-
-def _of_scale_1(out: Sequence[Any], operands: tuple) -> list[Any]:
-    dtype = v.result_dtype(*operands)
-    return [v.value(y, 1.0, 1.0, dtype) if is_float(y) else y for y in out]
 
 
 def at_scale(x: Value, scale: Any, expected_rms: float = 1.0) -> Value:
@@ -449,5 +443,5 @@ def on_logical(eqn: Any, *operands: Any) -> list[Any]:
     first = next(x for x in operands if isinstance(x, Value))
     return [
         at_scale(y, first.scale, first.expected_rms) if isinstance(y, Value) else y
-        for y in as_traced_dtypes(eqn, *operands)
+        for y in default(eqn, *operands)
     ]

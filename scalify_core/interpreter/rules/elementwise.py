@@ -11,7 +11,7 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import (
     at_scale,
     bind,
-    in_float32,
+    default,
     on_logical,
     rule,
     structural,
@@ -130,7 +130,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
 def _integer_pow(eqn: Any, x: Value) -> Any:
     n = eqn.params.get("y", 2)
     if abs(n) > 4:  # the data's own power would leave FP32
-        return in_float32(eqn, x)
+        return default(eqn, x)
     dtype = v.result_dtype(x)
     if n < 0:
         x = v.as_divisor(x)
@@ -204,7 +204,7 @@ def _odd(eqn: Any, x: Value) -> Value:
 
     There the result has the argument's scale.
     """
-    (y,) = in_float32(eqn, x)
+    (y,) = default(eqn, x)
     if sc.is_static(x.scale):
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
     return at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
@@ -216,7 +216,7 @@ def _to_integers(eqn: Any, x: Value) -> Value:
 
     At a scale below 1 an integer would be large data.
     """
-    (y,) = in_float32(eqn, x)
+    (y,) = default(eqn, x)
     return at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
 
 
