@@ -287,7 +287,9 @@ class Recorder(precision_warnings.Observer):
             ]
         else:
             if exact is None:
-                exact = self.reference_results(eqn, tensors, place)
+                references = (x.reference for x in tensors)
+                made = fp32_reference.in_float32(eqn, *references)
+                exact = [Tensor(None, y, place, 0) for y in made]
             results = self.recorded(eqn, tensors, out, exact, casts, place, path)
             if self.evaluate.measures and eqn.primitive.name in PRODUCTS:
                 self._see_lost_terms(eqn, tensors, *results)
@@ -318,13 +320,6 @@ class Recorder(precision_warnings.Observer):
         limit = max(self.tolerance, epsilon(row.dtype, *result.formats))
         if wrong > limit * expected:
             row.see(figures, result.when, loses=True)
-
-    def reference_results(
-        self, eqn: Any, operands: Sequence[Tensor], place: Place
-    ) -> list[Tensor]:
-        """Return the results of an equation in plain FP32, without scaled values."""
-        references = fp32_reference.in_float32(eqn, *(x.reference for x in operands))
-        return [Tensor(None, y, place, 0) for y in references]
 
     def recorded(
         self,

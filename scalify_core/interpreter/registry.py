@@ -433,15 +433,10 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def at_scale(x: Value, scale: Any, expected_rms: float = 1.0) -> Value:
-    """Return the value with another scale."""
-    return v.value(v.at_scale(x, scale), scale, expected_rms, x.dtype)
-
-
 def on_logical(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the logical value, and keep the first operand's scale."""
     first = next(x for x in operands if isinstance(x, Value))
     return [
-        at_scale(y, first.scale, first.expected_rms) if isinstance(y, Value) else y
+        v.at_scale(y, first.scale, first.expected_rms) if isinstance(y, Value) else y
         for y in default(eqn, *operands)
     ]

@@ -281,9 +281,9 @@ def logical(v: Any) -> Any:
     return _at_scale(at_least_float32(v.data), v, 1.0)
 
 
-def at_scale(v: Value, scale: Scale) -> Any:
-    """Return the data that `v` would have at `scale`."""
-    return _at_scale(v.data, v, scale)
+def at_scale(v: Value, scale: Scale, expected_rms: float = 1.0) -> Value:
+    """Return the value with another scale."""
+    return value(_at_scale(v.data, v, scale), scale, expected_rms, v.dtype)
 
 
 def data32_at(v: Value, scale: Scale) -> Any:

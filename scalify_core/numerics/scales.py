@@ -96,9 +96,9 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
     # Zeros stay zeros: otherwise the product of zeros and a large scale would look like
     # a number of moderate size, and set the scale of a sum.
     zeros = lax.lt(smaller, np.float32(OF_ZEROS))
-    return lax.select(
-        zeros, lax.full_like(smaller, MIN_SCALE), clip_scale(lax.mul(a, b))
-    )
+    # A scale that is not of zeros stays within [2^-125, 2^125].
+    clipped = lax.clamp(np.float32(OF_ZEROS), lax.mul(a, b), np.float32(1 / OF_ZEROS))
+    return lax.select(zeros, lax.full_like(smaller, MIN_SCALE), clipped)
 
 
 def ratio(a: Any, b: Any) -> Any:
@@ -220,9 +220,7 @@ def between(scales: Sequence[Scale]) -> Scale:
 
 
 def smallest(a: Scale, b: Scale) -> Scale:
-    """Return the smaller scale."""
-    if is_static(a) and is_static(b):
-        return min(a, b)
+    """Return the smaller scale, a dynamic one."""
     return lax.min(*_arrays(a, b))
 
 
@@ -237,11 +235,6 @@ def rounded(size: float) -> tuple[float, float]:
     """Return the scale of data of this expected size, and the expected RMS."""
     scale = pow2_round(size)
     return scale, size / scale
-
-
-def clip_scale(scale: Any) -> Any:
-    """Keep a dynamic scale that is not of zeros within [2^-125, 2^125]."""
-    return lax.clamp(np.float32(OF_ZEROS), scale, np.float32(1 / OF_ZEROS))
 
 
 def times(x: Any, factor: Scale | Multiple) -> Any:

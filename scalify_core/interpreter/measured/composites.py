@@ -27,7 +27,7 @@ from scalify_core.interpreter.measured.products import (
 )
 from scalify_core.interpreter.measured.quantize import stored_value
 from scalify_core.interpreter.rules.composites import in_order
-from scalify_core.interpreter.rules.matmul import call_on_data
+from scalify_core.interpreter.rules.matmul import call_on_data, unused_scales
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat
@@ -109,9 +109,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         _stored(x, _E4M3, axes)
         for x, axes in zip(operands, shared(axis_labels), strict=True)
     )
-    unused = [
-        jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
-    ]
+    unused: Any = unused_scales(product)
 
     def forward(lhs8: Any, rhs8: Any) -> Any:
         return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True), lhs8, rhs8, *unused

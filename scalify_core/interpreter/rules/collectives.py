@@ -39,7 +39,7 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     # one `pmax` takes no axes of both kinds
     for group in filter(None, (varying, unknown)):
         largest = lax.pmax(largest, group)
-    return v.value(v.at_scale(x, largest), largest, x.expected_rms, x.dtype)
+    return v.at_scale(x, largest, x.expected_rms)
 
 
 def _axes(eqn: Any) -> tuple:

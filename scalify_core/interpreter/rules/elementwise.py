@@ -9,7 +9,6 @@ from jax import lax
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import (
-    at_scale,
     bind,
     default,
     on_logical,
@@ -207,7 +206,7 @@ def _odd(eqn: Any, x: Value) -> Value:
     (y,) = default(eqn, x)
     if sc.is_static(x.scale):
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
-    return at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
+    return v.at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
 
 @rule("floor", "ceil", "round")
@@ -217,7 +216,7 @@ def _to_integers(eqn: Any, x: Value) -> Value:
     At a scale below 1 an integer would be large data.
     """
     (y,) = default(eqn, x)
-    return at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
+    return v.at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
 
 
 @rule("sign")

@@ -186,7 +186,7 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     )
     return v.value(saturated(out), _scale(lhs, rhs, power), rms, dtype), (
         *operands,
-        *_unused(product),
+        *unused_scales(product),
     )
 
 
@@ -215,7 +215,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
 
     d_lhs, d_rhs = call_on_data(
-        call, backward, lhs.data, rhs.data, *_unused(product), gradient.data
+        call, backward, lhs.data, rhs.data, *unused_scales(product), gradient.data
     )
     d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
     return (
@@ -249,7 +249,7 @@ def _scale(a: Value, b: Value, power: float) -> Any:
     return sc.product(sc.product(a.multiple, b.multiple), power)
 
 
-def _unused(product: Product) -> tuple:
+def unused_scales(product: Product) -> tuple:
     """Return placeholders for the plain program's traced scales, in the residuals."""
     return tuple(
         np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
