@@ -97,11 +97,3 @@ def test_a_users_error_in_a_worker_is_one_line_and_no_start_follows(nodes, tmp_p
     assert output.count("error: ") == 1
     assert "Traceback" not in output
     assert "has failed" not in output
-
-
-def test_without_a_cluster_one_line_says_how_to_start_one(tmp_path):
-    words = ["launcher=ray", "launcher.workers=[1,1]"]
-    process = trainer(tmp_path, "A", *words, RAY_TMPDIR=str(tmp_path))
-    output = finish(process, code=2)
-    assert "error: launcher=ray found no Ray cluster on this machine" in output
-    assert len(output.splitlines()) == 1

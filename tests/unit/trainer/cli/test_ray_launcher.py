@@ -1,5 +1,6 @@
 """What `launcher=ray` says without Ray, and from Python."""
 
+import importlib
 import sys
 
 import pytest
@@ -18,6 +19,16 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys, tm
     assert code == 2
     assert "error: launcher=ray needs ray[train] 2.60" in line
     assert "pip install 'scalify-trainer[ray]', on all machines" in line
+
+
+def test_without_a_cluster_one_line_says_how_to_start_one(monkeypatch):
+    def fail(*args, **kwargs):  # as Ray does, where no node runs on the machine
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    launcher = importlib.import_module("trainer.cli.ray_launcher")
+    monkeypatch.setattr(launcher.ray, "init", fail)
+    with pytest.raises(UserError, match="no Ray cluster on this machine; start one"):
+        launcher.connect()
 
 
 def test_a_launcher_is_refused_where_the_process_is_the_programs():
