@@ -33,7 +33,7 @@ from trainer.parallel.replicas import (
     DiLoCoStep,
     Storage,
     make_exchange,
-    make_inner,
+    make_inner_step,
     resized,
     with_replicas,
     with_residuals,
@@ -58,7 +58,7 @@ from trainer.step.kernels import (
     Kernels,
     gpu_options,
     marked_attention,
-    takes_any_order,
+    takes_any_layout,
     takes_scales,
 )
 from trainer.step.moments import stacks_of, store_moments
@@ -327,7 +327,7 @@ class TrainTask(NamedTuple):
     @property
     def comm(self) -> CommConfig:
         """The formats of what the devices send each other."""
-        return CommConfig(*self.reduce, self.model.for_allgather, self.model.roles)
+        return CommConfig(self.reduce, self.model.for_allgather, self.model.roles)
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
@@ -347,8 +347,8 @@ class TrainTask(NamedTuple):
                 contexts.enter_context(compiler_hints.scales_in_products())
             if self.mesh.devices.flat[0].platform == "gpu":
                 contexts.enter_context(marked_attention(self.kernels))
-            if takes_any_order(self.mesh.devices.flat[0]):
-                contexts.enter_context(compiler_hints.products_in_any_order())
+            if takes_any_layout(self.mesh.devices.flat[0]):
+                contexts.enter_context(compiler_hints.products_in_any_layout())
             yield
 
     def jit(self, fun: Callable[..., Any], **settings: Any) -> "JittedAsStep":
@@ -545,7 +545,7 @@ def lower_step(
     step = make_train_step(
         task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
         Update(
-            optimizer=lambda seed: task.optimizer(seed, stacks),
+            make_optimizer=lambda seed: task.optimizer(seed, stacks),
             trained=task.trained,
             store_gradients=task.model.store_gradients,
             rounding=task.model.policy.rounding,
@@ -554,7 +554,7 @@ def lower_step(
         reductions_of(task),
     )
     if task.diloco is not None:
-        step, like = make_inner(step, task.mesh, task.diloco), like.diloco.states
+        step, like = make_inner_step(step, task.mesh, task.diloco), like.diloco.states
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(
         step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh))

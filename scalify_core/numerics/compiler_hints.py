@@ -59,22 +59,22 @@ def products_take_scales() -> bool:
     return bool(_scales_in_products.value)
 
 
-_products_in_any_order = jax.make_user_context(default_value=False)
+_products_in_any_layout = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
-def products_in_any_order() -> Iterator[None]:
-    """Mark traces for GPUs whose FP8 products read both operands in any order.
+def products_in_any_layout() -> Iterator[None]:
+    """Mark traces for GPUs whose FP8 products take operands of any memory layout.
 
     Other GPUs sum over the last axis of both operands, so arrays are transposed.
     """
-    with _products_in_any_order(True):
+    with _products_in_any_layout(True):
         yield
 
 
-def products_take_any_order() -> bool:
-    """Return whether the current trace is inside `products_in_any_order`."""
-    return bool(_products_in_any_order.value)
+def products_take_any_layout() -> bool:
+    """Return whether the current trace is inside `products_in_any_layout`."""
+    return bool(_products_in_any_layout.value)
 
 
 def barrier[T](tree: T) -> T:
@@ -107,9 +107,9 @@ def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a matrix twice; on CUDA, the second with contiguous columns.
 
     The second is transposed from the first, once that is stored. Where products take
-    any order, it is the first.
+    any layout, it is the first.
     """
-    if products_take_any_order():
+    if products_take_any_layout():
         return (stored(x),) * 2
 
     def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -461,7 +461,7 @@ def dot_fp8(
         # algorithm of every product written as (rows, k) (k, columns), after which the
         # product would no longer be FP8.
         order = dims
-        if not compiler_hints.products_take_any_order():
+        if not compiler_hints.products_take_any_layout():
             (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
             lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
             rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)

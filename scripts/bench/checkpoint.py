@@ -23,7 +23,7 @@ from trainer.observe.records import read_rows
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.libraries import hide_missing_gpu
-from trainer.step.state import to_stored
+from trainer.step.state import to_checkpoint_form
 from trainer.step.state_tree import checksums
 from trainer.workload import first_state
 
@@ -57,7 +57,7 @@ def saves(args: Arguments, folder: Path) -> None:
     """Print for each save how long the loop waits, and how long the save takes."""
     names = [f"model={args.model}", f"precision={args.precision}"]
     w = without_data(names, args.vocab)
-    state = to_stored(filled(first_state(w, seed=0)))
+    state = to_checkpoint_form(filled(first_state(w, seed=0)))
     jax.block_until_ready(state)
     size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
     shares = []

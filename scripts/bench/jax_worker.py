@@ -23,7 +23,7 @@ from trainer.errors import UserError
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
-from trainer.step.state import from_stored
+from trainer.step.state import from_checkpoint_form
 from trainer.step.step import Hyper, Tokens
 from trainer.workload import compile_step, first_state
 
@@ -83,7 +83,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
       cached: whether compiled programs are cached.
     """
     task = without_data(case.overrides(context), cached=cached)
-    state = from_stored(first_state(task, seed=0))
+    state = from_checkpoint_form(first_state(task, seed=0))
     length = task.model.spec.context
     batch = abstract_batch(1, case.batch, length, document_mask=False, mesh=task.mesh)
     with cache_hits() as hits:

@@ -27,7 +27,7 @@ from trainer.cli.arguments import argument, run_script, split
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.libraries import hide_missing_gpu
-from trainer.step.state import TrainState, to_stored
+from trainer.step.state import TrainState, to_checkpoint_form
 from trainer.workload import TrainTask, first_state
 
 
@@ -104,7 +104,7 @@ def bytes_on_disk(state: TrainState) -> int:
         tempfile.TemporaryDirectory() as folder,
         Checkpointer(Path(folder)) as checkpointer,
     ):
-        checkpointer.save(1, to_stored(state), {})
+        checkpointer.save(1, to_checkpoint_form(state), {})
         checkpointer.wait()
         return sum(
             path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()

@@ -25,7 +25,7 @@ from trainer.observe.metrics import Throughput
 from trainer.observe.peaks import peak_flops
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import GradReduceConfig
-from trainer.parallel.mesh import Sizes, abstract_batch, batch_shards, make_mesh
+from trainer.parallel.mesh import MeshSizes, abstract_batch, batch_shards, make_mesh
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
@@ -114,9 +114,9 @@ def build_task(
     return task
 
 
-def build_sizes(c: schema.Parallel) -> Sizes:
+def build_sizes(c: schema.Parallel) -> MeshSizes:
     """Return the sizes of the mesh's axes, of which one may be -1."""
-    return Sizes(c.data, c.fsdp, c.tensor)
+    return MeshSizes(c.data, c.fsdp, c.tensor)
 
 
 def build_diloco(c: schema.Config) -> DiLoCoSettings | None:

@@ -19,7 +19,7 @@ from trainer.observe.progress import log_first_duration
 from trainer.observe.sampling import make_sample, on_one_device
 from trainer.observe.sharpness import make_sharpness
 from trainer.parallel.mesh import place_batch
-from trainer.parallel.replicas import first_replica
+from trainer.parallel.replicas import without_replicas
 from trainer.run import builtin_callbacks as builtin
 from trainer.run.callbacks import Callback
 from trainer.run.metadata import Totals
@@ -111,7 +111,7 @@ def build_numerics(
     if w.task.diloco is None:
         return measure
     # Of DiLoCo's replicas, the first one's optimizer state is measured.
-    select = jax.jit(first_replica)
+    select = jax.jit(without_replicas)
     return lambda state, tokens, step: measure(select(state), tokens, step)
 
 
@@ -171,7 +171,7 @@ class Validation:
             self._eval_step,
             state,
             batches,
-            first=train.eval_batches,
+            common_batches=train.eval_batches,
             bytes_per_token=self._bytes_per_token(loader, most),
             should_stop=should_stop,
         )

@@ -45,7 +45,7 @@ from trainer.observe.progress import log_duration
 from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
-from trainer.parallel.processes import Agreement, refused_together, start_processes
+from trainer.parallel.processes import Agreement, raise_together, start_processes
 from trainer.report.history import FINAL_VALIDATION
 from trainer.report.messages import (
     describe_communication,
@@ -71,7 +71,7 @@ from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
 from trainer.run.totals import added_up
-from trainer.step.state import TrainState, from_stored, to_stored
+from trainer.step.state import TrainState, from_checkpoint_form, to_checkpoint_form
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import TrainTask, Workload, abstract_state, compile_step
@@ -224,7 +224,7 @@ def open_session(
         is_over = checkpoint.step >= config.train.steps
         if is_over and checkpoint.meta.get("unfinished") is None:
             directory.check_ended(checkpoint.step, to_tree(config))
-    with refused_together(), explain_full_disk(directory.path):
+    with raise_together(), explain_full_disk(directory.path):
         directory.adopt(to_tree(config))
         final = tokens_read(workload.data.val, config.train.final_eval_batches)
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
@@ -356,7 +356,7 @@ def end_of_phase(training: Run) -> Restored:
         "watchdog": recovery.watchdog.state(),
         "totals": dataclasses.asdict(training.totals(training.step)),
     }
-    return Restored(training.step, to_stored(training.state), meta)
+    return Restored(training.step, to_checkpoint_form(training.state), meta)
 
 
 def build_run(experiment: Experiment, session: Session, checkpoint: Restored) -> Run:
@@ -383,7 +383,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
             text = f"the learning-rate schedule changed {change}"
             tracker.event(checkpoint.step + 1, text)
     task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
-    state = from_stored(
+    state = from_checkpoint_form(
         enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
     )
     batch = build_batch(config, mesh)
@@ -486,7 +486,7 @@ def make_restore(
                 lambda meta: abstract_state(saved_task(meta, task)), order=order
             )
         task_of_checkpoint = saved_task(checkpoint.meta, task)
-        restored = from_stored(
+        restored = from_checkpoint_form(
             enter_phase(task, checkpoint.state, task_of_checkpoint, seed)
         )
         # The scales of weights are constants of the compiled step, and part of the

@@ -32,7 +32,7 @@ from trainer.run.initial_weights import restore_weights, tokenizer_of_run
 from trainer.run.libraries import prepare_jax, use_compilation_cache
 from trainer.run.metadata import saved_config
 from trainer.run.start import check_finite
-from trainer.step.state import from_stored
+from trainer.step.state import from_checkpoint_form
 from trainer.text import note
 from trainer.workload import Workload, abstract_state
 
@@ -123,7 +123,7 @@ def restore_training(
         )
         where = f"checkpoint {checkpoint.step} of {run_dir}"
         check_finite(checkpoint, where, "bring an earlier one back")
-    return c, w, checkpoint._replace(state=from_stored(checkpoint.state))
+    return c, w, checkpoint._replace(state=from_checkpoint_form(checkpoint.state))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from trainer.step.nonfinite import first_nonfinite
+from trainer.step.nonfinite import first_nonfinite_operation
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import TrainTask
@@ -31,7 +31,7 @@ def make_diagnose(task: TrainTask) -> Callable[[TrainState, Tokens, int], str]:
             )
             # Not traced like the step: evaluated one by one, no operation lacks the
             # constant that its matmul would take.
-            bad_tensor = first_nonfinite(
+            bad_tensor = first_nonfinite_operation(
                 gradient, *args, compiler_options=task.compiler_options
             )
             if bad_tensor is not None:

@@ -53,7 +53,7 @@ from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.policy import Policy
-from trainer.step.optimizers import KEYS, OPTIMIZERS
+from trainer.step.optimizers import MOMENT_KEYS, OPTIMIZERS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import Model, TrainTask
@@ -166,7 +166,7 @@ def format_name(model: Model, kind: str, layer: str) -> str:
       layer: its parameter, or input or output, as in a row's `numerics/CLASS/LAYER`.
     """
     policy = model.policy
-    if kind in KEYS:
+    if kind in MOMENT_KEYS:
         return str(getattr(policy, kind))
     if is_stack(model, layer):
         blocks, _, *rest = layer.split(".")
@@ -393,7 +393,7 @@ def make_numerics(
     def numerics(split: TrainState, batch: Tokens, step: int) -> dict[str, float]:
         state = dataclasses.replace(split, params=gather(split.params))
         moments = tree.unpack(state.opt_state)
-        mu, nu = (fields_of(moments, optimizer, key) for key in KEYS)
+        mu, nu = (fields_of(moments, optimizer, key) for key in MOMENT_KEYS)
         narrow = {
             name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu
         }

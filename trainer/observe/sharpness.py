@@ -34,9 +34,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from scalify_core import asarray, tree, weights
-from trainer.parallel.distribute import largest_over, loss_over, squares_over
+from trainer.parallel.distribute import amax_over, loss_over, squared_norms_over
 from trainer.parallel.mesh import replicated
-from trainer.parallel.sharding import parameter_partitions
+from trainer.parallel.sharding import param_specs
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
 from trainer.step.step import Tokens
@@ -163,8 +163,8 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
       lr: the learning rate at which the search starts, such as the run's peak.
     """
     model, mesh = task.model, task.mesh
-    squares_of = squares_over(mesh, task.trained_roles)
-    largest_of = largest_over(mesh, model.roles)
+    squares_of = squared_norms_over(mesh, task.trained_roles)
+    largest_of = amax_over(mesh, model.roles)
     losses = make_losses(model.on(mesh))
     if mesh.size > 1:
         losses = loss_over(mesh, task.comm, losses)
@@ -182,7 +182,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
             largest_of=largest_of,
         )
         updates = jax.tree.map(lambda u: u.astype(jnp.bfloat16), weights.wide(updates))
-        specs = parameter_partitions(params, mesh, task.trained_roles)
+        specs = param_specs(params, mesh, task.trained_roles)
         updates = jax.lax.with_sharding_constraint(
             updates, jax.tree.map(functools.partial(NamedSharding, mesh), specs)
         )

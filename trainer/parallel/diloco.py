@@ -41,7 +41,7 @@ from scalify_core.numerics.formats import (
     counter_words,
     pow2_floor,
 )
-from trainer.parallel.mesh import REPLICA, Sizes
+from trainer.parallel.mesh import REPLICA, STEP_AXES
 from trainer.parallel.reduction import as_bits, from_bits
 
 # Not OCP's E2M1: its code 7 is 6. Here it is NaN, so that an outer gradient that is
@@ -57,7 +57,7 @@ FORMATS = {
 }
 # Formats of the mean. In four bits its rounding error would exceed a replica's part.
 MEAN_FORMATS = FORMATS | {"fp4": E4M3}
-GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
 # Constants that keep streams of random bits apart. Replica k trains with the seed ^ k *
 # REPLICA_STREAM (mod 2^32): no other may be that of a number of a replica.
 REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
@@ -153,7 +153,7 @@ def shared_scales(amax: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax
     )
 
 
-def encoded(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
+def encode(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
     """Round FP32 [..., m] stochastically and return it as it is sent; m is even.
 
     Bytes, words, or two numbers of four bits a byte. `bits`: random bits; None: FP32 is
@@ -165,21 +165,21 @@ def encoded(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array
     if fmt.dtype is not None:
         return as_bits(rounded)
     magnitude = jnp.abs(rounded)
-    code = sum((magnitude >= number).astype(jnp.uint8) for number in GRID[1:7])
+    code = sum((magnitude >= number).astype(jnp.uint8) for number in FP4_VALUES[1:7])
     code = jnp.where(jnp.isnan(rounded), jnp.uint8(7), code) | (
         jnp.signbit(rounded).astype(jnp.uint8) << 3
     )
     return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
-def decoded(sent: jax.Array, fmt: FloatFormat) -> jax.Array:
+def decode(sent: jax.Array, fmt: FloatFormat) -> jax.Array:
     """Return the numbers that were sent, FP32 [..., m]."""
     if fmt is FP32:
         return sent
     if fmt.dtype is not None:
         return from_bits(sent, fmt.dtype).astype(jnp.float32)
     code = jnp.stack([sent & 15, sent >> 4], axis=-1).reshape(*sent.shape[:-1], -1)
-    magnitude = jnp.asarray(GRID)[code & 7]
+    magnitude = jnp.asarray(FP4_VALUES)[code & 7]
     return jnp.where(code >= 8, -magnitude, magnitude)
 
 
@@ -203,7 +203,7 @@ def exchange(
     seed: jax.Array,
     step: jax.Array,
     numbers_in_model: Sequence[int],
-    axes: Sequence[str] = (REPLICA, *Sizes._fields),
+    axes: Sequence[str] = (REPLICA, *STEP_AXES),
 ) -> ExchangeResult:
     """Return the mean over the participating replicas; inside `shard_map` over `axes`.
 
@@ -248,7 +248,7 @@ def exchange(
             step,
             numbers * MAX_ARRAYS + numbers_in_model[tensor],
         )
-        return encoded(flat, fmt, bits_of_words(flat.shape, words))
+        return encode(flat, fmt, bits_of_words(flat.shape, words))
 
     sent = [narrow(i, x) for i, x in enumerate(tensors)]
     mean_flat, lost = mean_of_pieces(
@@ -261,7 +261,7 @@ def exchange(
     )
     means, residuals, start = list[jax.Array](), list[jax.Array](), 0
     for i, (x, codes) in enumerate(zip(tensors, sent, strict=True)):
-        sent_values = decoded(codes, fmt)
+        sent_values = decode(codes, fmt)
         part = slice(start, start + math.prod(x.shape[1:]))
         start += sent_values.shape[1]
         means.append(mean_flat[part].reshape(x.shape[1:]) * scales[i])
@@ -303,7 +303,7 @@ def mean_of_pieces(
     # [K, R, m]
     received = lax.all_to_all(sent, REPLICA, split_axis=1, concat_axis=0, tiled=True)
     summands = [
-        jnp.where(participating[k], decoded(received[k], fmt), 0)
+        jnp.where(participating[k], decode(received[k], fmt), 0)
         for k in range(diloco.replicas)
     ]
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / diloco.participants)
@@ -314,19 +314,19 @@ def mean_of_pieces(
         numbers.astype(jnp.uint32) * MAX_ARRAYS + first,
     )
     factor = pow2_floor(mean_fmt.max / fmt.max)
-    piece = encoded(
+    piece = encode(
         mean * factor,
         mean_fmt,
         None if mean_fmt is FP32 else bits_of_words(mean.shape, words),
     )
     pieces = lax.all_gather(piece, REPLICA, axis=0, tiled=True)
-    lost = (mean - decoded(piece, mean_fmt) * (1 / factor)) * diloco.participants
+    lost = (mean - decode(piece, mean_fmt) * (1 / factor)) * diloco.participants
     width = lost.shape[1]
     lost_by_replica = jnp.zeros((here, diloco.replicas, width), jnp.float32)
     lost_by_replica = (
         lost_by_replica.at[jnp.arange(here), numbers].set(lost).reshape(here, -1)
     )
-    return (decoded(pieces, mean_fmt) * (1 / factor)).reshape(-1), lost_by_replica
+    return (decode(pieces, mean_fmt) * (1 / factor)).reshape(-1), lost_by_replica
 
 
 def bits_per_number(fmt: FloatFormat) -> int:

@@ -1,12 +1,13 @@
 """The loss and its gradient over several devices, by `shard_map`.
 
 Every device runs the program of one device. It gathers the parameters of which it holds
-a part, and differentiates the loss of its rows of the batch. The gradients are then
-reduced to the parts that the devices hold. All communication and its formats are here
-and in `reduction`; of activations only the sums of attention and MLP over `tensor`
-leave a device (`layers.leave`).
+a shard, and differentiates the loss of its rows of the batch. The gradients are then
+reduced to the shards that the devices hold. All communication of parameters and
+gradients is here and in `reduction`. Activations and their gradients are only summed
+over `tensor`, around attention and MLP (`layers.sum_over_axis`).
 
-Legend: D model, F width of a group of columns, n devices of the tensor-parallel group.
+Legend: D model, F columns of queries, keys or values, n devices of the tensor-parallel
+group.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import (
     BATCH_AXES,
     REPLICATED,
-    Sizes,
+    STEP_AXES,
     batch_axes,
     devices_of_replica,
     over_devices,
@@ -44,18 +45,18 @@ from trainer.parallel.reduction import (
 from trainer.parallel.sharding import (
     fsdp_axis,
     mesh_axes,
-    parameter_partitions,
-    partition,
-    partitions,
+    param_specs,
+    partition_spec,
+    partition_specs,
 )
 from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
 from trainer.step.step import (
-    Gradient,
+    GradientFn,
     StepReductions,
     Tokens,
     mean_gradient,
-    squares_of_arrays,
+    squared_norms_of_arrays,
 )
 
 LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
@@ -63,7 +64,13 @@ MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
 
 
 class GradReduceConfig(NamedTuple):
-    """The reduction of gradients over devices; see `CommConfig`."""
+    """The reduction of gradients over devices.
+
+    Attributes:
+      format: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear
+        layers, FP16 for the rest.
+      deterministic: whether FP32 gradients are summed in the order of the devices.
+    """
 
     format: str = "fp32"
     deterministic: bool = False
@@ -73,31 +80,30 @@ class CommConfig(NamedTuple):
     """The formats of gradients and parameters between devices.
 
     Attributes:
-      reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks'
-        linear layers, FP16 for the rest.
-      deterministic: FP32, summed in fixed order.
-      narrow: (role, parameter) to the parameter in the format of its all-gather.
-      roles: of the parameters, in their nested dictionaries.
+      reduce: how gradients are reduced.
+      for_allgather: (role, parameter) -> the parameter in the format in which it is
+        all-gathered.
+      roles: roles of the parameters, in their nested dictionaries.
     """
 
-    reduce: str
-    deterministic: bool
-    narrow: Callable[[Role, Any], Any]
+    reduce: GradReduceConfig
+    for_allgather: Callable[[Role, Any], Any]
     roles: Any
 
     def wire_format(self, role: Role) -> WireFormat:
         """Return how the gradient of a parameter with this role is reduced."""
-        if self.reduce == "fp8":
+        if self.reduce.format == "fp8":
             return WireFormat(E4M3 if role.is_kernel else FP16, False)
-        return WireFormat(FloatFormat.parse(self.reduce), self.deterministic)
+        fmt = FloatFormat.parse(self.reduce.format)
+        return WireFormat(fmt, self.reduce.deterministic)
 
 
-def unshard_fused_qkv(x: jax.Array, role: Role) -> jax.Array:
-    """Return the columns of this device's heads.
+def qkv_rows_to_columns(x: jax.Array, role: Role) -> jax.Array:
+    """Reshard a fused QKV array from rows to the columns of this device's heads.
 
-    A fused QKV kernel of g groups is stored split by rows, because the columns of a
-    head are not contiguous: [.., D/n, gF] becomes [.., D, gF/n]. A bias [.., gF] is
-    whole on every device of the tensor-parallel group.
+    A kernel of g fused parts is stored split by rows, because the columns of a head are
+    not contiguous: [.., D/n, gF] becomes [.., D, gF/n]. A bias [.., gF] is whole on
+    every device of the tensor-parallel group.
     """
     n = lax.axis_size("tensor")
     if n == 1:
@@ -112,8 +118,8 @@ def unshard_fused_qkv(x: jax.Array, role: Role) -> jax.Array:
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def reshard_fused_qkv(x: jax.Array, role: Role) -> jax.Array:
-    """Invert `unshard_fused_qkv`."""
+def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
+    """Invert `qkv_rows_to_columns`."""
     n = lax.axis_size("tensor")
     if n == 1:
         return x
@@ -126,68 +132,68 @@ def reshard_fused_qkv(x: jax.Array, role: Role) -> jax.Array:
 
 
 def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
-    """Gather the parameters that a device computes with, from the parts that the
-    devices hold; inside `shard_map`.
+    """All-gather parameters from the shards of the devices; inside `shard_map`.
+
+    A fused QKV array gets the columns of this device's heads.
     """
 
     def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
         axis, is_fused = fsdp_axis(spec), role.groups > 1
 
-        def move(x: jax.Array) -> jax.Array:
+        def gather_array(x: jax.Array) -> jax.Array:
             x = x if axis is None else all_gather(x, axis, "fsdp")
-            return unshard_fused_qkv(x, role) if is_fused else x
+            return qkv_rows_to_columns(x, role) if is_fused else x
 
         if axis is None and not is_fused:
             return p
-        form = comm.narrow(role, p)
-        if is_scaled_array(form):
-            return with_scale(move(form.data), form.scale)
-        return move(form).astype(p.dtype)
+        narrow = comm.for_allgather(role, p)
+        if is_scaled_array(narrow):
+            return with_scale(gather_array(narrow.data), narrow.scale)
+        return gather_array(narrow).astype(p.dtype)
 
     return map_arrays(gather_leaf, params, specs, comm.roles)
 
 
 def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
-    """Return the mean of the devices' gradients: of each parameter the part that a
-    device holds.
+    """Return this device's shards of the mean of the devices' gradients.
 
     Scaled gradients become plain FP32.
     """
-    numbers = itertools.count()
+    leaf_numbers = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
         def arrange(x: jax.Array) -> jax.Array:
-            return reshard_fused_qkv(x, role) if role.groups > 1 else x
+            return qkv_columns_to_rows(x, role) if role.groups > 1 else x
 
         with jax.named_scope("reduce"):
-            out = mean_over_devices(
+            mean = mean_over_devices(
                 weights.wide(grad),
                 fsdp_axis(spec),
                 comm.wire_format(role),
                 seed=seed,
-                leaf=next(numbers),
+                leaf=next(leaf_numbers),
                 arrange=arrange,
             )
-        return out if is_scaled_array(grad) else out.astype(grad.dtype)
+        return mean if is_scaled_array(grad) else mean.astype(grad.dtype)
 
     return map_arrays(reduce_leaf, grads, specs, comm.roles)
 
 
-def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
-    """Return the mean of a scalar, or of each of several, over the devices of the batch
-    in their order.
+def mean_of_scalars(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
+    """Return the mean of a scalar, or of each element of an array, over the devices of
+    the batch, summed in mesh order.
     """
     return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
-def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
-    """Return `step.mean_gradient` over the devices of a mesh, for parameters split as
-    `sharding` says.
+def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
+    """Return `step.mean_gradient` over the devices of a mesh, for parameters that are
+    sharded as in `sharding`.
 
-    With `fsdp` the gradient of every micro-batch is reduced, so that only parts are
-    kept; else their sum, once.
+    With `fsdp` the gradient of every micro-batch is reduce-scattered, so that a device
+    keeps only its shard. Without `fsdp` the sum over micro-batches is reduced once.
     """
-    every_micro_batch = mesh.shape["fsdp"] > 1
+    reduce_micro_batches = mesh.shape["fsdp"] > 1
 
     def gradient(
         value_and_grad: ValueAndGrad,
@@ -196,7 +202,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
         batch: Tokens,
         keys_AxB: jax.Array,
     ) -> tuple[jax.Array, Any, Any]:
-        specs = parameter_partitions(params, mesh, comm.roles)
+        specs = param_specs(params, mesh, comm.roles)
 
         def micro_gradient(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
@@ -204,7 +210,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
             loss, grads, observed = value_and_grad(
                 gather(params, specs, comm), scaling, tokens, segments, keys_B
             )
-            if every_micro_batch:
+            if reduce_micro_batches:
                 grads = reduced(grads, specs, comm, random_word(keys_B))
             return loss, grads, observed
 
@@ -214,19 +220,21 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
             loss, grads, observed = mean_gradient(
                 micro_gradient, params, scaling, batch, keys_AxB
             )
-            if not every_micro_batch:
+            if not reduce_micro_batches:
                 grads = reduced(grads, specs, comm, random_word(keys_AxB[0]))
             return (
-                mean_of_figures(loss),
+                mean_of_scalars(loss),
                 grads,
-                jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), observed),
+                jax.tree.map(lambda x: lax.pmax(x, STEP_AXES), observed),
             )
 
         return over_devices(
             on_device,
             mesh,
+            # Parameters may be scaled arrays, whose scales have a spec too. Reduced
+            # gradients are plain arrays.
             in_specs=(
-                partitions(params, mesh, comm.roles),
+                partition_specs(params, mesh, comm.roles),
                 REPLICATED,
                 MICRO_BATCHES,
                 MICRO_BATCHES,
@@ -239,29 +247,28 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
 
 def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> StepReductions:
     """Return the reductions of a train step over the devices of a mesh."""
-    gradient: Gradient = mean_gradient
+    gradient: GradientFn = mean_gradient
     if devices_of_replica(mesh) > 1:
         gradient = gradient_over(mesh, comm)
-    squares = squares_over(mesh, trained_roles)
-    return StepReductions(gradient, squares, largest_over(mesh, comm.roles))
+    squared_norms = squared_norms_over(mesh, trained_roles)
+    return StepReductions(gradient, squared_norms, amax_over(mesh, comm.roles))
 
 
 def random_word(keys_B: jax.Array) -> jax.Array:
-    """Return the seed of a device's stochastic rounding, from its first sequence's
-    key.
-    """
+    """Return the seed of a device's stochastic rounding, from its first key."""
     return jax.random.bits(keys_B[0], (), jnp.uint32)
 
 
 def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
-    """Return the mean of `loss(state, tokens, segments)` over the devices of a mesh,
-    each on its rows.
+    """Return the mean of `loss(state, tokens, segments)` over the devices of a mesh.
+
+    Each device computes the loss of its rows.
     """
 
     def mean_loss(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        specs = parameter_partitions(state.params, mesh, comm.roles)
+        specs = param_specs(state.params, mesh, comm.roles)
         axes = batch_axes(mesh)
         rows = PartitionSpec(axes)
 
@@ -271,13 +278,13 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
             gathered_state = dataclasses.replace(
                 state, params=gather(params, specs, comm), scaling=scaling
             )
-            return mean_of_figures(loss(gathered_state, tokens, segments), axes)
+            return mean_of_scalars(loss(gathered_state, tokens, segments), axes)
 
         return over_devices(
             on_device,
             mesh,
             in_specs=(
-                partitions(state.params, mesh, comm.roles),
+                partition_specs(state.params, mesh, comm.roles),
                 REPLICATED,
                 rows,
                 rows,
@@ -288,21 +295,21 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     return mean_loss
 
 
-def largest_over(mesh: Mesh, roles: Any) -> Largest:
-    """Return `largest_of_arrays` for a state that is split as `sharding` says.
+def amax_over(mesh: Mesh, roles: Any) -> Largest:
+    """Return `largest_of_arrays` for a state that is sharded as in `sharding`.
 
-    Only maxima are moved.
+    Devices send only maxima.
     """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return largest_of_arrays
     sizes = dict(mesh.shape)
 
-    def largest(
+    def amax(
         groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]
     ) -> jax.Array:
         roles_of_groups = [role_of(roles, path) for path in paths]
         specs = [
-            [partition(role, x.shape, sizes) for x in group]
+            [partition_spec(role, x.shape, sizes) for x in group]
             for group, role in zip(groups, roles_of_groups, strict=True)
         ]
 
@@ -313,21 +320,24 @@ def largest_over(mesh: Mesh, roles: Any) -> Largest:
             groups
         )
 
-    return largest
+    return amax
 
 
-def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
-    """Return `step.squares_of_arrays` for a tree that is split as `sharding` says;
-    parts are added in mesh order.
+def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
+    """Return `step.squared_norms_of_arrays` for a tree sharded as in `sharding`.
+
+    Parts are added in mesh order.
     """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
-        return squares_of_arrays
+        return squared_norms_of_arrays
 
-    def squares(tree: Any) -> jax.Array:
-        specs = parameter_partitions(tree, mesh, roles)
+    def squared_norms(tree: Any) -> jax.Array:
+        specs = param_specs(tree, mesh, roles)
 
         def on_device(tree: Any) -> jax.Array:
-            sums, groups = squares_of_arrays(tree), dict[tuple[str, ...], list[int]]()
+            sums = squared_norms_of_arrays(tree)
+            # One all-gather for all arrays that are split over the same axes.
+            groups: dict[tuple[str, ...], list[int]] = {}
             for i, spec in enumerate(jax.tree.leaves(specs)):
                 groups.setdefault(mesh_axes(spec), []).append(i)
             parts = []
@@ -336,11 +346,12 @@ def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
                 if axes:
                     part = jnp.sum(lax.all_gather(part, axes), axis=0)
                 parts.append(part)
-            order = [i for group in groups.values() for i in group]
+            # Back to the order of the leaves.
+            order = list(itertools.chain.from_iterable(groups.values()))
             return jnp.concatenate(parts)[np.argsort(order)]
 
         return over_devices(on_device, mesh, in_specs=(specs,), out_specs=REPLICATED)(
             tree
         )
 
-    return squares
+    return squared_norms

@@ -16,14 +16,13 @@ if TYPE_CHECKING:  # its tokenizers take long to import
 
 # Mesh axes over which a replica's batch is split.
 BATCH_AXES = ("data", "fsdp")
-# Of an array that every device holds whole.
 REPLICATED = PartitionSpec()
 # The outermost mesh axis of a run with DiLoCo.
 REPLICA = "replica"
 
 
-class Sizes(NamedTuple):
-    """Sizes of the mesh's axes; -1 in one of them: whatever the others leave.
+class MeshSizes(NamedTuple):
+    """Sizes of the mesh's axes; one of them may be -1: all remaining devices.
 
     Attributes:
       data: the batch is split, the state is not.
@@ -40,14 +39,11 @@ class Sizes(NamedTuple):
             f"parallel.{name}={size}" for name, size in self._asdict().items()
         )
 
-    def filled(self, devices: int) -> "Sizes":
-        """Return sizes without -1 for so many devices. Raises UserError if they do not
-        fit.
-        """
-        given = math.prod(size for size in self if size != -1)
-        sizes = Sizes(*(devices // given if size == -1 else size for size in self))
-        wanted = math.prod(sizes)
-        if not 1 <= wanted <= devices or (-1 in self and devices % given):
+    def filled(self, devices: int) -> "MeshSizes":
+        """Return the sizes with -1 replaced; raise UserError if they do not fit."""
+        known = math.prod(size for size in self if size != -1)
+        sizes = MeshSizes(*(devices // known if size == -1 else size for size in self))
+        if not 1 <= math.prod(sizes) <= devices or (-1 in self and devices % known):
             valid = [n for n in range(1, devices + 1) if devices % n == 0]
             raise UserError(
                 f"{self} does not fit: there are {devices} devices; valid: a product of"
@@ -55,6 +51,10 @@ class Sizes(NamedTuple):
                 f" {' or '.join(map(str, valid))}"
             )
         return sizes
+
+
+# Mesh axes of the devices that compute one step.
+STEP_AXES = MeshSizes._fields
 
 
 def make_mesh(
@@ -65,26 +65,26 @@ def make_mesh(
     replicas: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh with the axes of `Sizes`, the last one innermost.
+    """Return a mesh with the axes of `MeshSizes`, the last one innermost.
 
     Args:
-      data: see `Sizes`, as the next two.
-      fsdp: see `Sizes`.
-      tensor: see `Sizes`.
-      replicas: of DiLoCo, with an outermost axis of their own over as many devices as
-        divide them; None: no such axis.
-      devices: of which the first are used; None: all.
+      data: see `MeshSizes`.
+      fsdp: see `MeshSizes`.
+      tensor: see `MeshSizes`.
+      replicas: number of DiLoCo replicas. They get an outermost axis, of size
+        `replica_axis_size`; None: no such axis.
+      devices: available devices, of which the mesh takes the first; None: all devices.
 
     Raises:
       UserError: the sizes do not fit the devices, or a process would have no device.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = Sizes(data, fsdp, tensor)
-    groups = 1
+    sizes = MeshSizes(data, fsdp, tensor)
+    replica_axis = 1
     if replicas:
-        groups = replica_axis_size(replicas, sizes, len(devices))
-    filled = sizes.filled(len(devices) // groups)
-    used = devices[: groups * math.prod(filled)]
+        replica_axis = replica_axis_size(replicas, sizes, len(devices))
+    filled = sizes.filled(len(devices) // replica_axis)
+    used = devices[: replica_axis * math.prod(filled)]
     processes = {device.process_index for device in devices}
     # A process without a device would wait for the others forever.
     idle = len(processes) - len({device.process_index for device in used})
@@ -94,22 +94,22 @@ def make_mesh(
             " one axis to -1 to use all devices"
         )
     shape: tuple[int, ...] = filled
-    names: tuple[str, ...] = Sizes._fields
+    names: tuple[str, ...] = STEP_AXES
     if replicas is not None:
-        shape, names = (groups, *shape), (REPLICA, *names)
+        shape, names = (replica_axis, *shape), (REPLICA, *names)
     types = (AxisType.Auto,) * len(names)
     return Mesh(np.array(used).reshape(shape), names, axis_types=types)
 
 
-def replica_axis_size(replicas: int, sizes: Sizes, devices: int) -> int:
-    """Return the size of the mesh's axis of replicas: over how many meshes of `sizes`
-    the replicas are spread.
+def replica_axis_size(replicas: int, sizes: MeshSizes, devices: int) -> int:
+    """Return the size of the axis REPLICA.
+
+    It is the largest divisor of `replicas` for which as many meshes of `sizes` fit on
+    the devices. -1 in `sizes` counts as 1.
     """
-    each = math.prod(size for size in sizes if size != -1)
-    fitting = [
-        n for n in range(1, replicas + 1) if replicas % n == 0 and n * each <= devices
-    ]
-    return max(fitting, default=1)
+    mesh_devices = math.prod(size for size in sizes if size != -1)
+    divisors = [n for n in range(1, replicas + 1) if replicas % n == 0]
+    return max((n for n in divisors if n * mesh_devices <= devices), default=1)
 
 
 def is_inside_replica() -> bool:
@@ -120,34 +120,28 @@ def is_inside_replica() -> bool:
 def over_devices(
     fun: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` over a mesh; inside a replica over the axes of
-    `Sizes` alone.
-    """
+    """Return `jax.shard_map` over a mesh; inside a DiLoCo replica over STEP_AXES."""
     settings: dict[str, Any] = {"mesh": mesh}
     if is_inside_replica():
         settings["mesh"] = jax.sharding.get_abstract_mesh()
-        settings["axis_names"] = set(Sizes._fields)
+        settings["axis_names"] = set(STEP_AXES)
     return jax.shard_map(
         fun, in_specs=in_specs, out_specs=out_specs, check_vma=False, **settings
     )
 
 
 def devices_of_replica(mesh: Mesh) -> int:
-    """Return the number of devices that compute one step: those of one replica, or
-    all.
-    """
-    return math.prod(mesh.shape[axis] for axis in Sizes._fields)
+    """Return the number of devices that compute one step: all without DiLoCo."""
+    return math.prod(mesh.shape[axis] for axis in STEP_AXES)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes over which a whole batch is split."""
+    """Return the mesh axes over which the batch of all replicas is split."""
     return tuple(axis for axis in (REPLICA, *BATCH_AXES) if axis in mesh.shape)
 
 
 def batch_shards(mesh: Mesh, replicas: int = 1) -> int:
-    """Return the number of parts of a batch: the devices of a replica that split it,
-    times the replicas.
-    """
+    """Return the number of parts into which the batch of all replicas is split."""
     return replicas * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
@@ -157,24 +151,23 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of [A, B, T+1] in which each device holds its share of B."""
+    """Return the sharding of a batch [A, B, T+1] that splits B."""
     return NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
 
 
 def abstract_batch(
     accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh
 ) -> Tokens:
-    """Return shapes, dtypes and shardings of a step's batch of `batch_size`
-    sequences.
-    """
+    """Return shapes, dtypes and shardings of a batch of `batch_size` sequences."""
     shape = (accum, batch_size // accum, context + 1)
     tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return Tokens(tokens, tokens if document_mask else None)
 
 
 def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
-    """Return the global arrays [accum, B / accum, T+1] of a step; each process copies
-    the rows of its devices.
+    """Return the global arrays [accum, B / accum, T+1] of a step.
+
+    Each process copies the rows of its devices.
     """
     sharding = batch_sharding(mesh)
 

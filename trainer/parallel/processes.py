@@ -1,4 +1,4 @@
-"""Several processes of one run: how they start, fail together and agree on a number."""
+"""Several processes of one run: they start, fail and agree on a number together."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ from trainer.errors import UserError
 from trainer.parallel.mesh import replicated
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# After so long without a word a process is lost, and the others end; JAX's default of
-# 100 s would be most of a recovery.
+# A process without a heartbeat for this long counts as lost, and the others exit. JAX's
+# default of 100 s would be most of the time of a recovery.
 HEARTBEAT_SECONDS = 10
 
 
@@ -32,10 +32,11 @@ def start_processes(config: Mapping[str, Any]) -> None:
       config: all settings, group by group, which must be the same in all processes.
 
     Raises:
-      UserError: they could not be joined; or, in all of them, one has other settings.
+      UserError: the processes cannot be joined, or their settings differ. In the
+        second case all processes raise it.
     """
-    # JAX's own service would catch SIGTERM for the whole life of the process; the loop
-    # has its own handler, and agreement.
+    # JAX's preemption service would catch SIGTERM for the life of the process. The loop
+    # has its own handler, and `Agreement` tells the other processes.
     jax.config.update("jax_enable_preemption_service", False)
     join = functools.partial(
         jax.distributed.initialize, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
@@ -45,6 +46,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
         if count is None and index is None:
             join(address)
         else:
+            # int("") raises the ValueError below if only one of the two is set.
             join(address, int(count or ""), int(index or ""))
     except (ValueError, RuntimeError) as error:
         raise UserError(
@@ -55,7 +57,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
     check_same(config)
 
 
-# Paths, which may differ between machines.
+# Keys whose values may differ between machines.
 PATH_KEYS = {
     "run_dir",
     "compile_cache",
@@ -68,9 +70,9 @@ PATH_KEYS = {
 
 
 def check_same(config: Mapping[str, Any]) -> None:
-    """Raise UserError in all processes if one has another setting.
+    """Raise UserError in all processes if their settings differ.
 
-    Otherwise they would wait for each other forever.
+    Processes with different programs would wait for each other forever.
     """
     settings: dict[str, Any] = {}
     for name, section in config.items():
@@ -78,8 +80,8 @@ def check_same(config: Mapping[str, Any]) -> None:
             settings |= {f"{name}.{key}": value for key, value in section.items()}
         else:
             settings[name] = section
-    given = {name: settings[name] for name in sorted(settings.keys() - PATH_KEYS)}
-    names, process = differing(given)
+    compared = {name: settings[name] for name in sorted(settings.keys() - PATH_KEYS)}
+    names, process = compare_processes(compared)
     if names:
         raise UserError(
             f"{', '.join(names)}: process {process} was given another value than"
@@ -87,19 +89,20 @@ def check_same(config: Mapping[str, Any]) -> None:
         )
 
 
-def differing(values: Mapping[str, Any]) -> tuple[list[str], int]:
-    """Return which values differ between processes, and the first process that has
-    others than process 0; all processes must call it with the same names.
+def compare_processes(values: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Return the names of the values that differ between processes, and the first
+    process that differs from process 0.
+
+    All processes must call it, with the same names.
     """
     checksums = np.array(
         [zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32
     )
     gathered = np.atleast_2d(multihost_utils.process_allgather(checksums))
-    is_other = gathered != gathered[:1]
-    names = [
-        name for name, other in zip(values, is_other.any(axis=0), strict=True) if other
-    ]
-    return names, int(is_other.any(axis=1).argmax())
+    differs = gathered != gathered[:1]
+    differs_by_name = zip(values, differs.any(axis=0), strict=True)
+    names = [name for name, name_differs in differs_by_name if name_differs]
+    return names, int(differs.any(axis=1).argmax())
 
 
 def shared_name(prefix: str) -> str:
@@ -110,8 +113,10 @@ def shared_name(prefix: str) -> str:
     return f"{prefix}-{number.tobytes().hex()}"
 
 
-def refuse_other(names: Sequence[str], process: int) -> None:
-    """Raise UserError if there are names of inputs in which a process differs."""
+def check_same_files(names: Sequence[str], process: int) -> None:
+    """Raise UserError if there are `names`, inputs that a process reads differently;
+    see `compare_processes`.
+    """
     if names:
         raise UserError(
             f"{' and '.join(names)}: process {process} reads another content there than"
@@ -123,20 +128,21 @@ MESSAGE_BYTES = 1000  # of an error that all processes raise
 
 
 @contextlib.contextmanager
-def refused_together() -> Iterator[None]:
-    """Raise the UserError of the first process in all of them, with its exit code.
+def raise_together() -> Iterator[None]:
+    """Raise process 0's UserError in all processes, with its exit code.
 
-    For what the first process does for all. The others would go on and end otherwise,
-    which a cluster takes for a crash and restarts.
+    It surrounds work that process 0 does for all. Without it the other processes would
+    fail later with another exit code. A cluster takes that for a crash, and restarts
+    the run.
     """
-    refusal: UserError | None = None
+    user_error: UserError | None = None
     try:
         yield
     except UserError as error:
-        refusal = error
+        user_error = error
     if jax.process_count() > 1:
         message = np.frombuffer(
-            str(refusal or "").encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"),
+            str(user_error or "").encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"),
             np.uint8,
         )
         first_message = (
@@ -145,35 +151,38 @@ def refused_together() -> Iterator[None]:
             .rstrip(b"\0")
             .decode(errors="replace")
         )
-        refusal = refusal or (UserError(first_message) if first_message else None)
-    if refusal is not None:
-        raise refusal
+        if user_error is None and first_message:
+            user_error = UserError(first_message)
+    if user_error is not None:
+        raise user_error
 
 
 class Agreement:
-    """The largest number that any process gave, the same in all; each must call it
-    equally often.
+    """An asynchronous all-reduce of the maximum over processes.
 
-    Nobody waits: with several processes the answer is that to the previous call.
+    Every process must call it equally often. With several processes a call returns the
+    result of the previous call, so that no process waits.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._largest = jax.jit(jnp.max, out_shardings=replicated(mesh))
-        self._pending = self._ask(0)
+        self._pending = self._start(0)
 
     def __call__(self, number: int) -> int:
-        """Give `number` (at least 0); several processes get 0 from the first call."""
+        """Contribute `number` (at least 0); with several processes the first call
+        returns 0.
+        """
         if jax.process_count() == 1:
             return number
-        answer, self._pending = self._pending, self._ask(number)
-        return int(answer)
+        result, self._pending = self._pending, self._start(number)
+        return int(result)
 
-    def _ask(self, number: int) -> jax.Array:
+    def _start(self, number: int) -> jax.Array:
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        given = np.full(self._mesh.size, number, np.int32)
+        copies = np.full(self._mesh.size, number, np.int32)
         return self._largest(
             jax.make_array_from_callback(
-                given.shape, sharding, lambda index: given[index]
+                copies.shape, sharding, lambda index: copies[index]
             )
         )

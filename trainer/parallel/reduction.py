@@ -1,17 +1,16 @@
 """Means of gradients over devices, in FP32 or a narrow format, inside `shard_map` over
 all mesh axes.
 
-Narrow data is moved and never added. An all-to-all brings each device its part of the
-array from all others; it adds them up in FP32. If several devices need the part, an
-all-gather hands on the mean, narrow again. So a sum cannot overflow, and a ring moves
+Narrow data is moved and never added. By an all-to-all each device receives its part of
+the array from all devices, and adds the parts in FP32. If several devices need the
+mean, it is rounded again and all-gathered. So a sum cannot overflow, and a ring moves
 as many elements as an FP32 reduce-scatter or all-reduce would. Each tensor has one
-scale: the power of two that puts the largest magnitude on any device into the upper
-octave of the format. FP8 is rounded stochastically: the mean of what is moved is the
-mean in expectation.
+scale: the power of two that puts the amax over all devices into the upper octave of the
+format. FP8 is rounded stochastically, so that the mean is unbiased.
 
-The same with FP32 data, without a scale, is the deterministic reduction: parts are
-added in the order of the devices in the mesh, whatever processes these belong to.
-Otherwise FP32 is left to XLA's own collectives.
+The deterministic reduction moves FP32 data in the same way, without a scale. Parts are
+added in the order of the devices in the mesh, on any number of processes. FP32 data is
+reduced by XLA's own collectives otherwise.
 
 Narrow data is sent as integers of its width: XLA widens FP8 and BF16 collectives where
 a backend has none.
@@ -32,9 +31,12 @@ from scalify_core.numerics.formats import (
     counter_bits,
     pow2_floor,
 )
-from trainer.parallel.mesh import BATCH_AXES, Sizes
+from trainer.parallel.mesh import BATCH_AXES, STEP_AXES
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+# Added to an array's number for the random bits of the second rounding; larger than any
+# number of arrays.
+SECOND_ROUNDING = 2**16
 
 
 class WireFormat(NamedTuple):
@@ -42,7 +44,7 @@ class WireFormat(NamedTuple):
 
     Attributes:
       format: of the data that is sent.
-      deterministic: FP32, summed in fixed order.
+      deterministic: whether FP32 data is summed in the order of the devices.
     """
 
     format: FloatFormat
@@ -50,13 +52,14 @@ class WireFormat(NamedTuple):
 
     @property
     def is_native(self) -> bool:
-        """Return whether it is XLA's reduce-scatter or all-reduce."""
+        """Return whether XLA's reduce-scatter or all-reduce is used."""
         return self.format is FP32 and not self.deterministic
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return narrow floats as unsigned integers of their width, and other arrays
-    unchanged.
+    """Return narrow floats as unsigned integers of their width.
+
+    Other arrays are returned unchanged.
     """
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
         return lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize])
@@ -69,17 +72,15 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: int, name: str | tuple[str, ...]) -> jax.Array:
-    """Concatenate the parts of all devices along a mesh axis, along an axis of the
-    array.
-    """
+    """All-gather parts over the mesh axis `name`, and concatenate them along `axis`."""
     return from_bits(lax.all_gather(as_bits(x), name, axis=axis, tiled=True), x.dtype)
 
 
 def all_to_all(
     x: jax.Array, name: str | tuple[str, ...], split: int, concat: int
 ) -> jax.Array:
-    """Send the parts along `split` to the devices of mesh axes; what arrives is
-    concatenated along `concat`.
+    """Send the parts along the axis `split` to the devices of the mesh axes `name`, and
+    concatenate the received parts along `concat`.
     """
     return from_bits(
         lax.all_to_all(
@@ -90,15 +91,15 @@ def all_to_all(
 
 
 def device_index() -> jax.Array:
-    """Return the number of this device among those that the batch is split over."""
+    """Return the index of this device over BATCH_AXES."""
     return lax.axis_index(BATCH_AXES)
 
 
-def narrowed(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
-    """Cast FP32 to the format.
+def quantize(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
+    """Cast FP32 data to a format.
 
-    FP8 is rounded stochastically, with random bits of the three counters; other formats
-    to nearest.
+    FP8 is rounded stochastically, with random bits from three counters. Other formats
+    are rounded to nearest.
     """
     if fmt is FP32:
         return x
@@ -108,16 +109,16 @@ def narrowed(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
 
 
 def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
-    """Return the scale at which no device's data overflows the format, FP32, the same
-    on all devices.
+    """Return the scale at which no device's data overflows the format.
 
-    It is 1 for FP32 data, which needs none. Values that are not finite stay so, and the
-    step sees them.
+    It is FP32, the same on all devices, and 1 for FP32 data. Nonfinite values are kept,
+    so that the step finds them.
     """
     if fmt is FP32:
         return 1.0
-    amax = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), Sizes._fields)
-    top = min(fmt.max, FP16.max)  # BF16 data gets the place of FP16 data, not 2^127
+    amax = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), STEP_AXES)
+    # At BF16's own maximum an FP32 sum would overflow, and the scale be subnormal.
+    top = min(fmt.max, FP16.max)
     return jnp.where(
         jnp.isfinite(amax) & (amax > 0), pow2_floor(amax * (2 / top)), jnp.float32(1)
     )
@@ -135,11 +136,11 @@ def mean_over_devices(
     """Return the mean over the devices that the batch is split over, FP32.
 
     Args:
-      x: FP32, of this device.
+      x: this device's data, FP32.
       split: the axis that is reduce-scattered over `fsdp`; None: all-reduce.
       wire: format and order.
-      seed: of stochastic rounding.
-      leaf: the number of the array, which has random bits of its own.
+      seed: seed of stochastic rounding.
+      leaf: number of the array; each has different random bits.
       arrange: moves data inside the tensor-parallel group, before it is reduced.
     """
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
@@ -148,23 +149,24 @@ def mean_over_devices(
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
         part = lax.psum_scatter(x, "fsdp", scatter_dimension=split, tiled=True)
-        # Even over one device a psum is a collective.
+        # XLA runs a psum over one device as a collective, too.
         if lax.axis_size("data") > 1:
             part = lax.psum(part, "data")
         return part / devices
     scale = common_scale(x, wire.format)
-    narrow = narrowed(x * (1 / scale), wire.format, seed, leaf, device_index())
-    return moved_mean(arrange(narrow), split, wire.format, seed=seed, leaf=leaf) * scale
+    data = arrange(quantize(x * (1 / scale), wire.format, seed, leaf, device_index()))
+    mean = mean_by_all_to_all(data, split, wire.format, seed=seed, leaf=leaf)
+    return mean * scale
 
 
-def moved_mean(
+def mean_by_all_to_all(
     x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, leaf: int
 ) -> jax.Array:
-    """Return `mean_over_devices` of data in the format `fmt`, by moving it."""
+    """Return `mean_over_devices` of data in a format, by all-to-all and all-gather."""
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
     parts = 1 if split is None else lax.axis_size("fsdp")
-    copies = devices // parts
-    copied_over = BATCH_AXES if split is None else "data"
+    devices_per_part = devices // parts
+    part_axes = BATCH_AXES if split is None else "data"
     # Device (data d, fsdp f) sums piece d of part f, then gathers part f over `data`.
     # Without `split` there is one part, and every device sums a piece of it.
     shape = list(x.shape)
@@ -175,18 +177,15 @@ def moved_mean(
         )
     pieces = x.reshape(parts, -1)
     size = pieces.shape[1]
-    pieces = jnp.pad(pieces, ((0, 0), (0, -size % copies))).reshape(parts, copies, -1)
-    # BATCH_AXES number devices by `data` first, so copies come before parts.
+    pieces = jnp.pad(pieces, ((0, 0), (0, -size % devices_per_part)))
+    pieces = pieces.reshape(parts, devices_per_part, -1)
+    # The index over BATCH_AXES varies fastest along `fsdp`: pieces come before parts.
     received = all_to_all(
         jnp.swapaxes(pieces, 0, 1).reshape(devices, -1), BATCH_AXES, 0, 0
     )
-    average = jnp.sum(received.astype(jnp.float32), axis=0) / devices
-    if copies > 1:
-        # At the same scale: a mean is at most as large as the largest operand.
-        piece = narrowed(average, fmt, seed, leaf + SECOND_ROUNDING, device_index())
-        average = all_gather(piece, 0, copied_over).astype(jnp.float32)[:size]
-    return average.reshape(shape)
-
-
-# Larger than any number of arrays, so that both roundings have their own random bits.
-SECOND_ROUNDING = 2**16
+    mean = jnp.sum(received.astype(jnp.float32), axis=0) / devices
+    if devices_per_part > 1:
+        # The scale stays: a mean is at most as large as the largest operand.
+        piece = quantize(mean, fmt, seed, leaf + SECOND_ROUNDING, device_index())
+        mean = all_gather(piece, 0, part_axes).astype(jnp.float32)[:size]
+    return mean.reshape(shape)

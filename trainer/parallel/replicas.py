@@ -36,7 +36,7 @@ from trainer.parallel.mesh import (
     over_devices,
     replicated,
 )
-from trainer.parallel.sharding import parameter_partitions
+from trainer.parallel.sharding import param_specs
 from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import with_subtree
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
@@ -204,7 +204,7 @@ def resized(state: TrainState, count: int) -> TrainState:
     )
 
 
-def with_params(state: TrainState, params: Any) -> TrainState:
+def with_rescaled_params(state: TrainState, params: Any) -> TrainState:
     """Return a state with the same weights at other scales, also in its replicas."""
     if not isinstance(state.diloco, Replicas):
         return dataclasses.replace(state, params=params)
@@ -217,7 +217,7 @@ def with_params(state: TrainState, params: Any) -> TrainState:
     )
 
 
-def first_replica(state: TrainState) -> TrainState:
+def without_replicas(state: TrainState) -> TrainState:
     """Return a state without replicas: the outer weights, and the first replica's
     optimizer state.
     """
@@ -227,7 +227,7 @@ def first_replica(state: TrainState) -> TrainState:
     return TrainState(state.params, moments, state.key, state.scaling)
 
 
-def make_inner(
+def make_inner_step(
     step: StepFn, mesh: Mesh, diloco: DiLoCoSettings
 ) -> Callable[[Any, Tokens, Hyper], tuple[Any, Metrics]]:
     """Return the step of all replicas: `(states, batch, hyper) -> (states, metrics)`.
@@ -363,7 +363,7 @@ def make_exchange(
             if diloco.feedback:
                 delta = delta + weights.wide(residuals[i])
             deltas.append(delta)
-        specs = jax.tree.leaves(parameter_partitions(outer, mesh, roles))
+        specs = jax.tree.leaves(param_specs(outer, mesh, roles))
         specs_of_fragment = [specs[i] for i in numbers]
         replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs_of_fragment]
         means, lost, scales = over_devices(
@@ -428,7 +428,7 @@ class DiLoCoStep:
     """A step of all replicas and the exchanges that are due after it; a `StepFn`.
 
     Attributes:
-      inner: the compiled step of all replicas; see `make_inner`.
+      inner: the compiled step of all replicas; see `make_inner_step`.
       exchanges: of the fragments, compiled; see `make_exchange`.
       diloco: says when a fragment is due.
     """

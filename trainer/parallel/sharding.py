@@ -1,11 +1,11 @@
 """Sharding of the state: which axis of each array is split over which axis of the mesh.
 
 `fsdp` splits every parameter, its gradient and its moments along the first axis that it
-divides. Scales, small arrays, and all that is no parameter or moment stay whole.
-`tensor` splits attention and MLP as Megatron does: by heads and hidden channels, the
-columns of the first layer and the rows of the second. The parameter's role says which
-axis that is. Columns that hold queries, keys and values of all heads one after another
-have no contiguous part for a device: such a kernel is split in rows.
+divides. Scales, small arrays, and arrays of no parameter or moment stay whole. `tensor`
+splits attention and MLP as Megatron does: by heads and hidden channels, the columns of
+the first layer and the rows of the second. The parameter's role says which axis that
+is. A fused QKV kernel has all queries, then all keys, then all values in its columns,
+so that the columns of a device's heads are not contiguous. It is split by rows.
 
 Legend: D model, F width of a layer's output, L layers.
 
@@ -27,32 +27,32 @@ from trainer.parallel.mesh import REPLICA
 from trainer.step.state import REPLICA_FIELDS
 
 
-def partition(
+def partition_spec(
     role: Role | None, shape: Sequence[int], sizes: dict[str, int]
 ) -> PartitionSpec:
     """Return how an array of the state is split over a mesh.
 
-    Of a kernel [D, F] that both axes split, `fsdp` splits the rows; where `tensor`
-    splits those too, each of its shares.
+    If both axes split a kernel [D, F], `fsdp` splits the rows. If `tensor` splits the
+    rows too, `fsdp` splits each tensor shard.
 
     Args:
-      role: of the parameter that it is, or is a moment of; None: it is neither.
-      shape: of the array; a factored moment's is not the parameter's.
-      sizes: of the mesh's axes.
+      role: role of the parameter, also for its moments; None for other arrays.
+      shape: shape of the array; that of a factored moment is not the parameter's.
+      sizes: sizes of the mesh's axes.
     """
     axes: list[Any] = [None] * len(shape)
     if role is None:
         return PartitionSpec(*axes)
-    first = int(role.stacked)  # layers are not split
-    rest = list(shape)
+    first_axis = int(role.stacked)  # layers are not split
+    local_shape = list(shape)
     if sizes["tensor"] > 1 and role.split is not None:
         tensor = len(shape) + role.split
-        if tensor >= first and rest[tensor] % sizes["tensor"] == 0:
+        if tensor >= first_axis and local_shape[tensor] % sizes["tensor"] == 0:
             axes[tensor] = "tensor"
-            rest[tensor] //= sizes["tensor"]
+            local_shape[tensor] //= sizes["tensor"]
     if sizes["fsdp"] > 1:
-        for axis in range(first, len(shape)):
-            if rest[axis] % sizes["fsdp"] == 0 and rest[axis]:
+        for axis in range(first_axis, len(shape)):
+            if local_shape[axis] % sizes["fsdp"] == 0 and local_shape[axis]:
                 axes[axis] = "fsdp" if axes[axis] is None else (axes[axis], "fsdp")
                 break
     return PartitionSpec(*axes)
@@ -60,6 +60,7 @@ def partition(
 
 def fsdp_axis(spec: PartitionSpec) -> int | None:
     """Return the axis that `fsdp` splits; None if there is none."""
+    # An entry is an axis name, a tuple of names, or None; no name contains another.
     return next((i for i, entry in enumerate(spec) if entry and "fsdp" in entry), None)
 
 
@@ -74,43 +75,44 @@ def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def map_partitions(
+def map_specs(
     make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, roles: Any
 ) -> Any:
-    """Apply `make` to every array of a tree and its `partition`.
+    """Apply `make` to every array of a tree and its `partition_spec`.
 
-    The arrays of a packed tree stay in their places. Arrays of DiLoCo replicas have a
-    leading axis, which is split over the mesh axis REPLICA. `roles`: of the parameters,
-    see `roles.role_of`.
+    A packed tree stays packed. Arrays of DiLoCo replicas have a leading axis, which is
+    split over the mesh axis REPLICA. `roles` are those of the parameters; see
+    `roles.role_of`.
     """
     sizes = dict(mesh.shape)
 
-    def make_array(path: Any, x: Any, stacked: bool) -> Any:
+    def make_array(path: Any, x: Any, by_replica: bool) -> Any:
         role = role_of(roles, path)
-        if stacked and x.shape:
-            spec = PartitionSpec(REPLICA, *partition(role, x.shape[1:], sizes))
+        if by_replica and x.shape:
+            spec = PartitionSpec(REPLICA, *partition_spec(role, x.shape[1:], sizes))
         else:
-            spec = partition(role, x.shape, sizes)
+            spec = partition_spec(role, x.shape, sizes)
         return make(x, spec)
 
     def make_leaf(path: Any, x: Any) -> Any:
-        stacked = any(
+        by_replica = any(
             isinstance(entry, GetAttrKey) and entry.name in REPLICA_FIELDS
             for entry in path
         )
         if not isinstance(x, Packed):
-            return make_array(path, x, stacked)
+            return make_array(path, x, by_replica)
         paths = jax.tree_util.tree_leaves_with_path(
             jax.tree.unflatten(x.structure, x.names)
         )
         arrays = {
             name: jax.tree.map(
-                functools.partial(make_array, path, stacked=stacked), x.arrays[name]
+                functools.partial(make_array, path, by_replica=by_replica),
+                x.arrays[name],
             )
             for path, name in paths
         }
         return dataclasses.replace(
-            x, arrays=arrays, scales=make_array((), x.scales, stacked)
+            x, arrays=arrays, scales=make_array((), x.scales, by_replica)
         )
 
     return jax.tree_util.tree_map_with_path(
@@ -118,27 +120,32 @@ def map_partitions(
     )
 
 
-def partitions(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """Return the `partition` of every array of a tree, among them a ScaledArray's data
-    and scale.
+def partition_specs(tree: Any, mesh: Mesh, roles: Any) -> Any:
+    """Return the `partition_spec` of every array of a tree.
+
+    A ScaledArray has one for its data and one for its scale.
     """
-    return map_partitions(lambda x, spec: spec, tree, mesh, roles)
+    return map_specs(lambda x, spec: spec, tree, mesh, roles)
 
 
 def shardings(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """Return `partitions` as shardings, for `jax.jit` and `jax.device_put`."""
-    return map_partitions(lambda x, spec: NamedSharding(mesh, spec), tree, mesh, roles)
+    """Return `partition_specs` as shardings, for `jax.jit` and `jax.device_put`."""
+    return map_specs(lambda x, spec: NamedSharding(mesh, spec), tree, mesh, roles)
 
 
-def parameter_partitions(params: Any, mesh: Mesh, roles: Any) -> Any:
-    """Return the `partition` of every parameter; for a ScaledArray that of its data."""
+def param_specs(params: Any, mesh: Mesh, roles: Any) -> Any:
+    """Return the `partition_spec` of every parameter; a ScaledArray has that of its
+    data.
+    """
     sizes = dict(mesh.shape)
-    return map_arrays(lambda p, role: partition(role, p.shape, sizes), params, roles)
+    return map_arrays(
+        lambda p, role: partition_spec(role, p.shape, sizes), params, roles
+    )
 
 
 def abstract(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """Return shapes, dtypes and shardings of a tree of arrays, or of their shapes."""
-    return map_partitions(
+    """Return a tree of arrays or shapes as ShapeDtypeStructs with shardings."""
+    return map_specs(
         lambda x, spec: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),

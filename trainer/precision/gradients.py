@@ -33,15 +33,15 @@ class Differentiate(NamedTuple):
       init: makes the first state of the scaling: a loss scale, amax histories, or ().
       value_and_grad: (parameters, scaling, tokens, segments, keys) -> (loss, gradients,
         observed). There is a key for each sequence. The loss is FP32; gradients are
-        plain or scaled arrays. `observed` is what `update` needs of the pass; over
-        several micro-batches it is the maximum.
-      update: (scaling, observed, whether the step was finite) -> the scaling of the
-        next step.
+        plain or scaled arrays. `observed` holds the statistics that `next_scaling`
+        needs; over several micro-batches they are maxima.
+      next_scaling: (scaling, observed, whether the step was finite) -> the scaling of
+        the next step.
     """
 
     init: Callable[[], Any]
     value_and_grad: ValueAndGrad
-    update: Callable[[Any, Any, jax.Array], Any]
+    next_scaling: Callable[[Any, Any, jax.Array], Any]
 
 
 def plain(loss_fn: LossFn) -> Differentiate:

@@ -11,7 +11,7 @@ import jax
 
 from scalify_core import weights
 from trainer.observe.records import read_rows
-from trainer.parallel.replicas import with_params
+from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
 from trainer.run.metadata import Totals
 from trainer.step.evaluate import Evaluation
@@ -60,7 +60,7 @@ def evaluation(
         )
         if result is None:
             raise Interrupted
-        context.val_loss = result.comparable
+        context.val_loss = result.common_loss
         return result.row
 
     return Callback("evaluation", every, run)
@@ -162,7 +162,7 @@ def make_rescale(
         if not any(is_off(path, power) for path, power in powers.items()):
             return None
         powers = {path: power for path, power in powers.items() if power != 1}
-        new = with_params(state, weights.rescale_params(state.params, powers))
+        new = with_rescaled_params(state, weights.rescale_params(state.params, powers))
         names = (".".join(re.findall(r"\w+", path)) for path in powers)
         listed = [
             f"{name} 2^{math.log2(power):g}"

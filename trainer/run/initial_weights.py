@@ -34,7 +34,7 @@ from trainer.models.weight_files import (
     config_beside,
     tokenizer_files,
 )
-from trainer.parallel.processes import differing, refuse_other
+from trainer.parallel.processes import check_same_files, compare_processes
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
@@ -191,7 +191,7 @@ def check_finite(key: str, params: Params) -> None:
             crc = zlib.crc32(
                 np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc
             )
-        refuse_other(*differing({key: crc}))
+        check_same_files(*compare_processes({key: crc}))
 
 
 def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:

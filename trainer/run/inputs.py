@@ -12,7 +12,7 @@ from trainer.config.schema import Config
 from trainer.data.dataset import Dataset
 from trainer.files import path_of, read_file, saved_steps
 from trainer.models.weight_files import CONFIG, TOKENIZER_BYTES, TOKENIZER_FILES
-from trainer.parallel.processes import differing, refuse_other
+from trainer.parallel.processes import check_same_files, compare_processes
 
 
 def check_same_inputs(c: Config, data: Dataset) -> None:
@@ -30,7 +30,7 @@ def check_same_inputs(c: Config, data: Dataset) -> None:
         inputs["init_from"] = identity(path_of(c.init_from))
     if c.resume.source not in ("auto", "none"):
         inputs["resume"] = identity(path_of(c.resume.source), c.resume.step)
-    refuse_other(*differing(inputs))
+    check_same_files(*compare_processes(inputs))
 
 
 def identity(source: Path, step: int | None = None) -> str:

@@ -27,7 +27,7 @@ from trainer.run.builtin_callbacks import CHECKPOINT
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
 from trainer.run.session import Run, Session
 from trainer.run.shutdown import Guard
-from trainer.step.state import first_nonfinite, to_stored
+from trainer.step.state import first_nonfinite_array, to_checkpoint_form
 from trainer.step.step import Metrics, Tokens
 
 
@@ -129,7 +129,7 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
         if stop(f"in step {run.step}") or needs_metrics_now(run):
             row = observe(run, pending)
             # A weight can be infinite although loss and gradients are finite.
-            watchdog.inspect(run.step, first_nonfinite(run.state))
+            watchdog.inspect(run.step, first_nonfinite_array(run.state))
             if watchdog.verdict is not None:
                 recover(run, pending, row)
                 # The row keeps the loss of the bad step; callbacks see the state that
@@ -258,7 +258,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         call(run, callback, context)
         run.state, run.train_step = context.state, context.train_step
-        if (name := first_nonfinite(run.state)) is not None:
+        if (name := first_nonfinite_array(run.state)) is not None:
             reason = f"{name} is not finite after the {callback.name}"
             tell(run, run.step, f"stopped: {reason}", alert="diverged")
             raise Diverged(f"{reason} after step {run.step}; this state was not saved")
@@ -360,7 +360,10 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
         "totals": dataclasses.asdict(run.totals(run.step)),
     }
     run.session.checkpointer.save(
-        run.step, to_stored(run.state), run.recovery.meta | progress, val_loss=val_loss
+        run.step,
+        to_checkpoint_form(run.state),
+        run.recovery.meta | progress,
+        val_loss=val_loss,
     )
 
 

@@ -38,8 +38,8 @@ from trainer.files import (
 )
 from trainer.parallel.processes import (
     PROCESS_VARIABLES,
-    differing,
-    refused_together,
+    compare_processes,
+    raise_together,
     shared_name,
 )
 from trainer.run.checkpoint import Checkpointer
@@ -119,7 +119,7 @@ class RunDir:
         self._config = ""  # the content of config.yaml, once it is adopted
         self._first = jax.process_index() == 0
         probe, where = path / shared_name(".shared"), f"to run_dir={path}"
-        with refused_together():
+        with raise_together():
             if self._first:
                 self._claim()
                 if jax.process_count() > 1:
@@ -127,7 +127,7 @@ class RunDir:
                         probe.touch()
         if jax.process_count() == 1:
             return
-        _, process = differing({"run_dir": probe.exists()})
+        _, process = compare_processes({"run_dir": probe.exists()})
         if self._first:
             probe.unlink()
         if process:

@@ -30,7 +30,7 @@ from trainer.run.converting import convert_state
 from trainer.run.metadata import saved_config, saved_policy
 from trainer.run.phases import Phases, saved_task
 from trainer.run.rundir import is_held
-from trainer.step.state import TrainState, first_nonfinite
+from trainer.step.state import TrainState, first_nonfinite_array
 from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
 
@@ -225,7 +225,7 @@ def check_finite(checkpoint: Restored, where: str, advice: str) -> None:
 
     `where` and `advice` say in the message where it is, and what to do instead.
     """
-    name = first_nonfinite(checkpoint.state)
+    name = first_nonfinite_array(checkpoint.state)
     if name is not None:
         raise UserError(f"{where}: {name} is not finite; {advice}")
 

@@ -17,20 +17,21 @@ from trainer.errors import UserError
 from trainer.step.optimizers import OPTIMIZERS
 
 Params = Any
-# Makes an optimizer for parameters of these roles.
+# Makes an optimizer from the roles of the parameters.
 OptimizerFor = Callable[[Any], optax.GradientTransformation]
 
 
 def matrix_mask(roles: Any) -> Params:
-    """Return a tree of booleans like the parameters: weight decay applies to matrices,
-    not to biases or gains.
+    """Return a tree of booleans like the parameters: true where weight decay applies.
+
+    It applies to matrices, not to biases or gains.
     """
     return jax.tree.map(lambda role: role.is_matrix, roles)
 
 
 def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.clip_by_global_norm` that takes a known norm: `update(...,
-    grad_norm=norm)`.
+    """Return `optax.clip_by_global_norm` whose `update` also takes the norm, as
+    `grad_norm`.
     """
 
     def update(
@@ -41,7 +42,8 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
         grad_norm: Any = None,
         **_: Any,
     ) -> tuple:
-        # The step has it already: for another sum every gradient would be read again.
+        # The step has computed the norm: computing it here would read every gradient
+        # again.
         norm = optax.global_norm(updates) if grad_norm is None else grad_norm
 
         def clip(g: jax.Array) -> jax.Array:
@@ -62,7 +64,7 @@ def make_optimizer(
     Its update, times the learning rate, is added to the parameters.
 
     Args:
-      name: of `optimizers.OPTIMIZERS`.
+      name: a key of `optimizers.OPTIMIZERS`.
       weight_decay: decoupled, on matrices only.
       clip_norm: bound on the gradient's global L2 norm; 0: no clipping.
       settings: the other fields of the entry, except `lr`.
@@ -82,6 +84,6 @@ def make_optimizer(
             clip = clip_by_norm(clip_norm)
         if weight_decay:
             decay = optax.add_decayed_weights(weight_decay, matrix_mask(roles))
-        return optax.chain(clip, entry.descent(roles), decay, optax.scale(-1.0))
+        return optax.chain(clip, entry.scale_by(roles), decay, optax.scale(-1.0))
 
     return optimizer

@@ -23,7 +23,7 @@ def make_eval_step(
     """
 
     def eval_step(state: TrainState, batch: Tokens) -> jax.Array:
-        # Micro-batches as in training, so that what trains also fits in validation.
+        # Micro-batches as in training, so that a run that trains has enough memory.
         def loss(micro: Tokens) -> jax.Array:
             return eval_loss(state, micro.tokens_AxBxT1, micro.segments_AxBxT1)
 
@@ -37,12 +37,12 @@ class Evaluation(NamedTuple):
 
     Attributes:
       row: means over all batches, for the dashboard.
-      comparable: the mean loss in nats over the first batches, which every validation
-        of a run has in common.
+      common_loss: the mean loss in nats over the first `common_batches` batches, which
+        every validation of a run reads.
     """
 
     row: dict[str, float]
-    comparable: float
+    common_loss: float
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
     state: TrainState,
     batches: Iterable[Tokens],
     *,
-    first: int,
+    common_batches: int,
     bytes_per_token: float,
     should_stop: Callable[[], bool],
 ) -> Evaluation | None:
@@ -61,36 +61,36 @@ def evaluate(
 
     Args:
       eval_step: returns the mean loss of a batch.
-      state: of the training.
-      batches: placed on the devices.
-      first: number of batches that every validation has.
-      bytes_per_token: of the validation text.
+      state: the training state.
+      batches: batches on the devices.
+      common_batches: number of batches that every validation reads.
+      bytes_per_token: bytes per token of the validation text.
       should_stop: called before each batch.
     """
     losses: list[float] = []
-    # The device computes the next batch while the host reads the loss of one.
-    ahead: list[jax.Array] = []
+    # The device computes a batch while the host reads the loss of the previous one.
+    pending: list[jax.Array] = []
     for batch in batches:
         if should_stop():
             return None
-        ahead.append(eval_step(state, batch))
-        if len(ahead) > 1:
-            losses.append(float(ahead.pop(0)))
-    losses += map(float, ahead)
+        pending.append(eval_step(state, batch))
+        if len(pending) > 1:
+            losses.append(float(pending.pop(0)))
+    losses += map(float, pending)
     loss = math.fsum(losses) / len(losses)
     row = {
         "val/loss": loss,
         "val/perplexity": math.exp(min(loss, 700.0)),
         "val/bits_per_byte": loss / math.log(2) / bytes_per_token,
     }
-    return Evaluation(row, math.fsum(losses[:first]) / len(losses[:first]))
+    common_losses = losses[:common_batches]
+    return Evaluation(row, math.fsum(common_losses) / len(common_losses))
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """Return the bits per byte of xz on a text, to compare a model with; NaN for an
-    empty text.
+    """Return the bits per byte of a text compressed by xz, a baseline for a model.
 
-    xz starts without knowledge, so a short text compresses badly.
+    NaN for an empty text. xz has no prior knowledge, so a short text compresses badly.
     """
     raw = text.encode()
     return 8 * len(lzma.compress(raw)) / len(raw) if raw else math.nan

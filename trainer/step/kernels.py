@@ -1,9 +1,9 @@
 """XLA GPU flags, and the determinism that they give.
 
-Two starts of a run give the same bits if they run the same kernels, and each kernel
-gives the same bits every time. cuDNN's backward pass of attention does not by default:
-it adds in the order in which its threads arrive. XLA measures which kernels are
-fastest, and may decide otherwise the next time; the compilation cache keeps its choice.
+Two starts of a run give the same bits if they run the same kernels, and the kernels are
+deterministic. By default cuDNN's backward pass of attention is not: it adds in the
+order in which its threads arrive. XLA's autotuning may choose other kernels at the next
+compilation. The compilation cache keeps its choice.
 """
 
 import contextlib
@@ -15,18 +15,17 @@ from typing import Any, Literal
 
 from trainer.precision.policy import Policy
 
-Deterministic = Literal["auto", "true", "false"]  # the key of that name
+Deterministic = Literal["auto", "true", "false"]  # values of the key `deterministic`
 
 
 class Kernels(StrEnum):
     """The choice of GPU kernels by XLA.
 
     Attributes:
-      FASTEST: the fastest ones, also those that sum in another order each time;
-        measured at each compilation.
-      KEPT: the fastest ones that sum in one order; the choice is kept with the compiled
-        programs.
-      FIXED: the first of each library that sums in one order; nothing is measured.
+      FASTEST: autotuned at each compilation, nondeterministic kernels among them.
+      KEPT: autotuned among deterministic kernels; the compilation cache keeps the
+        choice.
+      FIXED: the first deterministic kernel of each library, without autotuning.
     """
 
     FASTEST = "fastest"
@@ -35,26 +34,29 @@ class Kernels(StrEnum):
 
     @classmethod
     def chosen(cls, deterministic: Deterministic | None, *, cached: bool) -> "Kernels":
-        """Return the choice for a value of `deterministic`; None: as auto.
+        """Return the choice for a value of `deterministic`; None is auto.
 
         `cached`: whether there is a compilation cache.
         """
         if deterministic == "false":
             return cls.FASTEST
-        return cls.KEPT if cached and deterministic != "true" else cls.FIXED
+        if deterministic == "true" or not cached:
+            return cls.FIXED
+        return cls.KEPT
 
 
 def takes_scales(policy: Policy) -> bool:
-    """Return whether the precision has FP8 products with constant scales
+    """Return whether the precision has FP8 matmuls with constant scales
     (`compiler_hints.scales_in_products`).
     """
     return policy.scaled and policy.forward is not None
 
 
-def takes_any_order(device: Any) -> bool:
-    """Return whether cuBLASLt's FP8 products read operands in any order on a device
-    (`compiler_hints.products_in_any_order`): on Blackwell, but not on its GeForce GPUs,
-    of compute capability 12.
+def takes_any_layout(device: Any) -> bool:
+    """Return whether cuBLASLt's FP8 matmuls on a device take operands of any memory
+    layout (`compiler_hints.products_in_any_layout`).
+
+    Blackwell does (compute capability 10 and 11), except its GeForce GPUs (12).
     """
     major, _, _ = str(getattr(device, "compute_capability", "0")).partition(".")
     return major in ("10", "11")
@@ -62,33 +64,34 @@ def takes_any_order(device: Any) -> bool:
 
 def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, Any]:
     """Return the options of XLA's GPU compiler that differ from its defaults."""
-    # By default XLA drops a rounding to 16 bits that is widened again later, and stores
-    # the FP32 number.
+    # By default XLA may store FP32 in place of a rounding to 16 bits that is widened
+    # again.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if takes_scales(policy):
-        # Imported here: the schema of the configuration does without JAX.
+        # Imported here: the schema of the configuration must not import JAX.
         from scalify_core.numerics import compiler_hints
 
         options |= compiler_hints.PRODUCT_OPTIONS
     if kernels is not Kernels.FASTEST:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
-        # With that, XLA (jax 0.11.2) takes Triton off the list of those that a
-        # product's kernel may come from, and fails for every product that it has
-        # already written for Triton: "No supported config found".
+        # With that flag XLA (jax 0.11.2) removes Triton from the backends of a matmul.
+        # It fails for every matmul that it has already lowered to Triton: "No supported
+        # config found".
         options["xla_gpu_enable_triton_gemm"] = False
     if kernels is Kernels.FIXED:
-        options["xla_gpu_deterministic_ops"] = True  # also: measure nothing
+        options["xla_gpu_deterministic_ops"] = True  # disables autotuning, too
     return options
 
 
 @contextlib.contextmanager
 def marked_attention(kernels: Kernels) -> Iterator[None]:
-    """Lower each backward pass of cuDNN's attention as one that sums in one order.
+    """Lower each backward pass of cuDNN's attention as deterministic.
 
-    `gpu_options` demand that kernel. XLA (jax 0.11.2) then writes so into the first of
-    equal calls only, and at the first step of a model of several layers does not find
-    the kernels of the others: "IndexError: raw_hash_map<>::at"
-    (https://github.com/openxla/xla/pull/46500). Calls that already say so are equal.
+    `gpu_options` demands deterministic kernels. XLA (jax 0.11.2) then marks only the
+    first of several identical calls, and the first step of a model of several layers
+    fails: "IndexError: raw_hash_map<>::at"
+    (https://github.com/openxla/xla/pull/46500). Calls that are all marked beforehand
+    stay identical.
     """
     if kernels is Kernels.FASTEST:
         yield
@@ -114,9 +117,9 @@ def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
     """Return a line that says whether a run is deterministic, and why.
 
     Args:
-      kernels: of its programs.
-      platform: of its devices: cpu, gpu.
-      cache: the directory of compiled programs; None: there is none.
+      kernels: the choice of GPU kernels.
+      platform: platform of the devices: cpu, gpu.
+      cache: directory of the compilation cache; None: there is none.
     """
     if platform != "gpu":
         return "deterministic: yes (also across resume, on this machine)"

@@ -1,6 +1,4 @@
-"""Storage of an optimizer's moments, as its entry in `optimizers` and the policy
-say.
-"""
+"""Storage of an optimizer's moments, by its entry in `optimizers` and the policy."""
 
 from typing import Any
 
@@ -15,31 +13,36 @@ from scalify_core.optim.stacking import Stacks
 from trainer.errors import UserError
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
-from trainer.step.optimizers import KEYS, OPTIMIZERS, Moment, Optimizer, check_moments
+from trainer.step.optimizers import (
+    MOMENT_KEYS,
+    OPTIMIZERS,
+    Moment,
+    Optimizer,
+    check_moments,
+)
 
 
 def store_moments(
     tx: optax.GradientTransformation, name: str, policy: Policy, seed: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose moments are stored, and its update computed, as the
-    policy says.
+    """Return an optimizer with the storage of moments and the update of a policy.
 
     Args:
       tx: the optimizer.
-      name: of its entry.
+      name: its key in OPTIMIZERS.
       policy: the precision.
-      seed: of stochastic rounding, an integer or an integer scalar.
+      seed: seed of stochastic rounding, an integer or an integer scalar.
 
     Raises:
-      UserError: the policy asks for what the optimizer does not have; from `init`: the
-        state is not what the entry says.
+      UserError: the policy has a format for a moment that the optimizer lacks; from
+        `init`: the state differs from the entry.
     """
     check_moments(name, policy)
 
-    def stored(state: Any) -> optax.GradientTransformationExtraArgs:
-        fields = stored_fields(name, policy, state)
+    def with_storage(state: Any) -> optax.GradientTransformationExtraArgs:
+        fields = storage_by_field(name, policy, state)
         if policy.propagated_update:
-            formats = {field: how.format for field, how in fields.items()}
+            formats = {field: storage.format for field, storage in fields.items()}
             return optim.propagated_state(
                 tx, fields=formats, compute=DTYPES[policy.compute]
             )
@@ -47,11 +50,11 @@ def store_moments(
 
     def init(params: Any) -> Any:
         state = jax.eval_shape(tx.init, weights.wide(params))
-        check_entry(name, OPTIMIZERS[name], state)
-        return stored(state).init(params)
+        check_state_fields(name, OPTIMIZERS[name], state)
+        return with_storage(state).init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return stored(state).update(updates, state, params, **extra)
+        return with_storage(state).update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -59,22 +62,22 @@ def store_moments(
 def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
     """Return the small parameters that the optimizer `name` updates together.
 
-    There are none if the optimizer looks at whole arrays, or if nothing is stored
-    narrow: then a lone update is cheap, and all arrays of a shape share a program.
+    There are none if the optimizer is not elementwise. There are none in FP32 either:
+    an update without rounding is cheap, and arrays of one shape share a kernel.
     `params` may be shapes.
     """
     is_narrow = policy.weights != "fp32" or any(
-        getattr(policy, key) != "fp32" for key in KEYS
+        getattr(policy, key) != "fp32" for key in MOMENT_KEYS
     )
     if not (OPTIMIZERS[name].elementwise and is_narrow) or policy.propagated_update:
         return NO_STACKS
-    # Weight decay applies to matrices only, so these have stacks of their own.
+    # Weight decay applies to matrices only, so matrices have separate stacks.
     return Stacks.of(params, jax.tree.map(lambda role: role.is_matrix, roles))
 
 
-def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
-    """Raise UserError where the floating-point fields of an optimizer's state differ
-    from its entry.
+def check_state_fields(name: str, entry: type[Optimizer], state: Any) -> None:
+    """Raise UserError if the floating-point fields of an optimizer's state differ from
+    its entry.
     """
     float_fields = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -84,13 +87,13 @@ def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
             ]
             float_fields.add(fields[-1] if fields else jax.tree_util.keystr(path))
     moments = {moment.field for moment in entry.moments}
-    for field in sorted(float_fields - moments - set(entry.unstored)):
+    for field in sorted(float_fields - moments - set(entry.unquantized)):
         raise UserError(
             f"optimizer={name} keeps {field!r} in its state, of which its entry"
             f" {entry.__name__} in trainer.step.optimizers says nothing; add it to"
-            " `moments`, or to `unstored`"
+            " `moments`, or to `unquantized`"
         )
-    required = {moment.field for moment in entry.moments if moment.of_all}
+    required = {moment.field for moment in entry.moments if moment.required}
     for field in sorted(required - float_fields):
         raise UserError(
             f"optimizer={name} has no {field!r} in its state, which its entry"
@@ -99,9 +102,9 @@ def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
         )
 
 
-def stored_fields(name: str, policy: Policy, state: Any) -> dict[str, optim.Stored]:
-    """Return how the optimizer `name` stores the moments that its state has: `fields`
-    of `scalify_core.optim`.
+def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.Stored]:
+    """Return the storage of each moment in an optimizer's state, `fields` of
+    `scalify_core.optim`.
 
     The state of a part of the parameters may lack a moment; `state` may be shapes.
     """
@@ -111,41 +114,39 @@ def stored_fields(name: str, policy: Policy, state: Any) -> dict[str, optim.Stor
         for key in path
         if isinstance(key, jax.tree_util.GetAttrKey)
     }
-    formats = {key: FloatFormat.parse(getattr(policy, key)) for key in KEYS}
+    formats = {key: FloatFormat.parse(getattr(policy, key)) for key in MOMENT_KEYS}
     narrow = {
         moment.field: (moment, formats[moment.key])
         for moment in OPTIMIZERS[name].moments
         if formats[moment.key] is not FP32 and moment.field in present
     }
-    # Its moments are scaled arrays anyway, rounded to nearest.
+    # A propagated update computes in scaled arrays, which are rounded to nearest.
     if policy.propagated_update:
         return {
             field: optim.Stored(fmt, rounding="nearest")
             for field, (_, fmt) in narrow.items()
         }
 
-    def stored(moment: Moment, fmt: FloatFormat) -> optim.Stored:
+    def storage_of(moment: Moment, fmt: FloatFormat) -> optim.Stored:
         rounding: Any = policy.moments_rounding
         if rounding == "auto":
-            to_nearest = fmt.mantissa_bits >= 10 and not moment.root
+            to_nearest = fmt.mantissa_bits >= 10 and not moment.sqrt
             rounding = "nearest" if to_nearest else "stochastic"
         relative = None
         if moment.relative_to in narrow and fmt.mantissa_bits <= 3:
             relative = moment.relative_to
         return optim.Stored(
-            fmt, sqrt=moment.root, rounding=rounding, relative_to=relative
+            fmt, sqrt=moment.sqrt, rounding=rounding, relative_to=relative
         )
 
-    return {field: stored(*how) for field, how in narrow.items()}
+    return {field: storage_of(*narrow[field]) for field in narrow}
 
 
 def convert_moments(
     state: Any, name: str, source: Policy, policy: Policy, seed: int
 ) -> Any:
-    """Convert an optimizer's state from the storage of one policy to that of
-    another.
-    """
-    wide = optim.wide_state(state, fields=stored_fields(name, source, state))
+    """Convert an optimizer's state from the storage of `source` to that of `policy`."""
+    wide = optim.wide_state(state, fields=storage_by_field(name, source, state))
     return optim.narrow_state(
-        wide, seed=seed, fields=stored_fields(name, policy, state)
+        wide, seed=seed, fields=storage_by_field(name, policy, state)
     )

@@ -42,25 +42,24 @@ class NonFinite:
         return f"{self.what}{where}{source}: {self.result}{operands}"
 
 
-def first_nonfinite(
+def first_nonfinite_operation(
     fn: Callable[..., Any],
     *args: Any,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> NonFinite | None:
-    """Return the operation where `fn(*args)` first leaves the finite numbers; None:
-    nowhere.
+    """Return the first operation of `fn(*args)` whose result is not finite; None: there
+    is none.
 
     Descends into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other
     primitive is one operation. A result that is not finite because an operand is not (a
-    mask of -inf) does not count. A NaN from infinite operands counts if there is
-    nothing else. Takes seconds to minutes, and the memory of every intermediate still
-    needed.
+    mask of -inf) does not count. A NaN from infinite operands counts if there is no
+    other finding. Takes seconds to minutes, and the memory of all live intermediates.
 
     Args:
       fn: the function.
       args: its arguments.
-      compiler_options: of the program whose operations these are; each is compiled with
-        them.
+      compiler_options: options of the program whose operations these are. Each
+        operation is compiled with them.
     """
     for name, leaf in zip(leaf_names(args), jax.tree.leaves(args), strict=True):
         if not _is_finite(leaf):
@@ -102,22 +101,24 @@ class _Search:
             return v.val if isinstance(v, core.Literal) else values[v]
 
         for n, eqn in enumerate(inner.eqns):
-            outputs = self.step(eqn, [read(v) for v in eqn.invars], path)
+            outputs = self.eval_eqn(eqn, [read(v) for v in eqn.invars], path)
             values |= zip(eqn.outvars, outputs, strict=True)
             for v in [v for v in eqn.invars if not isinstance(v, core.Literal)]:
                 if last_use[v] == n and v not in results:
-                    values.pop(v, None)  # or every activation of the model stays
+                    values.pop(v, None)  # bounds the memory to live values
         return [read(v) for v in inner.outvars]
 
-    def step(self, eqn: Any, inputs: list[Any], path: str) -> list[Any]:
+    def eval_eqn(self, eqn: Any, inputs: list[Any], path: str) -> list[Any]:
         scope = str(eqn.source_info.name_stack)
         path = "/".join(part for part in (path, scope) if part)
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             index = int(jnp.clip(inputs[0], 0, len(params["branches"]) - 1))
             return self.run(params["branches"][index], inputs[1:], path)
-        if name in CALLS:
-            return self.run(params[CALLS[name]], inputs, path)
+        if name in CALLED_JAXPR:
+            return self.run(params[CALLED_JAXPR[name]], inputs, path)
+        # A loop is evaluated whole first, and searched by iteration only if its result
+        # is not finite.
         with eqn.ctx.manager:
             outputs = self.operation(
                 eqn.primitive, eqn.primitive.get_bind_params(params)
@@ -146,23 +147,24 @@ class _Search:
     def operation(
         self, primitive: Any, params: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """Return one operation as a function, compiled once if there are compiler
-        options.
-        """
+        """Return an operation as a function, compiled if there are options."""
         bound = functools.partial(primitive.bind, **params)
         if self._options is None:
             return bound
+        compile_ = functools.partial(
+            jax.jit, bound, compiler_options=dict(self._options)
+        )
         key = (primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
         try:
-            known = self._compiled.get(key)
-        # Parameters without a hash cannot be looked up.
-        except TypeError:
-            return jax.jit(bound, compiler_options=dict(self._options))
-        return known or self._compiled.setdefault(
-            key, jax.jit(bound, compiler_options=dict(self._options))
-        )
+            known = key in self._compiled
+        except TypeError:  # a parameter is not hashable
+            return compile_()
+        if not known:
+            self._compiled[key] = compile_()
+        return self._compiled[key]
 
     def scan(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
+        # `ft_in` has the structure (consts, carry, xs) of the operands.
         consts, carry, xs = (
             list(part) for part in params["ft_in"].update(inputs).unpack()
         )
@@ -187,8 +189,7 @@ class _Search:
             i += 1
 
 
-# Primitives that call a jaxpr once, and the parameter that holds it.
-CALLS = {
+CALLED_JAXPR = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
     "closed_call": "call_jaxpr",

@@ -17,11 +17,11 @@ from trainer.precision.policy import Policy
 if TYPE_CHECKING:
     import optax
 
-# Keys of `precision`: the storage of first and second moments.
-KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")
+# Keys of `precision` for the storage of first and second moments.
+MOMENT_KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")
 
-# Without it a weight whose gradients were all zero becomes 0/0. Smaller ones are zero
-# in FP32.
+# With 0 a weight whose gradients were all zero becomes 0/0. FP32 flushes smaller values
+# to 0.
 Epsilon = Annotated[
     float, Bound(lambda x: x >= 2**-126, "at least 2^-126, such as 1e-8")
 ]
@@ -33,19 +33,20 @@ class Moment(NamedTuple):
     Attributes:
       field: its name in the optimizer's state.
       key: the key of `precision` for its storage: mu for a first moment, nu for a
-        second one.
-      root: whether its square root is stored in a narrow format. Only for moments that
+        second moment.
+      sqrt: whether its square root is stored in a narrow format. Only for moments that
         are never negative.
-      relative_to: the field of the second moment. In eight bits the moment is stored
-        divided by its root. None: it is stored as it is.
-      of_all: whether every parameter has it; else a state may have none.
+      relative_to: the field of the second moment by whose square root this moment is
+        divided in FP8; None: it is not divided.
+      required: whether the state of any parameters has it; False: that of some
+        parameters does not.
     """
 
     field: str
     key: Literal["mu", "nu"]
-    root: bool
+    sqrt: bool
     relative_to: str | None = None
-    of_all: bool = True
+    required: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Optimizer:
       weight_decay: decoupled, on matrices only.
       clip_norm: bound on the global norm of the gradients; 0: no bound.
       moments: the averages in its state.
-      unstored: other floating-point fields of its state, which are stored as the
-        optimizer makes them.
+      unquantized: other floating-point fields of its state, which keep the dtype that
+        the optimizer gives them.
       elementwise: whether the update of an element depends on no other element, except
-        for the norm of all. Then small parameters may be updated together.
+        through the global norm. Then small parameters may be updated together.
     """
 
     name: str
@@ -68,30 +69,29 @@ class Optimizer:
     weight_decay: Amount
     clip_norm: Amount
     moments: ClassVar[tuple[Moment, ...]]
-    unstored: ClassVar[tuple[str, ...]] = ()
+    unquantized: ClassVar[tuple[str, ...]] = ()
     elementwise: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Raise TypeError for an entry without `moments` (may be empty) or
-        `descent`.
+        `scale_by`.
         """
         if "moments" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} does not say its `moments`; () says that its state"
                 " keeps none"
             )
-        if cls.descent is Optimizer.descent:
+        if cls.scale_by is Optimizer.scale_by:
             raise TypeError(
-                f"{cls.__name__} has no method `descent`, which makes its"
+                f"{cls.__name__} has no method `scale_by`, which makes its"
                 " transformation"
             )
 
-    def descent(self, roles: Any) -> "optax.GradientTransformation":
-        """Return the transformation whose result is subtracted from the parameters at a
-        learning rate of 1.
+    def scale_by(self, roles: Any) -> "optax.GradientTransformation":
+        """Return the transformation at a learning rate of 1.
 
-        It must be linear in the learning rate, and leaves out clipping and weight
-        decay. `roles`: a tree like the parameters.
+        It does not clip or decay weights. Its result is subtracted from the parameters,
+        and must be linear in the learning rate. `roles` is a tree like the parameters.
         """
         raise NotImplementedError
 
@@ -104,12 +104,12 @@ class AdamW(Optimizer):
     b2: ShareBelow1
     eps: Epsilon
     moments = (
-        Moment("mu", "mu", root=False, relative_to="nu"),
-        Moment("nu", "nu", root=True),
+        Moment("mu", "mu", sqrt=False, relative_to="nu"),
+        Moment("nu", "nu", sqrt=True),
     )
     elementwise = True
 
-    def descent(self, roles: Any) -> "optax.GradientTransformation":
+    def scale_by(self, roles: Any) -> "optax.GradientTransformation":
         """Return `optax.adamw` without the decay."""
         import optax
 
@@ -122,10 +122,10 @@ class Lion(Optimizer):
 
     b1: ShareBelow1
     b2: ShareBelow1
-    moments = (Moment("mu", "mu", root=False),)
+    moments = (Moment("mu", "mu", sqrt=False),)
     elementwise = True
 
-    def descent(self, roles: Any) -> "optax.GradientTransformation":
+    def scale_by(self, roles: Any) -> "optax.GradientTransformation":
         """Return `optax.lion` without the decay."""
         import optax
 
@@ -134,19 +134,19 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """Adafactor: factored second moments, which are small as they are."""
+    """Adafactor: factored second moments, which are small in FP32, too."""
 
     moments = ()
-    unstored = ("v_row", "v_col", "v")
+    unquantized = ("v_row", "v_col", "v")
 
-    def descent(self, roles: Any) -> "optax.GradientTransformation":
+    def scale_by(self, roles: Any) -> "optax.GradientTransformation":
         """Return Adafactor, clipped and scaled per tensor, and per layer where layers
         are stacked.
         """
         import jax
         import optax
 
-        # `descent` is what is subtracted, and optax's Adafactor negates.
+        # optax's Adafactor negates; `scale_by` must not.
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
         def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,10 +170,10 @@ class SGD(Optimizer):
     """Gradient descent with momentum."""
 
     momentum: ShareBelow1
-    moments = (Moment("trace", "mu", root=False),)
+    moments = (Moment("trace", "mu", sqrt=False),)
     elementwise = True
 
-    def descent(self, roles: Any) -> "optax.GradientTransformation":
+    def scale_by(self, roles: Any) -> "optax.GradientTransformation":
         """Return heavy-ball momentum."""
         import optax
 
@@ -191,12 +191,12 @@ class Muon(Optimizer):
     b2: ShareBelow1
     eps: Epsilon
     moments = (
-        Moment("mu", "mu", root=False),
-        Moment("nu", "nu", root=True, of_all=False),  # of Adam's part
+        Moment("mu", "mu", sqrt=False),
+        Moment("nu", "nu", sqrt=True, required=False),  # Adam's alone
     )
-    unstored = ("ns_coeffs",)  # of the Newton-Schulz iteration
+    unquantized = ("ns_coeffs",)  # coefficients of the Newton-Schulz iteration
 
-    def descent(self, roles: Any) -> "optax.GradientTransformation":
+    def scale_by(self, roles: Any) -> "optax.GradientTransformation":
         """Return Muon over the last two axes of kernels (others are layers), Adam (b1,
         b2) elsewhere.
         """
@@ -226,7 +226,7 @@ class Muon(Optimizer):
             ),
             consistent_rms=0.2,
         )
-        # `descent` is what is subtracted, and optax's Muon negates.
+        # optax's Muon negates; `scale_by` must not.
         return optax.chain(muon, optax.scale(-1.0))
 
 
@@ -240,21 +240,20 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def check_moments(name: str, policy: Policy) -> None:
-    """Refuse a policy that the moments of the optimizer `name` cannot follow.
+    """Raise UserError if the optimizer `name` cannot have a policy's formats.
 
-    Raises:
-      UserError: a format for a moment that it does not have, or moments that are wider
-        than a propagated update.
+    The policy may have a format for a moment that the optimizer lacks, or moments wider
+    than a propagated update.
     """
-    for key in KEYS:
+    for key in MOMENT_KEYS:
         stored_in = getattr(policy, key)
-        has = any(moment.key == key for moment in OPTIMIZERS[name].moments)
-        if stored_in != "fp32" and not has:
+        has_moment = any(moment.key == key for moment in OPTIMIZERS[name].moments)
+        if stored_in != "fp32" and not has_moment:
             raise UserError(
                 f"precision.{key}={stored_in}, but optimizer={name} has no such moment;"
                 f" set precision.{key}=fp32, or choose another optimizer"
             )
-        if stored_in == "fp32" and has and policy.propagated_update:
+        if stored_in == "fp32" and has_moment and policy.propagated_update:
             raise UserError(
                 f"precision.{key}=fp32, but precision.update=propagate computes in"
                 f" {policy.compute}; set precision.{key}={policy.compute} or narrower"

@@ -21,8 +21,8 @@ def learning_rates(
 ) -> np.ndarray:
     """Return the learning rate of every step, FP32 `[steps]`.
 
-    After a linear warm-up all but `constant` decay to `min_ratio * peak`, which a step
-    after the last would have: the last step is slightly above it. wsd (warm-up, stable,
+    After a linear warm-up all but `constant` decay. They would reach `min_ratio * peak`
+    one step after the last: the last step is slightly above it. wsd (warm-up, stable,
     decay) stays at the peak until the last `decay_fraction` of the steps, then falls
     linearly.
     """

@@ -28,9 +28,9 @@ class Replicas:
     Attributes:
       states: their TrainState, every array [K, ...], the optimizer's packed. The scales
         of parameters are scalars, those of the outer weights.
-      residuals: the rounding error so far of the trained parameters, [K, ...] in the
-        storage of the weights, or ().
-      momentum: of the outer optimizer, stored alike, or ().
+      residuals: the accumulated rounding error of the trained parameters, [K, ...] in
+        the storage of the weights, or ().
+      momentum: the outer optimizer's, in the storage of the weights, or ().
     """
 
     states: Any
@@ -41,16 +41,15 @@ class Replicas:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The training state. A skipped step changes nothing in it except the loss scale in
-    `scaling`.
+    """The training state. A skipped step changes only the loss scale in `scaling`.
 
-    With DiLoCo `params` are the outer weights, so that readers need not know of
-    replicas; `opt_state` is then (), and `scaling` the largest of the replicas'.
+    With DiLoCo `params` are the outer weights, so that readers of a checkpoint need not
+    know of replicas. `opt_state` is then (), and `scaling` the maximum over replicas.
 
     Attributes:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static:
         constants of compiled steps.
-      opt_state: of the optax transformation; its count is the number of applied
+      opt_state: the optax transformation's; its count is the number of applied
         updates. In training it is packed (`scalify_core.array.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: state of the scaling method: amax histories, a loss scale, or ().
@@ -67,17 +66,17 @@ class TrainState:
     kahan_compensation: Any = ()
 
     def __repr__(self) -> str:
-        """Return the number of parameters and of bytes, and no values."""
+        """Return the numbers of parameters and bytes, without values."""
         params = sum(x.size for x in jax.tree.leaves(self.params))
         held = sum(x.nbytes for x in jax.tree.leaves((self.params, self.opt_state)))
         return f"TrainState({params:,} parameters, {held:,} bytes with moments)"
 
 
-def first_nonfinite(state: TrainState) -> str | None:
-    """Return the name of the first array of weights or moments that is not finite, or
-    None.
+def first_nonfinite_array(state: TrainState) -> str | None:
+    """Return the name of the first array of weights or moments that is not finite.
 
-    Waits for the state. If it is split over processes, all of them must call this.
+    Returns None if all are finite. Waits for the state. If it is split over processes,
+    all of them must call this.
     """
     fields = ("params", "opt_state", "diloco", "kahan_compensation")
     return first_nonfinite_leaf({name: getattr(state, name) for name in fields})
@@ -93,10 +92,8 @@ def init_state(
     return TrainState(params, optimizer.init(params), key, scaling)
 
 
-def to_stored(state: TrainState) -> TrainState:
-    """Return the form for checkpoints: every scale is an array, on all devices of its
-    data.
-    """
+def to_checkpoint_form(state: TrainState) -> TrainState:
+    """Return the state with every scale as an array, on all devices of its data."""
 
     def place(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
@@ -113,27 +110,27 @@ def to_stored(state: TrainState) -> TrainState:
             ),
         )
 
-    def stored(part: Any) -> Any:
+    def in_checkpoint_form(part: Any) -> Any:
         return tree.map_arrays(place, tree.with_dynamic_scales(part))
 
     diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
-    # The replicas' moments stay packed: their scales are a row for each replica.
+    # The replicas' moments stay packed: their scales have a row for each replica.
     if isinstance(diloco, Replicas):
         diloco = dataclasses.replace(
             diloco,
             states=dataclasses.replace(
-                diloco.states, params=stored(diloco.states.params)
+                diloco.states, params=in_checkpoint_form(diloco.states.params)
             ),
         )
     return dataclasses.replace(
-        stored(dataclasses.replace(state, opt_state=opt_state, diloco=())),
+        in_checkpoint_form(dataclasses.replace(state, opt_state=opt_state, diloco=())),
         diloco=diloco,
     )
 
 
-def from_stored(state: TrainState) -> TrainState:
-    """Return the form for training: scales of parameters are static, those of moments
-    one array.
+def from_checkpoint_form(state: TrainState) -> TrainState:
+    """Return the state for training: the scales of parameters are static, and those of
+    moments are one array.
     """
     diloco = state.diloco
     if isinstance(diloco, Replicas):

@@ -30,16 +30,14 @@ def leaf_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 
 def subtree_like(tree: Any, like: Any) -> Any:
-    """Return the part of nested dictionaries whose keys `like` has, in the order of
-    `tree`.
-    """
+    """Return the part of `tree`, nested dictionaries, whose keys are in `like`."""
     if not isinstance(like, dict):
         return tree
     return {key: subtree_like(x, like[key]) for key, x in tree.items() if key in like}
 
 
 def with_subtree(tree: Any, part: Any) -> Any:
-    """Return nested dictionaries with the leaves of a `subtree_like` them replaced."""
+    """Return `tree` with the leaves of `part`, a `subtree_like` of it."""
     if not isinstance(part, dict):
         return part
     return {
@@ -90,10 +88,9 @@ def mismatch(wanted: Description, saved: Description, *, partial: bool) -> str |
 
 
 def as_saved(like: Any, saved: Description) -> Any:
-    """Return a tree like `like` with leaves in their saved form: other dtypes, or
-    ScaledArrays.
+    """Return a tree like `like` with the dtypes and ScaledArrays of the saved leaves.
 
-    Leaves that were not saved stay as they are, for `mismatch` to name.
+    Leaves that were not saved stay unchanged, for `mismatch` to name.
     """
 
     def dtype(name: str) -> np.dtype:
@@ -119,18 +116,18 @@ def as_saved(like: Any, saved: Description) -> Any:
 
 
 def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
-    """Return two sums (uint32 [2]) of the leaf's scrambled bits times odd numbers of
-    their position.
+    """Return two sums (uint32 [2]) of the leaf's scrambled bits times odd factors that
+    depend on the position.
 
-    Scrambling, by another function in each sum, is one-to-one, and odd factors are
+    Scrambling, by a different function in each sum, is one-to-one, and odd factors are
     invertible modulo 2^32: one changed element always changes the sums. Several changes
     cancel in both sums with a probability of 2^-50. Integer sums do not depend on their
-    order, and those of an array are the sums of its parts'.
+    order, and the sums of an array are those of its parts, added.
 
     Args:
       leaf: an array, or a part of one.
-      start: index of the part's first element in the whole array; empty: it is the
-        whole.
+      start: index of the part's first element in the whole array; empty: the leaf is
+        the whole array.
     """
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
@@ -141,10 +138,9 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
         for axis, size in enumerate(bits.shape):
             factors = _odd_numbers(size, start[axis] if start else 0, axis, which)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
-            words = [
-                _scrambled(part, which) if axis == 0 else part
-                for part in _parts(x, axis)
-            ]
+            words = _parts(x, axis)
+            if axis == 0:  # later axes add sums, which are not scrambled again
+                words = [_scrambled(part, which) for part in words]
             x = _sum(
                 [
                     part * factor
@@ -171,14 +167,14 @@ def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
     )
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
-    # Otherwise computed again for every element of a checksum.
+    # Without the barrier XLA computes the factors again for every element.
     return compiler_hints.barrier((x ^ (x >> 15)) | np.uint32(1))
 
 
 def _scrambled(bits: jax.Array, which: int) -> jax.Array:
     """Return the bits scrambled one-to-one.
 
-    Without it two changed signs, 2^31 times the sum of two odd numbers, would cancel.
+    Otherwise two changed signs, 2^31 times the sum of two odd numbers, would cancel.
     """
     x = bits.astype(jnp.uint32)
     x = (x ^ (x >> (16, 15)[which])) * np.uint32((0x7FEB352D, 0x846CA68B)[which])
@@ -186,19 +182,18 @@ def _scrambled(bits: jax.Array, which: int) -> jax.Array:
 
 
 def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
-    """Split into four, three or two equal parts along an axis, or return the array if
-    none divides it.
+    """Split an array into four, three or two equal parts along an axis, or one part if
+    none of these divide it.
     """
     size = x.shape[axis]
     return jnp.split(x, next((n for n in (4, 3, 2) if size and size % n == 0), 1), axis)
 
 
 def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
-    """Return the sum of equal parts of an array along an axis, which stays with length
-    1.
+    """Return the sum of equal parts of an array along an axis, which keeps length 1.
 
-    By elementwise additions as far as possible: XLA's reductions of integers are slow
-    on CPUs.
+    It adds elementwise as far as possible: XLA's reductions of integers are slow on
+    CPUs.
     """
     total = functools.reduce(jnp.add, parts)
     if len(parts) > 1:
@@ -208,9 +203,7 @@ def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Return the checksum of each device's part of a leaf that is split over a mesh,
-    [devices, 2].
-    """
+    """Return the checksum of each device's part of a sharded leaf, [devices, 2]."""
     entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
 
     def part_checksum(part: jax.Array) -> jax.Array:
@@ -227,11 +220,11 @@ def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.
 
 
 def checksums(leaves: list[jax.Array]) -> list[str]:
-    """Return sixteen hexadecimal digits for each leaf; waits until the leaves are
-    computed.
+    """Return the checksum of each leaf, sixteen hexadecimal digits.
 
-    For split arrays all processes must call this. It uses no communication between
-    devices: many small collective programs at once can deadlock.
+    Waits until the leaves are computed. For sharded leaves all processes must call
+    this. Devices do not communicate: many small collective programs at once can
+    deadlock.
     """
     parts, owners = [], []
     for i, leaf in enumerate(leaves):
@@ -256,7 +249,7 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
         sums[i] += pair.reshape(2)
     if any(not leaf.is_fully_addressable for leaf in leaves):
         local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
-        # Every process has these: only the first one counts them.
+        # Every process has these leaves: only process 0 counts them.
         sums[local] *= np.uint32(jax.process_index() == 0)
         sums = np.sum(multihost_utils.process_allgather(sums), axis=0, dtype=np.uint32)
     return [f"{int(high):08x}{int(low):08x}" for high, low in sums]
@@ -268,8 +261,8 @@ _checksum = jax.jit(checksum)
 def first_nonfinite_leaf(tree: Any) -> str | None:
     """Return the name of the first floating-point leaf that is not finite, or None.
 
-    Waits until the leaves are computed. If a leaf is split over processes, all of them
-    must call this. Devices do not communicate, as in `checksums`.
+    Waits until the leaves are computed. If a leaf is sharded over processes, all of
+    them must call this. Devices do not communicate, as in `checksums`.
     """
     leaves = jax.tree.leaves(tree)
     flags = []
@@ -289,10 +282,9 @@ def first_nonfinite_leaf(tree: Any) -> str | None:
 
 
 def check_scales(tree: Any, where: str, advice: str) -> None:
-    """Raise UserError for a ScaledArray of a restored tree whose scale is no power of
-    two.
+    """Raise UserError for a ScaledArray whose scale is not a power of two.
 
-    `where` and `advice` say in the message where it is, and what to do instead.
+    The message contains `where` the tree is from, and `advice` for the user.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
     for path, x in with_paths:

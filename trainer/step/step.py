@@ -25,8 +25,12 @@ from trainer.step.state_tree import with_subtree
 
 
 class Hyper(NamedTuple):
-    """Inputs of a step that change without recompilation, scalars: learning rate
-    (FP32), step number (int32), the run's seed (uint32).
+    """Scalar inputs of a step, which change without recompilation.
+
+    Attributes:
+      lr: learning rate, FP32.
+      step: step number, int32.
+      seed: the run's seed, uint32.
     """
 
     lr: jax.Array | np.floating
@@ -37,7 +41,7 @@ class Hyper(NamedTuple):
 class Tokens(NamedTuple):
     """The batch of a step.
 
-    Segment ids tell packed documents apart; None: sequences attend across documents.
+    Segment ids separate packed documents; None: tokens attend across documents.
     """
 
     tokens_AxBxT1: jax.Array
@@ -48,15 +52,15 @@ Metrics = dict[str, jax.Array]
 StepFn = Callable[[TrainState, Tokens, Hyper], tuple[TrainState, Metrics]]
 
 
-# (value_and_grad, parameters, scaling, batch, keys [A, B]) -> (loss, gradient, what
-# the scaling has observed).
-Gradient = Callable[
+# (value_and_grad, parameters, scaling, batch, keys [A, B]) -> (loss, gradient, the
+# statistics that the scaling method collected).
+GradientFn = Callable[
     [ValueAndGrad, Any, Any, Tokens, jax.Array], tuple[jax.Array, Any, Any]
 ]
 
 
 def sequence_keys(key: jax.Array, batch: Tokens) -> jax.Array:
-    """Return a key for every sequence, [A, B], wherever it is computed."""
+    """Return a key for every sequence, [A, B], the same on every mesh."""
     shape = batch.tokens_AxBxT1.shape[:2]
     rows = jnp.arange(math.prod(shape)).reshape(shape)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(key, row)))(rows)
@@ -69,28 +73,28 @@ def mean_gradient(
     batch: Tokens,
     keys_AxB: jax.Array,
 ) -> tuple[jax.Array, Any, Any]:
-    """Return loss, gradient and what the scaling has observed.
+    """Return loss, gradient and the statistics that the scaling method collected.
 
-    Over several micro-batches loss and gradient are means in FP32, and the observations
+    Over several micro-batches loss and gradient are means in FP32, and the statistics
     are maxima.
     """
     micro_batches = batch.tokens_AxBxT1.shape[0]
 
-    def differentiate(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def micro_gradient(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
         return value_and_grad(params, scaling, *micro, keys_B)
 
     first = jax.tree.map(lambda x: x[0], batch), keys_AxB[0]
     if micro_batches == 1:
-        return differentiate(*first)
+        return micro_gradient(*first)
 
     def add(total: Any, micro: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
-        loss, grads, observed = differentiate(*micro)
+        loss, grads, observed = micro_gradient(*micro)
         mean = jax.tree.map(
             lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads))
         )
         return (*mean, jax.tree.map(jnp.maximum, total[2], observed)), None
 
-    shapes = jax.eval_shape(lambda: weights.wide(differentiate(*first)))
+    shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(*first)))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
@@ -100,8 +104,8 @@ def first_true(flags: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
 
 
-def squares_of_arrays(grads: Any) -> jax.Array:
-    """Return the sum of squares of each array of a tree, FP32 [number of arrays]."""
+def squared_norms_of_arrays(grads: Any) -> jax.Array:
+    """Return the squared norm of each array of a tree, FP32 [number of arrays]."""
     return sums_of_squares(tree.leaves(grads))
 
 
@@ -112,13 +116,13 @@ class StepReductions(NamedTuple):
 
     Attributes:
       gradient: the mean gradient.
-      squares: the sum of squares of each gradient, FP32 [number of arrays].
-      largest: the largest magnitude of each moment.
+      squared_norms: the squared norm of each gradient, FP32 [number of arrays].
+      amax: the largest magnitude of each moment.
     """
 
-    gradient: Gradient = mean_gradient
-    squares: Callable[[Any], jax.Array] = squares_of_arrays
-    largest: Largest = largest_of_arrays
+    gradient: GradientFn = mean_gradient
+    squared_norms: Callable[[Any], jax.Array] = squared_norms_of_arrays
+    amax: Largest = largest_of_arrays
 
 
 ONE_DEVICE = StepReductions()
@@ -132,19 +136,18 @@ class Update(NamedTuple):
     """The optimizer, and what it updates.
 
     Attributes:
-      optimizer: `optimizer(seed)` returns an optimizer at a learning rate of 1, such as
-        `scalify_core.optim.scaled_state`; the seed is of its rounding. It takes plain
-        and scaled gradients, `accept` (false: its state stays as it was), `grad_norm`
+      make_optimizer: makes the optimizer from the seed of its rounding, at a learning
+        rate of 1, such as `scalify_core.optim.scaled_state`. Its `update` takes plain
+        and scaled gradients, `accept` (false: the state stays unchanged), `grad_norm`
         and `largest_of`.
-      trained: selects the parameters, nested dictionaries, that have a gradient and a
-        place in the optimizer.
+      trained: selects the trained parameters, in nested dictionaries.
       store_gradients: casts gradients to the formats in which the optimizer gets them.
-      rounding: of narrow weights.
-      stacks: of small parameters that are updated together; the optimizer is that of
-        the stacked parameters.
+      rounding: rounding of narrow weights.
+      stacks: small parameters that are updated together. The optimizer updates the
+        stacked parameters.
     """
 
-    optimizer: Callable[[Any], optax.GradientTransformationExtraArgs]
+    make_optimizer: Callable[[Any], optax.GradientTransformationExtraArgs]
     trained: Callable[[Any], Any] = _unchanged
     store_gradients: Callable[[Any], Any] = _unchanged
     rounding: weights.Rounding = "nearest"
@@ -152,7 +155,7 @@ class Update(NamedTuple):
 
 
 def make_train_step(
-    differentiate: Differentiate,
+    loss_gradient: Differentiate,
     update: Update,
     reductions: StepReductions = ONE_DEVICE,
 ) -> StepFn:
@@ -160,42 +163,43 @@ def make_train_step(
 
     Metrics are device scalars: `loss` (nats per token), `grad_norm` (before the clip),
     `finite`, and `bad_leaf`: the index among the trained parameters of the first
-    gradient that is not finite (-1: none). A step that is not finite leaves the state
-    as it was.
+    gradient that is not finite (-1: none). A step whose loss or gradient is not finite
+    leaves the state unchanged.
 
     Args:
-      differentiate: the loss and its gradient in the run's precision.
+      loss_gradient: the loss and its gradient in the run's precision.
       update: the optimizer, and what it updates.
-      reductions: over micro-batches and devices.
+      reductions: reductions over micro-batches and devices.
     """
     stacks, trained = update.stacks, update.trained
 
     def train_step(
         state: TrainState, batch: Tokens, hyper: Hyper
     ) -> tuple[TrainState, Metrics]:
-        # From the step number alone, so that a resumed run has the same dropout.
+        # Keys depend on the step number alone: a resumed run has the same dropout.
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
         loss, grads, observed = reductions.gradient(
-            differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB
+            loss_gradient.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
         grads = stacks.stack(update.store_gradients(trained(grads)))
-        # Behind a barrier, or XLA computes every gradient once more for its square.
-        squares = compiler_hints.barrier(
-            stacks.each(weights.wide(grads), reductions.squares, squares_of_rows),
+        # Without the barrier XLA computes every gradient again for its square.
+        squared_norms = compiler_hints.barrier(
+            stacks.each(weights.wide(grads), reductions.squared_norms, squares_of_rows),
         )
-        grad_norm = jnp.sqrt(jnp.sum(squares))
+        grad_norm = jnp.sqrt(jnp.sum(squared_norms))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         opt_state, params = tree.unpack(state.opt_state), trained(state.params)
         stacked_params = stacks.stack(params)
-        updates, new_opt_state = update.optimizer(hyper.seed).update(
+        updates, new_opt_state = update.make_optimizer(hyper.seed).update(
             grads,
             stacks.stack(opt_state),
             stacked_params,
             accept=finite,
             grad_norm=grad_norm,
-            largest_of=reductions.largest,
-            # Rounding noise is drawn by leaf: a stacked row keeps its leaf's.
+            largest_of=reductions.amax,
+            # Random bits depend on the leaf's index: a row of a stack keeps that of its
+            # leaf. Only the state of `scaled_state` is stacked, in `inner_state`.
             leaf_indices=stacks.leaf_indices(getattr(opt_state, "inner_state", None)),
         )
         new_opt_state = stacks.unstack(new_opt_state, opt_state)
@@ -217,14 +221,14 @@ def make_train_step(
             with_subtree(state.params, stacks.unstack(new_params, params)),
             new_opt_state,
             state.key,
-            differentiate.update(state.scaling, observed, finite),
+            loss_gradient.next_scaling(state.scaling, observed, finite),
             kahan_compensation=stacks.unstack(compensation, state.kahan_compensation),
         )
         return new_state, {
             "loss": loss,
             "grad_norm": grad_norm,
             "finite": finite,
-            "bad_leaf": first_true(~jnp.isfinite(squares)),
+            "bad_leaf": first_true(~jnp.isfinite(squared_norms)),
         }
 
     return train_step

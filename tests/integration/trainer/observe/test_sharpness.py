@@ -25,7 +25,7 @@ from trainer.observe.sharpness import (
     worst_logits,
 )
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
-from trainer.step.state import from_stored
+from trainer.step.state import from_checkpoint_form
 from trainer.workload import compile_step, first_state
 
 LLAMA = LlamaSpec(
@@ -126,7 +126,7 @@ def figures(w, state, tokens, step):
 
 def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_below_lowers_it():
     w = workload("fp32")
-    state, tokens = from_stored(first_state(w, seed=0)), batch(w)
+    state, tokens = from_checkpoint_form(first_state(w, seed=0)), batch(w)
     step = compile_step(w, tokens, state)
     for number in range(4):  # with moments, and scales that were measured
         state, metrics = step(state, batch(w, step=number), hyper(number, 3e-3))

@@ -18,8 +18,8 @@ from trainer.parallel.diloco import (
     SENT_STREAM,
     DiLoCoSettings,
     bytes_of_exchange,
-    decoded,
-    encoded,
+    decode,
+    encode,
     exchange,
     fragments_of,
 )
@@ -186,10 +186,10 @@ def test_two_numbers_of_four_bits_are_a_byte_and_come_back():
     fmt = FORMATS["fp4"]
     numbers = jnp.asarray([0, 0.5, -1, 1.5, -2, 3, 4, -4, -0.5, jnp.nan], jnp.float32)
     bits = jnp.full(numbers.shape, 0xFFFF, jnp.uint16)
-    codes = encoded(numbers, fmt, bits)
+    codes = encode(numbers, fmt, bits)
     assert codes.shape == (5,)
     assert codes.dtype == jnp.uint8
-    np.testing.assert_array_equal(decoded(codes, fmt), numbers)
+    np.testing.assert_array_equal(decode(codes, fmt), numbers)
 
 
 def test_fragments_have_each_array_once_and_about_equal_sizes():

@@ -21,15 +21,15 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.parallel.distribute import (
     GradReduceConfig,
+    amax_over,
     gather,
-    largest_over,
     reduced,
-    squares_over,
+    squared_norms_over,
 )
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import (
-    parameter_partitions,
-    partitions,
+    param_specs,
+    partition_specs,
 )
 from trainer.step.step import sequence_keys
 from trainer.workload import (
@@ -110,13 +110,13 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sum(map(len, bits(state))) / DEVICES, rel=0.05
     )
 
-    specs, comm = parameter_partitions(state.params, w.mesh, w.model.roles), w.comm
+    specs, comm = param_specs(state.params, w.mesh, w.model.roles), w.comm
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
         return reduced(wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7))
 
-    in_specs = (partitions(state.params, w.mesh, w.model.roles),)
+    in_specs = (partition_specs(state.params, w.mesh, w.model.roles),)
     mapped = jax.shard_map(
         there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False
     )
@@ -170,7 +170,7 @@ def test_the_first_state_does_not_depend_on_the_devices():
 def test_the_squares_of_split_arrays_are_those_of_the_whole():
     params = state_of("fp32", (2, 2, 2)).params
     actual = jax.jit(
-        squares_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles)
+        squared_norms_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles)
     )(params)
     # FP32 sums of some thousand squares in another order.
     expected = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(params))]
@@ -208,7 +208,7 @@ def test_the_largest_of_split_arrays_are_those_of_the_whole():
     params = state_of("fp32", (2, 2, 2)).params
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     actual = jax.jit(
-        lambda *xs: largest_over(mesh, roles)([[x, -2 * x] for x in xs], paths)
+        lambda *xs: amax_over(mesh, roles)([[x, -2 * x] for x in xs], paths)
     )(*leaves)
     whole = [np.abs(x).max() for x in jax.device_get(leaves)]
     assert actual.tolist() == [peak for x in whole for peak in (x, 2 * x)]

@@ -19,10 +19,10 @@ from trainer.config.fields import to_tree
 from trainer.errors import UserError
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import abstract_batch, make_mesh
-from trainer.parallel.replicas import DiLoCoStep, first_replica, with_params
+from trainer.parallel.replicas import DiLoCoStep, with_rescaled_params, without_replicas
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.start import restore_own
-from trainer.step.state import from_stored, to_stored
+from trainer.step.state import from_checkpoint_form, to_checkpoint_form
 from trainer.workload import (
     abstract_state,
     compile_step,
@@ -52,7 +52,7 @@ def task_of(diloco, preset="fp32", devices=None, sizes=(1,)):
 def made(diloco, preset="fp32", devices=None, sizes=(1,)):
     """TrainTask, first state and compiled step."""
     task = task_of(diloco, preset, devices, sizes)
-    state = from_stored(first_state(task, 0))
+    state = from_checkpoint_form(first_state(task, 0))
     tokens = abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh)
     return task, state, compile_step(task, tokens, state)
 
@@ -91,7 +91,7 @@ def of_replica(state, k):
 
 def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas():
     task = workload("fp32")
-    state = from_stored(first_state(task, 0))
+    state = from_checkpoint_form(first_state(task, 0))
     step = compile_step(
         task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state
     )
@@ -165,19 +165,21 @@ def test_a_replica_may_be_several_devices():
 def test_a_state_of_replicas_goes_through_a_checkpoint_bit_for_bit(tmp_path):
     """In training: e2e/trainer/parallel/test_diloco_runs.py, in FP32."""
     task = task_of(NARROW, "scalify_fp8_fp16")
-    state = from_stored(first_state(task, 0))
+    state = from_checkpoint_form(first_state(task, 0))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(state), {})
+        checkpointer.save(3, to_checkpoint_form(state), {})
         checkpointer.wait()
-        restored = from_stored(checkpointer.restore(abstract_state(task)).state)
+        restored = from_checkpoint_form(
+            checkpointer.restore(abstract_state(task)).state
+        )
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bits(restored) == bits(state)
 
 
 def test_new_scales_leave_replicas_and_outer_weights_what_they_are_and_are_the_same_for_both():
-    whole = from_stored(first_state(task_of(NARROW, "scalify_fp8_fp16"), 0))
+    whole = from_checkpoint_form(first_state(task_of(NARROW, "scalify_fp8_fp16"), 0))
     paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(whole.params)]
-    moved = with_params(
+    moved = with_rescaled_params(
         whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5))
     )
     for new, old in ((moved, whole), (moved.diloco.states, whole.diloco.states)):
@@ -194,11 +196,11 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=count, participants=count), "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(half), meta_of(NARROW))
+        checkpointer.save(3, to_checkpoint_form(half), meta_of(NARROW))
         checkpointer.wait()
-        state = from_stored(restore_own(checkpointer, task).state)
+        state = from_checkpoint_form(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(
-        from_stored(first_state(task, 0))
+        from_checkpoint_form(first_state(task, 0))
     )
     assert bits(state.params) == bits(half.params)
     assert bits(state.diloco.momentum) == bits(half.diloco.momentum)
@@ -235,11 +237,11 @@ def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(
     half, _ = trained(3, before, "fp32", 1)
     task = task_of(now, "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(half), meta_of(before))
+        checkpointer.save(3, to_checkpoint_form(half), meta_of(before))
         checkpointer.wait()
-        state = from_stored(restore_own(checkpointer, task).state)
+        state = from_checkpoint_form(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(
-        from_stored(first_state(task, 0))
+        from_checkpoint_form(first_state(task, 0))
     )
     assert bits((state.params, state.diloco.states)) == bits(
         (half.params, half.diloco.states)
@@ -259,7 +261,7 @@ def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(
 def test_replicas_are_nothing_for_a_run_without(tmp_path):
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(
-            3, to_stored(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW)
+            3, to_checkpoint_form(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW)
         )
         checkpointer.wait()
         with pytest.raises(UserError, match=r"diloco\.replicas=2 replicas.*init_from"):
@@ -269,18 +271,18 @@ def test_replicas_are_nothing_for_a_run_without(tmp_path):
 @pytest.mark.slow  # two runs; below, runs that go on with fewer or more
 def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     task = workload("scalify_fp8_fp16")
-    state = from_stored(first_state(task, 0))
+    state = from_checkpoint_form(first_state(task, 0))
     step = compile_step(
         task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state
     )
     for i in range(3):
         state, _ = step(copied(state), batch(task, i), hyper(i, 1e-2))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(state), meta_of(None))
+        checkpointer.save(3, to_checkpoint_form(state), meta_of(None))
         checkpointer.wait()
         actual = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
     assert actual.step == 3
-    replicas = from_stored(actual.state)
+    replicas = from_checkpoint_form(actual.state)
     assert jax.tree.structure(replicas) == jax.tree.structure(
         made(NARROW, "scalify_fp8_fp16")[1]
     )
@@ -352,7 +354,7 @@ def test_a_residual_that_is_not_finite_is_dropped_where_it_is_not_so_that_exchan
 def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
     diloco = NARROW._replace(steps=100, fragments=2, last=1000)
     task = task_of(diloco, "fp32", 2)
-    state = from_stored(first_state(task, 0))
+    state = from_checkpoint_form(first_state(task, 0))
     programs = [lower_exchange(task, i, state).compile() for i in range(2)]
     actual = exchanges_of(task, DiLoCoStep(None, programs, diloco))
     assert actual.read
@@ -373,8 +375,8 @@ def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
 
 def test_a_state_of_replicas_is_looked_at_as_that_of_a_run_without():
     state, _ = trained(1, NARROW, "fp32", 1)
-    seen = first_replica(state)
-    alone = from_stored(first_state(workload("fp32"), 0))
+    seen = without_replicas(state)
+    alone = from_checkpoint_form(first_state(workload("fp32"), 0))
     assert jax.tree.structure(seen) == jax.tree.structure(alone)
     assert [x.shape for x in jax.tree.leaves(seen)] == [
         x.shape for x in jax.tree.leaves(alone)

@@ -11,16 +11,23 @@ from trainer.errors import UserError
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.roles import Role
-from trainer.parallel.mesh import Sizes, make_mesh
-from trainer.parallel.sharding import fsdp_axis, mesh_axes, partition, partitions
+from trainer.parallel.mesh import MeshSizes, make_mesh
+from trainer.parallel.sharding import (
+    fsdp_axis,
+    mesh_axes,
+    partition_spec,
+    partition_specs,
+)
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=2, n_head=4, d_model=64)
 
 
 def specs_of(spec, mesh):
-    """The partition of every parameter of a model, by name."""
+    """The spec of every parameter of a model, by name."""
     model = functional(spec)
-    tree = partitions(jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles)
+    tree = partition_specs(
+        jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles
+    )
     actual = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -53,11 +60,11 @@ def test_tensor_splits_by_heads_and_hidden_channels():
 
 def test_what_cannot_be_split_stays_whole():
     sizes, role = {"data": 1, "fsdp": 8, "tensor": 1}, Role("table")
-    assert partition(role, (), sizes) == PartitionSpec()
-    assert partition(role, (12, 5), sizes) == PartitionSpec(None, None)
-    assert partition(role, (12, 16), sizes) == PartitionSpec(None, "fsdp")
+    assert partition_spec(role, (), sizes) == PartitionSpec()
+    assert partition_spec(role, (12, 5), sizes) == PartitionSpec(None, None)
+    assert partition_spec(role, (12, 16), sizes) == PartitionSpec(None, "fsdp")
     # what is no parameter's
-    assert partition(None, (16, 16), sizes) == PartitionSpec(None, None)
+    assert partition_spec(None, (16, 16), sizes) == PartitionSpec(None, None)
     assert fsdp_axis(PartitionSpec(None, None)) is None
 
 
@@ -71,7 +78,7 @@ def test_what_cannot_be_split_stays_whole():
     ],
 )
 def test_sizes_are_filled_from_the_devices(sizes, filled):
-    assert Sizes(*sizes).filled(8) == filled
+    assert MeshSizes(*sizes).filled(8) == filled
 
 
 @pytest.mark.parametrize("sizes", [(9, 1, 1), (3, 3, 1), (-1, 3, 1), (-1, 16, 1)])

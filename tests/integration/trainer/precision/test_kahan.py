@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.models.roles import select_roles
 from trainer.run.converting import convert_state, exact_weights
 from trainer.run.phases import enter_phase
-from trainer.step.state import from_stored, to_stored
+from trainer.step.state import from_checkpoint_form, to_checkpoint_form
 from trainer.workload import abstract_state, compile_step, first_state
 
 
@@ -37,7 +37,11 @@ def compiled(w, state):
 
 
 def take(w, steps, start=0, state=None, lr=1e-2):
-    state = from_stored(to_stored(first_state(w, seed=0))) if state is None else state
+    state = (
+        from_checkpoint_form(to_checkpoint_form(first_state(w, seed=0)))
+        if state is None
+        else state
+    )
     step, metrics = compiled(w, state), []
     for n in range(start, start + steps):
         state, row = step(copied(state), batch(w, n % 2), hyper(n, lr))
@@ -88,9 +92,9 @@ def test_a_step_that_is_not_finite_changes_nothing():
 @pytest.mark.parametrize("target", ["fp32", "bf16_pure"])
 def test_what_was_kept_is_part_of_the_weights_in_another_precision(target):
     w = kahan("bf16_pure")
-    state = to_stored(take(w, 3)[0])
+    state = to_checkpoint_form(take(w, 3)[0])
     converted = convert_state(workload(target), state, w.model.policy, seed=0)
-    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(
+    assert jax.tree.structure(to_checkpoint_form(converted)) == jax.tree.structure(
         abstract_state(workload(target))
     )
     assert converted.kahan_compensation == ()
@@ -104,13 +108,15 @@ def test_what_was_kept_is_part_of_the_weights_in_another_precision(target):
 
 def test_a_run_goes_on_with_it_from_a_precision_without():
     target = kahan("bf16_pure")
-    state = to_stored(take(workload("fp32"), 3)[0])
+    state = to_checkpoint_form(take(workload("fp32"), 3)[0])
     converted = convert_state(target, state, workload("fp32").model.policy, seed=0)
-    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(
+    assert jax.tree.structure(to_checkpoint_form(converted)) == jax.tree.structure(
         abstract_state(target)
     )
     assert gap(exact_weights(converted), state.params) < 2.0**-16
-    assert np.isfinite(take(target, 1, start=3, state=from_stored(converted))[1]).all()
+    assert np.isfinite(
+        take(target, 1, start=3, state=from_checkpoint_form(converted))[1]
+    ).all()
 
 
 def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_another():
@@ -120,7 +126,7 @@ def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_anothe
     assert jax.tree.structure(state.kahan_compensation) == jax.tree.structure(
         select_roles(w.model.roles, ["embeddings"])
     )
-    state = to_stored(take(part, 2, state=state)[0])
+    state = to_checkpoint_form(take(part, 2, state=state)[0])
     exact = exact_weights(state)
     entered = enter_phase(w, state, part, seed=0)
     assert jax.tree.structure(entered.kahan_compensation) == jax.tree.structure(

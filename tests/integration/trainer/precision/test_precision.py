@@ -32,7 +32,7 @@ from trainer.precision.arrays import dot_general_for
 from trainer.run.builtin_callbacks import make_rescale
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.converting import convert_state
-from trainer.step.state import from_stored, to_stored
+from trainer.step.state import from_checkpoint_form, to_checkpoint_form
 from trainer.workload import (
     Model,
     abstract_state,
@@ -53,7 +53,9 @@ every_preset = pytest.mark.parametrize(
 @functools.cache
 def lowered(preset, devices=1, accum=1):
     w = workload(preset, devices)
-    state = from_stored(to_stored(first_state(w, seed=0)))  # as a run has it
+    state = from_checkpoint_form(
+        to_checkpoint_form(first_state(w, seed=0))
+    )  # as a run has it
     return w, state, lower_step(w, abstract(w, accum), state)
 
 
@@ -113,7 +115,10 @@ def gradient(preset):
     state, metrics = take(preset, 1)
     assert metrics["grad_norm"] < ADAMW["clip_norm"]
     exact = convert_state(
-        workload("fp32"), to_stored(state), workload(preset).model.policy, seed=0
+        workload("fp32"),
+        to_checkpoint_form(state),
+        workload(preset).model.policy,
+        seed=0,
     )
     return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), moments(exact, "mu"))
 
@@ -208,9 +213,9 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     whole, _ = take(preset, 4)
     half, _ = take(preset, 2)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(2, to_stored(half), {})
+        checkpointer.save(2, to_checkpoint_form(half), {})
         checkpointer.wait()
-        restored = from_stored(checkpointer.restore(abstract_state(w)).state)
+        restored = from_checkpoint_form(checkpointer.restore(abstract_state(w)).state)
     assert jax.tree.structure(restored) == jax.tree.structure(half)
     resumed, _ = take(preset, 2, start=2, state=restored)
     assert bits(resumed) == bits(whole)

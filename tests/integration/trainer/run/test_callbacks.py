@@ -75,8 +75,8 @@ class Recording:
         return self.signal > 0
 
     def settle(self, monkeypatch):
-        monkeypatch.setattr(loop, "to_stored", lambda state: state)
-        monkeypatch.setattr(loop, "first_nonfinite", lambda state: None)
+        monkeypatch.setattr(loop, "to_checkpoint_form", lambda state: state)
+        monkeypatch.setattr(loop, "first_nonfinite_array", lambda state: None)
         loop.run_callbacks(self, dict(ROW), "tokens", self)
         return self.record
 

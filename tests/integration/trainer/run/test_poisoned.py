@@ -19,7 +19,7 @@ from trainer.cli import export
 from trainer.report.history import History
 from trainer.report.page import ending
 from trainer.run.checkpoint import Checkpointer
-from trainer.step.state import first_nonfinite
+from trainer.step.state import first_nonfinite_array
 
 SMALL = [
     *TINY,
@@ -104,8 +104,10 @@ def test_a_run_goes_back_from_weights_that_are_not_finite(alter, folder):
     with Checkpointer.reading(folder / "A" / "checkpoints") as checkpointer:
         assert checkpointer.steps() == [2, 4, 6]
         for step in checkpointer.steps():
-            state = checkpointer.restore(assembly.to_stored(run.state), step).state
-            assert first_nonfinite(state) is None
+            state = checkpointer.restore(
+                assembly.to_checkpoint_form(run.state), step
+            ).state
+            assert first_nonfinite_array(state) is None
 
 
 def test_poison_that_no_loss_shows_never_reaches_a_checkpoint_and_is_exit_code_3(alter):
@@ -181,7 +183,7 @@ def test_a_checkpoint_of_an_older_version_with_a_nan_is_refused(folder):
     with Checkpointer(folder / "A" / "checkpoints") as checkpointer:
         meta = checkpointer.meta()
         broken, _ = poison(1)(1, None, run.state, {})
-        checkpointer.save(2, assembly.to_stored(broken), meta)
+        checkpointer.save(2, assembly.to_checkpoint_form(broken), meta)
     with pytest.raises(
         UserError,
         match=r"checkpoint 2 in .*: params/.* is not finite; choose another run",

@@ -10,7 +10,7 @@ from trainer.assembly.build import build_watchdog
 from trainer.config.composition import compose_config
 from trainer.precision.gradients import first_loss_scale, next_loss_scale
 from trainer.run.watchdog import Bounds, Watchdog
-from trainer.step.nonfinite import first_nonfinite
+from trainer.step.nonfinite import first_nonfinite_operation
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import first_true
 
@@ -196,7 +196,7 @@ def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():
 
 
 def found(fn, *args):
-    finding = first_nonfinite(fn, *args)
+    finding = first_nonfinite_operation(fn, *args)
     assert finding is not None
     return finding
 
@@ -302,7 +302,7 @@ def test_a_mask_of_minus_infinity_is_no_finding():
             jnp.where(jnp.tril(jnp.ones((3, 3), bool)), scores, -jnp.inf)
         ).sum()
 
-    assert first_nonfinite(attention, jnp.ones((3, 3))) is None
+    assert first_nonfinite_operation(attention, jnp.ones((3, 3))) is None
 
 
 def test_a_nan_from_a_mask_is_found_when_nothing_else_is():

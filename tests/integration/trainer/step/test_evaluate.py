@@ -38,7 +38,7 @@ def test_a_validation_is_broken_off_between_two_batches():
             step,
             None,
             batches([1, 2, 3]),
-            first=1,
+            common_batches=1,
             bytes_per_token=1.0,
             should_stop=lambda: len(seen) == 2,
         )
@@ -53,7 +53,7 @@ def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
         step,
         jnp.float32(1),
         batches([1, 2, 6]),
-        first=3,
+        common_batches=3,
         bytes_per_token=2.0,
         should_stop=never,
     )
@@ -73,13 +73,13 @@ def test_a_longer_validation_stays_comparable_with_the_others():
             step,
             jnp.float32(1),
             batches(losses),
-            first=2,
+            common_batches=2,
             bytes_per_token=1.0,
             should_stop=never,
         )
         for losses in ([1, 2], [1, 2, 30, 40])
     )
-    assert short.comparable == long.comparable == short.row["val/loss"]
+    assert short.common_loss == long.common_loss == short.row["val/loss"]
     assert long.row["val/loss"] > short.row["val/loss"]
 
 

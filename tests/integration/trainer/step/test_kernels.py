@@ -32,7 +32,7 @@ from trainer.plan.aot import (
 )
 from trainer.plan.targets import get_target
 from trainer.step.kernels import Kernels, gpu_options, promise
-from trainer.step.nonfinite import first_nonfinite
+from trainer.step.nonfinite import first_nonfinite_operation
 from trainer.workload import (
     Model,
     TrainTask,
@@ -161,7 +161,7 @@ def test_a_diagnosis_compiles_its_operations_with_them(told, monkeypatch):
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tokens)
     monkeypatch.setattr(
         nan_diagnosis,
-        "first_nonfinite",
+        "first_nonfinite_operation",
         lambda *args, compiler_options: compiler_options,
     )
     state = SimpleNamespace(key=jax.random.key(0), params={}, scaling=())
@@ -173,10 +173,13 @@ def test_operations_with_options_find_the_same_and_are_compiled_once(told):
         return sum(jnp.log(jnp.sin(x) * k) for k in (1.0, 2.0, 3.0))
 
     x = jnp.linspace(-1, 1, 8)
-    actual = first_nonfinite(fn, x, compiler_options=HARMLESS)
-    assert str(actual) == str(first_nonfinite(fn, x))
+    actual = first_nonfinite_operation(fn, x, compiler_options=HARMLESS)
+    assert str(actual) == str(first_nonfinite_operation(fn, x))
     told.clear()
-    assert first_nonfinite(fn, jnp.abs(x) + 0.1, compiler_options=HARMLESS) is None
+    assert (
+        first_nonfinite_operation(fn, jnp.abs(x) + 0.1, compiler_options=HARMLESS)
+        is None
+    )
     assert len(told["bind"]) <= 4  # sin, mul, log, add: thrice each
 
 

@@ -13,7 +13,7 @@ from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.roles import Role
 from trainer.step.clip_and_decay import make_optimizer
-from trainer.step.moments import store_moments, stored_fields
+from trainer.step.moments import storage_by_field, store_moments
 from trainer.step.optimizers import OPTIMIZERS, AdamW, Lion, Moment, Optimizer
 
 KERNEL = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
@@ -98,7 +98,7 @@ def test_muon_may_train_only_one_of_its_two_parts(part, found):
 
 def test_roots_and_quotients_are_stored_of_those_moments_that_say_so():
     def storage(name, **changes):
-        return stored_fields(name, policy(**changes), stored(name))
+        return storage_by_field(name, policy(**changes), stored(name))
 
     how = storage("adamw", mu="e4m3", nu="e5m2")
     assert (how["mu"].sqrt, how["mu"].relative_to, how["nu"].sqrt) == (
@@ -127,7 +127,7 @@ def test_what_an_entry_forgets_is_an_error_when_the_state_is_made(monkeypatch):
 
 def test_a_moment_that_the_state_does_not_have_is_an_error_when_it_is_made(monkeypatch):
     class Hopeful(Lion):
-        moments = (*Lion.moments, Moment("nu", "nu", root=True))
+        moments = (*Lion.moments, Moment("nu", "nu", sqrt=True))
 
     monkeypatch.setitem(OPTIMIZERS, "lion", Hopeful)
     with pytest.raises(
@@ -144,7 +144,7 @@ def test_an_entry_without_moments_is_no_entry():
 
 
 def test_an_entry_that_does_not_make_a_transformation_is_no_entry():
-    with pytest.raises(TypeError, match="Idle has no method `descent`"):
+    with pytest.raises(TypeError, match="Idle has no method `scale_by`"):
 
         class Idle(Optimizer):
             moments = ()
@@ -154,7 +154,7 @@ def test_a_cousin_of_adam_is_one_entry(monkeypatch):
     class NAdam(AdamW):
         moments = AdamW.moments
 
-        def descent(self, roles):
+        def scale_by(self, roles):
             return optax.scale_by_adam(self.b1, self.b2, self.eps, nesterov=True)
 
     monkeypatch.setitem(OPTIMIZERS, "nadam", NAdam)

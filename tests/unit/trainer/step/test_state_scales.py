@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray
-from trainer.step.state import from_stored, init_state, to_stored
+from trainer.step.state import from_checkpoint_form, init_state, to_checkpoint_form
 
 
 def test_scales_of_a_state_on_several_devices_come_back():
@@ -27,6 +27,6 @@ def test_scales_of_a_state_on_several_devices_come_back():
     )
     state = init_state(placed, optax.sgd(1.0, momentum=0.9), jax.random.key(0))
 
-    stored = to_stored(from_stored(state))
+    stored = to_checkpoint_form(from_checkpoint_form(state))
     for i in range(6):
         assert float(jax.tree.leaves(stored.params[f"w{i}"])[-1]) == 2.0**-i
