@@ -138,8 +138,9 @@ def test_json_in_the_forms_that_people_have(tmp_path, monkeypatch, form, suffix)
 
 
 def test_a_first_row_without_the_column_is_an_empty_text(tmp_path):
-    write(tmp_path, {"a.json": '{"other": 1}\n' + rows(TEXTS)})
-    assert read(tmp_path, tmp_path / "a.json") == ["", *TEXTS]
+    for first in ('{"other": 1}\n', '{"spans": [{"a": 1}]}\n'):
+        write(tmp_path, {"a.json": first + rows(TEXTS)})
+        assert read(tmp_path, tmp_path / "a.json") == ["", *TEXTS]
 
 
 def test_json_lines_with_another_name_are_read_as_what_is_said(tmp_path):
