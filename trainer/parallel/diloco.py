@@ -2,19 +2,20 @@
 gradient.
 
 For every tensor a replica sends `outer weights - its weights + its earlier rounding
-error`. It is divided by a power of two that all replicas share, and rounded
-stochastically to a narrow format: one byte for a tensor's largest exponent, and in FP8
-one byte an element. An all-to-all brings each owner its piece of every replica's
-tensor. The owner adds the pieces in FP32 in the order of the replicas, and hands on the
-mean, narrow again. Rounding errors are fed back: each replica adds those of its first
-rounding to its next outer gradient, and each owner those of the mean. So nothing is
-lost in the end.
+error`. The tensor is divided by a power of two that all replicas share, and rounded
+stochastically to a narrow format. FP8 sends one byte an element, and one byte a tensor
+for the exponent of the scale.
 
-The bits do not depend on which device has which replica: random bits count replicas and
-pieces.
+Each replica owns one piece of every tensor. By an all-to-all the owner receives its
+piece from all replicas, adds the pieces in FP32 in the order of the replicas, and
+all-gathers the mean, rounded again. Error feedback: a replica adds the error of its own
+rounding to its next outer gradient, and an owner also that of the mean. So rounding
+errors do not accumulate.
 
-Legend: K replicas, R of them on a device, N elements of all tensors, m of a piece of
-them.
+Random bits depend on the numbers of replicas and pieces, so results do not depend on
+which device has which replica.
+
+Legend: K replicas, R of them on a device, N elements of all tensors, m of a piece.
 
 References: "DiLoCo", https://arxiv.org/abs/2311.08105; "Streaming DiLoCo",
 https://arxiv.org/abs/2501.18512; "Towards federated learning with FP8 communication",
@@ -44,8 +45,8 @@ from scalify_core.numerics.formats import (
 from trainer.parallel.mesh import REPLICA, STEP_AXES
 from trainer.parallel.reduction import as_bits, from_bits
 
-# Not OCP's E2M1: its code 7 is 6. Here it is NaN, so that an outer gradient that is
-# not finite arrives as such.
+# Not OCP's E2M1, where code 7 stands for 6.0. Here code 7 is NaN, so that a nonfinite
+# outer gradient arrives as NaN.
 FP4_WITH_NAN = FloatFormat(2, 1, infinities=False)
 FORMATS = {
     "fp32": FP32,
@@ -55,14 +56,15 @@ FORMATS = {
     "fp8_e5m2": E5M2,
     "fp4": FP4_WITH_NAN,
 }
-# Formats of the mean. In four bits its rounding error would exceed a replica's part.
+# Formats of the mean. In FP4 its rounding error would exceed the contribution of one
+# replica.
 MEAN_FORMATS = FORMATS | {"fp4": E4M3}
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
-# Constants that keep streams of random bits apart. Replica k trains with the seed ^ k *
-# REPLICA_STREAM (mod 2^32): no other may be that of a number of a replica.
+# Constants that keep streams of random bits apart. Replica k trains with the seed
+# `seed ^ (k * REPLICA_STREAM mod 2^32)`: no other constant may equal such a product.
 REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
 PIECE_STREAM, DRAW_STREAM = 0x85EBCA77, 0x27D4EB2F
-# Replica number * MAX_ARRAYS + array number is one counter for both.
+# Random bits have the counter `replica number * MAX_ARRAYS + array number`.
 MAX_ARRAYS = 2**16
 
 
@@ -71,14 +73,14 @@ class DiLoCoSettings(NamedTuple):
 
     Attributes:
       replicas: K.
-      steps: between two exchanges of a fragment.
-      format: of what is sent, a key of FORMATS.
-      lr, momentum: of the outer optimizer, SGD with Nesterov momentum; 1 and 0 average
-        the weights.
+      steps: number of steps between two exchanges of a fragment.
+      format: format of sent data, a key of FORMATS.
+      lr, momentum: settings of the outer optimizer, SGD with Nesterov momentum; 1 and 0
+        average the weights.
       feedback: whether rounding errors are sent later.
-      fragments: parts of the parameters that are exchanged one after another in a
+      fragments: number of parts of the parameters, exchanged one after another in a
         round.
-      participants: replicas that train in a round, drawn for each round.
+      participants: number of replicas that train in a round, drawn for each round.
       last: the step after which all fragments are exchanged.
     """
 
@@ -98,14 +100,10 @@ class DiLoCoSettings(NamedTuple):
         """
         if step == self.last:
             return list(range(self.fragments))
-        places = [
-            fragment * self.steps // self.fragments
-            for fragment in range(self.fragments)
-        ]
         return [
             fragment
-            for fragment, place in enumerate(places)
-            if step % self.steps == place
+            for fragment in range(self.fragments)
+            if step % self.steps == fragment * self.steps // self.fragments
         ]
 
     def participating(self, seed: Any, step: Any) -> jax.Array:
@@ -122,26 +120,33 @@ class DiLoCoSettings(NamedTuple):
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Partition arrays of these sizes into `count` groups of about equal sums, the
-    largest first.
+    """Partition arrays of these sizes into `count` groups of about equal sums.
+
+    Each array, the largest first, goes to the group with the smallest sum.
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        least = sums.index(min(sums))
-        groups[least].append(i)
-        sums[least] += sizes[i]
+        smallest = sums.index(min(sums))
+        groups[smallest].append(i)
+        sums[smallest] += sizes[i]
     return [sorted(group) for group in groups]
 
 
-def shared_scales(amax: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax.Array:
-    """Return the power of two that puts each tensor's amax into the upper octave of a
-    format, FP32 [tensors].
+def shared_scales(
+    tensors: Sequence[jax.Array], fmt: FloatFormat, axes: Sequence[str]
+) -> jax.Array:
+    """Return the power of two that puts each tensor's amax over the mesh axes into the
+    upper octave of a format, FP32 [tensors].
 
-    A byte each is sent: the exponent. The scale is 2^-126 for zeros, and 1 for values
-    that are not finite, which stay so.
+    Devices send one byte a tensor, the exponent. The scale is 2^-126 for zeros, and 1
+    for nonfinite values, which are kept. It is 1 for FP32 data.
     """
-    top = min(fmt.max, FP16.max)  # BF16 data gets the place of FP16 data, not 2^127
+    if fmt is FP32:
+        return jnp.ones(len(tensors), jnp.float32)
+    amax = jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tensors])
+    # At BF16's own maximum an FP32 sum would overflow, and the scale be subnormal.
+    top = min(fmt.max, FP16.max)
     power = jnp.where(jnp.isfinite(amax), pow2_floor(amax * (2 / top)), jnp.inf)
     exponents = lax.pmax(
         (lax.bitcast_convert_type(power, jnp.uint32) >> 23).astype(jnp.uint8),
@@ -154,10 +159,10 @@ def shared_scales(amax: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax
 
 
 def encode(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
-    """Round FP32 [..., m] stochastically and return it as it is sent; m is even.
+    """Round FP32 [..., m] stochastically, and return the data to send; m is even.
 
-    Bytes, words, or two numbers of four bits a byte. `bits`: random bits; None: FP32 is
-    sent.
+    These are integers of the format's width, or bytes of two FP4 numbers each. `bits`
+    are random bits; None: FP32 data is sent.
     """
     if bits is None:
         return x
@@ -173,7 +178,7 @@ def encode(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
 
 
 def decode(sent: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return the numbers that were sent, FP32 [..., m]."""
+    """Return the numbers of encoded data, FP32 [..., m]."""
     if fmt is FP32:
         return sent
     if fmt.dtype is not None:
@@ -188,8 +193,9 @@ class ExchangeResult(NamedTuple):
 
     Attributes:
       means: FP32, the same on every device.
-      residuals: FP32 [R, ...]: the rounding error, or all of what was not sent.
-      scales: FP32 [tensors], what the tensors were divided by.
+      residuals: FP32 [R, ...]: the rounding error of a participating replica; the whole
+        outer gradient of another.
+      scales: FP32 [tensors], the divisors of the tensors.
     """
 
     means: list[jax.Array]
@@ -209,49 +215,44 @@ def exchange(
 
     Args:
       tensors: FP32 [R, ...] of this device's replicas.
-      diloco: who takes part, and the format.
-      seed: of the random bits.
-      step: steps taken. The round that ends here is that of `step - 1`. Random bits
-        differ by step, replica, piece and tensor.
-      numbers_in_model: the number of each tensor among all trained ones, so that
-        fragments have different bits.
-      axes: of the mesh: all that hold parts of a tensor, REPLICA among them.
+      diloco: the participants and the format.
+      seed: seed of the random bits.
+      step: number of steps taken. Participants are those of the last step, `step - 1`.
+        Random bits differ by step, replica, piece and tensor.
+      numbers_in_model: the number of each tensor among all trained tensors, so that
+        fragments have different random bits.
+      axes: all mesh axes that hold parts of a tensor, REPLICA among them.
     """
-    fmt, replicas = FORMATS[diloco.format], diloco.replicas
-    here = replicas // lax.axis_size(REPLICA)
-    numbers = lax.axis_index(REPLICA) * here + jnp.arange(here, dtype=jnp.uint32)
+    fmt = FORMATS[diloco.format]
+    local_replicas = diloco.replicas // lax.axis_size(REPLICA)
+    first_replica = lax.axis_index(REPLICA) * local_replicas
+    replica_numbers = first_replica + jnp.arange(local_replicas, dtype=jnp.uint32)
     all_participating = diloco.participating(seed, step - 1)
     participating = lax.dynamic_slice_in_dim(
-        all_participating, lax.axis_index(REPLICA) * here, here
+        all_participating, first_replica, local_replicas
     )
 
     def only_participating(x: jax.Array) -> jax.Array:
         return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
-    if fmt is FP32:
-        scales = jnp.ones(len(tensors), jnp.float32)
-    else:
-        amax = jnp.stack(
-            [jnp.max(jnp.abs(only_participating(x)), initial=0.0) for x in tensors]
-        )
-        scales = shared_scales(amax, fmt, axes)
+    contributions = [only_participating(x) for x in tensors]
+    scales = shared_scales(contributions, fmt, axes)
 
-    def narrow(tensor: int, x: jax.Array) -> jax.Array:
-        flat = only_participating(x).reshape(here, -1) * (1 / scales[tensor])
-        flat = jnp.pad(
-            flat, ((0, 0), (0, flat.shape[1] % 2 if fmt is FP4_WITH_NAN else 0))
-        )
+    def encode_tensor(tensor: int, x: jax.Array) -> jax.Array:
+        flat = x.reshape(local_replicas, -1) * (1 / scales[tensor])
+        if fmt is FP4_WITH_NAN:  # two numbers share a byte
+            flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2)))
         if fmt is FP32:
             return flat
         words = counter_words(
             seed ^ jnp.uint32(SENT_STREAM),
             step,
-            numbers * MAX_ARRAYS + numbers_in_model[tensor],
+            replica_numbers * MAX_ARRAYS + numbers_in_model[tensor],
         )
         return encode(flat, fmt, bits_of_words(flat.shape, words))
 
-    sent = [narrow(i, x) for i, x in enumerate(tensors)]
-    mean_flat, lost = mean_of_pieces(
+    sent = [encode_tensor(i, x) for i, x in enumerate(contributions)]
+    mean_flat, mean_error = mean_of_pieces(
         jnp.concatenate(sent, axis=1),
         diloco,
         all_participating,
@@ -260,16 +261,16 @@ def exchange(
         numbers_in_model[0],
     )
     means, residuals, start = list[jax.Array](), list[jax.Array](), 0
-    for i, (x, codes) in enumerate(zip(tensors, sent, strict=True)):
+    for x, codes, scale in zip(tensors, sent, scales, strict=True):
         sent_values = decode(codes, fmt)
-        part = slice(start, start + math.prod(x.shape[1:]))
+        size = math.prod(x.shape[1:])
+        part = slice(start, start + size)
         start += sent_values.shape[1]
-        means.append(mean_flat[part].reshape(x.shape[1:]) * scales[i])
+        means.append(mean_flat[part].reshape(x.shape[1:]) * scale)
         if diloco.feedback:
-            error = (lost[:, part] - sent_values[:, : part.stop - part.start]).reshape(
-                x.shape
-            )
-            residuals.append(x + error * scales[i])
+            # What this replica did not send, and the error of the mean in its piece.
+            error = mean_error[:, part] - sent_values[:, :size]
+            residuals.append(x + error.reshape(x.shape) * scale)
     return ExchangeResult(means, residuals, scales)
 
 
@@ -279,26 +280,27 @@ def mean_of_pieces(
     participating: jax.Array,
     seed: jax.Array,
     step: jax.Array,
-    first: int,
+    first_tensor: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the mean of what was sent, FP32 [N], and its rounding error, FP32 [R, N].
+    """Return the mean of the sent data, FP32 [N], and its rounding error, FP32 [R, N].
 
-    The owner of replica j adds up piece j of K, and hands it on. The rounding error of
-    the piece is given to that replica, times the number of participants: so the next
-    mean contains it once. All is in the units of the sent data, [R, N].
+    The device of replica j adds up piece j of K and all-gathers its mean. The rounding
+    error of that piece, times the number of participants, goes to the residual of
+    replica j, so that the next mean contains it once. All values are in units of the
+    scaled data.
 
     Args:
-      sent: data of this device's replicas [R, N].
-      diloco: who takes part, and the format.
-      participating: which replicas take part [K].
-      seed: of the random bits.
-      step: of the random bits.
-      first: number of the fragment's first tensor, for the random bits.
+      sent: encoded data of this device's replicas [R, N].
+      diloco: the participants and the format.
+      participating: which replicas participate, booleans [K].
+      seed: seed of the random bits.
+      step: number of steps taken, for the random bits.
+      first_tensor: number of the fragment's first tensor, for the random bits.
     """
     fmt, mean_fmt = FORMATS[diloco.format], MEAN_FORMATS[diloco.format]
-    here = sent.shape[0]
+    local_replicas = sent.shape[0]
     sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % diloco.replicas))).reshape(
-        here, diloco.replicas, -1
+        local_replicas, diloco.replicas, -1
     )
     # [K, R, m]
     received = lax.all_to_all(sent, REPLICA, split_axis=1, concat_axis=0, tiled=True)
@@ -307,26 +309,30 @@ def mean_of_pieces(
         for k in range(diloco.replicas)
     ]
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / diloco.participants)
-    numbers = lax.axis_index(REPLICA) * here + jnp.arange(here)
-    words = counter_words(
-        seed ^ jnp.uint32(PIECE_STREAM),
-        step,
-        numbers.astype(jnp.uint32) * MAX_ARRAYS + first,
-    )
-    factor = pow2_floor(mean_fmt.max / fmt.max)
-    piece = encode(
-        mean * factor,
-        mean_fmt,
-        None if mean_fmt is FP32 else bits_of_words(mean.shape, words),
-    )
+    local_numbers = jnp.arange(local_replicas)
+    numbers = lax.axis_index(REPLICA) * local_replicas + local_numbers
+    random_bits = None
+    if mean_fmt is not FP32:
+        words = counter_words(
+            seed ^ jnp.uint32(PIECE_STREAM),
+            step,
+            numbers.astype(jnp.uint32) * MAX_ARRAYS + first_tensor,
+        )
+        random_bits = bits_of_words(mean.shape, words)
+    # The mean of FP4 data is rounded to E4M3: move it to the top of that range.
+    mean_scale = pow2_floor(mean_fmt.max / fmt.max)
+    piece = encode(mean * mean_scale, mean_fmt, random_bits)
     pieces = lax.all_gather(piece, REPLICA, axis=0, tiled=True)
-    lost = (mean - decode(piece, mean_fmt) * (1 / factor)) * diloco.participants
-    width = lost.shape[1]
-    lost_by_replica = jnp.zeros((here, diloco.replicas, width), jnp.float32)
-    lost_by_replica = (
-        lost_by_replica.at[jnp.arange(here), numbers].set(lost).reshape(here, -1)
+    piece_error = mean - decode(piece, mean_fmt) * (1 / mean_scale)
+    # Replica k gets the error of piece k, and zeros for the other pieces.
+    mean_error = jnp.zeros(
+        (local_replicas, diloco.replicas, mean.shape[1]), jnp.float32
     )
-    return (decode(pieces, mean_fmt) * (1 / factor)).reshape(-1), lost_by_replica
+    mean_error = mean_error.at[local_numbers, numbers].set(
+        piece_error * diloco.participants
+    )
+    all_means = decode(pieces, mean_fmt) * (1 / mean_scale)
+    return all_means.reshape(-1), mean_error.reshape(local_replicas, -1)
 
 
 def bits_per_number(fmt: FloatFormat) -> int:
@@ -338,12 +344,12 @@ def bytes_of_exchange(elements: int, tensors: int, diloco: DiLoCoSettings) -> fl
     """Return the bytes that each of K replicas sends in an exchange.
 
     Args:
-      elements: of all tensors.
+      elements: number of elements of all tensors.
       tensors: number of tensors.
-      diloco: the format.
+      diloco: the replicas and the format.
     """
-    bits = bits_per_number(FORMATS[diloco.format]) + bits_per_number(
-        MEAN_FORMATS[diloco.format]
-    )
-    scales = 0 if FORMATS[diloco.format] is FP32 else 2 * tensors
+    fmt, mean_fmt = FORMATS[diloco.format], MEAN_FORMATS[diloco.format]
+    bits = bits_per_number(fmt) + bits_per_number(mean_fmt)
+    # An all-reduce of one byte a tensor is a reduce-scatter and an all-gather.
+    scales = 0 if fmt is FP32 else 2 * tensors
     return (diloco.replicas - 1) / diloco.replicas * (elements * bits / 8 + scales)
