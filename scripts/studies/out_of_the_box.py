@@ -283,6 +283,7 @@ TASKS: dict[str, Callable[[int, int], Iterator[Batch]]] = {
     "llama": next_letters,
     "llama_fan_in": next_letters,
     "encoder_pre_ln": hidden_letters,
+    "encoder_post_ln": hidden_letters,
     "vit": gratings,
 }
 

@@ -18,8 +18,10 @@ VOCAB, TIME = 64, 16
 
 
 class EncoderBlock(nn.Module):
-    """Self-attention and an MLP, the norm before each."""
+    """Self-attention and an MLP; the norm before each (`pre`) or after each residual
+    sum."""
 
+    pre: bool
     dot_general: DotGeneral
     heads: int = 4
 
@@ -37,8 +39,11 @@ class EncoderBlock(nn.Module):
                 nn.gelu(nn.Dense(4 * d, dot_general=dot)(y))
             )
 
-        x = x + attend(nn.LayerNorm()(x))
-        return x + mlp(nn.LayerNorm()(x))
+        if self.pre:
+            x = x + attend(nn.LayerNorm()(x))
+            return x + mlp(nn.LayerNorm()(x))
+        x = nn.LayerNorm()(x + attend(x))
+        return nn.LayerNorm()(x + mlp(x))
 
 
 class Encoder(nn.Module):
@@ -46,6 +51,7 @@ class Encoder(nn.Module):
 
     depth: int
     width: int
+    pre: bool
     dot_general: DotGeneral
 
     @nn.compact
@@ -54,21 +60,19 @@ class Encoder(nn.Module):
             "positions", nn.initializers.normal(0.02), (TIME, self.width)
         )
         x = nn.Embed(VOCAB, self.width)(ids) + positions[None]
+        x = x if self.pre else nn.LayerNorm()(x)
         for _ in range(self.depth):
-            x = EncoderBlock(self.dot_general)(x)
-        return nn.Dense(VOCAB)(nn.LayerNorm()(x))
+            x = EncoderBlock(self.pre, self.dot_general)(x)
+        return nn.Dense(VOCAB)(nn.LayerNorm()(x) if self.pre else x)
 
 
-def encoder_pre_ln(
-    depth: int = 8,
-    width: int = 32,
-    dot_general: DotGeneral = lax.dot_general,
-    seed: int = 0,
+def encoder(
+    name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral, seed: int
 ) -> Case:
     """Masked tokens are to be found: the sum over them divided by their number."""
     ids = tokens(4, TIME, VOCAB)
     mask = (jax.random.uniform(jax.random.key(7), ids.shape) < 0.25).astype(jnp.float32)
-    model = Encoder(depth, width, dot_general)
+    model = Encoder(depth, width, pre, dot_general)
     params = model.init(jax.random.key(seed), ids)["params"]
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -77,7 +81,27 @@ def encoder_pre_ln(
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"])
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
-    return Case("encoder_pre_ln", loss, params, {"ids": ids, "mask": mask})
+    return Case(name, loss, params, {"ids": ids, "mask": mask})
+
+
+def encoder_pre_ln(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Norms before the branches."""
+    return encoder("encoder_pre_ln", depth, width, True, dot_general, seed)
+
+
+def encoder_post_ln(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Norms after the sums, as in the first Transformer."""
+    return encoder("encoder_post_ln", depth, width, False, dot_general, seed)
 
 
 class DecoderBlock(nnx.Module):
@@ -158,7 +182,7 @@ class ViT(nn.Module):
         x = x.reshape(x.shape[0], -1, self.width)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         for _ in range(self.depth):
-            x = EncoderBlock(self.dot_general)(x)
+            x = EncoderBlock(True, self.dot_general)(x)
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 

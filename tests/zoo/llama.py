@@ -162,6 +162,21 @@ def llama_scan(
     )
 
 
+def llama_remat(
+    depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
+    """Unrolled, each block recomputed in the backward pass."""
+    return case(
+        "llama_remat",
+        depth,
+        width,
+        dot_general,
+        std=None,
+        residual=1 / math.sqrt(2 * depth),
+        remat=True,
+    )
+
+
 def llama_scan_remat(
     depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general
 ) -> Case:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.experimental.ode import odeint
 
 from zoo.case import Case, images, keys, layer_norm, normal, tokens, uniform
 from zoo.llama import rms_norm
@@ -34,6 +35,11 @@ def residual(depth: int = 16, width: int = 64) -> Case:
     return Case(f"residual_{depth}", loss, params, normal(key(), 32, width, std=1.0))
 
 
+def residual_24(depth: int = 24, width: int = 64) -> Case:
+    """As `residual`, deeper."""
+    return residual(depth, width)
+
+
 def post_norm(depth: int = 16, width: int = 64) -> Case:
     """`normalised(h + tanh(h @ w))`, again and again, against a target."""
     key = keys(0)
@@ -52,10 +58,10 @@ def post_norm(depth: int = 16, width: int = 64) -> Case:
     return Case("post_norm", loss, params, batch)
 
 
-def cross_entropy_1m(depth: int = 1, width: int = 16) -> Case:
-    """A head of 256 classes upon 2,048 tokens: the sum of those that a mask of booleans
-    leaves over their number, divided so that it is one over a million."""
-    time, vocab = 2048, 256
+def cross_entropy(count: float, name: str, *, masked: bool) -> Case:
+    """A head of 256 classes upon 2,048 tokens, the mean divided so that it is one over
+    `count` tokens."""
+    time, vocab, width = 2048, 256, 16
     key = keys(0)
     params = {"head": normal(key(), width, vocab), "bias": jnp.zeros(vocab)}
     batch = {
@@ -67,14 +73,32 @@ def cross_entropy_1m(depth: int = 1, width: int = 16) -> Case:
     def loss(params: Any, batch: Any) -> jax.Array:
         logits = batch["x"] @ params["head"] + params["bias"]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return (each * batch["mask"]).sum() / (batch["mask"].sum() * 2.0**20 / time)
+        if not masked:
+            return each.mean() / (count / time)
+        return (each * batch["mask"]).sum() / (batch["mask"].sum() * (count / time))
 
     powers = (
         {"head": -1, "bias": 0},
         {"x": 1, "label": 0, "mask": 0},
         {"head": 1, "bias": 0},
     )
-    return Case("cross_entropy_1m", loss, params, batch, powers=powers)
+    return Case(name, loss, params, batch, powers=powers)
+
+
+def cross_entropy_64k(depth: int = 1, width: int = 16) -> Case:
+    """The mean of 65,536 tokens."""
+    return cross_entropy(2.0**16, "cross_entropy_64k", masked=False)
+
+
+def cross_entropy_1m(depth: int = 1, width: int = 16) -> Case:
+    """A million tokens, the sum of those that a mask of booleans leaves over their
+    number."""
+    return cross_entropy(2.0**20, "cross_entropy_1m", masked=True)
+
+
+def cross_entropy_4m(depth: int = 1, width: int = 16) -> Case:
+    """The mean of four million tokens."""
+    return cross_entropy(2.0**22, "cross_entropy_4m", masked=False)
 
 
 def stochastic_chain(depth: int = 16, width: int = 64) -> Case:
@@ -190,10 +214,15 @@ def ctc(depth: int = 8, width: int = 32) -> Case:
     return Case("ctc", loss, params, batch)
 
 
-def ode_rk4(depth: int = 40, width: int = 32) -> Case:
-    """A neural ODE: points on a circle are to flow to others, in `depth` steps of
-    Runge-Kutta by `lax.scan`, differentiated through."""
-    key, dt = keys(0), 1.0 / depth
+def field(params: Any, y: jax.Array) -> jax.Array:
+    """The velocity of a neural ODE."""
+    return jnp.tanh(y @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+
+def field_case(name: str, width: int, solve: Any) -> Case:
+    """Points on a circle are to flow to another one; `solve(params, y0)` gives where
+    they end."""
+    key = keys(0)
     params = {
         "w1": normal(key(), 2, width),
         "b1": jnp.zeros(width),
@@ -206,26 +235,46 @@ def ode_rk4(depth: int = 40, width: int = 32) -> Case:
         "end": jnp.stack([angle, -angle], -1) / 3,
     }
 
-    def field(p: Any, y: jax.Array) -> jax.Array:
-        return jnp.tanh(y @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((solve(params, batch["start"]) - batch["end"]) ** 2)
 
-    def step(p: Any, y: jax.Array) -> jax.Array:
-        k1 = field(p, y)
-        k2 = field(p, y + dt / 2 * k1)
-        k3 = field(p, y + dt / 2 * k2)
-        k4 = field(p, y + dt * k3)
+    return Case(name, loss, params, batch)
+
+
+def ode_rk4(depth: int = 40, width: int = 32) -> Case:
+    """`depth` steps of Runge-Kutta by `lax.scan`, differentiated through."""
+    dt = 1.0 / depth
+
+    def step(params: Any, y: jax.Array) -> jax.Array:
+        k1 = field(params, y)
+        k2 = field(params, y + dt / 2 * k1)
+        k3 = field(params, y + dt / 2 * k2)
+        k4 = field(params, y + dt * k3)
         return y + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        turn = lambda y, _: (step(params, y), None)
-        y = lax.scan(turn, batch["start"], None, length=depth)[0]
-        return jnp.mean((y - batch["end"]) ** 2)
+    def solve(params: Any, y: jax.Array) -> jax.Array:
+        return lax.scan(lambda y, _: (step(params, y), None), y, None, length=depth)[0]
 
-    return Case("ode_rk4", loss, params, batch)
+    return field_case("ode_rk4", width, solve)
 
 
-def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
-    """Causal attention, `[B, H, T, K]`, over blocks of keys with an online softmax."""
+def ode_adaptive(depth: int = 1, width: int = 32) -> Case:
+    """JAX's adaptive solver, whose gradient is another solve, backward in time."""
+
+    def solve(params: Any, y: jax.Array) -> jax.Array:
+        times = jnp.array([0.0, 1.0], y.dtype)
+        return odeint(
+            lambda y, t, p: field(p, y), y, times, params, rtol=1e-4, atol=1e-5
+        )[-1]
+
+    return field_case("ode_adaptive", width, solve)
+
+
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, block: int, floor: float, *, fori: bool
+) -> jax.Array:
+    """Causal attention, `[B, H, T, K]`, over blocks of keys with an online softmax that
+    starts at `floor`."""
     time, scale = q.shape[-2], 1 / math.sqrt(q.shape[-1])
     rows = jnp.arange(time)[:, None]
 
@@ -236,21 +285,33 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax
         )
         s = jnp.einsum("bhqk,bhsk->bhqs", q, keys_) * scale
         seen = rows >= j * block + jnp.arange(block)[None]
-        s = jnp.where(seen[None, None], s, -math.inf)
+        s = jnp.where(seen[None, None], s, floor)
         most = jnp.maximum(top, s.max(-1, keepdims=True))
         p = jnp.exp(s - most)
         old = jnp.exp(top - most)
-        den = old * den + p.sum(-1, keepdims=True)
-        out = old * out + jnp.einsum("bhqs,bhsk->bhqk", p, values)
-        return (most, den, out), None
+        return (
+            most,
+            old * den + p.sum(-1, keepdims=True),
+            old * out + jnp.einsum("bhqs,bhsk->bhqk", p, values),
+        )
 
-    none = jnp.zeros_like(q[..., :1])
-    start = none - math.inf, none, jnp.zeros_like(q)
-    (_, den, out), _ = lax.scan(step, start, jnp.arange(time // block))
+    start = (
+        jnp.full_like(q[..., :1], floor),
+        jnp.zeros_like(q[..., :1]),
+        jnp.zeros_like(q),
+    )
+    if fori:
+        _, den, out = lax.fori_loop(
+            0, time // block, lambda j, carry: step(carry, j), start
+        )
+    else:
+        (_, den, out), _ = lax.scan(
+            lambda carry, j: (step(carry, j), None), start, jnp.arange(time // block)
+        )
     return out / den
 
 
-def flash_scan(depth: int = 8, width: int = 16) -> Case:
+def flash(name: str, depth: int, width: int, floor: float, *, fori: bool) -> Case:
     """A pre-norm decoder whose attention is written by hand."""
     key, heads = keys(0), 2
     blocks = [
@@ -272,11 +333,25 @@ def flash_scan(depth: int = 8, width: int = 16) -> Case:
         for p in params["blocks"]:
             qkv = jnp.split(rms_norm(x, p["norm"]) @ p["qkv"], 3, axis=-1)
             q, k, v = (y.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2) for y in qkv)
-            mixed = flash_attention(q, k, v, 8).swapaxes(1, 2).reshape(x.shape)
+            mixed = (
+                flash_attention(q, k, v, 8, floor, fori=fori)
+                .swapaxes(1, 2)
+                .reshape(x.shape)
+            )
             x = x + mixed @ p["out"]
         logits = rms_norm(x, jnp.ones_like(x[0, 0])) @ params["head"]
         return optax.softmax_cross_entropy_with_integer_labels(
             logits, batch[:, 1:]
         ).mean()
 
-    return Case("flash_scan", loss, params, tokens(2, 33, VOCAB))
+    return Case(name, loss, params, tokens(2, 33, VOCAB))
+
+
+def flash_scan(depth: int = 8, width: int = 16) -> Case:
+    """Blocks by `lax.scan`, from minus infinity."""
+    return flash("flash_scan", depth, width, -math.inf, fori=False)
+
+
+def flash_fori(depth: int = 8, width: int = 16) -> Case:
+    """Blocks by `lax.fori_loop`, from -1e30."""
+    return flash("flash_fori", depth, width, -1e30, fori=True)
