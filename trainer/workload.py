@@ -83,8 +83,8 @@ class Model(NamedTuple):
       skipped: why the other linear layers have none, by path.
       rows: tokens that a device's linear layers take at once in training; None: some
         multiple of 16.
-      border: the id after which a document begins. A document's first token is then no
-        target. None: every token is one.
+      loss_boundary_id: the end-of-text id: the token after it is no target. None: every
+        token is a target.
     """
 
     spec: Spec
@@ -94,7 +94,7 @@ class Model(NamedTuple):
     narrow: list[str]
     skipped: dict[str, str]
     rows: int | None
-    border: int | None = None
+    loss_boundary_id: int | None = None
 
     @classmethod
     def make(
@@ -105,7 +105,7 @@ class Model(NamedTuple):
         split: str | None = None,
         *,
         store_gradients: bool = False,
-        border: int | None = None,
+        loss_boundary_id: int | None = None,
     ) -> Self:
         """Make the model of a precision.
 
@@ -116,7 +116,7 @@ class Model(NamedTuple):
           split: the mesh axis over which the training model's heads and hidden channels
             are split; see `Family.build`.
           store_gradients: see `dot_general_for`.
-          border: see the class.
+          loss_boundary_id: see the class.
 
         Raises:
           UserError: a pattern of the precision matches no layer.
@@ -139,7 +139,9 @@ class Model(NamedTuple):
             split=split,
         )
         sampling = family.build(spec.for_sampling(), compute_dtype=policy.logical)
-        return cls(spec, policy, training, sampling, narrow, skipped, rows, border)
+        return cls(
+            spec, policy, training, sampling, narrow, skipped, rows, loss_boundary_id
+        )
 
     def loss(
         self,
@@ -159,13 +161,17 @@ class Model(NamedTuple):
         return next_token_loss(
             lambda *batch, **how: model.loss(*batch, segments, **dropout, **how),
             tokens,
-            self.border,
+            self.loss_boundary_id,
         )
 
     def remade(self, **settings: Any) -> "Model":
         """Return the model made with other settings of `make`."""
         return Model.make(
-            self.spec, self.policy, self.rows, border=self.border, **settings
+            self.spec,
+            self.policy,
+            self.rows,
+            loss_boundary_id=self.loss_boundary_id,
+            **settings,
         )
 
     def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
@@ -264,8 +270,8 @@ class TrainTask(NamedTuple):
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
       kernels: how XLA chooses GPU kernels.
-      trainable: names of what is trained, see `roles.chosen`; empty: all. The rest has
-        neither gradient nor moments.
+      trainable: names of what is trained, see `roles.select_roles`; empty: all. The
+        rest has neither gradient nor moments.
       diloco: settings of the replicas; None: there is one, and no exchange.
     """
 
@@ -321,7 +327,9 @@ class TrainTask(NamedTuple):
         """Return the task in another precision."""
         model = self.model
         return self._replace(
-            model=Model.make(model.spec, policy, model.rows, border=model.border)
+            model=Model.make(
+                model.spec, policy, model.rows, loss_boundary_id=model.loss_boundary_id
+            )
         )
 
     @property

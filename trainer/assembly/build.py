@@ -41,12 +41,12 @@ from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
-from trainer.tasks.choose import choose
+from trainer.tasks.choose import choose_tasks
 from trainer.workload import Model, TrainTask, Workload, first_state
 
 
 def build_model(
-    c: schema.Model,
+    config: schema.Model,
     policy: Policy,
     vocab_size: int,
     rows: int | None = None,
@@ -54,33 +54,36 @@ def build_model(
 ) -> Model:
     """Build the model for a tokenizer of `vocab_size` ids.
 
-    `rows`: see `Model`. `custom_model` replaces the layers that `c` describes.
+    `rows`: see `Model`. `custom_model` replaces the layers that `config` describes.
     """
-    if c.vocab_size is not None and c.vocab_size < vocab_size:
-        is_inherited = c.name == inherited.NAME
-        whose = ", the vocabulary of the weights," if is_inherited else ""
+    if config.vocab_size is not None and config.vocab_size < vocab_size:
+        is_inherited = config.name == inherited.NAME
+        origin = ", the vocabulary of the weights," if is_inherited else ""
         valid = f"valid: {vocab_size} or more, or null for the tokenizer's; or"
         if is_inherited:
             valid = "choose the tokenizer of the weights by data.tokenizer, or"
         raise UserError(
-            f"model.vocab_size={c.vocab_size}{whose} is smaller than the tokenizer's"
-            f" {vocab_size} ids; {valid}, for weights of another tokenizer,"
+            f"model.vocab_size={config.vocab_size}{origin} is smaller than the"
+            f" tokenizer's {vocab_size} ids; {valid}, for weights of another tokenizer,"
             " init.embeddings=focus, mean, gaussian or copy"
         )
     if custom_model is None:
-        return Model.make(c.spec(vocab_size), policy, rows)
+        return Model.make(config.spec(vocab_size), policy, rows)
     spec = custom_spec(
         custom_model,
-        vocab_size=c.vocab_size or vocab_size,
-        context=c.context,
-        # gpt2 and Llama's kin have this key; a program's own model may not.
-        keep_fp8_weights=getattr(c, "keep_fp8_weights", True),
+        vocab_size=config.vocab_size or vocab_size,
+        context=config.context,
+        # The presets of all families have this key; those of custom models may not.
+        keep_fp8_weights=getattr(config, "keep_fp8_weights", True),
     )
     return Model.make(spec, policy, rows)
 
 
 def build_optimizer(c: Optimizer) -> OptimizerFor:
-    """Return the optimizer at a learning rate of 1, as a function of roles."""
+    """Return a function from roles to the optimizer, at a learning rate of 1.
+
+    The step multiplies its updates by the rate.
+    """
     settings = dataclasses.asdict(c)
     del settings["lr"]
     return make_optimizer(**settings)
@@ -162,7 +165,7 @@ def check_split(model: Model, mesh: Mesh) -> None:
 def check_trainable(task: TrainTask) -> None:
     """Refuse names in `train.trainable` that the model does not have."""
     try:
-        _ = task.trained_roles
+        _ = task.trained_roles  # raises for a name that matches no parameter
     except UserError as error:
         raise UserError(f"train.trainable: {error}") from None
 
@@ -200,8 +203,8 @@ def build_mesh(c: schema.Config) -> Mesh:
 
 def tokens_per_device(c: schema.Config, mesh: Mesh) -> int:
     """Return the tokens of a micro-batch on each device."""
-    devices = batch_shards(mesh, c.diloco.replicas or 1)
-    return c.train.batch_tokens // (c.train.grad_accum_steps * devices)
+    shards = batch_shards(mesh, c.diloco.replicas or 1)
+    return c.train.batch_tokens // (c.train.grad_accum_steps * shards)
 
 
 def build_workload(
@@ -217,8 +220,8 @@ def build_workload(
     mesh = build_mesh(c)
     if c.precision.require_fp8:
         check_device(mesh.devices.flat[0], c.precision.policy)
-    parts = c.train.grad_accum_steps * batch_shards(mesh, c.diloco.replicas or 1)
-    data = build_data(c, custom_data, parts)
+    shards = batch_shards(mesh, c.diloco.replicas or 1)
+    data = build_data(c, custom_data, c.train.grad_accum_steps * shards)
     model = build_model(
         c.model,
         c.precision.policy,
@@ -232,12 +235,13 @@ def build_workload(
                 "data.boundary_loss=false needs a model of the configuration; leave it"
                 " out for your own"
             )
-        model = model._replace(border=data.tokenizer.eot)
-    # JAX's setting, not the key: a directory that cannot be written is no cache.
+        model = model._replace(loss_boundary_id=data.tokenizer.eot)
+    # Read from JAX rather than from `compile_cache`: the cache stays off if its
+    # directory cannot be written.
     cached = jax.config.jax_compilation_cache_dir is not None
     task = build_task(c, model, mesh, build_diloco(c), cached=cached)
-    # An unknown task is refused here, before anything is compiled.
-    choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
+    # Raises UserError for an unknown task, before anything is compiled.
+    choose_tasks(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
 
 
@@ -247,15 +251,15 @@ def build_phases(c: schema.Config, w: Workload) -> Phases:
     Raises:
       UserError: a phase does not fit the model or the mesh.
     """
-    stages = []
+    phases = []
     for start, until, config in phases_of(c):
         policy = config.precision.policy
         task = w.task if policy == w.model.policy else w.task.in_precision(policy)
         task = task._replace(trainable=config.train.trainable or ())
         check_trainable(task)
         check_split(task.model, w.mesh)
-        stages.append(TrainingPhase(start, until, task, config))
-    return Phases(tuple(stages), w.seed)
+        phases.append(TrainingPhase(start, until, task, config))
+    return Phases(tuple(phases), w.seed)
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -309,21 +313,26 @@ def affects_learning_rates(key: str) -> bool:
 
 
 def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
-    """Return the totals of so many steps with these settings, by the step."""
+    """Return a function from a number of steps to their totals.
+
+    It counts all steps as if they had these settings.
+    """
     exchanges = exchanges_of(w.task) if w.task.diloco else None
-    mixed = w.data.train
+    train_data = w.data.train
 
     def totals(step: int) -> Totals:
         samples: tuple[int, ...] = ()
-        if isinstance(mixed, Mixture):
-            # Replicas that do not take part leave theirs out, on average all as often.
-            dealt = mixed.shares.count(step) * c.trained_tokens
-            samples = tuple((dealt // c.train.batch_tokens).tolist())
+        if isinstance(train_data, Mixture):
+            counts = train_data.shares.count(step)
+            # A replica that sits out a round skips its part of each batch. On average
+            # all replicas sit out equally often.
+            trained = counts * c.trained_tokens // c.train.batch_tokens
+            samples = tuple(trained.tolist())
         return Totals(
-            step * c.trained_tokens,
-            exchanges.up_to(step) if exchanges else 0.0,
-            exchanges.every_step * step if exchanges else 0.0,
-            samples,
+            tokens=step * c.trained_tokens,
+            exchanged=exchanges.up_to(step) if exchanges else 0.0,
+            fp32_gradients=exchanges.every_step * step if exchanges else 0.0,
+            samples=samples,
         )
 
     return totals
@@ -347,7 +356,7 @@ def check_fp8(
     """Check the FP8 matmuls of a step that was compiled for a GPU.
 
     Returns:
-      What the compiled program has; None without a GPU or FP8 matmuls.
+      The FP8 matmuls of the compiled program; None without a GPU or FP8 matmuls.
 
     Raises:
       UserError: `precision.require_fp8` does not allow it.
@@ -368,7 +377,7 @@ def check_fp8(
 def train_batches(
     c: schema.Config, w: Workload, until: int
 ) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """Return an iterator over the batches before step `until`, from a given step on.
+    """Return `start -> iterator` over the batches from step `start` to before `until`.
 
     A background thread reads ahead.
     """
@@ -384,10 +393,10 @@ def build_watchdog(
     """Return the watchdog, whose bound on skipped steps includes calibration.
 
     Args:
-      c: its configuration.
+      c: the watchdog's configuration.
       scaling: the method of `precision.scaling`.
       leaves: names of the trained parameters.
-      state: of the checkpoint; None: a new run.
+      state: the watchdog's, from the checkpoint; None for a new run.
     """
     calibration = METHODS[scaling].calibration
     bounds = Bounds(

@@ -26,7 +26,7 @@ from trainer.run.metadata import Totals
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
-from trainer.tasks.choose import BATCH, choose
+from trainer.tasks.choose import BATCH, choose_tasks
 from trainer.tasks.eval_model import EvalModel
 from trainer.workload import Workload, jitted_eval_step
 
@@ -53,10 +53,10 @@ def build_callbacks(
 
     Args:
       c: the configuration.
-      w: what is trained.
+      w: the workload.
       batch: shapes of a step's batch.
       say: prints a message.
-      custom: of the program that called.
+      custom: the callbacks that the program passed to `train`.
       totals: returns the totals after a step.
       tracked: whether rows are stored; else numerics are not computed.
 
@@ -70,10 +70,12 @@ def build_callbacks(
         figures = log_first_duration(build_numerics(c, w), NUMERICS, say)
         callbacks.append(builtin.numerics(numerics_every, figures))
     callbacks.append(builtin.evaluation(eval_every, Validation(c, w, say)))
-    mixed = w.data.train
-    if isinstance(mixed, Mixture):
+    train_data = w.data.train
+    if isinstance(train_data, Mixture):
         callbacks.append(
-            builtin.mixture(eval_every, lambda step: mixed.seen(totals(step).samples))
+            builtin.mixture(
+                eval_every, lambda step: train_data.seen(totals(step).samples)
+            )
         )
     if c.eval.tasks:
         scores = log_first_duration(build_tasks(c, w), TASKS, say)
@@ -86,11 +88,11 @@ def build_callbacks(
     if c.precision.scaled and c.precision.rescale_every:
         new_scales = builtin.make_rescale(w.task, batch)
         callbacks.append(builtin.rescale(c.precision.rescale_every, new_scales))
-    # Before the checkpoint: it covers what they have recorded.
+    # Custom callbacks run before the checkpoint, which then covers their rows.
     callbacks += custom
     if numerics_every:
-        formats = functools.partial(format_name, w.task.model)
-        callbacks.append(builtin.pictures(c.checkpoint.every, formats))
+        format_name_for = functools.partial(format_name, w.task.model)
+        callbacks.append(builtin.pictures(c.checkpoint.every, format_name_for))
     callbacks.append(builtin.checkpoint(c.checkpoint.every))
     for name, times in Counter(callback.name for callback in callbacks).items():
         if times > 1:
@@ -110,16 +112,15 @@ def build_numerics(
     measure = make_numerics(w.task, sharpness)
     if w.task.diloco is None:
         return measure
-    # Of DiLoCo's replicas, the first one's optimizer state is measured.
+    # Measure only the first DiLoCo replica's optimizer state.
     select = jax.jit(without_replicas)
     return lambda state, tokens, step: measure(select(state), tokens, step)
 
 
 class Validation:
-    """Validation on the first batches of the validation part, and on more at the end.
+    """Validation on `eval_batches` batches, and on `final_eval_batches` at the end.
 
-    Each source of a mixture is validated alone as well, on as many batches as in every
-    validation.
+    Each source of a mixture is also validated alone, always on `eval_batches`.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Validation:
     def __call__(
         self, state: TrainState, final: bool, should_stop: Callable[[], bool]
     ) -> Evaluation | None:
-        """Return the result; None if `should_stop()` became true in between."""
+        """Return the result; None if `should_stop()` became true before a batch."""
         train = self._c.train
         batches = train.final_eval_batches if final else train.eval_batches
         result = self._mean(self._data.val, state, batches, should_stop)
@@ -150,7 +151,8 @@ class Validation:
             if len(text) >= MIN_XZ_BYTES:
                 result.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
         if self._c.data.boundary_loss is False:
-            # The loss leaves out tokens whose bytes nobody counted.
+            # Without boundary loss the first token of a document adds no nats, but its
+            # bytes are counted: bits per byte would be too low.
             for key in [key for key in result.row if key.endswith("bits_per_byte")]:
                 del result.row[key]
         return result
@@ -159,25 +161,25 @@ class Validation:
         self,
         loader: Loader,
         state: TrainState,
-        most: int,
+        max_batches: int,
         should_stop: Callable[[], bool],
     ) -> Evaluation | None:
         train = self._c.train
         batches = (
             place_batch(loader.batch(i), accum=train.grad_accum_steps, mesh=self._mesh)
-            for i in range(min(loader.steps_per_epoch, most))
+            for i in range(min(loader.steps_per_epoch, max_batches))
         )
         return evaluate(
             self._eval_step,
             state,
             batches,
             common_batches=train.eval_batches,
-            bytes_per_token=self._bytes_per_token(loader, most),
+            bytes_per_token=self._bytes_per_token(loader, max_batches),
             should_stop=should_stop,
         )
 
-    def _measured_bytes(self, loader: Loader, most: int) -> float:
-        count = min(loader.steps_per_epoch, most)
+    def _measured_bytes(self, loader: Loader, max_batches: int) -> float:
+        count = min(loader.steps_per_epoch, max_batches)
         return bytes_per_target(map(loader.batch, range(count)), self._data.tokenizer)
 
     def _validated_text(self, batches: int) -> str:
@@ -188,7 +190,7 @@ class Validation:
 
 
 def tokens_read(val: Loader, batches: int) -> int:
-    """Return the tokens that a validation of at most so many batches reads."""
+    """Return the tokens that a validation of at most `batches` batches reads."""
     return min(val.steps_per_epoch, batches) * val.batch_size * val.context
 
 
@@ -201,11 +203,12 @@ def build_tasks(
       UserError: a name is no task, or an item is too long for the context.
     """
     assert c.eval.tasks is not None
-    tasks = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
+    tasks = choose_tasks(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
     eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
     for item in itertools.chain(*tasks.items.values()):
         for choice in item.choices:
-            eval_model.question(item.context, choice)  # refused before the first step
+            # Raises UserError, before the first step, for an item that is too long.
+            eval_model.question(item.context, choice)
     gather = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:
@@ -222,8 +225,9 @@ def build_tasks(
 def build_sample(
     c: schema.Config, w: Workload
 ) -> Callable[[Any, Callable[[], object]], str]:
-    """Return `(params, between) -> text`: the configuration's prompt and its
-    continuation.
+    """Return `(params, before_window) -> text`, the prompt and its continuation.
+
+    `before_window`: see `Generator`.
     """
     settings = dataclasses.asdict(c.sample)
     del settings["every"]

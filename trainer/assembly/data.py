@@ -29,7 +29,7 @@ from trainer.files import path_of
 from trainer.observe.preparing import show_progress
 from trainer.text import override
 
-# given by a program
+# texts or batches that a program passes to `train`
 CustomData = Iterable[str] | Batches
 
 
@@ -65,18 +65,18 @@ def build_source(c: schema.Data) -> Source:
 
 
 def build_data(
-    c: schema.Config, custom: CustomData | None = None, parts: int = 1
+    c: schema.Config, custom: CustomData | None = None, batch_parts: int = 1
 ) -> Dataset:
-    """Open the data, prepared first if need be.
+    """Open the data; prepare them first if they are not prepared.
 
     Args:
       c: the configuration.
-      custom: replaces what the group `data` describes.
-      parts: over which a batch is split.
+      custom: the program's data, instead of those of the group `data`.
+      batch_parts: the number of parts into which a batch is split.
     """
     if custom is None:
         if c.data.source == "mix":
-            return open_mixture(c, parts)
+            return open_mixture(c, batch_parts)
         source = build_source(c.data)
     elif isinstance(custom, Iterable):
         if c.data.cache_dir is None:
@@ -98,21 +98,22 @@ def build_data(
     except DownloadFailed as error:
         hint = tokenizer_of_weights(c.init_from)
         raise UserError(f"{error.what}{hint}. {error.advice}") from error
-    return open_dataset(directory, c, parts)
+    return open_dataset(directory, c, batch_parts)
 
 
 def start_directory(c: schema.Config, run_dir: Path) -> Path:
     """Return the directory in which a run was started.
 
-    A saved configuration holds paths relative to it. It is the path of the run
-    directory without the saved `run_dir` at its end: `runs/a` that is now /x/runs/a was
-    started in /x. It is the working directory if the saved `run_dir` is absolute, or
-    leads to the same place from here.
+    A saved configuration holds paths relative to the directory in which the run was
+    started. If `run_dir` ends in the saved `run_dir`, the part before is returned:
+    `runs/a` found at /x/runs/a was started in /x. Otherwise, and where the saved path
+    leads to `run_dir` from here, the working directory is returned.
     """
-    end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
-    is_here = Path(c.run_dir).exists() and Path(c.run_dir).samefile(path)
-    if not is_here and path.parts[-len(end) :] == end:
-        return Path(*path.parts[: -len(end)])
+    saved, path = Path(c.run_dir), Path(os.path.abspath(run_dir))
+    length = len(saved.parts)
+    is_here = saved.exists() and saved.samefile(path)
+    if not is_here and path.parts[-length:] == saved.parts:
+        return Path(*path.parts[:-length])
     return Path.cwd()
 
 
@@ -146,7 +147,7 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
 
 
 def tokenizer_of_weights(init_from: str | None) -> str:
-    """Return a hint to the tokenizer beside the weights, to end a sentence with."""
+    """Return a hint to the weights' tokenizer, to end a message; "": there is none."""
     files = ("tokenizer.json", "tokenizer.tiktoken", "merges.txt", "vocab.bpe")
     if init_from is None or not any((Path(init_from) / f).is_file() for f in files):
         return ""
@@ -155,20 +156,20 @@ def tokenizer_of_weights(init_from: str | None) -> str:
     return f"; that of the weights is {override('data.tokenizer', directory)}"
 
 
-def open_dataset(directory: Path, c: schema.Config, parts: int) -> Dataset:
-    """Open both parts of a prepared directory."""
+def open_dataset(directory: Path, c: schema.Config, batch_parts: int) -> Dataset:
+    """Open both splits of a prepared directory."""
     return Dataset.open(
         directory,
         context=c.model.context,
         batch_size=c.batch_size,
         seed=c.seed,
         document_mask=c.data.document_mask,
-        parts=parts,
+        batch_parts=batch_parts,
     )
 
 
 def prepare_source(source: Source, c: schema.Data) -> Path:
-    """Return the prepared directory of a source, made if need be."""
+    """Return the prepared directory of a source; prepare it if there is none."""
     if isinstance(source, PreparedSource):
         return check_prepared(source.directory, c.tokenizer)
     assert c.cache_dir is not None  # by config.combinations.validate
@@ -184,10 +185,8 @@ def prepare_source(source: Source, c: schema.Data) -> Path:
         )
 
 
-def open_mixture(c: schema.Config, split_over: int) -> Dataset:
-    """Open a mixture of sources: prepared directories, or text that is prepared
-    first.
-    """
+def open_mixture(c: schema.Config, batch_parts: int) -> Dataset:
+    """Open a mixture of prepared directories; prepare those sources that are text."""
     data = c.data
     assert data.sources is not None  # by config.combinations.validate
     assert data.column is not None
@@ -202,37 +201,37 @@ def open_mixture(c: schema.Config, split_over: int) -> Dataset:
     directories = explain_columns(
         (prepare_source(source, data) for source in sources), len(sources)
     )
-    parts = {
-        name: open_dataset(directory, c, split_over)
+    datasets = {
+        name: open_dataset(directory, c, batch_parts)
         for name, directory in zip(names, directories, strict=True)
     }
     manifest = MixedManifest.merge(
-        {name: part.manifest for name, part in parts.items()}
+        {name: dataset.manifest for name, dataset in datasets.items()}
     )
     by_replica = None
     if c.diloco.data == "sources":
         by_replica = ReplicaShares(len(names), c.batch_size, c.train.grad_accum_steps)
     train = Mixture(
-        {name: part.train for name, part in parts.items()},
+        {name: dataset.train for name, dataset in datasets.items()},
         manifest,
         "train",
         stages,
         c.seed,
         by_replica,
     )
-    # Every validation has the shares that the run ends with, and every seed the same
-    # text.
+    # Validate with the last stage's shares at all steps, and with the same text for
+    # every seed.
     last_stage = [stages[-1]._replace(step=0)]
     val = Mixture(
-        {name: part.val for name, part in parts.items()},
+        {name: dataset.val for name, dataset in datasets.items()},
         manifest,
         "val",
         last_stage,
         seed=None,
         batch_size=c.batch_size,
-        split_over=split_over,
+        batch_parts=batch_parts,
     )
-    tokenizer = next(iter(parts.values())).tokenizer
+    tokenizer = next(iter(datasets.values())).tokenizer
     return Dataset(train, val, tokenizer, manifest.directory, val.parts)
 
 
@@ -240,9 +239,9 @@ def source_names(paths: Iterable[str]) -> list[str]:
     """Return the names of a mixture's sources: the last parts of their paths.
 
     Raises:
-      UserError: two have one name.
+      UserError: two sources have the same name.
     """
-    # `.` has a name too. Links keep their own.
+    # `abspath` turns `.` into a name. Unlike `resolve` it keeps the name of a link.
     names = [Path(os.path.abspath(path)).stem for path in paths]
     for name in names:
         if names.count(name) > 1:

@@ -37,10 +37,10 @@ class Text(NamedTuple):
 
     Attributes:
       batch: returns the batch of a number below `batches`.
-      batches: their number.
-      bytes_per_token: of the batches; NaN: unknown.
-      left_out: tokens behind the last batch, less than one more; None: the number of
-        batches was limited, and the text was not read further.
+      batches: the number of batches.
+      bytes_per_token: bytes of text for each predicted token; NaN: unknown.
+      left_out: tokens after the last batch, too few for another; None: the limit on
+        batches ended the text.
     """
 
     batch: Callable[[int], Batch]
@@ -49,16 +49,16 @@ class Text(NamedTuple):
     left_out: int | None
 
 
-class Result(NamedTuple):
-    """The result of a precision.
+class PrecisionResult(NamedTuple):
+    """The loss of one precision.
 
     Attributes:
-      precision: its name, or AS_TRAINED.
+      precision: the name of the precision, or AS_TRAINED.
       loss: nats per token, the mean over the batches.
-      bits_per_byte: of the text; NaN: unknown.
-      difference: to AS_TRAINED, nats; negative is better.
-      half_width: of the 95% interval of the difference over batches; infinite for one
-          batch.
+      bits_per_byte: bits per byte of text; NaN: unknown.
+      difference: the loss minus that of AS_TRAINED, nats; negative is better.
+      half_width: half the width of the difference's 95% interval over batches; infinite
+        for one batch.
     """
 
     precision: str
@@ -68,25 +68,27 @@ class Result(NamedTuple):
     half_width: float
 
 
-def validation_text(w: Workload, most: int) -> Text:
-    """Return at most `most` batches of the validation part."""
+def validation_text(w: Workload, max_batches: int) -> Text:
+    """Return at most `max_batches` batches of the validation part."""
     val = w.data.val
-    count = min(most, val.steps_per_epoch)
+    count = min(max_batches, val.steps_per_epoch)
     left_out = None
-    if count < most:
+    if count < max_batches:
         left_out = val.tokens - 1 - count * val.batch_size * val.context
     size = bytes_per_target(map(val.batch, range(count)), w.data.tokenizer)
     return Text(val.batch, count, size, left_out)
 
 
-def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
-    """Return at most `most` batches of consecutive windows of a text.
+def source_text(
+    source: TextSource, cache_dir: Path, w: Workload, max_batches: int
+) -> Text:
+    """Return at most `max_batches` batches of consecutive windows of a text.
 
     Raises:
       UserError: files that cannot be read, or too little text for one batch.
     """
     tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
-    wanted = most * loader.batch_size * context + 1
+    wanted = max_batches * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
     tokens = 0
@@ -95,12 +97,13 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     )
     for rows, text in pieces:
         ids = tokenizer.encode_array(text, rows.preceding, rows.following)
-        ends = np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)
-        arrays += [ids, ends]
-        tokens += len(ids) + len(ends)
+        if corpus.length is None:  # a document, which ends with eot
+            ids = np.append(ids, ids.dtype.type(tokenizer.eot))
+        arrays.append(ids)
+        tokens += len(ids)
         if tokens >= wanted:
             break
-    count = min(most, (tokens - 1) // (loader.batch_size * context))
+    count = min(max_batches, (tokens - 1) // (loader.batch_size * context))
     if count < 1:
         raise UserError(
             f"text: {tokens:,} tokens, one batch needs"
@@ -118,7 +121,7 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
         return Batch(windows[i], segments(windows[i], tokenizer.eot))
 
     left_out = None
-    if count < most:
+    if count < max_batches:
         left_out = tokens - 1 - count * loader.batch_size * context
     size = bytes_per_target(map(batch, range(count)), tokenizer)
     return Text(batch, count, size, left_out)
@@ -130,13 +133,14 @@ def evaluate(
     others: Mapping[str, TrainTask],
     text: Text,
     accum: int,
-) -> Iterator[Result]:
+) -> Iterator[PrecisionResult]:
     """Yield the result of the run's own precision, then those of the others.
 
     Each batch has `accum` micro-batches.
     """
-    if task.model.border is not None:
-        # The loss leaves out tokens whose bytes nobody counted.
+    if task.model.loss_boundary_id is not None:
+        # Without boundary loss the first token of a document adds no nats, but its
+        # bytes are counted: bits per byte would be too low.
         text = text._replace(bytes_per_token=math.nan)
     reference = losses(task, state, text, accum)
     yield result_of(text, AS_TRAINED, reference, reference)
@@ -155,13 +159,16 @@ def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[f
 
 def result_of(
     text: Text, name: str, losses: Sequence[float], reference: Sequence[float]
-) -> Result:
-    """Return the result of a precision by its losses and those of the run's own."""
+) -> PrecisionResult:
+    """Return the result of a precision.
+
+    `losses` are its losses by batch, `reference` those of the run's own precision.
+    """
     loss = statistics.fmean(losses)
     differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
     bits = loss / math.log(2) / text.bytes_per_token
     mean = statistics.fmean(differences)
-    return Result(name, loss, bits, mean, half_width(differences))
+    return PrecisionResult(name, loss, bits, mean, half_width(differences))
 
 
 def evaluate_tasks(
@@ -173,7 +180,7 @@ def evaluate_tasks(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each precision, the run's own first, with the scores of its tasks.
 
-    `batch`: sequences at once.
+    `batch`: the number of sequences that are scored at once.
     """
     for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
         task, stored = w.task, state

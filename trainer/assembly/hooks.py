@@ -9,6 +9,11 @@ from trainer.observe.trackers.protocol import Tracker
 from trainer.run.callbacks import Callback
 
 
+def no_signal() -> int:
+    """Return 0: no signal was received."""
+    return 0
+
+
 class Hooks(NamedTuple):
     """A program's own parts of a run; see `trainer.assembly.library.train`.
 
@@ -17,8 +22,7 @@ class Hooks(NamedTuple):
       data: instead of the configuration's.
       tracker: beside the trackers of the configuration.
       callbacks: beside the built-in ones.
-      own_process: whether the process belongs to the run alone, and may be ended for
-        it.
+      own_process: whether the run may end the process, which nothing else uses.
       stop_requested: returns the number of a signal that another process got for this
         run; 0: none.
     """
@@ -28,7 +32,7 @@ class Hooks(NamedTuple):
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()
     own_process: bool = True
-    stop_requested: Callable[[], int] = int
+    stop_requested: Callable[[], int] = no_signal
 
 
 NO_HOOKS = Hooks()

@@ -51,7 +51,7 @@ class Result:
     stopped_by: signal.Signals | None
 
     def __repr__(self) -> str:
-        """Return where the run is and what it came to, in a line."""
+        """Return a line with the step, the last losses and the run directory."""
         losses = "".join(
             f", {key}={values[-1]:.4f}"
             for key in ("train/loss", "val/loss")
@@ -131,5 +131,6 @@ def train(
     assert training is not None  # only a dry run has none
     run_dir = training.session.run_dir
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
+    # The exit code of a run that a signal stopped is 128 + the signal's number.
     stopped_by = signal.Signals(code - 128) if code else None
     return Result(training.state, training.step, rows, run_dir, stopped_by)

@@ -33,7 +33,7 @@ from trainer.assembly.startup_log import (
     describe_run,
     describe_start,
     recorded_origin,
-    schedule_changes,
+    schedule_history,
 )
 from trainer.config import schema
 from trainer.config.fields import to_tree
@@ -98,9 +98,10 @@ def run(
 
     Args:
       config: the checked configuration.
-      overrides: what the user set, for the report.
-      hooks: what a program adds.
-      fixed: keys and groups that a run in this directory must have as they are here.
+      overrides: the user's overrides, for the report.
+      hooks: the program's parts of the run.
+      fixed: keys and groups that may not differ from the run in this directory; see
+        `RunDir.check`.
 
     Returns:
       The exit code, and the run as it ended; None after a dry run.
@@ -120,7 +121,7 @@ def run(
                 experiment, directory, display, overrides
             )
             with closing(session) as ending:
-                while True:  # one turn for each training phase
+                while True:  # one iteration for each training phase
                     training = build_run(experiment, session, checkpoint)
                     ending.exit_code = train(training)
                     if ending.exit_code or training.step >= config.train.steps:
@@ -155,14 +156,14 @@ def describe_only(experiment: Experiment, console: Output) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False)
 
-    for stage in experiment.phases.stages:
-        workload = experiment.workload._replace(task=stage.task)
+    for phase in experiment.phases.items:
+        workload = experiment.workload._replace(task=phase.task)
         with log_duration(COMPILING, say):
-            step = compile_step(stage.task, build_batch(stage.config, workload.mesh))
-        fp8 = check_fp8(stage.config, stage.task, step)
-        for line in describe_phase(experiment.phases, stage):
+            step = compile_step(phase.task, build_batch(phase.config, workload.mesh))
+        fp8 = check_fp8(phase.config, phase.task, step)
+        for line in describe_phase(experiment.phases, phase):
             say(line)
-        for line in describe_run(stage.config, workload, step):
+        for line in describe_run(phase.config, workload, step):
             say(line)
         for line in fp8.lines if fp8 else []:
             say(line)
@@ -183,9 +184,9 @@ def explain_full_disk(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leave_after_error(seconds: float) -> Iterator[None]:
-    """End one process of several within so many seconds after an error.
+    """End a process of several within `seconds` seconds after an error.
 
-    Opening and closing are collective: without an end, each would wait for the others.
+    Opening and closing are collective: other processes would wait for this one.
     """
     try:
         yield
@@ -212,7 +213,7 @@ def open_session(
         )
 
         def first_state() -> TrainState:
-            return build_state(config, workload._replace(task=phases.stages[0].task))
+            return build_state(config, workload._replace(task=phases.items[0].task))
 
         with log_duration("making or restoring the state", display.message):
             checkpoint = starting_point(
@@ -231,7 +232,7 @@ def open_session(
         facts[FINAL_VALIDATION] = f"{final:,}"
         write_environment(directory.path, facts, overrides)
         if jax.process_index() == 0:
-            # `restore_run` needs it beside the checkpoint.
+            # `restore_run` needs the tokenizer beside the checkpoint.
             workload.data.tokenizer.save(directory.path)
             sources = [] if config.init_from is None else [config.init_from]
             if checkpoint.is_fork:
@@ -241,10 +242,10 @@ def open_session(
                 directory.path,
                 workload.data.tokenizer,
             )
-    stage = phases.resumed_by(checkpoint)
+    phase = phases.resumed_by(checkpoint)
     for line in [
-        *describe_run(stage.config, workload._replace(task=stage.task)),
-        *describe_idle(stage.task.model.policy, overrides),
+        *describe_run(phase.config, workload._replace(task=phase.task)),
+        *describe_idle(phase.task.model.policy, overrides),
         *describe_start(config, workload, checkpoint),
         *describe_change(config, checkpoint),
     ]:
@@ -255,8 +256,8 @@ def open_session(
         checkpointer=checkpointer,
         tracker=start_tracker(config, directory.path, checkpoint, hooks.tracker),
         display=display,
-        # Before the step is compiled: its first call connects the processes, which may
-        # finish compiling minutes apart.
+        # Made before the step is compiled: its first call connects the processes, which
+        # may finish compiling minutes apart.
         agree=Agreement(workload.mesh),
         timeouts=Timeouts(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
@@ -299,8 +300,8 @@ class Ending:
 def closing(session: Session) -> Iterator[Ending]:
     """Finish the tracker with the exit code, write the report, close the checkpoints.
 
-    Each is done even if the one before it fails. In a run directory that is lost,
-    neither log nor report is written.
+    Each is done even if the one before it fails. A run that lost its directory writes
+    neither log nor report.
     """
     ending = Ending()
     with contextlib.ExitStack() as stack:
@@ -316,7 +317,9 @@ def closing(session: Session) -> Iterator[Ending]:
                 yield ending
         except RunDirLost:
             stack.pop_all()
-            with contextlib.suppress(UserError, OSError):  # of a save that went on
+            with contextlib.suppress(
+                UserError, OSError
+            ):  # an unfinished save fails too
                 session.checkpointer.close()
             raise
         except UserError as error:
@@ -329,7 +332,7 @@ def closing(session: Session) -> Iterator[Ending]:
 
 @contextlib.contextmanager
 def explain_lost_directory(session: Session) -> Iterator[None]:
-    """Turn an error of files into that of the run directory, if the run lost it."""
+    """Replace the error of a file by `RunDirLost`, if the run lost its directory."""
     try:
         yield
     except (UserError, OSError):
@@ -362,13 +365,14 @@ def end_of_phase(training: Run) -> Restored:
 def build_run(experiment: Experiment, session: Session, checkpoint: Restored) -> Run:
     """Compile the step of the phase that continues a checkpoint, and build its run."""
     whole_config, workload, phases, hooks = experiment
-    stage = phases.resumed_by(checkpoint)
-    config, task, mesh = stage.config, stage.task, workload.mesh
+    phase = phases.resumed_by(checkpoint)
+    config, task, mesh = phase.config, phase.task, workload.mesh
     workload = workload._replace(task=task)
     display, tracker = session.display, session.tracker
-    for line in describe_phase(phases, stage):
+    for line in describe_phase(phases, phase):
         display.message(line)
-    # Events of the first step: they are logged once, however often the run starts.
+    # Events get the number of the next step: a restart from this checkpoint drops later
+    # rows, so that each event is logged once.
     if checkpoint.is_fork:
         tracker.event(checkpoint.step + 1, f"forked from {checkpoint.origin}")
     for line in [
@@ -377,7 +381,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     ]:
         display.message(line)
         tracker.event(checkpoint.step + 1, line)
-    changes = schedule_changes(whole_config, checkpoint)
+    changes = schedule_history(whole_config, checkpoint)
     if checkpoint.step < whole_config.train.steps:
         for change in changes[len(checkpoint.meta.get("schedule_changes") or ()) :]:
             text = f"the learning-rate schedule changed {change}"
@@ -409,14 +413,14 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         session=session,
         plan=StepPlan(
             steps=config.train.steps,
-            until=stage.until,
+            until=phase.until,
             learning_rates=build_learning_rates(whole_config),
             seed=np.uint32(config.seed),
             log_every=config.train.log_every,
             profile=(profile[0], profile[1]) if profile else None,
         ),
         data=TrainData(
-            batches=train_batches(config, workload, stage.until),
+            batches=train_batches(config, workload, phase.until),
             place=functools.partial(
                 place_batch, accum=config.train.grad_accum_steps, mesh=mesh
             ),
@@ -452,7 +456,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
 
 
 def checkpoint_meta(config: schema.Config, workload: Workload) -> dict[str, Any]:
-    """Return what every checkpoint records of a run's phase, as JSON values."""
+    """Return the description of a phase for its checkpoints, as JSON values."""
     model, tokenizer = workload.model, workload.data.tokenizer
     return {
         "config": to_tree(config),
@@ -478,7 +482,8 @@ def make_restore(
         state: TrainState, order: list[int]
     ) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
-        jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
+        # Two states would need twice the memory.
+        jax.tree.map(lambda x: x.delete(), state)
         if task.diloco is not None:
             checkpoint = restore_replicas(checkpointer, task, order=order)
         else:
@@ -489,8 +494,8 @@ def make_restore(
         restored = from_checkpoint_form(
             enter_phase(task, checkpoint.state, task_of_checkpoint, seed)
         )
-        # The scales of weights are constants of the compiled step, and part of the
-        # structure.
+        # A weight's scale is static: part of the tree's structure, and a constant of
+        # the compiled step.
         if jax.tree.structure(restored) == structure:
             return restored, checkpoint.step, None
         return restored, checkpoint.step, compile_step(task, batch, restored)

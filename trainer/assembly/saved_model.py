@@ -41,13 +41,13 @@ class SavedModel(NamedTuple):
     """The model of a saved run, with its parameters on the first device.
 
     Attributes:
-      spec: of the model.
-      bind: parameters to the model.
-      params: in FP32.
-      tokenizer: of the run's data.
-      config: of the run, in the phase of its step.
-      step: of the checkpoint.
-      tokens: that it was trained on.
+      spec: the model's spec.
+      bind: a function from parameters to the model.
+      params: the parameters in FP32.
+      tokenizer: the tokenizer of the run's data.
+      config: the run's configuration, in the phase of its step.
+      step: the checkpoint's step.
+      tokens: the number of tokens that the model was trained on.
       forked: the run and the step of which the run is a fork; None: it is no fork.
     """
 
@@ -67,21 +67,21 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
     `step`: a number, "newest" or "best".
 
     Raises:
-      UserError: there is none, or it is not of this package alone.
+      UserError: there is no such checkpoint, or a program made its model or token ids.
     """
-    with open_checkpoint(run_dir, step) as (checkpointer, chosen, meta, c):
-        taken = checkpointer.newest() if chosen is None else chosen
+    with open_checkpoint(run_dir, step) as saved:
+        checkpointer, meta, c = saved.checkpointer, saved.meta, saved.config
         tokenizer = tokenizer_of_run(run_dir, meta)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
-        params = restore_weights(checkpointer, like, chosen)
+        params = restore_weights(checkpointer, like, saved.requested_step)
     return SavedModel(
         model.spec,
         model.sampling.bind,
         params,
         tokenizer,
         c,
-        taken,
+        saved.step,
         meta["totals"]["tokens"],
         meta.get("forked"),
     )
@@ -97,18 +97,20 @@ def restore_training(
     Raises:
       UserError: there is no checkpoint, it is not finite, or the data have changed.
     """
-    with open_checkpoint(run_dir, step) as (checkpointer, chosen, meta, c):
+    with open_checkpoint(run_dir, step) as saved:
+        meta, c = saved.meta, saved.config
         # The run may have used more devices than there are here.
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
         c = dataclasses.replace(
             c,
             parallel=parallel,
+            # All fields are None: no replicas.
             diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))),
         )
         cache = own_cache()
         with at_start_directory(c, run_dir) as c:
             w = build_workload(without_saved_cache(c, meta["data"], cache))
-        # Of the run's devices: which matmuls were in FP8 depends on it.
+        # The run's rows per device decide which matmuls were in FP8.
         model = w.model._replace(rows=meta.get("rows")).remade()
         w = w._replace(task=w.task._replace(model=model))
         if other_data(meta, w.data.manifest):
@@ -116,9 +118,9 @@ def restore_training(
                 f"{run_dir} was trained on other data than {w.data.directory}; restore"
                 " its text"
             )
-        checkpoint = checkpointer.restore(
+        checkpoint = saved.checkpointer.restore(
             dataclasses.replace(abstract_state(w.task), opt_state=()),
-            chosen,
+            saved.requested_step,
             partial=True,
         )
         where = f"checkpoint {checkpoint.step} of {run_dir}"
@@ -126,31 +128,48 @@ def restore_training(
     return c, w, checkpoint._replace(state=from_checkpoint_form(checkpoint.state))
 
 
-@contextlib.contextmanager
-def open_checkpoint(
-    run_dir: Path, step: str
-) -> Iterator[tuple[Checkpointer, int | None, dict[str, Any], schema.Config]]:
-    """Open a run's checkpoints for reading.
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint that is open for reading.
 
-    Yields them, the chosen step (None: the newest that can be read), its meta, and the
-    configuration in its phase. Arguments and errors are those of `restore_training`.
+    Attributes:
+      checkpointer: the run's checkpoints.
+      requested_step: the step that was asked for; None: the newest readable one.
+      step: the step of the checkpoint.
+      meta: the checkpoint's meta.
+      config: the run's configuration, in the phase of the step.
+    """
+
+    checkpointer: Checkpointer
+    requested_step: int | None
+    step: int
+    meta: dict[str, Any]
+    config: schema.Config
+
+
+@contextlib.contextmanager
+def open_checkpoint(run_dir: Path, step: str) -> Iterator[OpenCheckpoint]:
+    """Open a run's checkpoint for reading.
+
+    Arguments and errors are those of `restore_training`.
     """
     prepare_jax()
     with checkpoints_of(run_dir) as checkpointer:
-        chosen = chosen_step(checkpointer, step)
-        meta = checkpointer.meta(chosen)
+        requested_step = parse_step(checkpointer, step)
+        meta = checkpointer.meta(requested_step)
         refuse_custom(run_dir, meta)
-        taken = checkpointer.newest() if chosen is None else chosen
-        c = phase_at(saved_config(meta), taken)
+        restored_step = (
+            checkpointer.newest() if requested_step is None else requested_step
+        )
+        c = phase_at(saved_config(meta), restored_step)
         keep_compiled(c)
-        yield checkpointer, chosen, meta, c
+        yield OpenCheckpoint(checkpointer, requested_step, restored_step, meta, c)
 
 
-def chosen_step(checkpointer: Checkpointer, step: str) -> int | None:
-    """Return the step that a user chose; None: the newest that can be read.
+def parse_step(checkpointer: Checkpointer, step: str) -> int | None:
+    """Return the step that a user asks for; None: the newest readable checkpoint.
 
     Raises:
-      UserError: no number, or no checkpoint has a validation loss.
+      UserError: `step` is not valid, or no checkpoint has a validation loss.
     """
     if step == "newest":
         return None
@@ -174,11 +193,11 @@ def without_saved_cache(
 
     A stranger's configuration could name a private text, to be prepared where the
     stranger reads it. So the saved directory is only read: if it holds the data of the
-    run, they are opened there. Otherwise they are prepared in the user's own.
+    run, they are opened there. Otherwise they are prepared in `cache`.
 
     Args:
       c: the configuration of a checkpoint.
-      fingerprint: of the data that it was trained on.
+      fingerprint: the fingerprint of the data that the run was trained on.
       cache: the user's own directory for prepared data.
     """
     data = dataclasses.replace(c.data, cache_dir=str(cache))
@@ -195,9 +214,9 @@ def without_saved_cache(
 
 def own_cache() -> Path:
     """Return the user's directory for prepared data, in the working directory."""
-    place = default_cache(DATA_CACHE)
-    assert place is not None
-    return path_of(place).absolute()
+    directory = default_cache(DATA_CACHE)
+    assert directory is not None
+    return path_of(directory).absolute()
 
 
 def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:

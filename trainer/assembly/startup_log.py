@@ -1,6 +1,4 @@
-"""The startup log: what a run prints before its first step, and records of its
-origin.
-"""
+"""The startup log: lines that a run prints before its first step, and its origin."""
 
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from trainer.report.history import FORKED, SCHEDULE_CHANGED, WEIGHTS
 from trainer.report.messages import (
     describe,
     describe_mesh,
+    describe_schedule_change,
     rounding_of,
-    schedule_change,
 )
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
@@ -34,9 +32,7 @@ from trainer.workload import Workload
 def describe_run(
     c: schema.Config, w: Workload, step: jax.stages.Compiled | DiLoCoStep | None = None
 ) -> list[str]:
-    """Return lines about what is trained, with the memory that a compiled step
-    needs.
-    """
+    """Return lines about model, data and precision, and a compiled step's memory."""
     lines = describe(
         w,
         model="of your own" if w.model.family is CUSTOM else c.model.name,
@@ -49,9 +45,7 @@ def describe_run(
 
 
 def describe_validation(c: schema.Config, data: Dataset) -> list[str]:
-    """Return a line where validations during the training may read only some of the
-    files.
-    """
+    """Return a line if validations during training may read only some of the files."""
     files = len(data.manifest.source.get("digests", ()))
     batches = c.train.eval_batches
     if files < 2 or not c.train.eval_every or data.val.steps_per_epoch <= batches:
@@ -63,19 +57,19 @@ def describe_validation(c: schema.Config, data: Dataset) -> list[str]:
     ]
 
 
-def describe_phase(phases: Phases, stage: TrainingPhase) -> list[str]:
+def describe_phase(phases: Phases, phase: TrainingPhase) -> list[str]:
     """Return a line about a phase, if the run has several."""
-    if len(phases.stages) == 1:
+    if len(phases.items) == 1:
         return []
-    task, config = stage.task, stage.config
-    number = phases.stages.index(stage) + 1
+    task, config = phase.task, phase.config
+    number = phases.items.index(phase) + 1
     parameters = param_count(task.model.spec, task.trained)
     trained = f"{', '.join(task.trainable) or 'all'} ({parameters:,} parameters)"
     precision = config.precision
     rounding = rounding_of(precision.weights, precision.weights_rounding)
     return [
-        f"phase {number} of {len(phases.stages)}, steps {stage.start + 1:,} to"
-        f" {stage.until:,}: {trained}, {precision.name}{rounding},"
+        f"phase {number} of {len(phases.items)}, steps {phase.start + 1:,} to"
+        f" {phase.until:,}: {trained}, {precision.name}{rounding},"
         f" {config.schedule.name} from {config.optimizer.lr:g}"
     ]
 
@@ -98,23 +92,19 @@ def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[
 
 
 def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
-    """Return the run or the weights that a run began with, and how its schedule
-    changed, for its report.
-    """
+    """Return a run's origin and the changes of its schedule, for its report."""
     facts = {}
     if checkpoint.origin:
         facts[FORKED] = checkpoint.origin
     elif c.init_from is not None:
         facts[WEIGHTS] = c.init_from
-    if changes := schedule_changes(c, checkpoint):
+    if changes := schedule_history(c, checkpoint):
         facts[SCHEDULE_CHANGED] = "; ".join(changes)
     return facts
 
 
-def schedule_changes(c: schema.Config, checkpoint: Restored) -> list[str]:
-    """Return when and how the learning rates of a resumed run became others than those
-    that it had begun with, in words.
-    """
+def schedule_history(c: schema.Config, checkpoint: Restored) -> list[str]:
+    """Return a description of each change of the schedule since the run began."""
     changes = list(checkpoint.meta.get("schedule_changes") or ())
     step = checkpoint.step
     if not step or checkpoint.is_fork:
@@ -122,11 +112,11 @@ def schedule_changes(c: schema.Config, checkpoint: Restored) -> list[str]:
     saved = saved_config(checkpoint.meta)
     saved_rates, rates = (build_learning_rates(x)[:step] for x in (saved, c))
     if not np.array_equal(saved_rates, rates):
-        changes.append(f"after step {step:,} ({changed_schedule(saved, c)})")
+        changes.append(f"after step {step:,} ({changed_schedule_keys(saved, c)})")
     return changes
 
 
-def changed_schedule(saved: schema.Config, c: schema.Config) -> str:
+def changed_schedule_keys(saved: schema.Config, c: schema.Config) -> str:
     """Return the keys of the learning-rate schedule that changed, in words."""
     old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
     return "; ".join(
@@ -137,23 +127,23 @@ def changed_schedule(saved: schema.Config, c: schema.Config) -> str:
 
 
 def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
-    """Return how batches and learning rates of a resumed run change from here on."""
+    """Return lines about changes of batch size and schedule in a resumed run."""
     if not checkpoint.step:
         return []
     saved = saved_config(checkpoint.meta)
     lines = describe_batch_change(saved, c, checkpoint.step)
-    return lines + schedule_change(
+    return lines + describe_schedule_change(
         checkpoint.step,
         build_learning_rates(saved),
         build_learning_rates(c),
-        changed_schedule(saved, c),
+        changed_schedule_keys(saved, c),
     )
 
 
 def describe_other_devices(
     c: schema.Config, mesh: jax.sharding.Mesh, checkpoint: Restored
 ) -> list[str]:
-    """Return a line where a run resumes on other devices, or on another mesh of them.
+    """Return a line if a run resumes on other devices, or on another mesh.
 
     Checkpoints of older versions do not say their devices.
     """
@@ -168,9 +158,9 @@ def describe_other_devices(
 
 
 def describe_other_settings(c: schema.Config, checkpoint: Restored) -> list[str]:
-    """Return a line where a run resumes with other versions or settings of JAX.
+    """Return a line if a run resumes with other versions or settings of JAX.
 
-    Checkpoints of older versions do not say them.
+    Checkpoints of older versions lack both.
     """
     was = checkpoint.meta.get("settings") or {}
     changed = [
@@ -189,13 +179,13 @@ def describe_other_settings(c: schema.Config, checkpoint: Restored) -> list[str]
 def describe_batch_change(
     old: schema.Config, new: schema.Config, step: int
 ) -> list[str]:
-    """Return what another batch size means for the data: steps count batches."""
+    """Return a line about the tokens that a changed batch size skips or repeats."""
     was, now = old.train.batch_tokens, new.train.batch_tokens
     if was == now:
         return []
-    between = "are left out" if now > was else "are seen twice"
+    effect = "are left out" if now > was else "are seen twice"
     return [
         f"train.batch_tokens={now:,} (was {was:,}): batches are counted in steps, so"
         f" after step {step:,} the data go on at token {step * now:,}, not"
-        f" {step * was:,}; the {step * abs(now - was):,} tokens between {between}"
+        f" {step * was:,}; the {step * abs(now - was):,} tokens between {effect}"
     ]

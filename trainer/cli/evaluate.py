@@ -29,7 +29,7 @@ from trainer.precision.policy import Policy
 from trainer.text import show
 
 if TYPE_CHECKING:
-    from trainer.assembly.evaluation import Result
+    from trainer.assembly.evaluation import PrecisionResult
 
 
 @dataclass(frozen=True)
@@ -88,22 +88,22 @@ def main(args: Arguments) -> None:
 
 def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     """Print the loss in each precision, and write evaluation.json into the run."""
-    from trainer.assembly.evaluation import evaluate, other_text, validation_text
+    from trainer.assembly.evaluation import evaluate, source_text, validation_text
     from trainer.assembly.saved_model import own_cache, restore_training
     from trainer.data import TextSource
 
     run_dir = Path(args.run_dir)
     c, w, restored = restore_training(run_dir, args.step)
     others = {name: w.task.in_precision(policy) for name, policy in policies.items()}
-    most = args.batches or c.train.final_eval_batches
+    max_batches = args.batches or c.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
-        text = other_text(source, own_cache(), w, most)
+        text = source_text(source, own_cache(), w, max_batches)
     else:
-        text = validation_text(w, most)
+        text = validation_text(w, max_batches)
     size = text.batches * w.data.val.batch_size * w.model.spec.context
     where = f"; {args.text}" if args.text else ""
-    rest = f"; text behind batches={most} is not read"
+    rest = f"; text behind batches={max_batches} is not read"
     if text.left_out is not None:
         rest = f"; {text.left_out:,} tokens behind them, less than a batch, left out"
     show(
@@ -146,13 +146,13 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
         )
     from trainer.assembly.evaluation import evaluate_tasks
     from trainer.assembly.saved_model import restore_training
-    from trainer.tasks.choose import choose
+    from trainer.tasks.choose import choose_tasks
     from trainer.tasks.offline import write_for_harness
 
     run_dir = Path(args.run_dir)
     c, w, restored = restore_training(run_dir, args.step)
     fewshot = None if args.fewshot < 0 else args.fewshot
-    tasks = choose(
+    tasks = choose_tasks(
         split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot
     )
     show(
@@ -233,7 +233,7 @@ def policy_of(item: str) -> Policy:
     return c.policy
 
 
-def table_row(result: "Result", reference: float) -> str:
+def table_row(result: "PrecisionResult", reference: float) -> str:
     """Return a row of the table; `reference` is the loss of the run's precision."""
     from trainer.report.history import AS_TRAINED
 

@@ -30,17 +30,20 @@ class Dataset(NamedTuple):
 
     @classmethod
     def open(
-        cls, directory: Path, *, seed: int, parts: int = 1, **settings: Any
+        cls, directory: Path, *, seed: int, batch_parts: int = 1, **settings: Any
     ) -> Self:
         """Open both splits; `settings` are those of `Loader`.
 
         Only training is shuffled. Batches of the validation have as many rows as there
-        are windows, if these are fewer: a multiple of `parts`.
+        are windows, if these are fewer: a multiple of `batch_parts`.
         """
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
         val.batch_size = validation_rows(
-            val.windows, val.batch_size, parts, f"the validation part of {directory}"
+            val.windows,
+            val.batch_size,
+            batch_parts,
+            f"the validation part of {directory}",
         )
         return cls(train, val, train.manifest.get_tokenizer(), directory)
 

@@ -158,24 +158,24 @@ def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
 
-def validation_rows(windows: int, batch_size: int, parts: int, text: str) -> int:
+def validation_rows(windows: int, batch_size: int, batch_parts: int, text: str) -> int:
     """Return the rows of a validation batch, in which no window counts twice.
 
     Args:
       windows: of the validation.
-      batch_size: of the training, a multiple of `parts`.
-      parts: micro-batches times devices, over which a batch is split.
+      batch_size: of the training, a multiple of `batch_parts`.
+      batch_parts: micro-batches times devices, over which a batch is split.
       text: which text it is, for the message.
 
     Raises:
       UserError: there are fewer windows than parts.
     """
-    rows = min(batch_size, windows // parts * parts)
+    rows = min(batch_size, windows // batch_parts * batch_parts)
     if not rows:
         raise UserError(
             f"{text} has {windows} windows of model.context + 1 tokens, fewer than the"
-            f" {parts} parts of a batch (train.grad_accum_steps x devices); use more"
-            " text, or a larger data.val_fraction"
+            f" {batch_parts} parts of a batch (train.grad_accum_steps x devices); use"
+            " more text, or a larger data.val_fraction"
         )
     return rows
 

@@ -319,7 +319,7 @@ class Mixture(Loader):
       seed: None for a validation.
       shares: the source of each sample.
       batch_size: B; None: that of the parts.
-      split_over: see `validation_rows`.
+      batch_parts: see `validation_rows`.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class Mixture(Loader):
         shares: ReplicaShares | None = None,
         *,
         batch_size: int | None = None,
-        split_over: int = 1,
+        batch_parts: int = 1,
     ) -> None:
         self.parts = dict(parts)
         first = next(iter(parts.values()))
@@ -356,7 +356,7 @@ class Mixture(Loader):
         )
         if seed is None:
             self.batch_size = validation_rows(
-                int(samples), self.batch_size, split_over, "the validation of data=mix"
+                int(samples), self.batch_size, batch_parts, "the validation of data=mix"
             )
         self._steps_per_epoch = max(1, int(samples) // self.batch_size)
         self.shares: ReplicaShares | Shares | EvenShares

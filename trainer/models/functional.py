@@ -17,12 +17,12 @@ class Functional[Model](NamedTuple):
     """A model as pure functions.
 
     Attributes:
-      init: from a key to parameters, nested dictionaries of arrays as in
-          `nnx.to_pure_dict`.
-      bind: from parameters (and amax histories, if any) to the model.
-      init_histories: makes the initial amax histories of delayed scaling, a nested
-          dictionary, which is empty without delayed scaling.
-      roles: of the parameters, in the same nested dictionaries.
+      init: a function from a key to parameters, nested dictionaries of arrays as in
+        `nnx.to_pure_dict`.
+      bind: a function from parameters, and amax histories if any, to the model.
+      init_histories: returns the initial amax histories of delayed scaling, a nested
+        dictionary, which is empty without delayed scaling.
+      roles: the roles of the parameters, in the same nested dictionaries.
     """
 
     init: Callable[[jax.Array], Params]
@@ -63,16 +63,16 @@ def as_functions[Model: nnx.Module](
 
 
 def next_token_loss(
-    loss: Callable[..., jax.Array], tokens_BxT1: jax.Array, border: int | None
+    loss: Callable[..., jax.Array], tokens_BxT1: jax.Array, loss_boundary_id: int | None
 ) -> jax.Array:
     """Return `loss(inputs, targets)` of predicting each token from those before it.
 
-    `border` is the end-of-text id: the token after it is not predicted, and becomes
-    negative for `loss(..., masked=True)`. It counts as 0 in the mean over all B*T
-    targets, so that a token has the same weight in every batch, however it is cut.
+    `loss_boundary_id` is the end-of-text id. The token after it is not predicted: its
+    target becomes -1, which `loss(..., masked=True)` ignores. It still counts in the
+    denominator B*T, so that a token has the same weight in every batch.
     """
     inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
-    if border is None:
+    if loss_boundary_id is None:
         return loss(inputs_BxT, targets_BxT)
-    counted_BxT = inputs_BxT != border
+    counted_BxT = inputs_BxT != loss_boundary_id
     return loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)

@@ -15,7 +15,8 @@ from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 
-SHORTEST = 256  # positions of a cache; a longer one has a power of two, or the context
+# Positions; a longer cache is rounded up to a power of two, at most the context.
+MIN_CACHE = 256
 
 
 def sample(
@@ -79,8 +80,8 @@ class Generator:
     It compiles two programs, whatever the arguments.
 
     Args:
-      bind: parameters to the model, see `functional.Functional`.
-      spec: the model's.
+      bind: a function from parameters to the model, see `functional.Functional`.
+      spec: the model's spec.
     """
 
     def __init__(self, bind: Callable[[Params], LanguageModel], spec: Spec) -> None:
@@ -112,7 +113,7 @@ class Generator:
 
             def step(carry: tuple) -> tuple:
                 i, ids_S, logits_V, cache = carry
-                # By the token's index in the continuation, not in the window.
+                # Keyed by the index in the continuation: ids do not depend on windows.
                 new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
                 # The last token of a full window has no place in the cache; its logits
                 # are never used.
@@ -136,13 +137,13 @@ class Generator:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        between: Callable[[], object] = lambda: None,
+        before_window: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Return `max_new_tokens` ids that continue the prompt, deterministically.
 
         When the context is full, its later half is prefilled as the new beginning:
-        positions are absolute, so that a cache cannot slide. `between` is called before
-        each of these windows; its exceptions pass.
+        positions are absolute, so that a cache cannot slide. `before_window` is called
+        before each prefill; its exceptions propagate.
 
         Raises:
           UserError: an empty prompt, or a number out of its range.
@@ -150,11 +151,11 @@ class Generator:
         check(prompt, max_new_tokens, temperature, top_k, top_p, seed)
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
         # A saved configuration may have any context: the cache is as large as needed.
-        needed = max(len(prompt) + max_new_tokens, SHORTEST)
+        needed = max(len(prompt) + max_new_tokens, MIN_CACHE)
         S = min(self.spec.context, 1 << (needed - 1).bit_length())
         ids, new = list(prompt[-S:]), 0
         while new < max_new_tokens:
-            between()
+            before_window()
             window = ids if len(ids) <= S else ids[-max(1, S // 2) :]
             padded_S = np.zeros(S, np.int32)
             padded_S[: len(window)] = window

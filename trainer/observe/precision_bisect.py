@@ -184,7 +184,9 @@ def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
     if spec.scan_layers:
         params = family_of(spec).unstack_layers(params)
     plain = dataclasses.replace(spec, scan_layers=False, remat="none")
-    return Model.make(plain, model.policy, model.rows, border=model.border), params
+    return Model.make(
+        plain, model.policy, model.rows, loss_boundary_id=model.loss_boundary_id
+    ), params
 
 
 def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
@@ -235,7 +237,9 @@ def bisect(
             "everything in this run is FP32 already; valid: a run with a narrower"
             " precision"
         )
-    exact = Model.make(model.spec, in_fp32(model.policy), border=model.border)
+    exact = Model.make(
+        model.spec, in_fp32(model.policy), loss_boundary_id=model.loss_boundary_id
+    )
     none = jnp.zeros((0, len(CASTS)), bool)
     value_and_grad = log_first_duration(
         jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note

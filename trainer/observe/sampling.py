@@ -17,17 +17,19 @@ if TYPE_CHECKING:  # the benchmark image lacks the tokenizers
 def make_sample(
     task: TrainTask, tokenizer: "Tokenizer", prompt: str, **controls: Any
 ) -> Callable[[Any, Callable[[], object]], str]:
-    """Return `(params, between) -> text`, the prompt and its continuation.
+    """Return `(params, before_window) -> text`, the prompt and its continuation.
 
-    `controls` and `between` are arguments of `Generator`.
+    `controls` and `before_window` are arguments of `Generator`.
     """
     from trainer.data.tokenizer import continuation
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
     ids, gather = tokenizer.encode(prompt), on_one_device(task)
 
-    def sample(params: Any, between: Callable[[], object]) -> str:
-        new_ids = generator(asarray(gather(params)), ids, between=between, **controls)
+    def sample(params: Any, before_window: Callable[[], object]) -> str:
+        new_ids = generator(
+            asarray(gather(params)), ids, before_window=before_window, **controls
+        )
         return prompt + continuation(tokenizer, ids, new_ids)
 
     return sample

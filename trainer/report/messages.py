@@ -329,13 +329,13 @@ def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def schedule_change(
+def describe_schedule_change(
     step: int,
     old_rates: np.ndarray,
     new_rates: np.ndarray,
     why: str,
 ) -> list[str]:
-    """Return a line where the schedule of the last step taken has changed.
+    """Return a line if the learning rate of the last step taken has changed.
 
     Args:
       step: steps taken, at least 1.

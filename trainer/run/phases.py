@@ -34,7 +34,7 @@ class TrainingPhase(NamedTuple):
 class Phases(NamedTuple):
     """The phases of a run in order, at least one, and the seed of the run."""
 
-    stages: tuple[TrainingPhase, ...]
+    items: tuple[TrainingPhase, ...]
     seed: int
 
     def containing(self, step: int) -> TrainingPhase:
@@ -43,7 +43,7 @@ class Phases(NamedTuple):
         Step 0 is of the first phase.
         """
         return next(
-            (stage for stage in self.stages if step <= stage.until), self.stages[-1]
+            (phase for phase in self.items if step <= phase.until), self.items[-1]
         )
 
     def resumed_by(self, checkpoint: Restored) -> TrainingPhase:

@@ -47,7 +47,7 @@ class Tasks:
         return scores
 
 
-def choose(
+def choose_tasks(
     names: Sequence[str],
     text: Callable[[int], str],
     *,

@@ -28,7 +28,7 @@ def tokens(seed=0):
 
 def bordered(preset, spec=SPEC):
     task = workload(preset, 1, spec)
-    return task._replace(model=task.model._replace(border=END))
+    return task._replace(model=task.model._replace(loss_boundary_id=END))
 
 
 @pytest.mark.parametrize("spec", [SPEC, LLAMA])

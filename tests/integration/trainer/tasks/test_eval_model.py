@@ -17,7 +17,7 @@ from trainer.data import get_tokenizer
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.tasks import harness
-from trainer.tasks.choose import choose
+from trainer.tasks.choose import choose_tasks
 from trainer.tasks.eval_model import EvalModel, GenerationRequest, before_first
 from trainer.tasks.harness import check_names, request_of, scores_in
 from trainer.tasks.offline import TASKS, items_of, write_for_harness
@@ -149,7 +149,9 @@ def test_who_knows_the_text_scores_full_marks():
         for context, text in pairs
     ]
     author = SimpleNamespace(likelihoods=knows)
-    tasks = choose(["last_word", "word_order"], lambda size: TEXT[:size], limit=30)
+    tasks = choose_tasks(
+        ["last_word", "word_order"], lambda size: TEXT[:size], limit=30
+    )
     actual = tasks.scores(author)
     assert actual["last_word"] == {"acc": (1.0, 0.0), "perplexity": (1.0, 0.0)}
     assert actual["word_order"] == {"acc": (1.0, 0.0)}
@@ -181,7 +183,7 @@ def test_names_that_are_no_tasks_are_refused(monkeypatch):
             r" '.\[lm-eval\]'"
         ),
     ):
-        choose(["last_word", "hellaswag"], lambda size: TEXT)
+        choose_tasks(["last_word", "hellaswag"], lambda size: TEXT)
     known = SimpleNamespace(all_tasks=["hellaswag", "piqa"])
     check_names(["piqa"], known)
     with pytest.raises(
@@ -239,7 +241,7 @@ def test_the_numbers_of_the_harness_s_results():
 def test_the_harness_asks_the_examinee(tmp_path):
     pytest.importorskip("lm_eval")
     items = items_of("last_word", TEXT, 12)
-    tasks = choose(
+    tasks = choose_tasks(
         [str(write_for_harness("last_word", items, tmp_path))], lambda size: TEXT
     )
     [actual] = tasks.scores(eval_model()).values()

@@ -117,11 +117,11 @@ def test_a_split_of_fewer_windows_than_the_batch_has_one_step_per_epoch(director
 def test_no_window_counts_twice_in_a_validation(directory):
     tokens = Loader(directory, "val", context=8, batch_size=1).tokens
     settings = {"seed": 0, "context": (tokens - 1) // 5, "batch_size": 16}
-    val = Dataset.open(directory, parts=2, **settings).val
+    val = Dataset.open(directory, batch_parts=2, **settings).val
     assert (val.windows, val.batch_size, val.steps_per_epoch) == (5, 4, 1)
     assert callbacks.tokens_read(val, 9) == 4 * val.context
     with pytest.raises(UserError, match=r"has 5 windows .* fewer than the 8 parts"):
-        Dataset.open(directory, parts=8, **settings)
+        Dataset.open(directory, batch_parts=8, **settings)
 
 
 def test_prefetch_gives_the_loader_s_batches_in_order(directory):

@@ -183,7 +183,7 @@ def mixture(parts, split="train", *weights, seed=1, batch_size=None, **settings)
         [MixtureStage(i, stage) for i, stage in stages],
         seed,
         batch_size=batch_size,
-        split_over=4 if batch_size else 1,
+        batch_parts=4 if batch_size else 1,
     )
 
 

@@ -191,19 +191,19 @@ def test_a_stop_between_two_windows_ends_a_long_text():
     generate, _, params = make()
     windows = []
 
-    def between():
+    def before_window():
         windows.append(len(windows))
         if len(windows) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate(params, PROMPT, max_new_tokens=10**6, between=between)
+        generate(params, PROMPT, max_new_tokens=10**6, before_window=before_window)
     assert windows == [0, 1, 2]
 
 
 def test_samples_can_be_broken_off_by_a_stop_request():
-    def sample(params, between):
-        between()
+    def sample(params, before_window):
+        before_window()
         return "never"
 
     context = StepContext(

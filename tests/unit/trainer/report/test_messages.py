@@ -11,23 +11,25 @@ from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import EmbeddedSource, Manifest, TextSource, prepare
 from trainer.data.dataset import Dataset
-from trainer.report.messages import describe_data, schedule_change, text_of
+from trainer.report.messages import describe_data, describe_schedule_change, text_of
 from trainer.run.checkpoint import Restored
 
 
 def test_a_longer_schedule_is_told_by_its_learning_rates():
     before, now = np.float32([4, 3, 2, 1]), np.float32([4, 3.5, 3, 2.5, 2, 1.5, 1])
-    (line,) = schedule_change(4, before, now, "train.steps=7, was 4")
+    (line,) = describe_schedule_change(4, before, now, "train.steps=7, was 4")
     assert "train.steps=7, was 4)" in line
     assert "from 1.00e+00 in step 4 to 2.00e+00 in step 5" in line
 
 
 def test_a_schedule_that_goes_on_as_before_is_not_worth_a_line():
     rates = np.float32([1, 2, 2, 2, 2])
-    assert schedule_change(3, rates, rates, "") == []
+    assert describe_schedule_change(3, rates, rates, "") == []
     # only the warm-up, which is over, was another
-    assert schedule_change(3, rates, np.float32([2, 2, 2, 2]), "") == []
-    assert schedule_change(4, rates, np.float32([4, 3, 2, 1]), "") == []  # it ends here
+    assert describe_schedule_change(3, rates, np.float32([2, 2, 2, 2]), "") == []
+    assert (
+        describe_schedule_change(4, rates, np.float32([4, 3, 2, 1]), "") == []
+    )  # it ends here
 
 
 def test_the_keys_that_were_changed_are_named_and_no_others():
