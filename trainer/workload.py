@@ -102,7 +102,7 @@ class Model(NamedTuple):
         spec: Spec,
         policy: Policy,
         rows: int | None = None,
-        split: str | None = None,
+        tensor_axis: str | None = None,
         *,
         store_gradients: bool = False,
         loss_boundary_id: int | None = None,
@@ -113,8 +113,8 @@ class Model(NamedTuple):
           spec: of the model.
           policy: the precision.
           rows: see the class.
-          split: the mesh axis over which the training model's heads and hidden channels
-            are split; see `Family.build`.
+          tensor_axis: the mesh axis over which the training model's heads and hidden
+            channels are split; see `Family.build`.
           store_gradients: see `dot_general_for`.
           loss_boundary_id: see the class.
 
@@ -134,9 +134,9 @@ class Model(NamedTuple):
         training = family.build(
             spec,
             compute_dtype=policy.logical,
-            dot_general=dots,
+            dot_general_for=dots,
             rescale_grads=policy.rescaled_places,
-            split=split,
+            tensor_axis=tensor_axis,
         )
         sampling = family.build(spec.for_sampling(), compute_dtype=policy.logical)
         return cls(
@@ -183,7 +183,7 @@ class Model(NamedTuple):
             # Gradients that nothing is added to are rounded inside the loop over the
             # layers, which then stacks bytes.
             return self.remade(store_gradients=True)
-        return self if mesh.shape["tensor"] == 1 else self.remade(split="tensor")
+        return self if mesh.shape["tensor"] == 1 else self.remade(tensor_axis="tensor")
 
     def eval_loss(
         self, state: TrainState, tokens: jax.Array, segments: jax.Array | None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# from a block's name ("*" for scanned blocks) and its key to the block
+# a function from a block's name ("*" for scanned blocks) and its key to the block
 Make = Callable[[str, jax.Array], nnx.Module]
 
 
@@ -38,14 +38,14 @@ def apply_blocks(
     """Apply all blocks to `x`, and return the result.
 
     Args:
-      blocks: of `make_blocks`.
+      blocks: the result of `make_blocks`.
       call: `(block, x, shared, the layer's entry of `each`) -> x`.
       x_NxD: the input of the first block.
       shared: a pytree of arrays that all blocks take.
       each: a pytree [L, ...] with an entry for each block, or None.
       scan: whether the blocks are stacked.
-      remat: what is recomputed in the backward pass; blocks themselves handle "none"
-          and "elementwise".
+      remat: the values that the backward pass recomputes, as in `GPT2Spec`; blocks
+        themselves handle "none" and "elementwise".
     """
 
     def run(
@@ -55,8 +55,8 @@ def apply_blocks(
 
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
-        # `prevent_cse` keeps XLA from merging a pass with its recomputation, which it
-        # cannot do in a scan.
+        # XLA cannot merge the forward pass with its recomputation in a scan; elsewhere
+        # `prevent_cse` keeps it from that.
         run = jax.checkpoint(run, policy=policy, prevent_cse=not scan, static_argnums=0)
     if scan:
         graphdef, layers = nnx.split(blocks)
@@ -79,10 +79,10 @@ def decode_blocks(
     *,
     scan: bool,
 ) -> tuple[jax.Array, Any]:
-    """Apply `call(block, x, layer's entry of each)` of all blocks.
+    """Apply all blocks to `x`; return `x` and the new cache.
 
-    `call` returns `x` and the layer's new cache. `each` is the cache [L, ...], or a
-    pytree that contains it. Returns `x` and the new cache.
+    `call(block, x, the layer's entry of each)` returns `x` and the layer's new cache.
+    `each` is the cache [L, ...], or a pytree that contains it.
     """
     if scan:
         graphdef, layers = nnx.split(blocks)
@@ -91,8 +91,8 @@ def decode_blocks(
             x_NxD,
             (layers, each),
         )
-    new = []
+    new_caches = []
     for i, block in enumerate(blocks):
         x_NxD, layer_cache = call(block, x_NxD, jax.tree.map(lambda c, i=i: c[i], each))
-        new.append(layer_cache)
-    return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new)
+        new_caches.append(layer_cache)
+    return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new_caches)

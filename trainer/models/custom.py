@@ -280,7 +280,7 @@ def no_load(source: Path, spec: Any) -> NoReturn:
 
 CUSTOM = Family(
     name="own",
-    blocks="h",
+    blocks_name="h",
     parts=("embedding", "scale", "kernel", "bias"),
     build=functional,
     linear_sizes=linear_sizes,

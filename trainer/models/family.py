@@ -61,7 +61,7 @@ class Spec(Protocol):
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
-        """The fields that decide which function given parameters compute."""
+        """Return the names of the fields that decide the function of the parameters."""
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class Spec(Protocol):
         """Return the `checkpoint_fields` as JSON values, with defaults filled in."""
 
     def is_compatible(self, name: str, value: Any) -> bool:
-        """Return whether a field of another `architecture` gives the same function."""
+        """Return whether `value` of another spec's field gives the same function."""
 
     def for_sampling(self) -> Self:
-        """Return the same function of the same parameters, without rounding aids."""
+        """Return the spec without smooth SwiGLU, with the same function."""
 
 
 class LanguageModel(Protocol):
@@ -100,12 +100,15 @@ class LanguageModel(Protocol):
     def last_logits(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Return the loss's logits after the last token, FP32 `[B, vocab_size]`."""
+        """Return logits after the last token, FP32 `[B, vocab_size]`.
+
+        They are those of `loss`'s forward pass, without a cache.
+        """
 
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Return hidden states `[B, T, D]` of the loss's forward pass, for `logits`."""
+        """Return hidden states `[B, T, D]` of `loss`'s forward pass, for `logits`."""
 
     def init_cache(self, batch: int, length: int | None = None) -> Any:
         """Return an empty cache of `length` positions, by default of `context`."""
@@ -123,10 +126,11 @@ class HuggingFace(NamedTuple):
     """Import and export of a family's weights in Hugging Face's format.
 
     Attributes:
-      load: from a directory or safetensors file, and a spec that completes the files
-        (or None), to spec and parameters: NumPy, unrolled layers, padded tables.
-      save: from directory, spec, parameters of unrolled layers, and the tokenizer's
-        end-of-text id (or None), to the paths of the weights.
+      load: `(source, spec) -> (spec, parameters)` of a directory or safetensors file.
+        The given spec, or None, completes the files. Parameters are NumPy arrays, with
+        unrolled layers and padded tables.
+      save: `(directory, spec, parameters, eot) -> paths of the weights`. Layers are
+        unrolled; `eot` is the tokenizer's end-of-text id, or None.
     """
 
     load: Callable[[Path, Any], tuple[Any, Params]]
@@ -138,13 +142,13 @@ class Family:
     """A family of models. Its functions take a spec of the family.
 
     Attributes:
-      name: in configurations, and Hugging Face's `model_type`.
-      blocks: the name of the list of blocks among the parameters.
-      parts: names of layers and parameters in the order of a forward pass, in which
-          numerics are listed.
+      name: the name in configurations, and Hugging Face's `model_type`.
+      blocks_name: the name of the list of blocks among the parameters.
+      parts: names of layers and parameters in the order of a forward pass, which is
+        that of listed numerics.
       build: (spec, **settings) -> the model as pure functions. The settings are
-        `compute_dtype`, `param_dtype`, `dot_general`, `rescale_grads` and `split`; see
-        `layers.Factory`. The bound model is a `LanguageModel`.
+        `compute_dtype`, `param_dtype`, `dot_general_for`, `rescale_grads` and
+        `tensor_axis`; see `layers.Factory`. The bound model is a `LanguageModel`.
       linear_sizes: input and output width of each linear layer inside the blocks, by
         path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers.
       forward_flops_per_token: FLOPs of one token's forward pass at the full context;
@@ -155,7 +159,7 @@ class Family:
     """
 
     name: str
-    blocks: str
+    blocks_name: str
     parts: tuple[str, ...]
     build: Callable[..., Functional]
     linear_sizes: Callable[[Any], dict[str, tuple[int, int]]]
@@ -165,19 +169,20 @@ class Family:
 
     def stack_layers(self, params: Mapping[str, Any]) -> Params:
         """Stack the parameters of unrolled layers along a leading axis L."""
-        layers = [params[self.blocks][i] for i in range(len(params[self.blocks]))]
+        blocks = params[self.blocks_name]
+        layers = [blocks[i] for i in range(len(blocks))]
         return {
             **params,
-            self.blocks: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+            self.blocks_name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
         }
 
     def unstack_layers(self, params: Mapping[str, Any]) -> Params:
-        """The inverse of `stack_layers`."""
-        stacked = params[self.blocks]
+        """Invert `stack_layers`."""
+        stacked = params[self.blocks_name]
         n_layer = jax.tree.leaves(stacked)[0].shape[0]
         return {
             **params,
-            self.blocks: {
+            self.blocks_name: {
                 i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
                 for i in range(n_layer)
             },

@@ -16,22 +16,25 @@ from scalify_core.numerics.formats import pow2_round
 from scalify_core.ops.functional import swiglu
 from scalify_core.static import get_data_scale
 
-SIZES = 2.0**-14, 2.0**14  # limits of channel sizes, whose inverses FP16 has too
+DIVISOR_RANGE = 2.0**-14, 2.0**14  # FP16 has these and their inverses
 
 
 def smooth_swiglu(
     gate_NxF: jax.Array, linear_NxF: jax.Array, peak: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `swiglu` with every channel divided by its size, and the sizes `[F]`.
+    """Return `swiglu` with a divided result for each channel, and the divisors `[F]`.
 
-    The size is the power of two that brings the linear branch's largest magnitude over
+    A channel's divisor is the power of two that brings the linear branch's amax over
     the batch near `peak`, a power of two. The caller multiplies the rows of the next
-    kernel by the sizes before it quantizes the kernel. Under `scalify` magnitudes are
-    those of the data, so the static scales of matmul and kernel stay right.
+    kernel by the divisors before it quantizes the kernel.
+
+    Under `scalify` an amax is that of a scaled array's data, without its scale:
+    divisors are near 1, and the static scales of hidden channels and kernel stay valid.
     """
     data_NxF, _ = get_data_scale(linear_NxF)
-    peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
-    size_F = jnp.where(peak_F > 0, jnp.clip(pow2_round(peak_F) / peak, *SIZES), 1.0)
+    amax_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
+    divisor_F = jnp.clip(pow2_round(amax_F) / peak, *DIVISOR_RANGE)
+    divisor_F = jnp.where(amax_F > 0, divisor_F, 1.0)
     hidden_NxF = swiglu(gate_NxF, linear_NxF)
-    hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
-    return hidden_NxF, size_F
+    hidden_NxF *= (1 / divisor_F)[None].astype(hidden_NxF.dtype)
+    return hidden_NxF, divisor_F

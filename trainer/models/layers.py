@@ -31,8 +31,8 @@ Norm = Callable[[jax.Array], jax.Array]
 def copy_to_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
     """Return `x` unchanged; the backward pass sums its gradient over a mesh axis.
 
-    For the replicated input of a layer that is split by columns. None: no tensor
-    parallelism. It is f of Shoeybi et al. 2019, "Megatron-LM", section 3;
+    The input of a layer that is split by columns needs it. None: no tensor parallelism.
+    This function is f of Shoeybi et al. 2019, "Megatron-LM", section 3;
     `sum_over_axis` is g.
     """
     return x_NxD if axis is None else _copy_to_axis(x_NxD, axis)
@@ -67,11 +67,11 @@ _sum_over_axis.defvjp(
 class Linear(nnx.Linear):
     """`nnx.Linear` whose kernel is passed to `dot_general` in the parameters' dtype.
 
-    `partial`: the mesh axis over which the rows are split, so that outputs are summed;
-    None: this device has all rows.
+    `psum_axis`: the mesh axis over which the kernel's rows are split, so that outputs
+    are summed over it; None: this device has all rows.
     """
 
-    partial: str | None = None
+    psum_axis: str | None = None
     probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
     def __call__(
@@ -85,9 +85,9 @@ class Linear(nnx.Linear):
 
         Args:
           x_NxD: the input.
-          factor: multiplies the kernel, each row (`[D, 1]`) or all of it.
-          columns: use only the first columns.
-          add_bias: False leaves the bias to the caller; not for a `partial` layer.
+          factor: a factor of the kernel, for each row (`[D, 1]`) or for all.
+          columns: the number of first columns to use; None: all.
+          add_bias: False leaves the bias to the caller; not with a `psum_axis`.
         """
         kernel_DxF = self.kernel[...]
         bias_F = None if self.bias is None else self.bias[...]
@@ -97,10 +97,10 @@ class Linear(nnx.Linear):
             kernel_DxF = kernel_DxF[:, :columns]
             bias_F = None if bias_F is None else bias_F[:columns]
         if not add_bias:
-            assert self.partial is None
-            return product(x_NxD, kernel_DxF, self.dot_general, self.dtype)
+            assert self.psum_axis is None
+            return matmul(x_NxD, kernel_DxF, self.dot_general, self.dtype)
         return dense(
-            x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.partial
+            x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.psum_axis
         )
 
 
@@ -110,18 +110,17 @@ def dense(
     bias_F: jax.Array | None,
     dot_general: DotGeneral,
     dtype: DTypeLike | None,
-    partial: str | None = None,
+    psum_axis: str | None = None,
 ) -> jax.Array:
-    """Return `x @ kernel + bias`, `[N, F]` in `dtype`; `partial` as in `Linear`."""
-    y_NxF = sum_over_axis(product(x_NxD, kernel_DxF, dot_general, dtype), partial)
+    """Return `x @ kernel + bias`, `[N, F]` in `dtype`; `psum_axis` as in `Linear`."""
+    y_NxF = sum_over_axis(matmul(x_NxD, kernel_DxF, dot_general, dtype), psum_axis)
     if bias_F is None:
         return y_NxF.astype(dtype)
-    # Summed in FP32, so that it is rounded once, and the bias has an FP32 gradient, as
-    # the kernel has.
+    # A sum in FP32 is rounded once, and the bias has an FP32 gradient, like the kernel.
     return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
 
 
-def product(
+def matmul(
     x_NxD: jax.Array,
     kernel_DxF: jax.Array,
     dot_general: DotGeneral,
@@ -137,17 +136,17 @@ class Factory:
     """A factory of the layers of one block, with dtypes, keys, dot_generals and roles.
 
     Args:
-      path: of the block, `h.3`, or `h.*` for all blocks, whose parameters are stacked.
-      rngs: key stream `params`.
-      compute_dtype: of activations and matmuls.
-      param_dtype: of parameters.
-      dot_general: from a linear layer's path to its dot_general, of activations in
-        `compute_dtype` and a kernel in `param_dtype`; None: a matmul in
-        `compute_dtype`.
-      rescale_grads: members of `precision.PLACES`, where gradients are rescaled under
-        `scalify`.
-      split: inside `shard_map`, the mesh axis over which the heads and hidden channels
-        of the parameters are split.
+      path: the block's path, `h.3`, or `h.*` for all blocks, with stacked parameters.
+      rngs: the key stream `params`.
+      compute_dtype: the dtype of activations and matmuls.
+      param_dtype: the dtype of parameters.
+      dot_general_for: a function from a linear layer's path to its dot_general, which
+        takes activations in `compute_dtype` and a kernel in `param_dtype`; None: a
+        matmul in `compute_dtype`.
+      rescale_grads: members of `precision.policy.RESCALED_PLACES`, where gradients are
+        rescaled under `scalify`.
+      tensor_axis: inside `shard_map`, the mesh axis over which the heads and hidden
+        channels of the parameters are split.
     """
 
     def __init__(
@@ -157,18 +156,18 @@ class Factory:
         *,
         compute_dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
-        dot_general: DotGeneralFor | None = None,
+        dot_general_for: DotGeneralFor | None = None,
         rescale_grads: tuple[str, ...] = (),
-        split: str | None = None,
+        tensor_axis: str | None = None,
     ) -> None:
         self.path = path
         self.stacked = path.endswith("*")
         self.rngs = rngs
         self.compute_dtype = compute_dtype
         self.param_dtype = param_dtype
-        self.dot_general = dot_general
+        self.dot_general_for = dot_general_for
         self.rescale_grads = rescale_grads
-        self.split = split
+        self.tensor_axis = tensor_axis
 
     def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
         """Return a LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
@@ -179,19 +178,19 @@ class Factory:
         d: int,
         eps: float,
         probes: tuple[str, ...] = ("out",),
-        split: str | None = None,
+        tensor_axis: str | None = None,
     ) -> "RMSNorm":
         """Return an RMSNorm over `d` elements.
 
-        For `probes` see `LayerNorm`, for `split` `RMSNorm`.
+        For `probes` see `LayerNorm`, for `tensor_axis` `RMSNorm`.
         """
-        return RMSNorm(d, eps, self, probes, split)
+        return RMSNorm(d, eps, self, probes, tensor_axis)
 
-    def product(self, name: str) -> DotGeneral:
-        """Return the dot_general chosen for `{path}.{name}`."""
-        if self.dot_general is None:
+    def dot_general_of(self, name: str) -> DotGeneral:
+        """Return the dot_general of the layer `{path}.{name}`."""
+        if self.dot_general_for is None:
             return wide_gradient_dot
-        return self.dot_general(f"{self.path}.{name}")
+        return self.dot_general_for(f"{self.path}.{name}")
 
     def linear(
         self,
@@ -206,7 +205,7 @@ class Factory:
         scaled_rows: bool = False,
         bias: bool = True,
     ) -> Linear:
-        """Return a layer with normal weights and zero bias, or none.
+        """Return a layer with normal weights, and with `bias` a bias of zeros.
 
         `kind`, `groups`, `gated` and `scaled_rows` are those of `Role`.
         """
@@ -231,18 +230,18 @@ class Factory:
             param_dtype=self.param_dtype,
             kernel_init=nnx.initializers.normal(stddev),
             use_bias=bias,
-            dot_general=self.product(name),
+            dot_general=self.dot_general_of(name),
             rngs=self.rngs,
             kernel_metadata={"role": kernel_role},
             bias_metadata={"role": bias_role},
         )
         # A device with some of the rows has a partial sum of every output.
-        linear.partial = self.split if kind == "row" else None
+        linear.psum_axis = self.tensor_axis if kind == "row" else None
         return linear
 
 
-def recomputed(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
-    """Return `fun`, with `recompute` under remat: only its argument is saved."""
+def maybe_remat(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
+    """Return `fun`, under `jax.checkpoint` if `recompute`: only its input is saved."""
     return jax.checkpoint(fun) if recompute else fun
 
 
@@ -254,14 +253,15 @@ class LayerNorm(nnx.Module):
     measures.
     """
 
-    def __init__(self, d: int, make: Factory, probes: tuple[str, ...]) -> None:
+    def __init__(self, d: int, factory: Factory, probes: tuple[str, ...]) -> None:
         self.scale = nnx.Param(
-            jnp.ones(d, make.param_dtype), role=Role("gain", stacked=make.stacked)
+            jnp.ones(d, factory.param_dtype), role=Role("gain", stacked=factory.stacked)
         )
         self.bias = nnx.Param(
-            jnp.zeros(d, make.param_dtype), role=Role("bias", stacked=make.stacked)
+            jnp.zeros(d, factory.param_dtype),
+            role=Role("bias", stacked=factory.stacked),
         )
-        self.rescale_grad = "layer_norm" in make.rescale_grads
+        self.rescale_grad = "layer_norm" in factory.rescale_grads
         self.probes = probes
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
@@ -274,28 +274,31 @@ class RMSNorm(nnx.Module):
     """Division by the root mean square over the last axis, in FP32.
 
     The result has the input's dtype. `rescale_grad` and `probes` are those of
-    LayerNorm. `split`: the mesh axis whose devices normalize different vectors, such as
-    heads, so that their gradients of the gain are added; None: all the same.
+    LayerNorm. `tensor_axis`: the mesh axis whose devices normalize different vectors,
+    such as heads, so that their gradients of the gain are added; None: all devices
+    normalize the same vectors.
     """
 
     def __init__(
         self,
         d: int,
         eps: float,
-        make: Factory,
+        factory: Factory,
         probes: tuple[str, ...],
-        split: str | None = None,
+        tensor_axis: str | None = None,
     ) -> None:
         self.scale = nnx.Param(
-            jnp.ones(d, make.param_dtype), role=Role("gain", stacked=make.stacked)
+            jnp.ones(d, factory.param_dtype), role=Role("gain", stacked=factory.stacked)
         )
-        self.eps, self.probes, self.split = eps, probes, split
-        self.rescale_grad = "layer_norm" in make.rescale_grads
+        self.eps, self.probes, self.tensor_axis = eps, probes, tensor_axis
+        # `layer_norm` is the name of both kinds of norm.
+        self.rescale_grad = "layer_norm" in factory.rescale_grads
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
             x_NxD = dynamic_rescale_rms_grad(x_NxD)
-        return rms_norm(x_NxD, copy_to_axis(self.scale[...], self.split), self.eps)
+        gain_D = copy_to_axis(self.scale[...], self.tensor_axis)
+        return rms_norm(x_NxD, gain_D, self.eps)
 
 
 class Embedding(nnx.Module):
@@ -314,7 +317,7 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
         kind: Literal["table", "head"] = "table",
     ) -> None:
-        # Drawn without the padding, on whose size initial values must not depend.
+        # Rows are drawn without the padding, so that its size changes no initial value.
         table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
         padding = padded_rows - rows
         self.embedding = nnx.Param(
@@ -323,9 +326,9 @@ class Embedding(nnx.Module):
 
 
 def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Zero a share of the elements, and scale up the rest; a key for each sequence.
+    """Zero a share of the elements, and scale up the rest.
 
-    Without keys it is the identity, for evaluation.
+    Each sequence has a key. Without keys, in evaluation, `x` is returned.
     """
     if keys_B is None or rate == 0.0:
         return x_NxD

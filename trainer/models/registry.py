@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
     from trainer.models.family import Family, Spec
 
-# the family of saved runs that name none
-FIRST = "gpt2"
-# a spec that another inherits from comes before it
+# A spec stands behind the one that it inherits from: `family_of` searches backwards.
 SPECS: dict[str, type[Spec]] = {
     "gpt2": GPT2Spec,
     "llama": LlamaSpec,
@@ -41,10 +39,10 @@ def named_family(config: Mapping[str, Any]) -> str:
     """Return the name of the family of a Hugging Face config.json.
 
     Raises:
-      UserError: a family that is not here.
+      UserError: the family is not in `SPECS`.
     """
     # The first GPT-2 files had no model_type.
-    name = config.get("model_type", FIRST if "n_layer" in config else None)
+    name = config.get("model_type", "gpt2" if "n_layer" in config else None)
     if not isinstance(name, str) or name not in SPECS:
         raise UserError(
             f"model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
@@ -55,11 +53,11 @@ def named_family(config: Mapping[str, Any]) -> str:
 def family_of(spec: Spec | type[Spec]) -> Family:
     """Return the family of a spec, or of a class of specs.
 
-    It is imported here, so that configurations are read without JAX.
+    Importing the family here lets configurations be read without JAX.
     """
     cls = spec if isinstance(spec, type) else type(spec)
-    for name, of_family in reversed(SPECS.items()):
-        if issubclass(cls, of_family):
+    for name, spec_class in reversed(SPECS.items()):
+        if issubclass(cls, spec_class):
             return importlib.import_module(f"trainer.models.{name}.family").FAMILY
     from trainer.models.custom import CUSTOM
 

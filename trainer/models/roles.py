@@ -15,7 +15,7 @@ from flax import nnx
 
 from trainer.errors import UserError
 
-# names for several kinds of parameters, to choose them by
+# names of groups of kinds, to select parameters by
 GROUPS = {
     "embeddings": ("table", "head"),
     "kernels": ("column", "row"),
@@ -45,7 +45,7 @@ class Role:
         kernels are multiplied and the row kernel takes the product.
       scaled_rows: whether the rows of a kernel are multiplied by factors of the batch
           before they are rounded.
-      padding: rows at the end of a table or head that nothing reads.
+      padding: the number of rows at the end of a table or head that nothing reads.
     """
 
     kind: Kind
@@ -84,10 +84,10 @@ def roles_of(model: nnx.Module) -> dict[str, Any]:
                 " role=Role(kind, ...))"
             )
         *modules, last = path
-        place = tree
+        node = tree
         for key in modules:
-            place = place.setdefault(key, {})
-        place[last] = role
+            node = node.setdefault(key, {})
+        node[last] = role
     return tree
 
 
@@ -129,7 +129,8 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
 
     def path_of(path: Any, role: Role) -> str:
         first, *rest = [str(entry.key) for entry in path]
-        return ".".join([first, *["*"] * role.stacked, *rest])
+        layer_index = ["*"] if role.stacked else []
+        return ".".join([first, *layer_index, *rest])
 
     leaves = {
         path_of(path, role): (path, role)

@@ -1,6 +1,6 @@
 """Stress for narrow formats, off by default: outlier channels, and larger values.
 
-Legend: N tokens, D model, E = D, F MLP.
+Legend: N tokens, D model, E = D, H heads, K head dim, F MLP.
 """
 
 from typing import Any, ClassVar
@@ -56,16 +56,19 @@ class GainedAttention(Attention):
     gradient and of its FP8 kernel.
     """
 
-    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
         assert spec.value_gain is not None
-        super().__init__(spec, make, residual_stddev)
+        super().__init__(spec, layers, residual_stddev)
         self.value_gain = spec.value_gain
         self.c_value = LastColumns(
-            self.c_attn, spec.d_model, spec.value_gain, make.product("attn.c_value")
+            self.c_attn,
+            spec.d_model,
+            spec.value_gain,
+            layers.dot_general_of("attn.c_value"),
         )
 
     def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
-        """Return queries, keys and values, `[N, E]` each."""
+        """Return queries, keys and values, `[N, H*K]` each."""
         q_and_k_NxE = self.rescale_gradient(
             self.c_attn(x_NxD, columns=2 * x_NxD.shape[1])
         )
@@ -79,9 +82,11 @@ class GainedAttention(Attention):
         return self.c_proj(out_NxD, factor=1 / self.value_gain)
 
 
-def gpt2_block(spec: GPT2Spec, make: Factory) -> Block:
+def gpt2_block(spec: GPT2Spec, layers: Factory) -> Block:
     """Return a block of GPT-2, with the stress that its spec asks for."""
-    block = Block(spec, make, Attention if spec.value_gain is None else GainedAttention)
+    block = Block(
+        spec, layers, Attention if spec.value_gain is None else GainedAttention
+    )
     if isinstance(block.mlp, SwigluMLP):
         align(block.mlp.c_gate, block.mlp.c_fc, spec.align_channels, spec.align_gain)
     return block

@@ -120,7 +120,7 @@ def probed_layers(
 
 def is_stack(model: Model, name: str) -> bool:
     """Return whether a parameter or layer is stacked over all blocks."""
-    return model.spec.scan_layers and name.split(".")[0] == model.family.blocks
+    return model.spec.scan_layers and name.split(".")[0] == model.family.blocks_name
 
 
 def make_slots(model: Model) -> Slots:

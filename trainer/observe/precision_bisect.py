@@ -131,7 +131,7 @@ def in_fp32(policy: Policy) -> Policy:
 def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
     """Return the model with a switch for each of the CASTS of its FP8 layers."""
 
-    def dot_general(path: str) -> Dot:
+    def dot_general_for(path: str) -> Dot:
         if path in model.narrow:
             dot = SwitchedDot(on_Lx4, model.narrow.index(path), path, model.policy)
             return with_prepared_operands(dot, model.policy)
@@ -142,7 +142,10 @@ def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
     settings = {"rescale_grads": model.policy.rescaled_places}
     build, compute_dtype = model.family.build, model.policy.logical
     training = build(
-        model.spec, compute_dtype=compute_dtype, dot_general=dot_general, **settings
+        model.spec,
+        compute_dtype=compute_dtype,
+        dot_general_for=dot_general_for,
+        **settings,
     )
     return model._replace(training=training)
 

@@ -45,7 +45,7 @@ _RESCALES = (
     "dynamic_rescale_rms_grad",
     "dynamic_rescale_max_grad",
 )
-_SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialised")
+_SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialized")
 
 
 @measured_composite(

@@ -325,15 +325,15 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 # Stored data is in its format.
 
 
-@forward_rule("materialised")
-def _materialised(call: Any, x: Any) -> Any:
+@forward_rule("materialized")
+def _materialized(call: Any, x: Any) -> Any:
     x = in_order(call, x)
     if is_value(x):
         x = dataclasses.replace(x, data=compiler_hints.stored(x.data))
     return x, None
 
 
-composite_rule("materialised.bwd", wide=True)(
+composite_rule("materialized.bwd", wide=True)(
     lambda call, _, gradient: (in_order(call, gradient),)
 )
 

@@ -4,7 +4,7 @@
 
 from scalify_core.ops.functional.activations import gelu, relu, silu, swiglu
 from scalify_core.ops.functional.attention import attention
-from scalify_core.ops.functional.embedding import embedding, materialised, rope
+from scalify_core.ops.functional.embedding import embedding, materialized, rope
 from scalify_core.ops.functional.losses import (
     cross_entropy,
     linear_cross_entropy,
@@ -21,7 +21,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
-    "materialised",
+    "materialized",
     "relu",
     "rms_norm",
     "rope",

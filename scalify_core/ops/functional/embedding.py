@@ -139,7 +139,7 @@ _rope.defvjp(lambda x, cos, sin: (_rope.fun(x, cos, sin), (cos, sin)), _rope_bwd
 
 
 @composite(cuda=compiler_hints.barrier)
-def materialised(x: jax.Array) -> jax.Array:
+def materialized(x: jax.Array) -> jax.Array:
     """Return `x`; on CUDA, it is written once, in its own format, and read from memory.
 
     A compiler may otherwise fuse the last operation of an array, a rounding from FP32,
@@ -153,7 +153,7 @@ def _gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
     return (gradient,)
 
 
-materialised.defvjp(
+materialized.defvjp(
     lambda x: (x, None),
     _gradient,
     cuda=(lambda x: (compiler_hints.barrier(x), None), _gradient),

@@ -11,7 +11,7 @@ from propagated import scalify
 
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
 from scalify_core.numerics.amax import largest_magnitudes, sums_of_squares
-from scalify_core.ops.functional import gelu, layer_norm, materialised
+from scalify_core.ops.functional import gelu, layer_norm, materialized
 from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
 
 
@@ -130,11 +130,11 @@ def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
-def test_what_is_materialised_is_a_barrier_of_its_format_on_a_gpu_only(scale):
+def test_what_is_materialized_is_a_barrier_of_its_format_on_a_gpu_only(scale):
     x = jnp.ones((4, 8), jnp.float16)
     x = x if scale is None else ScaledArray(x, scale)
     add = jax.jit(
-        lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialised(x + y))(x, y))
+        lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialized(x + y))(x, y))
     )
     on = {
         platform: add.trace(x, x).lower(lowering_platforms=(platform,)).as_text()

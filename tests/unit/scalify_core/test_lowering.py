@@ -7,7 +7,7 @@ import pytest
 
 from scalify_core.numerics import compiler_hints
 from scalify_core.ops.functional import embedding, layer_norm
-from scalify_core.ops.functional.embedding import materialised
+from scalify_core.ops.functional.embedding import materialized
 from scalify_core.optim.stacking import Stacks
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float16)
@@ -23,7 +23,7 @@ def table(x):
 
 
 PROGRAMS = {
-    "stored": materialised,
+    "stored": materialized,
     "row_major": compiler_hints.row_major,
     "stored_both_ways": compiler_hints.stored_both_ways,
     "in_one_kernel": lambda x: compiler_hints.in_one_kernel(x[0, 0], x[0, 1]),

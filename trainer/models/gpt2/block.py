@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core.ops.functional import attention, gelu, materialised, swiglu
+from scalify_core.ops.functional import attention, gelu, materialized, swiglu
 from scalify_core.static import dynamic_rescale_rms_grad
 from trainer.models.cache import KVCache, cached_attention, extend_cache
 from trainer.models.gated import smooth_swiglu
@@ -21,7 +21,7 @@ from trainer.models.layers import (
     Norm,
     copy_to_axis,
     dropout,
-    recomputed,
+    maybe_remat,
     split_keys,
 )
 
@@ -34,12 +34,12 @@ class Attention(nnx.Module):
     which grows by more than shapes tell.
     """
 
-    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
         self.head_dim = spec.head_width
-        self.split = make.split
-        self.rescale_grad = "qkv" in make.rescale_grads
+        self.tensor_axis = layers.tensor_axis
+        self.rescale_grad = "qkv" in layers.rescale_grads
         self.recompute = spec.remat == "elementwise"
-        self.c_attn = make.linear(
+        self.c_attn = layers.linear(
             "attn.c_attn",
             spec.d_model,
             3 * spec.d_model,
@@ -47,21 +47,21 @@ class Attention(nnx.Module):
             "column",
             groups=3,
         )
-        self.c_proj = make.linear(
+        self.c_proj = layers.linear(
             "attn.c_proj", spec.d_model, spec.d_model, residual_stddev, "row"
         )
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Return this device's heads of queries, keys, values, `[B, T, H, K]` each."""
-        products = recomputed(
-            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.split)),
+        products = maybe_remat(
+            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
         heads = products[0].shape[1] // self.head_dim
         return [part.reshape(batch, -1, heads, self.head_dim) for part in products]
 
     def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
-        """Return queries, keys and values, `[N, E]` each."""
+        """Return queries, keys and values, `[N, H*K]` each."""
         return jnp.split(self.rescale_gradient(self.c_attn(x_NxD)), 3, axis=1)
 
     def rescale_gradient(self, x: jax.Array) -> jax.Array:
@@ -99,23 +99,23 @@ class Attention(nnx.Module):
 class GeluMLP(nnx.Module):
     """D -> F, GELU (tanh form), F -> D, of the normalized input."""
 
-    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
-        self.split = make.split
+    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
+        self.tensor_axis = layers.tensor_axis
         self.recompute = spec.remat == "elementwise"
-        self.c_fc = make.linear(
+        self.c_fc = layers.linear(
             "mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column"
         )
-        self.c_proj = make.linear(
+        self.c_proj = layers.linear(
             "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row"
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         def expand(x_NxD: jax.Array) -> jax.Array:
-            x_NxD = copy_to_axis(norm(x_NxD), self.split)
+            x_NxD = copy_to_axis(norm(x_NxD), self.tensor_axis)
             return self.c_fc(x_NxD, add_bias=False)
 
-        hidden_NxF = recomputed(expand, self.recompute)(x_NxD)
-        return recomputed(self.contract, self.recompute)(hidden_NxF)
+        hidden_NxF = maybe_remat(expand, self.recompute)(x_NxD)
+        return maybe_remat(self.contract, self.recompute)(hidden_NxF)
 
     def contract(self, hidden_NxF: jax.Array) -> jax.Array:
         """Apply bias, GELU and the second matmul."""
@@ -131,10 +131,10 @@ class SwigluMLP(nnx.Module):
 
     scaled_rows: ClassVar[bool] = False  # of the last kernel, see `Role`
 
-    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
-        self.split = make.split
+    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
+        self.tensor_axis = layers.tensor_axis
         self.recompute = spec.remat == "elementwise"
-        linear = functools.partial(make.linear, gated=True)
+        linear = functools.partial(layers.linear, gated=True)
         self.c_gate = linear(
             "mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column"
         )
@@ -151,11 +151,11 @@ class SwigluMLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = recomputed(
-            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.split)),
+        branches = maybe_remat(
+            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
-        return recomputed(self.contract, self.recompute)(branches)
+        return maybe_remat(self.contract, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return gate and linear branch, `[N, F]` each."""
@@ -173,8 +173,8 @@ class SmoothSwigluMLP(SwigluMLP):
 
     def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Apply smooth SwiGLU and the last matmul."""
-        hidden_NxF, size_F = smooth_swiglu(*branches)
-        return self.c_proj(hidden_NxF, factor=size_F[:, None])
+        hidden_NxF, divisor_F = smooth_swiglu(*branches)
+        return self.c_proj(hidden_NxF, factor=divisor_F[:, None])
 
 
 class Block(nnx.Module):
@@ -183,17 +183,17 @@ class Block(nnx.Module):
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(
-        self, spec: GPT2Spec, make: Factory, attention: type[Attention] = Attention
+        self, spec: GPT2Spec, layers: Factory, attention: type[Attention] = Attention
     ) -> None:
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
         # variance.
         residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.dropout = spec.dropout
-        self.ln_1 = make.layer_norm(spec.d_model)
-        self.attn = attention(spec, make, residual_stddev)
-        self.ln_2 = make.layer_norm(spec.d_model)
+        self.ln_1 = layers.layer_norm(spec.d_model)
+        self.attn = attention(spec, layers, residual_stddev)
+        self.ln_2 = layers.layer_norm(spec.d_model)
         mlps = {"gelu": GeluMLP, "swiglu": SwigluMLP, "smooth_swiglu": SmoothSwigluMLP}
-        self.mlp = mlps[spec.mlp](spec, make, residual_stddev)
+        self.mlp = mlps[spec.mlp](spec, layers, residual_stddev)
 
     def __call__(
         self,
@@ -207,8 +207,8 @@ class Block(nnx.Module):
             self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B
         )
         # Stored once in 16 bits: its readers would otherwise keep an FP32 copy.
-        x_NxD = materialised(x_NxD)
-        return materialised(
+        x_NxD = materialized(x_NxD)
+        return materialized(
             x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B)
         )
 

@@ -26,7 +26,7 @@ def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
 
 FAMILY = Family(
     name="gpt2",
-    blocks="h",
+    blocks_name="h",
     parts=(
         "wte", "wpe", "h", "ln_f", "ln_1", "attn", "ln_2", "mlp",
         "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale",

@@ -28,15 +28,16 @@ class GPT2(Decoder):
 
     Args:
       spec: sizes and choices.
-      rngs: key stream `params`. Scanned and unrolled layers get the same initial values
-          from the same key.
-      settings: keyword arguments of `Factory`. For `dot_general` see `linear_sizes`.
+      rngs: the key stream `params`. Scanned and unrolled layers get the same initial
+        values from the same key.
+      settings: keyword arguments of `Factory`; `linear_sizes` has the paths that
+        `dot_general_for` takes.
     """
 
     def __init__(self, spec: GPT2Spec, *, rngs: nnx.Rngs, **settings: Any) -> None:
-        make = Factory("", rngs, **settings)
+        layers = Factory("", rngs, **settings)
         self.spec = spec
-        self.compute_dtype, param_dtype = make.compute_dtype, make.param_dtype
+        self.compute_dtype, param_dtype = layers.compute_dtype, layers.param_dtype
         self.wte = Embedding(
             spec.vocab_size,
             spec.padded_vocab,
@@ -49,13 +50,15 @@ class GPT2(Decoder):
             spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs
         )
 
-        def block(name: str, key: jax.Array) -> Block:
+        def make_block(name: str, key: jax.Array) -> Block:
             return gpt2_block(
                 spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings)
             )
 
-        self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.ln_f = make.layer_norm(spec.d_model, probes=("in", "out"))
+        self.h = make_blocks(
+            make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
+        )
+        self.ln_f = layers.layer_norm(spec.d_model, probes=("in", "out"))
 
     @property
     def head_VxD(self) -> jax.Array:

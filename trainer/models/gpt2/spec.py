@@ -20,9 +20,16 @@ from trainer.errors import UserError
 from trainer.models.choices import REMATS, SAME_MLP
 from trainer.models.config_values import whole_number
 
-ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
-# fields, and Hugging Face's names for them
-HUGGING_FACE = {
+CHECKPOINT_FIELDS = (
+    "n_layer",
+    "n_head",
+    "d_model",
+    "context",
+    "vocab_size",
+    "d_mlp",
+    "mlp",
+)
+CONFIG_KEYS = {  # config.json key of each field
     "n_layer": "n_layer",
     "n_head": "n_head",
     "d_model": "n_embd",
@@ -45,8 +52,8 @@ class GPT2Spec:
       n_head: heads.
       d_model: D.
       mlp: gelu (D -> F -> D), swiglu (two projections D -> F, their gated product ->
-        D), or smooth_swiglu (the same function with the hidden channels brought to one
-        size before they are rounded).
+        D), or smooth_swiglu (the same function; hidden channels are rescaled to similar
+        amax before they are rounded).
       d_mlp: F; None: 4 D (gelu) or 8/3 D rounded up to a multiple of 64 (the others,
           with the same number of parameters).
       dropout: rate on the embeddings and on each branch's output; fused attention has
@@ -59,9 +66,9 @@ class GPT2Spec:
         rounded, so numbers are the same up to roundings.
       keep_fp8_weights: under `scalify`, cast 16-bit weights to FP8 once for both passes
         instead of once for each: fewer kernels and less memory traffic, but a byte more
-        per weight, except in recomputed blocks. No number changes. Other weights are
-        always kept: FP32 weights, those gathered in FP8 (`fsdp`), and without
-        `scalify`.
+        per weight, except in recomputed blocks. No number changes. The cast is always
+        kept for FP32 weights, for weights that are all-gathered in FP8
+        (`parallel.fsdp`), and without `scalify`.
       loss_logits: the dtype of the loss's logits in memory. None: FP32. compute: the
         dtype of the matmuls, with half the memory traffic; computations on them are
         FP32.
@@ -72,8 +79,9 @@ class GPT2Spec:
         parameters is the same. The values are then a matmul of their own,
         `attn.c_value`. None: queries, keys and values are one matmul.
       align_channels: number of hidden channels of (smooth_)swiglu that start with the
-        same column for both branches: their product is nearly a square, an outlier.
-      align_gain: ratio of these columns' initial size to the others'.
+        same column for both branches: their product is nearly a square, an outlier. For
+        tests of narrow formats.
+      align_gain: the factor by which these columns start larger than the others.
     """
 
     vocab_size: Positive
@@ -142,25 +150,26 @@ class GPT2Spec:
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
-        return ARCHITECTURE
+        return CHECKPOINT_FIELDS
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
-        theirs = {key: whole_number(config, name) for key, name in HUGGING_FACE.items()}
-        d_mlp = whole_number(config, "n_inner", 4 * theirs["d_model"])
-        is_usual = d_mlp == 4 * theirs["d_model"]
-        return theirs | {"d_mlp": None if is_usual else d_mlp, "mlp": "gelu"}
+        fields = {name: whole_number(config, key) for name, key in CONFIG_KEYS.items()}
+        d_mlp = whole_number(config, "n_inner", 4 * fields["d_model"])
+        is_usual = d_mlp == 4 * fields["d_model"]
+        return fields | {"d_mlp": None if is_usual else d_mlp, "mlp": "gelu"}
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
-        fields = {name: getattr(self, name) for name in ARCHITECTURE}
+        fields = {name: getattr(self, name) for name in CHECKPOINT_FIELDS}
         return fields | {"d_mlp": self.mlp_width}
 
     def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
-        ours = self.architecture()[name]
-        return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
+        own_value = self.architecture()[name]
+        is_same_mlp = name == "mlp" and {own_value, value} == SAME_MLP
+        return bool(own_value == value or is_same_mlp)
 
     def for_sampling(self) -> Self:
         """See `family.Spec`."""

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ConfigJson:
-    """What the config.json of a family's weights says beside the sizes.
+class ConfigFormat:
+    """The fixed keys and defaults of a family's config.json.
 
     Attributes:
-      model_type: the family, as transformers names it.
-      architecture: transformers' class.
-      fixed: the values that keys must have, where they are there, for this model to
-        compute the same function; they are written.
-      defaults: transformers' values of keys that are not there.
-      modules: names of modules in the weights, where they are not Llama's.
+      model_type: transformers' name of the family.
+      architecture: transformers' class of the model.
+      fixed: the values that a file must have where it has the key, so that this model
+        computes the same function; exports write them.
+      defaults: transformers' defaults of keys that a file may leave out.
+      modules: names of modules in the weights that are not Llama's, by those here.
     """
 
     model_type: str
@@ -44,30 +44,37 @@ SIZES = {
 }
 
 
-def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
+def fields_of(
+    file_config: Mapping[str, Any], config_format: ConfigFormat
+) -> dict[str, Any]:
     """Return the fields of `LlamaSpec` of a config.json; see `LlamaSpec.of_config`."""
-    # The base of the rotary positions has two places.
-    defaults = dict(form.defaults)
+    defaults = dict(config_format.defaults)
+    # `rope_of` applies this default, as rope_theta may also be in rope_parameters.
     default_theta = defaults.pop("rope_theta", 10_000.0)
-    config = {**defaults, **given}
-    if config.get("hidden_act") == "swish":  # transformers' other name of it
+    config = {**defaults, **file_config}
+    if config.get("hidden_act") == "swish":  # transformers' other name of silu
         config["hidden_act"] = "silu"
-    required = {"model_type": form.model_type, "is_causal": True, **form.fixed}
+    required = {
+        "model_type": config_format.model_type,
+        "is_causal": True,
+        **config_format.fixed,
+    }
     required.pop("use_sliding_window", None)  # see `check_layers`
     for key, valid in required.items():
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
-    Fp8Weights.of_config(config)  # another quantization is refused
+    Fp8Weights.of_config(config)  # raises for other quantizations
     check_unquantized(config, ["quantization", "compression_config"])
-    # without a head of its own, which a tied model does not need
-    headless = form.architecture.replace("ForCausalLM", "Model")
-    if config.get("architectures") not in (None, [], [form.architecture], [headless]):
+    architecture = config_format.architecture
+    # A tied checkpoint may be saved without its head, as `LlamaModel`.
+    headless = architecture.replace("ForCausalLM", "Model")
+    if config.get("architectures") not in (None, [], [architecture], [headless]):
         raise UserError(
             f"architectures={config['architectures']!r} is not supported; valid:"
-            f" {[form.architecture]!r}"
+            f" {[architecture]!r}"
         )
     sizes: dict[str, Any] = {
-        ours: whole_number(config, key) for key, ours in SIZES.items()
+        field_name: whole_number(config, key) for key, field_name in SIZES.items()
     }
     heads, width = sizes["n_head"], sizes["d_model"]
     head_dim = config.get("head_dim")
@@ -75,7 +82,7 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
         head_dim = None
     else:
         head_dim = whole_number(config, "head_dim")
-    check_layers(config, form, sizes["n_layer"])
+    check_layers(config, config_format, sizes["n_layer"])
     theta, scaling = rope_of(config, default_theta)
     return {
         **sizes,
@@ -89,40 +96,44 @@ def fields_of(given: Mapping[str, Any], form: ConfigJson) -> dict[str, Any]:
     }
 
 
-def check_layers(config: Mapping[str, Any], form: ConfigJson, layers: int) -> None:
-    """Raise UserError for `layer_types` or a window that is not full attention."""
+def check_layers(
+    config: Mapping[str, Any], config_format: ConfigFormat, layers: int
+) -> None:
+    """Raise UserError for unsupported `layer_types`, or a window of some layers."""
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise UserError(
                 f"layer_types: expected a list of num_hidden_layers={layers} entries"
             )
-        # Mistral's window is that of all layers.
-        is_mistral = form.model_type == "mistral"
+        # A Mistral may have a window in all layers; other families have none.
+        is_mistral = config_format.model_type == "mistral"
         is_sliding = is_mistral and "sliding_attention" in kinds
-        kind = "sliding_attention" if is_sliding else "full_attention"
-        others = {*map(str, kinds)} - {kind}
-        if others:
+        supported = "sliding_attention" if is_sliding else "full_attention"
+        unsupported = {*map(str, kinds)} - {supported}
+        if unsupported:
             raise UserError(
-                f"layer_types with {min(others)!r} is not supported; choose weights"
-                f" whose layers are all {kind!r}"
+                f"layer_types with {min(unsupported)!r} is not supported; choose"
+                f" weights whose layers are all {supported!r}"
             )
-    elif config.get("use_sliding_window") and "use_sliding_window" in form.fixed:
-        window, first = config.get("sliding_window"), 0
-        if "max_window_layers" in form.defaults:
-            first = int(number(config, "max_window_layers"))
-        if window is not None and first < layers:
+        return
+    if config.get("use_sliding_window") and "use_sliding_window" in config_format.fixed:
+        window, full_layers = config.get("sliding_window"), 0
+        if "max_window_layers" in config_format.defaults:
+            # The first layers, that many, have no window.
+            full_layers = int(number(config, "max_window_layers"))
+        if window is not None and full_layers < layers:
             raise UserError(
                 f"use_sliding_window=True is not supported with sliding_window={window}"
-                f" in {layers - first} of {layers} layers; for contexts of at most"
-                f" {window} tokens set it to false in the file, which is the same"
+                f" in {layers - full_layers} of {layers} layers; for contexts of at"
+                f" most {window} tokens set it to false in the file, which is the same"
             )
 
 
 def config_of(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str, Any]:
     """Return the content of config.json for weights of `dtype`.
 
-    `eot` is the id of the end of a text, which starts and ends documents, or None.
+    `eot` is the end-of-text id, which starts and ends documents, or None.
     """
     return {
         "architectures": [spec.config_json.architecture],

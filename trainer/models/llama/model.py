@@ -21,7 +21,7 @@ from flax import nnx
 from scalify_core.ops.functional import (
     attention,
     embedding,
-    materialised,
+    materialized,
     rope,
     swiglu,
 )
@@ -36,18 +36,18 @@ from trainer.models.layers import (
     Factory,
     Norm,
     copy_to_axis,
-    recomputed,
+    maybe_remat,
 )
 from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.stress import align
 
-# Under `scalify`, expected sizes are those of independent numbers, as at
-# initialization. Training aligns vectors, so results grow: after 200 steps of
-# llama_nano 14 times (queries, keys), 12 (attention's output), 40 (hidden channels), 55
-# (gradients of the branches). Each factor is the largest power of two that keeps
-# initial data above 1/4; moving it from the data into the scale is exact. docs/lab.md
-# has the remaining growth.
+# Under `scalify`, static scales assume independent numbers, as at initialization.
+# Training aligns vectors, so that data grow: in 200 steps of llama_nano 14 times
+# (queries, keys), 12 (attention's output), 40 (hidden channels), 55 (gradients of the
+# branches). Each factor is the largest power of two that keeps initial data above 1/4.
+# `rebalance` moves it from the data into the scale, exactly. docs/lab.md has the
+# remaining growth.
 QK_REBALANCE, ATTENTION_REBALANCE = 2.0, 4.0
 HIDDEN_REBALANCE, GRADIENT_REBALANCE = 4.0, 2.0
 
@@ -58,12 +58,12 @@ class Rotation(NamedTuple):
     cos_TxP: jax.Array
     sin_TxP: jax.Array
 
-    def where(self, turns: Any) -> "Rotation":
-        """Return the rotation of a layer that turns, or angle 0; None: it turns."""
-        if turns is None:
+    def masked(self, uses_rope: Any) -> "Rotation":
+        """Return this rotation where `uses_rope`, else angle 0; None: this rotation."""
+        if uses_rope is None:
             return self
         return Rotation(
-            jnp.where(turns, self.cos_TxP, 1), jnp.where(turns, self.sin_TxP, 0)
+            jnp.where(uses_rope, self.cos_TxP, 1), jnp.where(uses_rope, self.sin_TxP, 0)
         )
 
 
@@ -75,31 +75,37 @@ class Attention(nnx.Module):
     which grow by more than shapes tell.
     """
 
-    def __init__(self, spec: LlamaSpec, make: Factory, residual_stddev: float) -> None:
+    def __init__(
+        self, spec: LlamaSpec, layers: Factory, residual_stddev: float
+    ) -> None:
         self.head_dim = spec.head_width
-        self.split = make.split
-        self.rescale_grad = "qkv" in make.rescale_grads
+        self.tensor_axis = layers.tensor_axis
+        self.rescale_grad = "qkv" in layers.rescale_grads
         self.recompute = spec.remat == "elementwise"
         self.window = spec.attention_window
-        heads, groups = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
+        q_width = spec.n_head * spec.head_width
+        kv_width = spec.n_kv_head * spec.head_width
         linear = functools.partial(
-            make.linear,
+            layers.linear,
             d_in=spec.d_model,
             stddev=spec.init_std,
             kind="column",
             bias=spec.qkv_bias,
         )
-        self.q_proj = linear("attn.q_proj", d_out=heads)
-        self.k_proj = linear("attn.k_proj", d_out=groups)
-        self.v_proj = linear("attn.v_proj", d_out=groups)
-        self.o_proj = make.linear(
-            "attn.o_proj", heads, spec.d_model, residual_stddev, "row", bias=False
+        self.q_proj = linear("attn.q_proj", d_out=q_width)
+        self.k_proj = linear("attn.k_proj", d_out=kv_width)
+        self.v_proj = linear("attn.v_proj", d_out=kv_width)
+        self.o_proj = layers.linear(
+            "attn.o_proj", q_width, spec.d_model, residual_stddev, "row", bias=False
         )
         self.qk_norm = spec.qk_norm
         if spec.qk_norm is not None:
-            sizes = (heads, groups) if spec.qk_norm == "layer" else (self.head_dim,) * 2
+            sizes = (
+                (q_width, kv_width) if spec.qk_norm == "layer" else (self.head_dim,) * 2
+            )
             self.q_norm, self.k_norm = (
-                make.rms_norm(size, spec.norm_eps, split=make.split) for size in sizes
+                layers.rms_norm(size, spec.norm_eps, tensor_axis=layers.tensor_axis)
+                for size in sizes
             )
 
     def heads(
@@ -109,8 +115,8 @@ class Attention(nnx.Module):
 
         Queries are `[B, T, H, K]`, keys and values `[B, T, G, K]`.
         """
-        products = recomputed(
-            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.split)),
+        products = maybe_remat(
+            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
         if self.qk_norm == "layer":
@@ -121,10 +127,12 @@ class Attention(nnx.Module):
         )
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        return [*(rope(rebalance(x, QK_REBALANCE), *rotation) for x in (q, k)), v]
+        q = rope(rebalance(q, QK_REBALANCE), *rotation)
+        k = rope(rebalance(k, QK_REBALANCE), *rotation)
+        return [q, k, v]
 
     def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
-        """Return queries, keys and values, `[N, E]` each."""
+        """Return queries `[N, H*K]`, and keys and values, `[N, G*K]` each."""
         products = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
         if self.rescale_grad:
             products = [dynamic_rescale_rms_grad(y) for y in products]
@@ -176,11 +184,13 @@ class MLP(nnx.Module):
     `smooth`: see `smooth_swiglu`.
     """
 
-    def __init__(self, spec: LlamaSpec, make: Factory, residual_stddev: float) -> None:
-        self.split = make.split
+    def __init__(
+        self, spec: LlamaSpec, layers: Factory, residual_stddev: float
+    ) -> None:
+        self.tensor_axis = layers.tensor_axis
         self.recompute = spec.remat == "elementwise"
         self.smooth = spec.mlp == "smooth_swiglu"
-        linear = functools.partial(make.linear, gated=True, bias=False)
+        linear = functools.partial(layers.linear, gated=True, bias=False)
         self.gate_proj = linear(
             "mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column"
         )
@@ -197,11 +207,11 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = recomputed(
-            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.split)),
+        branches = maybe_remat(
+            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
-        return recomputed(self.contract, self.recompute)(branches)
+        return maybe_remat(self.contract, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return gate and linear branch, `[N, F]` each."""
@@ -214,9 +224,9 @@ class MLP(nnx.Module):
         """Apply SwiGLU and the last matmul."""
         if not self.smooth:
             return self.down_proj(rebalance(swiglu(*branches), HIDDEN_REBALANCE))
-        hidden_NxF, size_F = smooth_swiglu(*branches, peak=HIDDEN_REBALANCE)
+        hidden_NxF, divisor_F = smooth_swiglu(*branches, peak=HIDDEN_REBALANCE)
         return self.down_proj(
-            rebalance(hidden_NxF, HIDDEN_REBALANCE), factor=size_F[:, None]
+            rebalance(hidden_NxF, HIDDEN_REBALANCE), factor=divisor_F[:, None]
         )
 
 
@@ -225,18 +235,18 @@ class Block(nnx.Module):
 
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
-    def __init__(self, spec: LlamaSpec, make: Factory) -> None:
+    def __init__(self, spec: LlamaSpec, layers: Factory) -> None:
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
         # variance.
         residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
-        self.attn_norm = make.rms_norm(spec.d_model, spec.norm_eps)
-        self.attn = Attention(spec, make, residual_stddev)
-        self.mlp_norm = make.rms_norm(spec.d_model, spec.norm_eps)
-        self.mlp = MLP(spec, make, residual_stddev)
+        self.attn_norm = layers.rms_norm(spec.d_model, spec.norm_eps)
+        self.attn = Attention(spec, layers, residual_stddev)
+        self.mlp_norm = layers.rms_norm(spec.d_model, spec.norm_eps)
+        self.mlp = MLP(spec, layers, residual_stddev)
         self.norms_after = spec.norms == "after"
 
     def branch(self, fun: Callable, norm: Norm, x_NxD: jax.Array, *args: Any) -> Any:
-        """Return `fun(x, norm, *args)`, or its result normalized after it."""
+        """Return `fun(x, norm, *args)`, or `norm(fun(x, identity, *args))`."""
         if not self.norms_after:
             return fun(x_NxD, norm, *args)
         return norm(fun(x_NxD, lambda x: x, *args))
@@ -252,8 +262,8 @@ class Block(nnx.Module):
             self.attn, self.attn_norm, x_NxD, rotation, segments_BxT, batch
         )
         # Stored once in 16 bits: its readers would otherwise keep an FP32 copy.
-        x_NxD = materialised(x_NxD)
-        return materialised(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
+        x_NxD = materialized(x_NxD)
+        return materialized(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
 
     def decode(
         self,
@@ -274,15 +284,16 @@ class Llama(Decoder):
 
     Args:
       spec: sizes and choices.
-      rngs: key stream `params`. Scanned and unrolled layers get the same initial values
-          from the same key.
-      settings: keyword arguments of `Factory`. For `dot_general` see `linear_sizes`.
+      rngs: the key stream `params`. Scanned and unrolled layers get the same initial
+        values from the same key.
+      settings: keyword arguments of `Factory`; `linear_sizes` has the paths that
+        `dot_general_for` takes.
     """
 
     def __init__(self, spec: LlamaSpec, *, rngs: nnx.Rngs, **settings: Any) -> None:
-        make = Factory("", rngs, **settings)
+        layers = Factory("", rngs, **settings)
         self.spec = spec
-        self.compute_dtype, param_dtype = make.compute_dtype, make.param_dtype
+        self.compute_dtype, param_dtype = layers.compute_dtype, layers.param_dtype
         self.wte = Embedding(
             spec.vocab_size,
             spec.padded_vocab,
@@ -292,18 +303,20 @@ class Llama(Decoder):
             rngs,
         )
 
-        def block(name: str, key: jax.Array) -> Block:
-            made = Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
+        def make_block(name: str, key: jax.Array) -> Block:
+            block = Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
             align(
-                made.mlp.gate_proj,
-                made.mlp.up_proj,
+                block.mlp.gate_proj,
+                block.mlp.up_proj,
                 spec.align_channels,
                 spec.align_gain,
             )
-            return made
+            return block
 
-        self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.norm = make.rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
+        self.h = make_blocks(
+            make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
+        )
+        self.norm = layers.rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
         if not spec.tied:
             sizes = spec.vocab_size, spec.padded_vocab, spec.d_model
             self.lm_head = Embedding(
@@ -316,21 +329,23 @@ class Llama(Decoder):
         return (self.wte if self.spec.tied else self.lm_head).embedding[...]
 
     @property
-    def rotated_L(self) -> jax.Array | None:
+    def uses_rope_L(self) -> jax.Array | None:
         """For each layer whether it has rotary positions; None: all have."""
-        layers = self.spec.rotated_layers
+        layers = self.spec.rope_layers
         return None if layers is None else jnp.asarray(layers)
 
     def rotation(self, position: jax.Array | int, length: int) -> Rotation:
         """Return the rotation of `length` positions from `position` on."""
         spec = self.spec
         frequency_P = frequencies(spec.head_width, spec.rope_theta, spec.rope_scaling)
-        # in FP32: above 256, BF16 has no odd numbers
+        # Positions are FP32: above 256, BF16 has no odd numbers.
         position_T = (position + jnp.arange(length)).astype(jnp.float32)
         angle_TxP = position_T[:, None] * frequency_P[None]
         rotation = Rotation(jnp.cos(angle_TxP), jnp.sin(angle_TxP))
-        size = 1.0 if spec.rope_scaling is None else spec.rope_scaling.amplitude
-        return rotation if size == 1.0 else Rotation(*(size * x for x in rotation))
+        amplitude = 1.0 if spec.rope_scaling is None else spec.rope_scaling.amplitude
+        if amplitude == 1.0:
+            return rotation
+        return Rotation(*(amplitude * x for x in rotation))
 
     def embed(self, tokens_BxT: jax.Array) -> jax.Array:
         """Return token vectors, `[B*T, D]` in the compute dtype."""
@@ -349,9 +364,11 @@ class Llama(Decoder):
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
 
-        def call(block: Block, x_NxD: jax.Array, shared: Any, turns: Any) -> jax.Array:
+        def call(
+            block: Block, x_NxD: jax.Array, shared: Any, uses_rope: Any
+        ) -> jax.Array:
             rotation, segments_BxT = shared
-            return block(x_NxD, rotation.where(turns), segments_BxT, B)
+            return block(x_NxD, rotation.masked(uses_rope), segments_BxT, B)
 
         shared = self.rotation(0, T), segments_BxT
         x_NxD = apply_blocks(
@@ -359,7 +376,7 @@ class Llama(Decoder):
             call,
             self.embed(tokens_BxT),
             shared,
-            self.rotated_L,
+            self.uses_rope_L,
             scan=spec.scan_layers,
             remat=spec.remat,
         )
@@ -377,14 +394,14 @@ class Llama(Decoder):
         def call(
             block: Block, x_NxD: jax.Array, each: tuple[KVCache, Any]
         ) -> tuple[jax.Array, KVCache]:
-            cache, turns = each
-            return block.decode(x_NxD, rotation.where(turns), cache, position)
+            cache, uses_rope = each
+            return block.decode(x_NxD, rotation.masked(uses_rope), cache, position)
 
         x_NxD, cache = decode_blocks(
             self.h,
             call,
             self.embed(tokens_BxT),
-            (cache, self.rotated_L),
+            (cache, self.uses_rope_L),
             scan=self.spec.scan_layers,
         )
         return self.norm(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache

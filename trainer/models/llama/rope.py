@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.models.config_values import number, whole_number
 
 Kind = Literal["llama3", "linear", "yarn", "dynamic"]
-# for each kind its keys in a config.json, and their names here
+# for each kind, the field of `RopeScaling` for each config.json key
 KEYS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
@@ -29,8 +29,8 @@ KEYS: dict[str, dict[str, str]] = {
         "attention_factor": "attention_factor",
     },
 }
-# Keys of YaRN with which transformers computes something else.
-YARN_OTHERS = ("mscale", "mscale_all_dim", "truncate")
+# YaRN keys that change the function and are not implemented here
+YARN_UNSUPPORTED = ("mscale", "mscale_all_dim", "truncate")
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,21 @@ class RopeScaling:
     """Scaling of rotary positions for a longer context.
 
     Attributes:
-      factor: of the longer context. Frequencies are divided by it: all of them
-        (linear), or the slow ones (llama3, yarn), with a ramp to those that stay.
-      low_freq_factor: of llama3: frequencies whose wavelength is longer than
-          `original_context / low_freq_factor` are divided.
-      high_freq_factor: of llama3: wavelengths shorter than
-        `original_context / high_freq_factor` stay.
-      original_context: tokens of the model's earlier context, of llama3 and yarn.
+      factor: the ratio of the longer context to the original one. Frequencies are
+        divided by it: all of them (linear), or the slow ones (llama3, yarn), with a
+        ramp to those that stay.
+      low_freq_factor: llama3 divides frequencies whose wavelength is longer than
+        `original_context / low_freq_factor`.
+      high_freq_factor: llama3 keeps frequencies whose wavelength is shorter than
+        `original_context / high_freq_factor`.
+      original_context: the context before scaling in tokens, for llama3 and yarn.
       kind: llama3 (Grattafiori et al. 2024, arXiv 2407.21783), linear (Chen et al.
         2023, arXiv 2306.15595), yarn (Peng et al. 2023, arXiv 2309.00071) or dynamic,
         which changes nothing up to the model's context and is for an export's readers.
-      beta_fast: of yarn: pairs that turn more often than this in the original context
-        stay.
-      beta_slow: of yarn: pairs that turn less often than this are divided.
-      attention_factor: of yarn: multiplies cosines and sines; None: 0.1 ln(factor) + 1.
+      beta_fast: yarn keeps pairs that turn more often than this in the original
+        context.
+      beta_slow: yarn divides pairs that turn less often than this.
+      attention_factor: yarn's factor of cosines and sines; None: 0.1 ln(factor) + 1.
     """
 
     factor: float
@@ -104,27 +105,24 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.
     """
     frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
-        # The share of a frequency that stays. Pairs that turn often in the original
-        # context stay, as they tell neighbors apart; slow ones are stretched to the new
-        # context, with a ramp in between.
-        share_P = _SHARES[scaling.kind](scaling, frequency_P, theta)
-        frequency_P = (
-            share_P * frequency_P + (1 - share_P) * frequency_P / scaling.factor
-        )
+        # Pairs that turn often in the original context tell neighbors apart, and keep
+        # their frequency. Slow pairs are stretched to the new context.
+        kept_P = _KEPT_SHARES[scaling.kind](scaling, frequency_P, theta)
+        frequency_P = kept_P * frequency_P + (1 - kept_P) * frequency_P / scaling.factor
     return frequency_P.astype(np.float32)
 
 
-def _share_of_llama3(s: RopeScaling, frequency_P: np.ndarray, _: float) -> np.ndarray:
+def _kept_by_llama3(s: RopeScaling, frequency_P: np.ndarray, _: float) -> np.ndarray:
     turns_P = s.original_context * frequency_P / (2 * math.pi)
-    between = s.high_freq_factor - s.low_freq_factor
-    return np.clip((turns_P - s.low_freq_factor) / between, 0, 1)
+    width = s.high_freq_factor - s.low_freq_factor
+    return np.clip((turns_P - s.low_freq_factor) / width, 0, 1)
 
 
-def _share_of_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.ndarray:
+def _kept_by_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.ndarray:
     dim = 2 * len(frequency_P)
 
     def pair_index(rotations: float) -> float:
-        """The fractional index of the pair with so many rotations in the context."""
+        """Return the fractional index of the pair that makes `rotations` rotations."""
         ratio = s.original_context / (rotations * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 
@@ -134,11 +132,12 @@ def _share_of_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.
     return 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
 
 
-_SHARES = {
+# by kind, the function that returns the kept share of each frequency, 0 to 1
+_KEPT_SHARES = {
     "linear": lambda s, frequency_P, theta: np.zeros_like(frequency_P),
     "dynamic": lambda s, frequency_P, theta: np.ones_like(frequency_P),
-    "llama3": _share_of_llama3,
-    "yarn": _share_of_yarn,
+    "llama3": _kept_by_llama3,
+    "yarn": _kept_by_yarn,
 }
 
 
@@ -147,12 +146,12 @@ def rope_of(
 ) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of the rotary positions.
 
-    They are in `rope_theta` and `rope_scaling`, or both in `rope_parameters`. Without a
-    base it is the family's.
+    They are in `rope_theta` and `rope_scaling`, or both in `rope_parameters`. A file
+    without a base has `default_theta`.
 
     Raises:
-      UserError: they are not supported, or the two places contradict each other, of
-        which readers take one or the other.
+      UserError: a setting is not supported, or `rope_scaling` and `rope_parameters`
+        contradict each other (readers differ in which they use).
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -169,7 +168,7 @@ def rope_of(
             f"rope_parameters of {by_layer[0]!r} alone are not supported; valid: one"
             " object for all layers"
         )
-    # As transformers: the context before scaling at the top level goes first.
+    # Like transformers, prefer the top-level original_max_position_embeddings.
     top_level = config.get("original_max_position_embeddings")
     if top_level is not None:
         rope = {**rope, "original_max_position_embeddings": top_level}
@@ -194,26 +193,29 @@ def rope_of(
     if kind == "default":
         return theta, None
     # 1.0 == True: only the boolean is transformers' default.
-    others = [
+    unsupported = [
         key
-        for key in YARN_OTHERS
+        for key in YARN_UNSUPPORTED
         if rope.get(key) is not None and rope[key] is not True
     ]
-    if kind == "yarn" and others:
+    if kind == "yarn" and unsupported:
+        key = unsupported[0]
         raise UserError(
-            f"{others[0]}={rope[others[0]]} of rope_type='yarn' is not supported; it"
-            " changes what the model computes"
+            f"{key}={rope[key]} of rope_type='yarn' is not supported; it changes what"
+            " the model computes"
         )
     if kind == "yarn" and rope.get("factor", 1) is None:  # the ratio of the contexts
         context = whole_number(config, "max_position_embeddings")
         original = whole_number(rope, "original_max_position_embeddings", context)
         rope = {**rope, "factor": context / original}
     fields: dict[str, Any] = {}
-    for key, ours in KEYS[kind].items():
+    for key, field_name in KEYS[kind].items():
         if key.endswith("freq_factor") or key == "factor" or rope.get(key) is not None:
-            fields[ours] = number(rope, key, use=f", which rope_type={kind!r} needs")
+            fields[field_name] = number(
+                rope, key, use=f", which rope_type={kind!r} needs"
+            )
     if "original_context" in KEYS[kind].values() and "original_context" not in fields:
-        # transformers' default
+        # This is transformers' default.
         fields["original_context"] = whole_number(config, "max_position_embeddings")
     if "original_context" in fields:
         fields["original_context"] = int(fields["original_context"])
@@ -224,5 +226,6 @@ def rope_to_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return `rope_scaling` of a config.json."""
     if scaling is None:
         return None
-    fields = {key: getattr(scaling, ours) for key, ours in KEYS[scaling.kind].items()}
-    return {"rope_type": scaling.kind, **fields}
+    keys = KEYS[scaling.kind]
+    values = {key: getattr(scaling, field_name) for key, field_name in keys.items()}
+    return {"rope_type": scaling.kind, **values}

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
 from trainer.models.choices import REMATS, SAME_MLP
-from trainer.models.llama.config_json import ConfigJson, fields_of
+from trainer.models.llama.config_json import ConfigFormat, fields_of
 from trainer.models.llama.rope import RopeScaling
 
-ARCHITECTURE = (
+CHECKPOINT_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size",
     "d_mlp", "mlp",
     "rope_theta", "rope_scaling", "norm_eps", "tied",
@@ -36,7 +36,7 @@ class LlamaSpec:
       d_model: D.
       head_dim: K; None: `d_model / n_head`.
       mlp: swiglu (two projections D -> F, their gated product -> D), or smooth_swiglu
-        (the same function with the hidden channels brought to one size before they are
+        (the same function; hidden channels are rescaled to similar amax before they are
         rounded).
       d_mlp: F; None: 8/3 D rounded up to a multiple of 64.
       rope_theta: the base of the rotary frequencies.
@@ -52,15 +52,15 @@ class LlamaSpec:
       align_channels: as in GPT2Spec.
       align_gain: as in GPT2Spec.
 
-    Families that are nearly Llama inherit from it, and say here where they differ:
-      config_json: of their weights.
+    Families that are nearly Llama inherit from it, and override these class variables:
+      config_json: the format of their config.json.
       qkv_bias: whether queries, keys and values have biases.
-      qk_norm: "head": queries and keys are normalized, each head by itself, before they
-        are rotated; "layer": all heads together; None: they are not.
+      qk_norm: normalization of queries and keys before they are rotated: of each
+        "head" alone, or of all heads of the "layer" together; None: there is none.
       norms: "before" the branches, or "after" them.
     """
 
-    config_json: ClassVar[ConfigJson] = ConfigJson(
+    config_json: ClassVar[ConfigFormat] = ConfigFormat(
         "llama",
         "LlamaForCausalLM",
         {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -139,18 +139,18 @@ class LlamaSpec:
 
     @property
     def attention_window(self) -> int | None:
-        """The number of keys that a query sees, itself among them; None: all."""
+        """The number of keys that a query sees, its own included; None: all."""
         return None
 
     @property
-    def rotated_layers(self) -> tuple[bool, ...] | None:
+    def rope_layers(self) -> tuple[bool, ...] | None:
         """For each layer whether it has rotary positions; None: all have."""
         return None
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
-        return ARCHITECTURE
+        return CHECKPOINT_FIELDS
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,11 +185,12 @@ class LlamaSpec:
 
     def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
-        ours = self.architecture()[name]
+        own_value = self.architecture()[name]
         if name == "rope_scaling" and isinstance(value, Mapping):
-            # Earlier runs have fewer keys.
+            # Checkpoints of earlier versions have fewer keys.
             value = {**dataclasses.asdict(RopeScaling(factor=1)), **value}
-        return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
+        is_same_mlp = name == "mlp" and {own_value, value} == SAME_MLP
+        return bool(own_value == value or is_same_mlp)
 
     def for_sampling(self) -> Self:
         """See `family.Spec`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.bounds import Positive
 from trainer.models.config_values import whole_number
-from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.config_json import ConfigFormat
 from trainer.models.llama.spec import LlamaSpec
 
 
@@ -17,10 +17,10 @@ class MistralSpec(LlamaSpec):
     Jiang et al. 2023, "Mistral 7B" (arXiv 2310.06825).
 
     Attributes:
-      window: the number of keys that a query sees, its own among them; None: all.
+      window: the number of keys that a query sees, its own included; None: all.
     """
 
-    config_json = ConfigJson(
+    config_json = ConfigFormat(
         "mistral",
         "MistralForCausalLM",
         {"hidden_act": "silu"},

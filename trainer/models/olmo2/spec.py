@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.config_json import ConfigFormat
 from trainer.models.llama.spec import LlamaSpec
 
 
@@ -13,7 +13,7 @@ class Olmo2Spec(LlamaSpec):
     OLMo Team 2024, "2 OLMo 2 Furious" (arXiv 2501.00656).
     """
 
-    config_json = ConfigJson(
+    config_json = ConfigFormat(
         "olmo2",
         "Olmo2ForCausalLM",
         {"hidden_act": "silu", "attention_bias": False},

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.config_json import ConfigFormat
 from trainer.models.llama.spec import LlamaSpec
 
 
@@ -13,7 +13,7 @@ class Qwen2Spec(LlamaSpec):
     Qwen Team 2024, "Qwen2.5 technical report" (arXiv 2412.15115).
     """
 
-    config_json = ConfigJson(
+    config_json = ConfigFormat(
         "qwen2",
         "Qwen2ForCausalLM",
         {"hidden_act": "silu", "use_sliding_window": False},

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.config_json import ConfigFormat
 from trainer.models.llama.spec import LlamaSpec
 
 
@@ -13,7 +13,7 @@ class Qwen3Spec(LlamaSpec):
     Qwen Team 2025, "Qwen3 technical report" (arXiv 2505.09388).
     """
 
-    config_json = ConfigJson(
+    config_json = ConfigFormat(
         "qwen3",
         "Qwen3ForCausalLM",
         {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},

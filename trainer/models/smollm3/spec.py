@@ -7,7 +7,7 @@ from typing import Any
 from trainer.bounds import Natural
 from trainer.errors import UserError
 from trainer.models.config_values import whole_number
-from trainer.models.llama.config_json import ConfigJson
+from trainer.models.llama.config_json import ConfigFormat
 from trainer.models.llama.spec import LlamaSpec
 
 
@@ -23,7 +23,7 @@ class SmolLM3Spec(LlamaSpec):
         them.
     """
 
-    config_json = ConfigJson(
+    config_json = ConfigFormat(
         "smollm3",
         "SmolLM3ForCausalLM",
         {
@@ -44,10 +44,10 @@ class SmolLM3Spec(LlamaSpec):
     unrotated_every: Natural = 4
 
     @property
-    def rotated_layers(self) -> tuple[bool, ...] | None:
+    def rope_layers(self) -> tuple[bool, ...] | None:
         """See `LlamaSpec`."""
         every = self.unrotated_every
-        return _rotated(self.n_layer, every) if every else None
+        return _rope_layers(self.n_layer, every) if every else None
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class SmolLM3Spec(LlamaSpec):
         rotated = rotated[:layers]  # transformers ignores further ones
         intervals.append(rotated.index(0) + 1 if 0 in rotated else 0)
         for every in intervals:
-            if rotated == [int(turns) for turns in _rotated(layers, every)]:
+            if rotated == [int(uses_rope) for uses_rope in _rope_layers(layers, every)]:
                 return {"unrotated_every": every}
         raise UserError(
             f"no_rope_layers={rotated} is not supported; valid: 1 for each of the"
@@ -80,7 +80,7 @@ class SmolLM3Spec(LlamaSpec):
 
     def extra_config(self) -> dict[str, Any]:
         """See `LlamaSpec`."""
-        rotated = self.rotated_layers or (True,) * self.n_layer
+        rotated = self.rope_layers or (True,) * self.n_layer
         return {
             "no_rope_layers": list(map(int, rotated)),
             "no_rope_layer_interval": self.unrotated_every or self.n_layer + 1,
@@ -88,5 +88,5 @@ class SmolLM3Spec(LlamaSpec):
         }
 
 
-def _rotated(layers: int, every: int) -> tuple[bool, ...]:
+def _rope_layers(layers: int, every: int) -> tuple[bool, ...]:
     return tuple(every == 0 or (i + 1) % every != 0 for i in range(layers))

@@ -95,7 +95,7 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
     def output(cls, dot=None):
         module = cls(
             spec,
-            Factory("h.0", nnx.Rngs(params=0), dot_general=dot),
+            Factory("h.0", nnx.Rngs(params=0), dot_general_for=dot),
             0.004,
         )
         align(module.c_gate, module.c_fc, spec.align_channels, spec.align_gain)

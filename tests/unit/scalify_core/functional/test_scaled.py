@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 import scalify_core
 import scalify_core as sc
 from scalify_core import as_scaled_array, asarray
-from scalify_core.ops.functional.embedding import materialised
+from scalify_core.ops.functional.embedding import materialized
 
 B, N, D, V = 3, 8, 4, 16
 # Of FP32 sums of at most 64 terms, in another order.
@@ -236,7 +236,7 @@ def test_a_gelu_with_its_own_bias_is_the_gelu_of_a_sum(scale):
     [
         (sc.static.dynamic_rescale_rms, 2, None),
         (sc.static.dynamic_rescale_max_grad, 1, 0),
-        (materialised, 2, 1),
+        (materialized, 2, 1),
     ],
 )
 def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(

@@ -217,7 +217,7 @@ def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one, mlp):
     )
     dot_general = lambda path: Fp8DotGeneral(path, keep_rhs=spec.keep_fp8_weights)
     init, bind, *_ = functional(
-        spec, dot_general=dot_general, rescale_grads=("layer_norm", "qkv")
+        spec, dot_general_for=dot_general, rescale_grads=("layer_norm", "qkv")
     )
     shapes = jax.eval_shape(init, jax.random.key(0))
     data = jax.tree.map(

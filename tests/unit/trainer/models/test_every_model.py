@@ -235,7 +235,7 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
         return dot_general
 
     spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=scan_layers)
-    init, bind, *_ = functional(spec, dot_general=choose)
+    init, bind, *_ = functional(spec, dot_general_for=choose)
     params = jax.eval_shape(init, jax.random.key(0))
     jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params)
     assert used == family_of(spec).linear_sizes(spec)

@@ -46,7 +46,7 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
     """As `distribute` runs it: every device has whole inputs, and its heads and hidden
     channels of the parameters."""
     params, plain, _ = compiled(SPEC)
-    bind = functional(SPEC, split="tensor").bind
+    bind = functional(SPEC, tensor_axis="tensor").bind
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
@@ -101,7 +101,7 @@ def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
         return dot_general
 
     init, bind, *_ = functional(
-        spec, dot_general=choose, rescale_grads=("layer_norm", "qkv")
+        spec, dot_general_for=choose, rescale_grads=("layer_norm", "qkv")
     )
     tokens = np.random.default_rng(1).integers(0, 100, (4, 65))
 

@@ -56,7 +56,7 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
             return dot_general
 
         spec = dataclasses.replace(SPEC, n_layer=1, value_gain=gain)
-        init, bind, *_ = functional(spec, dot_general=choose)
+        init, bind, *_ = functional(spec, dot_general_for=choose)
         bind(init(jax.random.key(0))).hidden(TOKENS[:, :16])
         return actual
 
