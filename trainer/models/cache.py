@@ -23,7 +23,7 @@ def empty_cache(
     n_layer: int, batch: int, context: int, heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
     """Return an empty cache of `context` positions."""
-    # Of full size from the start: with fixed shapes decoding is compiled once.
+    # The cache has its full size from the start, so that decoding is compiled once.
     shape = (n_layer, batch, context, heads, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -50,7 +50,7 @@ def cached_attention(
 ) -> jax.Array:
     """Return attention of queries at `position + t` over cached positions up to theirs.
 
-    With a `window` a query sees only the last so many of these, its own among them. The
+    A query sees only the last `window` of these positions, its own included. The
     softmax is FP32. Each head of keys and values serves R successive query heads.
     """
     k_BxSxGxK, v_BxSxGxK = cache

@@ -1,7 +1,6 @@
-"""Choices that the specs of several families have."""
+"""Choices in the specs of several families."""
 
-# Members of jax.checkpoint_policies that are policies; the others are functions that
-# make one.
+# The members of jax.checkpoint_policies that are policies; the others return policies.
 REMAT_POLICIES = (
     "everything_saveable",
     "nothing_saveable",

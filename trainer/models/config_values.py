@@ -1,4 +1,4 @@
-"""Values of a config.json, each refused by its key."""
+"""Checked values of a config.json; errors name the key."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,10 @@ def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) 
 def number(
     tree: Mapping[str, Any], key: str, default: float | None = None, use: str = ""
 ) -> float:
-    """Return a number of a configuration, or raise UserError with its use."""
+    """Return a number of a configuration, or raise UserError.
+
+    `use` ends the message: it tells what the number is needed for.
+    """
     value = tree.get(key, default)
     if type(value) not in (int, float):
         raise UserError(f"{key}={value!r}: expected a number{use}")
@@ -39,9 +42,9 @@ def check_unquantized(
 ) -> None:
     """Raise UserError for a configuration of quantized weights."""
     for key in keys:
-        given = config.get(key)
-        if given is not None:
-            method = given.get("quant_method") if isinstance(given, dict) else given
+        value = config.get(key)
+        if value is not None:
+            method = value.get("quant_method") if isinstance(value, dict) else value
             raise UserError(
                 f"{key}={{'quant_method': {method!r}, ...}} is not supported; give the"
                 " weights before quantization, in float32, float16 or bfloat16"

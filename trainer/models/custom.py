@@ -28,16 +28,16 @@ from trainer.models.layers import Embedding, Factory
 class Build(Factory):
     """The sizes, dtypes, keys and layers from which a custom model is built.
 
-    `at("h.3")` makes the layers of a part. `linear(name, d_in, d_out, stddev, kind)`,
-    of kind "column" or "row", makes the layer `h.3.NAME`, which the presets' pattern
-    `h.*` chooses for FP8. All layers take activations `[N, d]`. Other parameters need a
-    role: `nnx.Param(value, role=Role(kind, ...))`.
+    `at("h.3")` is the `Build` of a block. Its `linear(name, d_in, d_out, stddev,
+    kind)`, of kind "column" or "row", makes the layer `h.3.NAME`, which the presets'
+    pattern `h.*` chooses for FP8. All layers take activations `[N, d]`. Other
+    parameters need a role: `nnx.Param(value, role=Role(kind, ...))`.
 
     Attributes:
-      vocab_size: ids are below it.
+      vocab_size: the size of the vocabulary.
       context: the longest sequence, in tokens.
-      compute_dtype: of activations.
-      rngs: key stream `params`.
+      compute_dtype: the dtype of activations.
+      rngs: the key stream `params`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Build(Factory):
 class CausalModel(nnx.Module):
     """The base class of a custom model, which overrides `__call__`.
 
-    No position may see a later one.
+    The logits of a position may not depend on later tokens.
     """
 
     context: int
@@ -138,7 +138,7 @@ class CustomSpec:
     dropout: float = 0.0
     scan_layers: bool = False
     remat: str = "none"
-    n_layer: int = 0  # unknown
+    n_layer: int = 0  # a custom model does not tell it
 
     @property
     def padded_vocab(self) -> int:
@@ -200,7 +200,7 @@ def functional(spec: CustomSpec, **settings: Any) -> Functional[CausalModel]:
     """Return the model as pure functions; `settings` are those of `Factory`.
 
     Raises:
-      UserError: it is no `CausalModel`, or a parameter has no role.
+      UserError: the model is no `CausalModel`, or a parameter has no role.
     """
 
     def make(rngs: nnx.Rngs) -> CausalModel:
@@ -250,7 +250,7 @@ def linear_sizes(spec: CustomSpec) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops_per_token(spec: CustomSpec) -> int:
-    """Return the FLOPs of kernels and head (a tied table counts), without attention."""
+    """Return the FLOPs of kernels and head, tied or not, without those of attention."""
     kernels = sum(
         math.prod(shape) for role, shape in parameters(spec) if role.is_kernel
     )

@@ -1,9 +1,9 @@
-"""Checkpoints in FP8 with scales, read as the numbers that they stand for.
+"""Checkpoints of FP8 weights with scales, which are widened to FP32.
 
-A scale is for each block of a weight, as in DeepSeek's and Qwen's, for each row, or for
-the tensor. Its name ends in `weight_scale_inv` (DeepSeek, transformers) or in
-`weight_scale` (vLLM's compressed-tensors, AutoFP8); the weight is its E4M3 number times
-either.
+A weight has a scale for each block, as in DeepSeek's and Qwen's checkpoints, for each
+row, or for the tensor. The scale's name ends in `weight_scale_inv` (DeepSeek,
+transformers) or in `weight_scale` (vLLM's compressed-tensors, AutoFP8). With both
+names, the weight is its E4M3 number times the scale.
 """
 
 import math
@@ -17,12 +17,12 @@ import numpy as np
 from trainer.errors import UserError
 
 QUANTIZATION = "quantization_config"
-KIND = (
+SUPPORTED = (
     "symmetric E4M3 (quant_method fp8 or compressed-tensors) with a scale for a block,"
     " a row or the tensor is read, and no other"
 )
 SCALES = ("weight_scale_inv", "weight_scale")
-# by safetensors' names
+# by the names of safetensors
 DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -32,8 +32,8 @@ DTYPES = {
     "I64": np.dtype(np.int64),
     "BOOL": np.dtype(np.bool_),
 }
-# ends of names of scales that only FP8 activations and caches need
-UNUSED = (
+# suffixes of scales that only FP8 activations and caches need
+UNUSED_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale",
     ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
 )  # fmt: skip
@@ -43,7 +43,7 @@ class Fp8Weights(NamedTuple):
     """The FP8 weights of a checkpoint.
 
     Attributes:
-      block: rows and columns with one scale; None: the tensor, or each row.
+      block: rows and columns that share a scale; None: the tensor or a row has one.
     """
 
     block: tuple[int, int] | None
@@ -53,26 +53,26 @@ class Fp8Weights(NamedTuple):
         """Return the FP8 weights that a config.json describes; None: there are none.
 
         Raises:
-          UserError: another quantization.
+          UserError: the weights are quantized in another way.
         """
-        given = config.get(QUANTIZATION)
-        if given is None:
+        settings = config.get(QUANTIZATION)
+        if settings is None:
             return None
-        method = given.get("quant_method") if isinstance(given, dict) else None
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
         if method == "fp8":
-            return cls(block_of(given, "weight_block_size"))
+            return cls(block_of(settings, "weight_block_size"))
         if method == "compressed-tensors":
-            return cls(compressed_block(given))
+            return cls(compressed_block(settings))
         raise UserError(
             f"{QUANTIZATION}={{'quant_method': {method!r}, ...}} is not supported:"
-            f" {KIND}; give the weights before quantization, in float32, float16 or"
-            " bfloat16"
+            f" {SUPPORTED}; give the weights before quantization, in float32, float16"
+            " or bfloat16"
         )
 
     def widen(
         self, file: Path, tensors: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the tensors in FP32 where they are FP8, without their scales.
+        """Return the tensors without their scales, in FP32 instead of FP8.
 
         Raises:
           UserError: a scale is missing, of another shape, or not a positive number.
@@ -88,7 +88,7 @@ class Fp8Weights(NamedTuple):
             if key is None or not name.endswith("weight"):
                 raise UserError(
                     f"{file}: {name} is FP8, but it has no scale {' or '.join(keys)};"
-                    f" {KIND}"
+                    f" {SUPPORTED}"
                 )
             wide[name] = tensor.astype(np.float32) * self._scale_of(
                 file, key, tensors[key], tensor.shape
@@ -97,13 +97,13 @@ class Fp8Weights(NamedTuple):
         return {
             name: tensor
             for name, tensor in wide.items()
-            if name not in scales and not name.endswith(UNUSED)
+            if name not in scales and not name.endswith(UNUSED_SCALES)
         }
 
     def _scale_of(
         self, file: Path, name: str, scale: np.ndarray, shape: tuple[int, ...]
     ) -> np.ndarray:
-        """Return a scale that multiplies a weight of this shape."""
+        """Return a scale that can multiply a weight of shape `shape`."""
         scale = scale.astype(np.float32)
         if not np.all(np.isfinite(scale) & (scale >= 0)):
             raise UserError(f"{file}: {name} holds numbers that are no scales")
@@ -123,9 +123,9 @@ class Fp8Weights(NamedTuple):
         return np.repeat(rows, self.block[1], axis=1)[:, : shape[1]]
 
 
-def block_of(given: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+def block_of(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
     """Return the two sizes of a block, or None; UserError for anything else."""
-    match given.get(key):
+    match settings.get(key):
         case None:
             return None
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
@@ -137,16 +137,16 @@ def block_of(given: Mapping[str, Any], key: str) -> tuple[int, int] | None:
             )
 
 
-def compressed_block(given: Mapping[str, Any]) -> tuple[int, int] | None:
+def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the block of compressed-tensors' weights, or None.
 
     Raises:
-      UserError: weights that are no symmetric E4M3, or groups with different blocks.
+      UserError: weights are not symmetric E4M3, or groups have different blocks.
     """
     for key in ("transform_config", "sparsity_config"):
-        if given.get(key):
-            raise UserError(f"{QUANTIZATION}: {key} is not supported: {KIND}")
-    groups = given.get("config_groups")
+        if settings.get(key):
+            raise UserError(f"{QUANTIZATION}: {key} is not supported: {SUPPORTED}")
+    groups = settings.get("config_groups")
     blocks = set()
     for group in groups.values() if isinstance(groups, dict) else [{}]:
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -160,10 +160,13 @@ def compressed_block(given: Mapping[str, Any]) -> tuple[int, int] | None:
         ):
             raise UserError(
                 f"{QUANTIZATION}: weights of {bits} bits, type={kind},"
-                f" strategy={strategy}, symmetric={symmetric} are not supported: {KIND}"
+                f" strategy={strategy}, symmetric={symmetric} are not supported:"
+                f" {SUPPORTED}"
             )
         is_block = strategy == "block"
         blocks.add(block_of(weights, "block_structure") if is_block else None)
     if len(blocks) > 1:
-        raise UserError(f"{QUANTIZATION}: config_groups have different blocks: {KIND}")
+        raise UserError(
+            f"{QUANTIZATION}: config_groups have different blocks: {SUPPORTED}"
+        )
     return blocks.pop()

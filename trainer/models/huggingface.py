@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's directories, of the family that `model_type` names."""
+"""Weights in Hugging Face's directories; `model_type` names their family."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.models.weight_files import config_beside
 
 
 def directory_of(source: Path) -> Path:
-    """Return the directory of weights, which may be given as a file."""
+    """Return `source`, or for a file of weights its directory."""
     return source if source.is_dir() else source.parent
 
 
@@ -42,7 +42,7 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
 
     Args:
       source: the directory or file.
-      spec: of the model that takes the weights; it completes a lone file.
+      spec: the spec of the model that gets the weights; it completes a lone file.
 
     Raises:
       UserError: missing or damaged files, or an unknown family.
@@ -58,7 +58,7 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
 
 
 def check_dtypes(source: Path, params: Params) -> None:
-    """Raise UserError for the first tensor of integers, which are no weights."""
+    """Raise UserError for the first tensor that is not of floating-point numbers."""
     for path, tensor in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(tensor.dtype, jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -75,16 +75,16 @@ def save(
 
     Args:
       directory: made if absent.
-      spec: the model's.
-      params: its parameters; written in their own dtype.
+      spec: the model's spec.
+      params: the parameters; written in their own dtype.
       eot: the tokenizer's end-of-text id, or None.
 
     Returns:
       the paths of the weights.
 
     Raises:
-      UserError: a choice that Hugging Face's models of the family lack, or existing
-          weights.
+      UserError: the spec has a choice that Hugging Face's models of the family lack,
+        or there are weights already.
     """
     family = family_of(spec)
     if spec.scan_layers:

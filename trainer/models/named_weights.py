@@ -14,12 +14,12 @@ from trainer.models.weight_files import check_shape, missing
 
 
 class Layout(NamedTuple):
-    """How a family's tensors differ from its parameters of unrolled layers.
+    """The differences of Hugging Face's tensors from parameters of unrolled layers.
 
     Attributes:
-      names: of modules, where they are not ours.
-      prefix: of all names.
-      transposed: whether kernels are [out, in] there; here they are [in, out].
+      names: Hugging Face's names of modules, by our names, where they differ.
+      prefix: the prefix of all names.
+      transposed: whether Hugging Face's kernels are [out, in]; ours are [in, out].
     """
 
     names: Mapping[str, str] = {}
@@ -51,24 +51,24 @@ def to_params(
     Tables are padded with zero rows. Transposed kernels are views.
     """
     expected = jax.eval_shape(model.init, jax.random.key(0))
-    left, leaves = dict(tensors), []
+    unread, leaves = dict(tensors), []
     named = list(named_leaves(model, expected, layout))
     names = {name for name, _, _ in named}
     for name, role, leaf in named:
         shape = (leaf.shape[0] - role.padding, *leaf.shape[1:])
         is_transposed = layout.transposed and role.is_kernel
         shape = shape[::-1] if is_transposed else shape
-        if name not in left:
-            raise missing(source, name, shape, left.keys() - names)
-        tensor = left.pop(name)
+        if name not in unread:
+            raise missing(source, name, shape, unread.keys() - names)
+        tensor = unread.pop(name)
         check_shape(source, name, tensor, shape)
         if role.padding:
             tensor = np.pad(tensor, ((0, role.padding), (0, 0)))
         leaves.append(tensor.T if is_transposed else tensor)
-    if left:
+    if unread:
         raise UserError(
-            f"{source}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in"
-            " all)"
+            f"{source}: unknown tensors {', '.join(sorted(unread)[:3])} ({len(unread)}"
+            " in all)"
         )
     return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 

@@ -1,8 +1,8 @@
 """New embedding rows for a model whose tokenizer is replaced.
 
-Tokens in both vocabularies keep their rows. The others are made of those by `Method`.
-The best known one is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a weighted mean
-of the rows of similar shared tokens. The weights are the sparsemax (Martins and
+Tokens in both vocabularies keep their rows. A `Method` makes the other rows of those.
+The best is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a weighted mean of the
+rows of similar shared tokens. The weights are the sparsemax (Martins and
 Astudillo 2016, arXiv 1602.02068) of cosines between token vectors of the new text.
 """
 
@@ -53,9 +53,9 @@ class RowMixture(NamedTuple):
     """The mixtures of shared rows for tokens that are not shared.
 
     Attributes:
-      ids: of the tokens with similar shared ones, [m].
-      weights: of the shared tokens' rows, FP32 [m, shared]; non-negative, each row sums
-          to 1.
+      ids: the ids of tokens that resemble shared tokens, [m].
+      weights: the weights of the shared tokens' rows, FP32 [m, shared]; non-negative,
+        each row sums to 1.
     """
 
     ids: Ids
@@ -63,7 +63,7 @@ class RowMixture(NamedTuple):
 
     @classmethod
     def from_vectors(cls, vectors_VxW: Array, shared: Shared) -> Self:
-        """Mix by similarity of the new token vectors; zero vectors are left out."""
+        """Return weights by the similarity of token vectors, without zero vectors."""
         length = np.linalg.norm(vectors_VxW, axis=1)
         unit = vectors_VxW / np.where(length > 0, length, 1).astype(np.float32)[:, None]
         known = length[shared.new] > 0
@@ -98,15 +98,15 @@ def new_rows(
     """Return the rows of a table for another vocabulary.
 
     Args:
-      method: `random`: all rows are fresh. Otherwise shared tokens keep their rows, and
-        the others are: `copy`: fresh; `mean`: the mean of all old rows; `gaussian`:
-        normal with the old rows' mean and deviation in each dimension; `focus`: from
-        `mixture`, and where that has none, as `gaussian`.
+      method: with `random` all rows are fresh. Otherwise shared tokens keep their rows,
+        and other rows are fresh (`copy`), the mean of all old rows (`mean`), normal
+        with the old rows' mean and deviation in each dimension (`gaussian`), or from
+        `mixture`, and as with `gaussian` where it has none (`focus`).
       old_VxD: rows of the old vocabulary, without padding.
       fresh_NxD: initial rows of an untrained model.
       shared: tokens in both vocabularies.
-      mixture: for `focus`.
-      seed: of the random rows.
+      mixture: the mixtures of `focus`.
+      seed: the seed of random rows.
 
     Returns:
       FP32 [N, D].

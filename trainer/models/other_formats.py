@@ -1,4 +1,4 @@
-"""Weights in other formats than safetensors, refused with what converts them."""
+"""Errors for weights in other formats than safetensors, with how to convert them."""
 
 import json
 import shlex
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from trainer.errors import UserError
 
-BY_ITS_PROGRAM = (
+PROGRAM_ADVICE = (
     "write it as a Hugging Face directory (config.json and model.safetensors) by the"
     " program that made it; for Meta's, transformers 4 has `python -m"
     " transformers.models.llama.convert_llama_weights_to_hf`"
 )
-# by suffix the option of `from_pretrained`, and the version that has it
+# by suffix, the option of `from_pretrained` and the version that has it
 OPTIONS = {
     ".bin": ("", ""),
     ".gguf": ("gguf_file={0}", ""),
     ".msgpack": ("from_flax=True", " by transformers 4"),
     ".h5": ("from_tf=True", " by transformers 4"),
 }
-OF_PROGRAMS = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index")
-# ends of names of tensors in quantized files, of GPTQ, AWQ, bitsandbytes, MLX, FP8
-QUANTIZED = (
+PROGRAM_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index")
+# suffixes of tensors in files of GPTQ, AWQ, bitsandbytes, MLX and FP8
+QUANTIZED_SUFFIXES = (
     ".qweight", ".qzeros", ".scales", ".absmax", ".SCB", ".weight_scale",
     ".weight_scale_inv", ".weight_packed",
 )  # fmt: skip
@@ -29,7 +29,7 @@ QUANTIZED = (
 
 def convert(directory: Path, option: str) -> str:
     """Return the command that writes a directory's weights as safetensors."""
-    # JSON's spelling of a text is also Python's, and leaves ' to the shell.
+    # A JSON string is also a Python string. Its quotes are ", so the shell's can be '.
     source = json.dumps(str(directory), ensure_ascii=False)
     arguments = f"{source}, {option}" if option else source
     target = json.dumps(f"{directory}-safetensors", ensure_ascii=False)
@@ -52,13 +52,13 @@ def merge(directory: Path) -> str:
 
 
 def check_format(source: Path) -> None:
-    """Refuse what is no safetensors, with what to do.
+    """Raise UserError for weights that are not in safetensors, with what to do.
 
     Args:
-      source: a directory, which may hold nothing at all, or a file.
+      source: a file, or a directory, which may be empty.
 
     Raises:
-      UserError: a LoRA adapter, another format, or directories of weights below.
+      UserError: a LoRA adapter, another format, or weights only in a subdirectory.
     """
     directory = source if source.is_dir() else source.parent
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -82,22 +82,22 @@ def check_format(source: Path) -> None:
 
 
 def refuse_format(file: Path) -> None:
-    """Raise UserError for a file in a format of `OPTIONS` or `OF_PROGRAMS`."""
+    """Raise UserError for a suffix of `OPTIONS` or `PROGRAM_SUFFIXES`."""
     has_config = (file.parent / "config.json").is_file()
-    if file.suffix in OPTIONS and (has_config or file.suffix not in OF_PROGRAMS):
+    if file.suffix in OPTIONS and (has_config or file.suffix not in PROGRAM_SUFFIXES):
         option, version = OPTIONS[file.suffix]
         command = convert(file.parent, option.format(json.dumps(file.name)))
         raise UserError(
             f"{file} is no safetensors file; convert it{version}: {command}"
         )
-    if file.suffix in OF_PROGRAMS:
-        raise UserError(f"{file} is no safetensors file; {BY_ITS_PROGRAM}")
+    if file.suffix in PROGRAM_SUFFIXES:
+        raise UserError(f"{file} is no safetensors file; {PROGRAM_ADVICE}")
 
 
 def check_tensor_names(source: Path, names: Iterable[str]) -> None:
     """Raise UserError for a tensor that only quantized weights have."""
     for name in names:
-        if name.endswith(QUANTIZED):
+        if name.endswith(QUANTIZED_SUFFIXES):
             raise UserError(
                 f"{source} is quantized (it holds {name}); give the weights before"
                 " quantization, in float32, float16 or bfloat16"

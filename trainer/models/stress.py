@@ -17,7 +17,7 @@ from trainer.models.layers import DotGeneral, Factory, Linear, dense
 def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
     """Start the first `channels` of two layers as training aligns them late.
 
-    Both get the same column, `gain` times as large. Without channels nothing changes.
+    Both get the columns of `linear`, `gain` times as large.
     Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
     """
     if channels:
@@ -27,7 +27,7 @@ def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
 
 
 class LastColumns(nnx.Module):
-    """The last columns of a `Linear` as a layer on its parameters, times `gain`."""
+    """A layer of the last columns of a `Linear`, whose parameters it multiplies."""
 
     probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
@@ -51,9 +51,9 @@ class LastColumns(nnx.Module):
 class GainedAttention(Attention):
     """`Attention` with larger values and a smaller output kernel, by `value_gain`.
 
-    The values are a matmul of their own, `c_value`, on the last third of the parameters
-    of `c_attn`. In one matmul with queries and keys they would share the scale of its
-    gradient and of its FP8 kernel.
+    The values have a matmul of their own, `c_value`, on the last third of the
+    parameters of `c_attn`. In one matmul with queries and keys they would share the
+    scales of its gradient and of its FP8 kernel.
     """
 
     def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
@@ -83,7 +83,7 @@ class GainedAttention(Attention):
 
 
 def gpt2_block(spec: GPT2Spec, layers: Factory) -> Block:
-    """Return a block of GPT-2, with the stress that its spec asks for."""
+    """Return a block of GPT-2, with the stress that `spec` configures."""
     block = Block(
         spec, layers, Attention if spec.value_gain is None else GainedAttention
     )

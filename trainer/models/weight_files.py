@@ -33,13 +33,13 @@ CONFIG, INDEX, SINGLE = (
 HEAD = "lm_head.weight"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_BYTES = 1 << 28
-# files of a tokenizer, whose copies are the same tokenizer
+# files of a tokenizer: copies of them are the same tokenizer
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "tokenizer.model", "vocab.json", "merges.txt",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-TEMPLATES = "additional_chat_templates"  # for tools and the like, a file each
+TEMPLATES = "additional_chat_templates"  # a directory with a file for each template
 
 
 def config_beside(path: Path) -> Path:
@@ -52,7 +52,7 @@ def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndar
 
     Args:
       path: the directory or file.
-      fp8: how weights in FP8 are read; None: there are none.
+      fp8: the FP8 weights among them; None: there are none.
 
     Raises:
       UserError: missing or damaged files, or an index that names missing files or
@@ -68,11 +68,11 @@ def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndar
     if path.is_dir():
         files, indexed = weight_files(path), indexed_names(path)
     tensors: dict[str, np.ndarray] = {}
-    homes: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         check_regular(file)
         try:
-            of_file = load_file(file) if fp8 is None else load_fp8_file(file)
+            file_tensors = load_file(file) if fp8 is None else load_fp8_file(file)
         except AttributeError as error:  # a dtype that NumPy has not
             raise UserError(
                 f"{file} holds tensors in a format that NumPy has not ({error});"
@@ -83,24 +83,25 @@ def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndar
                 f"{file} is not a whole safetensors file ({error}); download or copy it"
                 " again"
             ) from error
-        twice = sorted(of_file.keys() & homes.keys())
-        if twice:
+        repeated = sorted(file_tensors.keys() & file_of.keys())
+        if repeated:
+            name = repeated[0]
             raise UserError(
-                f"{file} and {homes[twice[0]].name} both hold {twice[0]} ({len(twice)}"
+                f"{file} and {file_of[name].name} both hold {name} ({len(repeated)}"
                 " tensors twice in all); leave only one of them in the directory"
             )
         if fp8 is None:
-            check_tensor_names(file, of_file)
-        tensors |= of_file
-        homes |= dict.fromkeys(of_file, file)
-    lost = sorted(indexed - tensors.keys()) if indexed is not None else []
-    if lost:
+            check_tensor_names(file, file_tensors)
+        tensors |= file_tensors
+        file_of |= dict.fromkeys(file_tensors, file)
+    absent = sorted(indexed - tensors.keys()) if indexed is not None else []
+    if absent:
         raise UserError(
-            f"{path / INDEX} names tensors that its files do not hold: {lost[0]}"
-            f" ({len(lost)} in all)"
+            f"{path / INDEX} names tensors that its files do not hold: {absent[0]}"
+            f" ({len(absent)} in all)"
         )
     if fp8 is not None:
-        # Behind all files: a scale may be in another one than its weight.
+        # All files have been read: a scale may be in another file than its weight.
         tensors = fp8.widen(path, tensors)
         check_tensor_names(path, tensors)
     return tensors
@@ -142,10 +143,10 @@ def with_prefix(
 
 
 def pop_tied_head(source: Path, tensors: dict[str, np.ndarray], table: str) -> None:
-    """Remove the head of a tied model, which may also stand in the table's place.
+    """Remove the head of a tied model; it becomes the table if that is absent.
 
     Raises:
-      UserError: it is another matrix than the table.
+      UserError: head and table differ.
     """
     head = tensors.pop(HEAD, None)
     if head is not None and not np.array_equal(head, tensors.setdefault(table, head)):
@@ -158,7 +159,7 @@ def pop_tied_head(source: Path, tensors: dict[str, np.ndarray], table: str) -> N
 def missing(
     source: Path, name: str, shape: tuple[int, ...], unknown: Set[str]
 ) -> UserError:
-    """Return the error of a tensor that weights lack, with what they have instead."""
+    """Return the error of a missing tensor, with the unknown ones that are there."""
     advice = "these are not all weights of the model"
     if unknown:
         advice += f", but others, such as {min(unknown)} ({len(unknown)} in all)"
@@ -202,17 +203,17 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
     layers, width, ids = map(
         int, (sizes["n_layer"], sizes["d_model"], sizes["vocab_size"])
     )
-    least = layers * width**2 + ids * width
-    if files and least > present:
+    needed = layers * width**2 + ids * width
+    if files and needed > present:
         raise UserError(
             f"{config_beside(source)}: {layers:,} layers of width {width:,} and {ids:,}"
-            f" ids take at least {least:,} bytes, but the weights beside it have"
+            f" ids take at least {needed:,} bytes, but the weights beside it have"
             f" {present:,}; download or copy both again"
         )
 
 
 def indexed_names(directory: Path) -> set[str] | None:
-    """Return the names of all tensors, if there is an index that counts."""
+    """Return the names of all tensors by the index; None: no index applies."""
     if (directory / SINGLE).is_file() or not (directory / INDEX).is_file():
         return None
     return set(weight_map(directory))
@@ -238,7 +239,7 @@ def weight_map(directory: Path) -> dict[str, str]:
 def weight_files(directory: Path) -> list[Path]:
     """Return a directory's safetensors files.
 
-    As transformers does, `model.safetensors` goes before an index. Without both it is
+    Like transformers, prefer `model.safetensors` to an index. Without either, return
     all files.
     """
     if (directory / SINGLE).is_file():
@@ -247,10 +248,10 @@ def weight_files(directory: Path) -> list[Path]:
         files = [
             directory / name for name in sorted(set(weight_map(directory).values()))
         ]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
             raise UserError(
-                f"{directory}: {missing[0]} is missing ({len(missing)} in all);"
+                f"{directory}: {absent[0]} is missing ({len(absent)} in all);"
                 " download or copy it again"
             )
         return files
@@ -261,13 +262,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Write one safetensors file, completely or not at all, with the permissions of the
-    process's umask.
+    """Write one safetensors file, completely or not at all.
 
-    The library itself makes the file private.
+    It gets the permissions of the process's umask: the library's file is private.
 
     Raises:
-      UserError: it cannot be written, as on a full disk.
+      UserError: the file cannot be written, such as on a full disk.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     mask = os.umask(0)
@@ -276,7 +276,7 @@ def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.chmod(0o666 & ~mask)
         partial.replace(path)
-    except SafetensorError as error:  # it is no OSError
+    except SafetensorError as error:  # the library raises no OSError
         raise UserError(
             f"cannot write {path}: {error}; make room, or choose another directory"
         ) from error
@@ -308,7 +308,7 @@ def write_tensors(
         ]
     weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
-        # contiguous copies of one file at a time, for the memory
+        # Contiguous copies of one file at a time save memory.
         data = {key: np.ascontiguousarray(tensors[key]) for key in shard}
         write_file(data, directory / name)
         weight_map |= dict.fromkeys(shard, name)
@@ -338,7 +338,7 @@ def write_object(file: Path, tree: Mapping[str, Any]) -> None:
 
 
 def tokenizer_files(source: Path, more: Sequence[str] = ()) -> list[Path]:
-    """Return the tokenizer's files beside weights, and those of the names `more`.
+    """Return the tokenizer's files beside weights, and the files named in `more`.
 
     Raises:
       UserError: a file is a link to a place outside, whose content would be published

@@ -112,15 +112,15 @@ def save_gpt2(
 
     Args:
       directory: made if absent.
-      spec: the model's.
-      params: its parameters, of unrolled layers; written in their own dtype.
+      spec: the model's spec.
+      params: the parameters, of unrolled layers; written in their own dtype.
       eot: the tokenizer's end-of-text id, which starts and ends documents, or None.
 
     Returns:
       the paths of the weights, which `load_gpt2` reads.
 
     Raises:
-      UserError: an MLP that Hugging Face's GPT-2 lacks, or existing weights.
+      UserError: Hugging Face's GPT-2 lacks the MLP, or there are weights already.
     """
     if spec.mlp != "gelu":
         raise UserError(

@@ -1,7 +1,7 @@
 """Hugging Face Llama weights: import and export of safetensors with config.json.
 
-Kernels are `[in, out]` here and `[out, in]` there; the table and the head are padded
-here.
+Kernels are `[in, out]` in parameters and `[out, in]` in files. Only in parameters are
+the table and the head padded.
 
 Legend: D model, V vocabulary.
 """
@@ -38,7 +38,7 @@ MODULES = {
 }
 ROOTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 TABLE = "model.embed_tokens.weight"
-# what files of earlier transformers say of rotary positions, which are no weights
+# tensors of rotary positions in files of earlier transformers, which are no weights
 BUFFERS = re.compile(
     r"model\.(layers\.\d+\.(self_attn\.)?)?rotary_emb"
     r"\.(inv_freq|original_inv_freq|cos_cached|sin_cached)"
@@ -104,9 +104,9 @@ def save_llama(
 
     Args:
       directory: made if absent.
-      spec: the model's; the channel sizes of `smooth_swiglu` are no part of the
-          function, and not written.
-      params: its parameters, of unrolled layers; written in their own dtype.
+      spec: the model's spec; the divisors of `smooth_swiglu` are not part of the
+        function, and not written.
+      params: the parameters, of unrolled layers; written in their own dtype.
       eot: the tokenizer's end-of-text id, which starts and ends documents, or None.
       shard_bytes: of the largest file, unless one tensor is larger.
 

@@ -46,12 +46,13 @@ class MistralSpec(LlamaSpec):
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`."""
-        given = {**cls.config_json.defaults, **config}
-        # `check_layers` has seen that all layers are of one kind.
+        defaults = cls.config_json.defaults
+        # `check_layers` has checked that all layers are of one kind.
         kinds = config.get("layer_types") or ["sliding_attention"]
-        if given["sliding_window"] is None or "sliding_attention" not in kinds:
+        config = {**defaults, **config}
+        if config["sliding_window"] is None or "sliding_attention" not in kinds:
             return {"window": None}
-        return {"window": whole_number(given, "sliding_window")}
+        return {"window": whole_number(config, "sliding_window")}
 
     def extra_config(self) -> dict[str, Any]:
         """See `LlamaSpec`."""

@@ -56,33 +56,34 @@ class SmolLM3Spec(LlamaSpec):
 
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `LlamaSpec`; the layers must be every so many of them."""
-        given = {**cls.config_json.defaults, **config}
-        layers = whole_number(given, "num_hidden_layers")
-        rotated = given.get("no_rope_layers")  # 1: it has rotary positions
-        intervals = [whole_number(given, "no_rope_layer_interval")]
-        if rotated is None:
+        """See `LlamaSpec`; only every n-th layer may lack rotary positions."""
+        config = {**cls.config_json.defaults, **config}
+        layers = whole_number(config, "num_hidden_layers")
+        # Despite its name, 1 stands for a layer with rotary positions.
+        flags = config.get("no_rope_layers")
+        intervals = [whole_number(config, "no_rope_layer_interval")]
+        if flags is None:
             return {"unrotated_every": intervals[0]}
-        if not isinstance(rotated, list) or len(rotated) < layers:
+        if not isinstance(flags, list) or len(flags) < layers:
             raise UserError(
                 f"no_rope_layers is not a list of num_hidden_layers={layers} entries;"
                 " valid: 1 for each layer with rotary positions, 0 for each without"
             )
-        rotated = rotated[:layers]  # transformers ignores further ones
-        intervals.append(rotated.index(0) + 1 if 0 in rotated else 0)
+        flags = flags[:layers]  # transformers ignores further entries
+        intervals.append(flags.index(0) + 1 if 0 in flags else 0)
         for every in intervals:
-            if rotated == [int(uses_rope) for uses_rope in _rope_layers(layers, every)]:
+            if flags == [int(uses_rope) for uses_rope in _rope_layers(layers, every)]:
                 return {"unrotated_every": every}
         raise UserError(
-            f"no_rope_layers={rotated} is not supported; valid: 1 for each of the"
+            f"no_rope_layers={flags} is not supported; valid: 1 for each of the"
             f" {layers} layers, except 0 for every n-th layer (n, 2n, ...)"
         )
 
     def extra_config(self) -> dict[str, Any]:
         """See `LlamaSpec`."""
-        rotated = self.rope_layers or (True,) * self.n_layer
+        uses_rope = self.rope_layers or (True,) * self.n_layer
         return {
-            "no_rope_layers": list(map(int, rotated)),
+            "no_rope_layers": list(map(int, uses_rope)),
             "no_rope_layer_interval": self.unrotated_every or self.n_layer + 1,
             "pad_token_id": None,  # transformers' own is beyond most vocabularies
         }
