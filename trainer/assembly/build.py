@@ -127,7 +127,7 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
     d = c.diloco
     if d.replicas is None:
         return None
-    # `validate` has refused nulls beside replicas.
+    # `config.combinations.validate` refuses nulls beside replicas.
     assert d.sync_every is not None
     assert d.outer_grad is not None
     assert d.outer_lr is not None

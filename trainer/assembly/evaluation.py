@@ -88,7 +88,7 @@ def source_text(
       UserError: files that cannot be read, or too little text for one batch.
     """
     tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
-    wanted = max_batches * loader.batch_size * context + 1
+    max_tokens = max_batches * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
     tokens = 0
@@ -101,7 +101,7 @@ def source_text(
             ids = np.append(ids, ids.dtype.type(tokenizer.eot))
         arrays.append(ids)
         tokens += len(ids)
-        if tokens >= wanted:
+        if tokens >= max_tokens:
             break
     count = min(max_batches, (tokens - 1) // (loader.batch_size * context))
     if count < 1:

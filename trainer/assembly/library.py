@@ -1,7 +1,7 @@
 """The trainer as a library, for programs and notebooks.
 
-Nothing here ends the process. What is wrong with the configuration, the data or the
-disk raises `UserError`; a run that diverges raises `Diverged`. Ctrl-C during training
+Nothing here ends the process. A fault of the configuration, the data or the disk
+raises `UserError`; a run that diverges raises `Diverged`. Ctrl-C during training
 saves a checkpoint and returns; the same call resumes.
 """
 
@@ -33,15 +33,15 @@ class Result:
     """The result of a run.
 
     Attributes:
-      state: of the training; `state.params` are nested dictionaries of arrays, or of
+      state: the training state; `state.params` are nested dictionaries of arrays, or of
         `ScaledArray`s where scales propagate (`scalify_core.asarray` gives their
         values).
-      step: steps taken in all.
+      step: the number of steps taken in all.
       rows: the logged rows of metrics.jsonl, from the run directory's first step on;
         empty with tracker=none.
-      run_dir: holds checkpoints, metrics, report and samples.
-      stopped_by: the signal that stopped the run early, such as Ctrl-C; None: it is
-        done.
+      run_dir: the directory of checkpoints, metrics, report and samples.
+      stopped_by: the signal that stopped the run early, such as Ctrl-C's; None: the run
+        is done.
     """
 
     state: TrainState
@@ -102,7 +102,7 @@ def train(
     """Train in `config.run_dir`, or resume the run there, as `python -m trainer` does.
 
     Args:
-      config: from `compose`.
+      config: the configuration that `compose` returns.
       model: takes a `Build` and returns a `CausalModel`, a Flax NNX module, instead of
         the configuration's. The keys `vocab_size`, `context` and `keep_fp8_weights`
         still apply.

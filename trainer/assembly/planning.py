@@ -50,7 +50,7 @@ def build_plan(
     Args:
       c: the configuration.
       aim: the GPUs.
-      sequences: of a micro-batch on each device.
+      sequences: the number of sequences of a micro-batch on each device.
       bf16: the precision to compare with; None: no comparison.
       search: see `plan.make_plan`.
       exact: see `plan.make_plan`.
@@ -68,14 +68,14 @@ def build_plan(
     task = build_task(c, model, mesh, None, cached=c.compile_cache is not None)
     # Each replica has the GPUs of the plan, and computes the same as one run alone.
     if (diloco := build_diloco(c)) is not None:
-        replicas = task._replace(diloco=diloco)
-        check_fragments(replicas)
-        exchanges = exchanges_of(replicas)
+        diloco_task = task._replace(diloco=diloco)
+        check_fragments(diloco_task)
+        exchanges = exchanges_of(diloco_task)
         for line in describe_exchanges(exchanges, c.diloco.bandwidth_gbps):
             say(line)
-    compared = None
+    bf16_task = None
     if bf16 is not None:
-        compared = task._replace(model=Model.make(model.spec, bf16.policy))
+        bf16_task = task._replace(model=Model.make(model.spec, bf16.policy))
 
     def batches(sequences: int) -> Tokens:
         rows = sequences * batch_shards(mesh) * c.train.grad_accum_steps
@@ -93,7 +93,7 @@ def build_plan(
         aim,
         sequences=sequences,
         accum=c.train.grad_accum_steps,
-        bf16=compared,
+        bf16=bf16_task,
         search=search,
         exact=exact,
         log=say,

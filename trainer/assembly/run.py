@@ -80,7 +80,7 @@ COMPILING = "compiling the training step"
 
 
 class Experiment(NamedTuple):
-    """The configuration, the workload and its phases, and what a program adds."""
+    """The configuration, the workload and its phases, and the program's parts."""
 
     config: schema.Config
     workload: Workload
@@ -317,9 +317,8 @@ def closing(session: Session) -> Iterator[Ending]:
                 yield ending
         except RunDirLost:
             stack.pop_all()
-            with contextlib.suppress(
-                UserError, OSError
-            ):  # an unfinished save fails too
+            # An unfinished save fails too.
+            with contextlib.suppress(UserError, OSError):
                 session.checkpointer.close()
             raise
         except UserError as error:

@@ -147,11 +147,12 @@ def describe_other_devices(
 
     Checkpoints of older versions do not say their devices.
     """
-    now, was = describe_mesh(mesh), checkpoint.meta.get("devices")
-    if was in (None, now) or not 0 < checkpoint.step < c.train.steps:
+    devices, saved_devices = describe_mesh(mesh), checkpoint.meta.get("devices")
+    if saved_devices in (None, devices) or not 0 < checkpoint.step < c.train.steps:
         return []
     return [
-        f"resumed after step {checkpoint.step:,} on other devices: {now} (was {was});"
+        f"resumed after step {checkpoint.step:,} on other devices: {devices} (was"
+        f" {saved_devices});"
         " sums are taken in another order, so losses can differ slightly from those of"
         " the same devices"
     ]
@@ -162,11 +163,11 @@ def describe_other_settings(c: schema.Config, checkpoint: Restored) -> list[str]
 
     Checkpoints of older versions lack both.
     """
-    was = checkpoint.meta.get("settings") or {}
+    saved = checkpoint.meta.get("settings") or {}
     changed = [
-        f"{name}={now} (was {was[name]})"
-        for name, now in numeric_settings().items()
-        if was.get(name, now) != now
+        f"{name}={value} (was {saved[name]})"
+        for name, value in numeric_settings().items()
+        if saved.get(name, value) != value
     ]
     if not changed or not 0 < checkpoint.step < c.train.steps:
         return []

@@ -30,7 +30,7 @@ def apply_blocks(
     call: Callable[[Any, jax.Array, Any, Any], jax.Array],
     x_NxD: jax.Array,
     shared: Any = None,
-    each: Any = None,
+    per_layer: Any = None,
     *,
     scan: bool,
     remat: str,
@@ -39,19 +39,19 @@ def apply_blocks(
 
     Args:
       blocks: the result of `make_blocks`.
-      call: `(block, x, shared, the layer's entry of `each`) -> x`.
+      call: `(block, x, shared, the layer's entry of `per_layer`) -> x`.
       x_NxD: the input of the first block.
       shared: a pytree of arrays that all blocks take.
-      each: a pytree [L, ...] with an entry for each block, or None.
+      per_layer: a pytree [L, ...] with an entry for each block, or None.
       scan: whether the blocks are stacked.
       remat: the values that the backward pass recomputes, as in `GPT2Spec`; blocks
         themselves handle "none" and "elementwise".
     """
 
     def run(
-        graphdef: Any, x_NxD: jax.Array, layer: Any, shared: Any, each: Any
+        graphdef: Any, x_NxD: jax.Array, layer: Any, shared: Any, per_layer: Any
     ) -> jax.Array:
-        return call(nnx.merge(graphdef, layer), x_NxD, shared, each)
+        return call(nnx.merge(graphdef, layer), x_NxD, shared, per_layer)
 
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
@@ -63,11 +63,13 @@ def apply_blocks(
         return jax.lax.scan(
             lambda x, xs: (run(graphdef, x, xs[0], shared, xs[1]), None),
             x_NxD,
-            (layers, each),
+            (layers, per_layer),
         )[0]
     for i, block in enumerate(blocks):
         graphdef, layer = nnx.split(block)
-        x_NxD = run(graphdef, x_NxD, layer, shared, None if each is None else each[i])
+        x_NxD = run(
+            graphdef, x_NxD, layer, shared, None if per_layer is None else per_layer[i]
+        )
     return x_NxD
 
 
@@ -75,24 +77,26 @@ def decode_blocks(
     blocks: Any,
     call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
     x_NxD: jax.Array,
-    each: Any,
+    per_layer: Any,
     *,
     scan: bool,
 ) -> tuple[jax.Array, Any]:
     """Apply all blocks to `x`; return `x` and the new cache.
 
-    `call(block, x, the layer's entry of each)` returns `x` and the layer's new cache.
-    `each` is the cache [L, ...], or a pytree that contains it.
+    `per_layer` is the cache [L, ...], or a pytree that contains it. `call(block, x, the
+    layer's entry of per_layer)` returns `x` and the layer's new cache.
     """
     if scan:
         graphdef, layers = nnx.split(blocks)
         return jax.lax.scan(
             lambda x, xs: call(nnx.merge(graphdef, xs[0]), x, xs[1]),
             x_NxD,
-            (layers, each),
+            (layers, per_layer),
         )
     new_caches = []
     for i, block in enumerate(blocks):
-        x_NxD, layer_cache = call(block, x_NxD, jax.tree.map(lambda c, i=i: c[i], each))
+        x_NxD, layer_cache = call(
+            block, x_NxD, jax.tree.map(lambda c, i=i: c[i], per_layer)
+        )
         new_caches.append(layer_cache)
     return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new_caches)

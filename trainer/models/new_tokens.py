@@ -45,8 +45,8 @@ class Shared(NamedTuple):
         if ends[1] is not None:
             pairs.append((ends[0], ends[1]))
         pairs.sort()
-        both = np.array(pairs, np.int64).reshape(-1, 2)
-        return cls(both[:, 0], both[:, 1])
+        ids_Nx2 = np.array(pairs, np.int64).reshape(-1, 2)
+        return cls(ids_Nx2[:, 0], ids_Nx2[:, 1])
 
 
 class RowMixture(NamedTuple):
@@ -66,14 +66,14 @@ class RowMixture(NamedTuple):
         """Return weights by the similarity of token vectors, without zero vectors."""
         length = np.linalg.norm(vectors_VxW, axis=1)
         unit = vectors_VxW / np.where(length > 0, length, 1).astype(np.float32)[:, None]
-        known = length[shared.new] > 0
+        has_vector = length[shared.new] > 0
         ids = np.setdiff1d(np.flatnonzero(length > 0), shared.new)
-        count = len(ids) if known.any() else 0
+        count = len(ids) if has_vector.any() else 0
         weights = np.zeros((count, len(shared.new)), np.float32)
         for start in range(0, count, ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            cosines = unit[ids[part]] @ unit[shared.new[known]].T
-            weights[part, known] = sparsemax(cosines)
+            cosines = unit[ids[part]] @ unit[shared.new[has_vector]].T
+            weights[part, has_vector] = sparsemax(cosines)
         return cls(ids[:count], weights)
 
 

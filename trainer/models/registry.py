@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from trainer.models.family import Family, Spec
 
-# A spec stands behind the one that it inherits from: `family_of` searches backwards.
+# A spec stands after the one that it inherits from: `family_of` searches backwards.
 SPECS: dict[str, type[Spec]] = {
     "gpt2": GPT2Spec,
     "llama": LlamaSpec,

@@ -38,9 +38,10 @@ class Role:
         `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers; None: it is never narrow.
       stacked: whether the first axis counts layers.
       split: the axis, counted from the end, that `tensor` splits; None: not split.
-      groups: of columns, such as 3 for queries, keys and values side by side. A
-        device's share of several groups is not contiguous: such a kernel is stored
-        split by rows, and resharded to columns where it is used; a bias is not split.
+      groups: the number of groups of columns, such as 3 for queries, keys and values
+        side by side. A device's share of several groups is not contiguous: such a
+        kernel is stored split by rows, and resharded to columns where it is used; a
+        bias is not split.
       gated: whether it belongs to a gated layer, where the outputs of the column
         kernels are multiplied and the row kernel takes the product.
       scaled_rows: whether the rows of a kernel are multiplied by factors of the batch
@@ -98,8 +99,8 @@ def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
 
     Args:
       roles: the result of `roles_of`.
-      path: of `jax.tree_util`; it may lead through a state before it comes to the
-          dictionaries of parameters.
+      path: a path of `jax.tree_util`; it may lead through a state before it comes to
+        the dictionaries of parameters.
 
     Returns:
       None for an array without a parameter, such as a count of steps.
@@ -145,10 +146,10 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
             if role.kind in kinds or fnmatchcase(full_name, name)
         ]
         if not matches:
-            some = ", ".join(sorted(leaves)[:3])
+            examples = ", ".join(sorted(leaves)[:3])
             raise UserError(
                 f"{name!r} matches no parameter; valid: {', '.join(GROUPS)}, and"
-                f" patterns of {some}, ..."
+                f" patterns of {examples}, ..."
             )
         for path, role in matches:
             *modules, last = [key.key for key in path]

@@ -32,45 +32,47 @@ def sample(
       logits_V: FP32.
       key: PRNG key.
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: int32; only the k likeliest tokens remain; 0: all.
-      top_p: of those, the fewest likeliest tokens whose probabilities reach this sum
-          remain; 1: all.
+      top_k: int32; keeps the k likeliest tokens; 0: all.
+      top_p: keeps the fewest likeliest of these tokens whose probabilities reach this
+        sum; 1: all.
 
     Reference for top-p: Holtzman et al. 2020, "The curious case of neural text
     degeneration".
     """
-    # Sorts all logits, likeliest first: `top_k` is traced and cannot be a size.
+    # All logits are sorted, likeliest first: `top_k` is traced and cannot be a size.
     logits_V, ids_V = jax.lax.top_k(logits_V, logits_V.shape[0])
     rank_V = jnp.arange(logits_V.shape[0])
     masked_V = jnp.where(
         (top_k == 0) | (rank_V < top_k),
-        logits_V / jnp.where(temperature > 0, temperature, 1),  # no division by 0
+        logits_V / jnp.where(temperature > 0, temperature, 1),
         -jnp.inf,
     )
     p_V = jax.nn.softmax(masked_V)
-    # 0 for the likeliest token, so that it always remains
+    # The sum is 0 for the likeliest token, which therefore always remains.
     likelier_V = jnp.cumsum(p_V) - p_V
     masked_V = jnp.where((top_p >= 1) | (likelier_V < top_p), masked_V, -jnp.inf)
     return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, masked_V), 0)]
 
 
 def prefill(
-    model: LanguageModel, tokens_T: jax.Array, length: jax.Array, room: int
+    model: LanguageModel, tokens_T: jax.Array, length: jax.Array, cache_length: int
 ) -> tuple[jax.Array, Any]:
-    """Return logits [V] after the first `length` tokens, and a cache for `room` tokens.
+    """Return logits [V] after the first `length` tokens, and the cache.
 
-    The rest of the tokens is never attended to.
+    The tokens behind them are never attended to. The cache has `cache_length`
+    positions.
     """
-    h_1xTxD, cache = model.decode(tokens_T[None], model.init_cache(1, room), 0)
+    cache = model.init_cache(1, cache_length)
+    h_1xTxD, cache = model.decode(tokens_T[None], cache, 0)
     last_1xD = jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
     return model.logits(last_1xD)[0], cache
 
 
 def extend(
-    model: LanguageModel, new: jax.Array, cache: Any, position: jax.Array
+    model: LanguageModel, token: jax.Array, cache: Any, position: jax.Array
 ) -> tuple[jax.Array, Any]:
     """Return logits [V] after one more token at `position`, and the new cache."""
-    h_1x1xD, cache = model.decode(new[None, None], cache, position)
+    h_1x1xD, cache = model.decode(token[None, None], cache, position)
     return model.logits(h_1x1xD[0])[0], cache
 
 
@@ -94,38 +96,39 @@ class Generator:
             return prefill(bind(params), window_S, length, len(window_S))
 
         @jax.jit
-        def write(
+        def sample_window(
             params: Params,
             logits_V: jax.Array,
             cache: Any,
             length: jax.Array,
             count: jax.Array,
             key: jax.Array,
-            first: jax.Array,
+            sampled: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array],
             empty_S: jax.Array,
         ) -> jax.Array:
             """Return `count` new ids after `length` cached tokens, then zeros, `[S]`.
 
-            `first`: the number of ids that were sampled before. `empty_S`: zeros.
+            `sampled`: the number of ids of earlier windows. `empty_S`: zeros.
             """
             model = bind(params)
 
             def step(carry: tuple) -> tuple:
                 i, ids_S, logits_V, cache = carry
                 # Keyed by the index in the continuation: ids do not depend on windows.
-                new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
+                token_key = jax.random.fold_in(key, sampled + i)
+                token = sample(logits_V, token_key, *controls)
                 # The last token of a full window has no place in the cache; its logits
                 # are never used.
                 position = jnp.minimum(length + i, len(empty_S) - 1)
-                logits_V, cache = extend(model, new, cache, position)
-                return i + 1, ids_S.at[i].set(new), logits_V, cache
+                logits_V, cache = extend(model, token, cache, position)
+                return i + 1, ids_S.at[i].set(token), logits_V, cache
 
             return jax.lax.while_loop(
                 lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache)
             )[1]
 
-        self._prefill, self._extend = prefill_window, write
+        self._prefill, self._sample = prefill_window, sample_window
 
     def __call__(
         self,
@@ -150,31 +153,31 @@ class Generator:
         """
         check(prompt, max_new_tokens, temperature, top_k, top_p, seed)
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
-        # A saved configuration may have any context: the cache is as large as needed.
-        needed = max(len(prompt) + max_new_tokens, MIN_CACHE)
-        S = min(self.spec.context, 1 << (needed - 1).bit_length())
-        ids, new = list(prompt[-S:]), 0
-        while new < max_new_tokens:
+        # The cache is only as large as needed: a saved context may have any size.
+        positions = max(len(prompt) + max_new_tokens, MIN_CACHE)
+        S = min(self.spec.context, 1 << (positions - 1).bit_length())
+        ids, sampled = list(prompt[-S:]), 0
+        while sampled < max_new_tokens:
             before_window()
             window = ids if len(ids) <= S else ids[-max(1, S // 2) :]
             padded_S = np.zeros(S, np.int32)
             padded_S[: len(window)] = window
             logits_V, cache = self._prefill(params, padded_S, jnp.int32(len(window)))
-            count = min(max_new_tokens - new, S - len(window) + 1)
+            count = min(max_new_tokens - sampled, S - len(window) + 1)
             key = jax.random.key(seed)
-            new_ids = self._extend(
+            new_ids = self._sample(
                 params,
                 logits_V,
                 cache,
                 jnp.int32(len(window)),
                 jnp.int32(count),
                 key,
-                jnp.int32(new),
+                jnp.int32(sampled),
                 controls,
                 jnp.zeros(S, jnp.int32),
             )
             ids += np.asarray(new_ids)[:count].tolist()
-            new += count
+            sampled += count
         return ids[len(ids) - max_new_tokens :]
 
 
@@ -189,7 +192,7 @@ def check(
     """Raise UserError for arguments that are out of range."""
     if not prompt:
         raise UserError("the prompt has no token; give it some text")
-    for ok, given, valid in (
+    for ok, setting, valid in (
         (
             0 <= max_new_tokens <= MOST_NEW_TOKENS,
             f"max_new_tokens={max_new_tokens}",
@@ -205,4 +208,4 @@ def check(
         (0 <= seed < 2**32, f"seed={seed}", f"0 to {2**32 - 1}"),
     ):
         if not ok:
-            raise UserError(f"{given}: expected {valid}")
+            raise UserError(f"{setting}: expected {valid}")

@@ -73,7 +73,7 @@ def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndar
         check_regular(file)
         try:
             file_tensors = load_file(file) if fp8 is None else load_fp8_file(file)
-        except AttributeError as error:  # a dtype that NumPy has not
+        except AttributeError as error:  # NumPy lacks the dtype
             raise UserError(
                 f"{file} holds tensors in a format that NumPy has not ({error});"
                 " give weights in float32, float16 or bfloat16"
@@ -348,8 +348,8 @@ def tokenizer_files(source: Path, more: Sequence[str] = ()) -> list[Path]:
     names += sorted((source / TEMPLATES).glob("*.jinja"))
     names += [source / name for name in more]
     files = [file for file in names if file.is_file()]
-    # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of
-    # links to files of blobs beside it.
+    # In the cache of Hugging Face's hub, snapshots/REVISION consists of links to files
+    # in `blobs`.
     root = source.resolve()
     blobs = root.parent.parent / "blobs"
     is_hub = root.parent.name == "snapshots" and not blobs.is_symlink()

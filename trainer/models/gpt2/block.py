@@ -129,7 +129,7 @@ class SwigluMLP(nnx.Module):
     Reference: Shazeer 2020, "GLU variants improve transformer".
     """
 
-    scaled_rows: ClassVar[bool] = False  # of the last kernel, see `Role`
+    scaled_rows: ClassVar[bool] = False  # the last kernel's `Role.scaled_rows`
 
     def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
         self.tensor_axis = layers.tensor_axis
@@ -206,7 +206,7 @@ class Block(nnx.Module):
         x_NxD += dropout(
             self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B
         )
-        # Stored once in 16 bits: its readers would otherwise keep an FP32 copy.
+        # `materialized` stores 16 bits once; readers would otherwise keep an FP32 copy.
         x_NxD = materialized(x_NxD)
         return materialized(
             x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B)

@@ -29,8 +29,8 @@ from trainer.models.weight_files import (
     write_tensors,
 )
 
-# The values that a config.json may have, where it has the key, for this model to
-# compute the same function.
+# the values that a file must have where it has the key, so that this model computes the
+# same function
 REQUIRED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),

@@ -102,13 +102,13 @@ class GPT2(Decoder):
             return block(x_NxD, B, segments_BxT, keys_B)
 
         x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
-        each = None if dropout_keys_B is None else keys_LxB
+        per_layer = None if dropout_keys_B is None else keys_LxB
         x_NxD = apply_blocks(
             self.h,
             call,
             x_NxD,
             segments_BxT,
-            each,
+            per_layer,
             scan=spec.scan_layers,
             remat=spec.remat,
         )

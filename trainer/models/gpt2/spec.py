@@ -46,7 +46,7 @@ class GPT2Spec:
     users.
 
     Attributes:
-      vocab_size: of the tokenizer; tables and logits have `padded_vocab` rows.
+      vocab_size: the number of token ids; tables and logits have `padded_vocab` rows.
       context: the longest sequence, in tokens.
       n_layer: blocks.
       n_head: heads.
@@ -72,8 +72,8 @@ class GPT2Spec:
       loss_logits: the dtype of the loss's logits in memory. None: FP32. compute: the
         dtype of the matmuls, with half the memory traffic; computations on them are
         FP32.
-      init_std: of the initial normal weights; divided by sqrt(2 L) for projections into
-          the residual stream.
+      init_std: the standard deviation of initial weights; divided by sqrt(2 L) for
+        projections into the residual stream.
       value_gain: a power of two that multiplies the values, kernel and bias, and
         divides the attention's output kernel, where they are used. The function of the
         parameters is the same. The values are then a matmul of their own,

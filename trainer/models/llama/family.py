@@ -12,14 +12,15 @@ from trainer.models.llama.spec import LlamaSpec, forward_flops_per_token, linear
 
 def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
     """Raise UserError where heads or channels cannot be split over the devices."""
-    queries, keys = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
+    q_width = spec.n_head * spec.head_width
+    kv_width = spec.n_kv_head * spec.head_width
     if spec.n_kv_head % devices or any(
-        width % (devices * multiple) for width in (queries, keys, spec.mlp_width)
+        width % (devices * multiple) for width in (q_width, kv_width, spec.mlp_width)
     ):
         parts = f"multiples of {multiple}" if multiple > 1 else "equal parts"
         raise UserError(
             f"parallel.tensor={devices} must divide model.n_kv_head={spec.n_kv_head}"
-            f" and split {keys} channels of keys, {queries} of queries and"
+            f" and split {kv_width} channels of keys, {q_width} of queries and"
             f" {spec.mlp_width} of the MLP into {parts}; valid: a divisor of all"
         )
 

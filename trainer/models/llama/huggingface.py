@@ -108,7 +108,7 @@ def save_llama(
         function, and not written.
       params: the parameters, of unrolled layers; written in their own dtype.
       eot: the tokenizer's end-of-text id, which starts and ends documents, or None.
-      shard_bytes: of the largest file, unless one tensor is larger.
+      shard_bytes: the largest size of a file, unless one tensor is larger.
 
     Returns:
       the paths of the weights, which `load_llama` reads.

@@ -261,7 +261,7 @@ class Block(nnx.Module):
         x_NxD += self.branch(
             self.attn, self.attn_norm, x_NxD, rotation, segments_BxT, batch
         )
-        # Stored once in 16 bits: its readers would otherwise keep an FP32 copy.
+        # `materialized` stores 16 bits once; readers would otherwise keep an FP32 copy.
         x_NxD = materialized(x_NxD)
         return materialized(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
 
@@ -392,9 +392,9 @@ class Llama(Decoder):
         rotation = self.rotation(position, tokens_BxT.shape[1])
 
         def call(
-            block: Block, x_NxD: jax.Array, each: tuple[KVCache, Any]
+            block: Block, x_NxD: jax.Array, per_layer: tuple[KVCache, Any]
         ) -> tuple[jax.Array, KVCache]:
-            cache, uses_rope = each
+            cache, uses_rope = per_layer
             return block.decode(x_NxD, rotation.masked(uses_rope), cache, position)
 
         x_NxD, cache = decode_blocks(

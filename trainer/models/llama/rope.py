@@ -126,10 +126,10 @@ def _kept_by_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.n
         ratio = s.original_context / (rotations * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_index(s.beta_fast)), 0)
-    last = min(math.ceil(pair_index(s.beta_slow)), dim - 1)
-    width = last - first if last != first else 0.001
-    return 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
+    start = max(math.floor(pair_index(s.beta_fast)), 0)
+    end = min(math.ceil(pair_index(s.beta_slow)), dim - 1)
+    width = end - start if end != start else 0.001
+    return 1 - np.clip((np.arange(dim // 2) - start) / width, 0, 1)
 
 
 # by kind, the function that returns the kept share of each frequency, 0 to 1
@@ -192,7 +192,7 @@ def rope_of(
         raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
     if kind == "default":
         return theta, None
-    # 1.0 == True: only the boolean is transformers' default.
+    # `is not True`, as 1.0 == True: only the boolean is transformers' default.
     unsupported = [
         key
         for key in YARN_UNSUPPORTED

@@ -27,7 +27,7 @@ class LlamaSpec:
     users.
 
     Attributes:
-      vocab_size: of the tokenizer; tables and logits have `padded_vocab` rows.
+      vocab_size: the number of token ids; tables and logits have `padded_vocab` rows.
       context: the longest sequence, in tokens. No parameter depends on it.
       n_layer: blocks.
       n_head: heads of queries.
@@ -40,15 +40,15 @@ class LlamaSpec:
         rounded).
       d_mlp: F; None: 8/3 D rounded up to a multiple of 64.
       rope_theta: the base of the rotary frequencies.
-      rope_scaling: for a longer context; None: no scaling.
+      rope_scaling: the scaling for a longer context; None: no scaling.
       norm_eps: added to the mean square that a norm divides by.
       tied: whether the head is the token table, or a separate parameter.
       scan_layers: as in GPT2Spec.
       remat: as in GPT2Spec.
       keep_fp8_weights: as in GPT2Spec.
       loss_logits: as in GPT2Spec.
-      init_std: of the initial normal weights; divided by sqrt(2 L) for projections into
-          the residual stream.
+      init_std: the standard deviation of initial weights; divided by sqrt(2 L) for
+        projections into the residual stream.
       align_channels: as in GPT2Spec.
       align_gain: as in GPT2Spec.
 

@@ -123,7 +123,7 @@ def test_compiles_once_whatever_the_arguments():
         top_p=0.5,
         seed=9,
     )
-    assert generate._prefill._cache_size() == generate._extend._cache_size() == 1
+    assert generate._prefill._cache_size() == generate._sample._cache_size() == 1
 
 
 def drawn(logits, count=400, temperature=1.0, top_k=0, top_p=1.0):
