@@ -73,7 +73,7 @@ def describe(
     if w.task.trainable:
         lines.insert(
             1,
-            f"trained of it: {param_count(spec, w.task.trained):,} parameters,"
+            f"trainable: {param_count(spec, w.task.trained):,} parameters,"
             f" {', '.join(w.task.trainable)}",
         )
     if step is None:
@@ -234,7 +234,9 @@ def operand_transforms(policy: Policy) -> str:
     if policy.clip_outliers is not None:
         transforms.append(f"clipped at {policy.clip_outliers:g} times their RMS")
     if policy.hadamard is not None:
-        transforms.append(f"mixed in groups of {policy.hadamard} channels")
+        transforms.append(
+            f"Hadamard-transformed in groups of {policy.hadamard} channels"
+        )
     return f", operands {', '.join(transforms)}" if transforms else ""
 
 
@@ -364,10 +366,11 @@ def farewell(run: Run, code: int, *, has_report: bool) -> None:
             how = "the same call"
         elif saved:
             how = f"{resume}   (or {how})"
+        action = f"to resume from step {saved}" if saved else "to start again"
         where = f"step {run.step} of {run.plan.steps}"
         if run.unfinished is not None and run.step == run.plan.steps:
             where += ", before its final validation was done"
-        say(f"stopped after {where}; to resume from {saved}: {how}")
+        say(f"stopped after {where}; {action}: {how}")
         return
     names = (
         *(["report.html"] if has_report else []),

@@ -28,13 +28,15 @@ from trainer.report.verdicts import (
     losses,
 )
 
-# the limits of a page about one run
-BEYOND = (
+ONE_RUN_NOTE = (
     "Only another run shows whether other settings do better: <code>scalify-trainer"
     " compare</code> compares runs. <code>scalify-trainer evaluate</code>"
     " measures the loss of the weights in other precisions."
 )
-SHARP = "% that the last tokens' loss rises at most when logits move by 0.05%"
+SHARP = (
+    "largest rise of the last tokens' loss, in %, when each logit changes by about"
+    " 0.05%"
+)
 # Charts of a comparison: title, key and unit.
 COMPARED = (
     ("Training loss", "train/loss", "nats per token, lower is better"),
@@ -135,10 +137,10 @@ def charts(h: History) -> list[Chart]:
     clipped = f", which {over_clip:.1%} of the steps had" if over_clip else ""
     underflow = relative_underflow(h)
     limit: float | None = 100 * LOST[0]
-    underflow_unit = "at most so many % of a tensor's RMS, worst layer"
+    underflow_unit = "upper bound, % of the tensor's RMS, worst layer"
     if not underflow:
         underflow, limit = extremes(h, "underflow", "max", times=100), None
-        underflow_unit = "at most so many % of the values, worst layer"
+        underflow_unit = "upper bound, % of the values, worst layer"
     all_charts = [
         Chart(
             "Loss",
@@ -186,9 +188,9 @@ def charts(h: History) -> list[Chart]:
             from_zero=True,
         ),
         Chart(
-            "Learning rate over the critical one",
+            "Learning rate / critical learning rate",
             [over_critical(h)],
-            "from 1 on a step raises its batch's loss",
+            "at 1 or more, a step raises the loss of its own batch",
             from_zero=True,
             limit=1.0,
         ),
@@ -265,7 +267,7 @@ def render(
             if line
         ),
         f'<div class="cards">{cards}</div>',
-        f"<p class=sub>{BEYOND}</p>",
+        f"<p class=sub>{ONE_RUN_NOTE}</p>",
         *drawn(charts(h)),
         (
             f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}"

@@ -70,11 +70,11 @@ def check_same_model(
 
 
 def check_same_precision(
-    source: str, saved: Policy, policy: Policy, conversion: str = ""
+    source: str, saved: Policy, policy: Policy, alternative: str
 ) -> None:
-    """Refuse a state that was trained in another precision.
+    """Raise UserError for a state that was trained in another precision.
 
-    `conversion`: how it could be converted.
+    `alternative`: what to do instead of setting the old values.
     """
     old, new = dataclasses.asdict(saved), dataclasses.asdict(policy)
     different = [
@@ -83,12 +83,9 @@ def check_same_precision(
         if old[name] != new[name]
     ]
     if different:
-        conversion = (
-            conversion or "there, resume=RUN resume.convert=true converts its state"
-        )
         raise UserError(
-            f"{source} was trained with {', '.join(different)}: not the same run;"
-            f" choose its precision, or a run_dir of its own; {conversion}"
+            f"{source} was trained with {', '.join(different)}; set the old values, or"
+            f" {alternative}"
         )
 
 

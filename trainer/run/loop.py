@@ -191,7 +191,10 @@ def recover(run: Run, pending: Pending, row: dict[str, float]) -> None:
     first_bad_step = watchdog.suspect_since or pending.step
     good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
     if not good_steps and watchdog.is_spiking:
-        text = f"{watchdog.verdict}; there is no checkpoint from before: going on"
+        text = (
+            f"{watchdog.verdict}; there is no checkpoint from before the spike, so"
+            " training continues without a rollback"
+        )
         tell(run, run.step, text, alert="spike")
         watchdog.forgive()
     elif not good_steps or not watchdog.may_roll_back:

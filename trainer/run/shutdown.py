@@ -159,8 +159,8 @@ class Guard:
                 for number in os.read(self._read, 64):
                     if number == signal.SIGINT and first and self.own_process:
                         _write_error(
-                            f"second Ctrl-C: ended at once {self._doing}; steps after"
-                            f" the newest checkpoint ({self._checkpoints()}) are lost;"
+                            f"second Ctrl-C: process ended {self._doing}; checkpoints"
+                            f" of steps: {self._checkpoints()}; later steps are lost;"
                             " re-run the same command to resume"
                         )
                         os._exit(128 + number)

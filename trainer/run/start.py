@@ -175,6 +175,8 @@ def starting_point(
             f"run_dir={run_dir}",
             saved_policy(checkpointer.meta()),
             task.model.policy,
+            f"choose another run_dir with {override('resume', run_dir)}"
+            " resume.convert=true, which converts the state",
         )
         checkpoint = restore_own(checkpointer, task)
         where = f"checkpoint {checkpoint.step} of run_dir={run_dir}"
@@ -210,13 +212,14 @@ def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) 
         and step in (None, forked["step"])
     )
     if not is_of_source:
-        origin = "no fork"
+        origin = "it is not a fork"
         if forked is not None:
-            origin = f"a fork of {forked['run']} after step {forked['step']}"
+            origin = f"it is a fork of {forked['run']} after step {forked['step']}"
         wanted = source if step is None else f"{source} after step {step}"
         raise UserError(
-            f"run_dir={run_dir} holds a run that is {origin}, and would go on; to fork"
-            f" {wanted}, choose another run_dir; to continue the run, leave resume out"
+            f"run_dir={run_dir} holds another run ({origin}), which this command would"
+            f" resume; to fork {wanted}, choose another run_dir; to resume the run,"
+            " leave resume out"
         )
 
 
@@ -256,7 +259,7 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
                 f"resume={source}",
                 policy,
                 task.model.policy,
-                "resume.convert=true converts it",
+                "set resume.convert=true, which converts the state",
             )
         saved_as = task.in_precision(policy)
         if task.diloco is None:

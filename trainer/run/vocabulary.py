@@ -182,16 +182,17 @@ def describe_embeddings(source: Path, new: Tokenizer, method: Method) -> str:
     weights_line = f"weights from {source}, init.embeddings={method}"
     if method == "random":
         return (
-            f"{weights_line}: all {ids} rows are new, none of its {old.size:,} is kept"
+            f"{weights_line}: all {ids} rows are newly initialized; none of the"
+            f" weights' {old.size:,} rows is kept"
         )
     shared = len(shared_with(old, new, source).new)
     new_rows_text = {
-        "focus": "are means of those of similar tokens (FOCUS)",
-        "mean": "are the mean of all",
-        "gaussian": "are drawn with the mean and deviation of all",
-        "copy": "are new",
+        "focus": "are weighted means of the rows of similar tokens (FOCUS)",
+        "mean": "are the mean of all old rows",
+        "gaussian": "are drawn with the mean and standard deviation of all old rows",
+        "copy": "are newly initialized",
     }[method]
     return (
-        f"{weights_line}: {shared:,} of {ids} tokens have the rows that they have there"
-        f" ({old.size:,} tokens); the others' {new_rows_text}"
+        f"{weights_line}: {shared:,} of {ids} tokens keep their rows (the weights have"
+        f" {old.size:,} tokens); the other rows {new_rows_text}"
     )

@@ -95,8 +95,8 @@ class Watchdog(WatchdogState):
         if self.in_a_row >= self.bounds.max_skips:
             self.verdict = f"{self.in_a_row} steps in a row were not finite ({what})"
         return (
-            f"step {step} skipped ({what}); {self.in_a_row} in a row,"
-            f" {self.bounds.max_skips} are too many"
+            f"step {step} skipped ({what}): {self.in_a_row} in a row;"
+            f" {self.bounds.max_skips} cause a rollback"
         )
 
     def _spike(self, step: int, loss: float, score: float) -> str | None:
@@ -108,12 +108,12 @@ class Watchdog(WatchdogState):
         )
         if self.spikes >= self.bounds.spike_steps:
             self.verdict = f"{self.spikes} losses in a row were spikes ({what})"
-        # One event for a series of spikes.
+        # An event for each spike of a series would bury the first one in the log.
         if self.spikes > 1:
             return None
         return (
-            f"step {step}: spike ({what}); {self.bounds.spike_steps} in a row are too"
-            " many"
+            f"step {step}: spike ({what}); {self.bounds.spike_steps} in a row cause a"
+            " rollback"
         )
 
     def _score(self, loss: float) -> float:
@@ -146,9 +146,9 @@ class Watchdog(WatchdogState):
                 f"the last {self.in_a_row} steps were not finite and were skipped"
             )
         elif self.skipped >= step:
-            self.failure = "none of them was finite, so all were skipped"
+            self.failure = "no step was finite, so all were skipped"
         elif self.rolled_back_at == step:
-            self.failure = "after the last one the run went back to an older state"
+            self.failure = "the run was rolled back after its last step"
         elif val_loss is not None and not math.isfinite(val_loss):
             self.failure = f"the validation loss after the last step is {val_loss}"
 

@@ -121,7 +121,7 @@ def test_a_run_stopped_in_its_last_callbacks_says_what_is_not_done(capsys):
         train(configuration("train.steps=2"), data=Walk(), callbacks=[stop, after])
         assert (
             "stopped after step 2 of 2, before its final validation was done; to resume"
-            " from 2: the same call" in capsys.readouterr().out
+            " from step 2: the same call" in capsys.readouterr().out
         )
     whole = train(configuration("train.steps=2"), data=Walk(), callbacks=[after])
     assert whole.rows[-1]["own/after"] == 1

@@ -192,7 +192,8 @@ def test_the_start_up_line_says_which_gradients_are_in_e4m3_and_what_comes_befor
         Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0))
     )
     assert (
-        "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in lines
+        "operands clipped at 6 times their RMS, Hadamard-transformed in groups of 16"
+        " channels" in lines
     )
 
 

@@ -164,7 +164,7 @@ def test_a_run_that_ends_with_an_older_state_has_failed():
     dog.observe(1, OK)
     dog.rolled_back(2)
     dog.end(2, 1.0)
-    assert dog.failure == "after the last one the run went back to an older state"
+    assert dog.failure == "the run was rolled back after its last step"
     dog.observe(3, OK)
     dog.end(3, 1.0)
     assert dog.failure is None
@@ -180,7 +180,7 @@ def test_the_skips_of_a_loss_scale_are_no_failure_unless_all_steps_were():
     dog = Watchdog(bounds, LEAVES)
     dog.observe(1, BAD)
     dog.end(1, 1.0)
-    assert dog.failure == "none of them was finite, so all were skipped"
+    assert dog.failure == "no step was finite, so all were skipped"
 
 
 def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():

@@ -140,7 +140,7 @@ def test_what_underflow_takes_is_charted_as_a_share_of_the_rms_with_its_limit():
     worst, limit = chart.shown
     assert (worst.name, worst.xs, limit.ys) == ("activations", [100], (1.0, 1.0))
     assert worst.ys == pytest.approx([0.0488281], rel=1e-5)
-    assert "at most so many % of a tensor's RMS" in chart.unit
+    assert "upper bound, % of the tensor's RMS" in chart.unit
 
 
 def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
@@ -297,7 +297,7 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
 
 
 def test_a_chart_of_each_sharpness_only_where_it_was_measured():
-    actual, edge = rows(FALLING), "Learning rate over the critical one"
+    actual, edge = rows(FALLING), "Learning rate / critical learning rate"
     assert chart_of("Sharpness of the logits", actual) is None
     assert chart_of(edge, actual) is None
     actual[49] |= {"sharpness/logits": 0.07, "sharpness/critical": 500.0}

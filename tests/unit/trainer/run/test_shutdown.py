@@ -146,8 +146,8 @@ def test_a_second_ctrl_c_ends_what_hangs_at_once_and_says_what_it_cost(
     time.sleep(0.5)  # two at once arrive in any order
     process.send_signal(signal.SIGINT)
     error = (
-        "error: second Ctrl-C: ended at once in step 3; steps after the newest"
-        " checkpoint (20) are lost; "
+        "error: second Ctrl-C: process ended in step 3; checkpoints of steps: 20;"
+        " later steps are lost; "
     )
     assert ended(process) == (
         128 + signal.SIGINT,

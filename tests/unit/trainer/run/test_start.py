@@ -297,11 +297,11 @@ def test_a_run_goes_on_only_as_a_fork_of_what_is_named(tmp_path, monkeypatch):
     check_fork(Resume(f"{tmp_path}/a", None, False), Path("new"), forked)
     check_fork(Resume("new", None, False), Path("new"), None)
     for source, step, found, wanted in (
-        ("b", None, forked, "a fork of a after step 20, .* to fork b, choose"),
-        ("a", 10, forked, "a fork of a after step 20, .* to fork a after step 10"),
-        ("a", None, None, "no fork, .* to fork a, choose another run_dir"),
+        ("b", None, forked, "it is a fork of a after step 20.* to fork b, choose"),
+        ("a", 10, forked, "it is a fork of a after step 20.* to fork a after step 10"),
+        ("a", None, None, "it is not a fork.* to fork a, choose another run_dir"),
     ):
         with pytest.raises(
-            UserError, match=f"run_dir=new holds a run that is {wanted}"
+            UserError, match=rf"run_dir=new holds another run \({wanted}"
         ):
             check_fork(Resume(source, step, False), Path("new"), found)
