@@ -323,7 +323,7 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
     def totals(step: int) -> Totals:
         samples: tuple[int, ...] = ()
         if isinstance(train_data, Mixture):
-            counts = train_data.shares.count(step)
+            counts = train_data.sampler.count(step)
             # A replica that sits out a round skips its part of each batch. On average
             # all replicas sit out equally often.
             trained = counts * c.trained_tokens // c.train.batch_tokens

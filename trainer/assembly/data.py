@@ -21,7 +21,7 @@ from trainer.data import (
 from trainer.data.custom import custom_loaders, text_source
 from trainer.data.dataset import Dataset
 from trainer.data.files import explain_columns
-from trainer.data.mixture import MixedManifest, Mixture, ReplicaShares, parse_stages
+from trainer.data.mixture import MixedManifest, Mixture, ReplicaSampler, parse_stages
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import DownloadFailed, is_missing, vocabulary_file
 from trainer.errors import UserError
@@ -208,16 +208,18 @@ def open_mixture(c: schema.Config, batch_parts: int) -> Dataset:
     manifest = MixedManifest.merge(
         {name: dataset.manifest for name, dataset in datasets.items()}
     )
-    by_replica = None
+    replica_sampler = None
     if c.diloco.data == "sources":
-        by_replica = ReplicaShares(len(names), c.batch_size, c.train.grad_accum_steps)
+        replica_sampler = ReplicaSampler(
+            len(names), c.batch_size, c.train.grad_accum_steps
+        )
     train = Mixture(
         {name: dataset.train for name, dataset in datasets.items()},
         manifest,
         "train",
         stages,
         c.seed,
-        by_replica,
+        replica_sampler,
     )
     # Validate with the last stage's shares at all steps, and with the same text for
     # every seed.

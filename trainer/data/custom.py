@@ -126,7 +126,7 @@ class CustomManifest(Manifest):
 
     @property
     def shards(self) -> list[Shard]:
-        """None: that of the validation is its checksum, and no file."""
+        """No shards: the manifest's one of the validation is a checksum, not a file."""
         return []
 
 
@@ -135,8 +135,8 @@ class CustomLoader(Loader):
 
     Args:
       manifest: of the data.
-      batches: the user's object. Each batch is checked: a wrong shape, dtype or id is
-          a UserError that names the batch.
+      batches: the user's object. A batch of a wrong shape, dtype or id is a UserError
+          that names the batch.
       split: "train" or "val".
       context: T.
       batch_size: B.
@@ -154,12 +154,13 @@ class CustomLoader(Loader):
         self.manifest, self.context, self.batch_size = manifest, context, batch_size
         self.document_mask = False
         self.tokens = manifest.tokens(split)
-        self.windows = len(batches.validation) * batch_size
         self._batches, self._split = batches, split
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of validation batches."""
+        """Number of validation batches. Only validation reads it: training batches
+        have no epoch.
+        """
         return len(self._batches.validation)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
@@ -218,8 +219,8 @@ def custom_loaders(
         for i, v in enumerate(batches.validation)
     ]
     first = check_ids(batches.batch(0), "batch(0)", shape, batches.vocab_size)
-    given: Any = getattr(batches, "tokenizer", None)
-    tokenizer: Tokenizer = given or NumberTokenizer(batches.vocab_size)
+    user_tokenizer: Any = getattr(batches, "tokenizer", None)
+    tokenizer: Tokenizer = user_tokenizer or NumberTokenizer(batches.vocab_size)
     digest = hashlib.blake2b(digest_size=16)
     digest.update(first.tobytes())
     crc = 0
@@ -227,7 +228,7 @@ def custom_loaders(
         digest.update(array.tobytes())
         crc = zlib.crc32(array.tobytes(), crc)
     count = size = sum(array.size for array in validation)
-    if given:
+    if user_tokenizer:
         rows = np.concatenate(validation).tolist()
         size = sum(len(tokenizer.decode(row).encode()) for row in rows)
     manifest = CustomManifest(

@@ -25,9 +25,9 @@ from trainer.data.permutation import permute
 from trainer.data.shards import Manifest, Shard, Split
 from trainer.errors import UserError
 
-# Samples of a block; more where a share is so small that a block had fewer than two.
-BLOCK = 256
-SMALLEST = 1e-4  # share
+# Samples of a block. A smallest share that gets fewer than two needs a larger block.
+MIN_BLOCK = 256
+MIN_SHARE = 1e-4
 
 Ints = npt.NDArray[np.int64]
 
@@ -85,7 +85,7 @@ def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
         is_valid = math.isfinite(weight) and weight >= 0
         if not is_valid or (weight == 0 and step == 0):
             bad.append(name)
-        elif 0 < weight < SMALLEST * total_weight:
+        elif 0 < weight < MIN_SHARE * total_weight:
             small.append(name)
     if bad:
         raise UserError(
@@ -98,13 +98,13 @@ def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
         )
     if small:
         raise UserError(
-            f"{key}: the share of {small[0]} is below {SMALLEST:.2%}; give it"
+            f"{key}: the share of {small[0]} is below {MIN_SHARE:.2%}; give it"
             " more, or leave it out"
         )
 
 
-class Shares:
-    """The source of each sample, and its number among that source's samples.
+class StageSampler:
+    """A sampler that draws each source by the weights of the stage.
 
     Args:
       stages: the first from step 0 on.
@@ -125,12 +125,12 @@ class Shares:
         for bounds in self._bounds:
             bounds[-1] = 1.0
         smallest = [min(filter(None, np.diff(bounds))) for bounds in self._bounds]
-        self._blocks = [max(BLOCK, math.ceil(2 / share)) for share in smallest]
-        # samples of each source in earlier stages
-        self._taken = [np.zeros(len(stages[0].weights), np.int64)]
+        self._blocks = [max(MIN_BLOCK, math.ceil(2 / share)) for share in smallest]
+        # For each stage, the samples of each source in all earlier stages.
+        self._earlier = [np.zeros(len(stages[0].weights), np.int64)]
         for i, length in enumerate(self._lengths[:-1]):
-            bounds = self._cumulative(i, length)
-            self._taken.append(self._taken[-1] + np.diff(bounds))
+            counts = np.diff(self._cumulative(i, length))
+            self._earlier.append(self._earlier[-1] + counts)
 
     def _cumulative(self, stage: int, samples: npt.ArrayLike) -> Ints:
         """Return cumulative counts by source, [..., K + 1], of a stage's samples."""
@@ -138,7 +138,7 @@ class Shares:
             np.asarray(samples, np.float64)[..., None] * self._bounds[stage] + 0.5
         ).astype(np.int64)
 
-    def place(self, sample: Ints) -> tuple[Ints, Ints]:
+    def assign(self, sample: Ints) -> tuple[Ints, Ints]:
         """Return the source of each sample [b] of the run, and its index among the
         samples of that source.
         """
@@ -146,47 +146,48 @@ class Shares:
         source, index = np.empty_like(sample), np.empty_like(sample)
         for i in np.unique(stage):
             rows = stage == i
-            source[rows], index[rows] = self._place(
+            source[rows], index[rows] = self._assign_in_stage(
                 int(i), sample[rows] - self._starts[i]
             )
         return source, index
 
-    def _place(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
+    def _assign_in_stage(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
+        """Return `assign` of samples that are counted from the start of a stage."""
         block, position = np.divmod(sample, self._blocks[stage])
         start = block * self._blocks[stage]
         end = np.minimum(start + self._blocks[stage], self._lengths[stage])
-        # The slots of a block are ordered by source; a permutation deals them to
-        # positions. `inside`: the first slot of each source; `earlier`: samples of the
-        # source before this block.
-        first = self._cumulative(stage, start)  # [b, K + 1]
-        inside = self._cumulative(stage, end) - first
+        # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
+        # A permutation maps positions to slots.
+        before = self._cumulative(stage, start)  # samples before the block, [b, K + 1]
+        slot_bounds = self._cumulative(stage, end) - before
         slot = np.empty_like(sample)
-        for size in np.unique(end - start):
-            rows = end - start == size
-            slot[rows] = permute(
-                self._seed + stage, block[rows], position[rows], int(size)
+        for size in np.unique(end - start):  # the last block of a stage is shorter
+            has_size = end - start == size
+            slot[has_size] = permute(
+                self._seed + stage, block[has_size], position[has_size], int(size)
             )
-        source = np.sum(slot[:, None] >= inside[:, 1:], axis=1)
+        source = np.sum(slot[:, None] >= slot_bounds[:, 1:], axis=1)
         rows = np.arange(len(sample))
-        earlier = self._taken[stage][source] + np.diff(first, axis=1)[rows, source]
-        return source, earlier + slot - inside[rows, source]
+        earlier = self._earlier[stage][source] + np.diff(before, axis=1)[rows, source]
+        return source, earlier + slot - slot_bounds[rows, source]
 
     def count(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` steps, [K]."""
-        counts = np.zeros(len(self._taken[0]), np.int64)
+        counts = np.zeros(len(self._earlier[0]), np.int64)
         end = step * self._batch_size
         for i, (start, after) in enumerate(itertools.pairwise([*self._starts, end])):
             samples = min(int(after), end) - int(start)
             if samples > 0:
                 in_blocks = samples // self._blocks[i] * self._blocks[i]
-                rest, _ = self._place(i, np.arange(in_blocks, samples, dtype=np.int64))
+                last_block = np.arange(in_blocks, samples, dtype=np.int64)
+                sources, _ = self._assign_in_stage(i, last_block)
                 counts += np.diff(self._cumulative(i, in_blocks))
-                counts += np.bincount(rest, minlength=len(counts))
+                counts += np.bincount(sources, minlength=len(counts))
         return counts
 
 
-class ReplicaShares:
-    """`Shares` for DiLoCo replicas that each read one source.
+class ReplicaSampler:
+    """A sampler for DiLoCo replicas that each read one source.
 
     Of the K equal parts of a micro-batch, part k is of source k.
 
@@ -198,15 +199,16 @@ class ReplicaShares:
 
     def __init__(self, replicas: int, batch_size: int, accum: int) -> None:
         self._replicas, self._batch_size = replicas, batch_size
-        self._micro, self._rows = batch_size // accum, batch_size // accum // replicas
+        self._micro_batch = batch_size // accum
+        self._rows = self._micro_batch // replicas  # of each replica
 
-    def place(self, sample: Ints) -> tuple[Ints, Ints]:
+    def assign(self, sample: Ints) -> tuple[Ints, Ints]:
         """Return the source of each sample [b] of the run, and its index among the
         samples of that source.
         """
-        micro, row = np.divmod(sample, self._micro)
-        source, place = np.divmod(row, self._rows)
-        return source, micro * self._rows + place
+        micro_batch, row = np.divmod(sample, self._micro_batch)
+        source, replica_row = np.divmod(row, self._rows)
+        return source, micro_batch * self._rows + replica_row
 
     def count(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` steps, [K]."""
@@ -214,11 +216,11 @@ class ReplicaShares:
         return np.full(self._replicas, count, np.int64)
 
 
-class EvenShares:
-    """`Shares` for a validation: the same for every seed.
+class ValidationSampler:
+    """A sampler for validation, the same for every seed.
 
-    Each source reads its windows in their order. Any number of first samples holds each
-    source in its share, to within a sample or two.
+    Each source reads its windows in their order. The first n samples, for any n, hold
+    each source in its share, to within a sample or two.
 
     Args:
       weights: of the sources.
@@ -232,12 +234,12 @@ class EvenShares:
         counts = np.ceil(samples * shares).astype(np.int64)
         source = np.repeat(np.arange(len(counts)), counts)
         index = np.concatenate([np.arange(count) for count in counts])
-        # When each sample is due, if samples of a source are due at equal distances.
+        # A source with share s gives a sample every 1 / s samples.
         order = np.argsort((index + 0.5) / shares[source], kind="stable")[:samples]
         self._source, self._index = source[order], index[order]
         self._batch_size, self._sources = batch_size, len(counts)
 
-    def place(self, sample: Ints) -> tuple[Ints, Ints]:
+    def assign(self, sample: Ints) -> tuple[Ints, Ints]:
         """Return the source of each sample [b], and its index among the samples of that
         source.
         """
@@ -246,8 +248,8 @@ class EvenShares:
 
     def count(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` batches, [K]."""
-        first = self._source[: step * self._batch_size]
-        return np.bincount(first, minlength=self._sources)
+        sources = self._source[: step * self._batch_size]
+        return np.bincount(sources, minlength=self._sources)
 
 
 @dataclass(frozen=True)
@@ -267,22 +269,23 @@ class MixedManifest(Manifest):
           UserError: they were not made with one tokenizer.
         """
         name, first = next(iter(parts.items()))
-        for other, part in parts.items():
+        for part_name, part in parts.items():
             if part.tokenizer_fingerprint != first.tokenizer_fingerprint:
                 raise UserError(
-                    f"data.sources: {other} was made with tokenizer {part.tokenizer},"
-                    f" {name} with {first.tokenizer}; prepare them with one"
+                    f"data.sources: {part_name} was made with tokenizer"
+                    f" {part.tokenizer}, {name} with {first.tokenizer}; prepare them"
+                    " with one"
                 )
         digest = hashlib.blake2b(digest_size=16)
-        for name, part in parts.items():
-            digest.update(f"{name}\0{part.fingerprint}\0".encode())
+        for part_name, part in parts.items():
+            digest.update(f"{part_name}\0{part.fingerprint}\0".encode())
         sources = {name: part.source for name, part in parts.items()}
         fields = vars(first) | {
             "fingerprint": digest.hexdigest(),
             "source": {"kind": "mix", "sources": sources},
             "skipped": sum(part.skipped for part in parts.values()),
             "splits": {
-                split: total([part.splits[split] for part in parts.values()])
+                split: sum_of_splits([part.splits[split] for part in parts.values()])
                 for split in first.splits
             },
         }
@@ -298,7 +301,7 @@ class MixedManifest(Manifest):
         return [shard for part in self.parts for shard in part.open(split)]
 
 
-def total(splits: Sequence[Split]) -> Split:
+def sum_of_splits(splits: Sequence[Split]) -> Split:
     """Return the sum of splits; their shards are in many directories."""
     return Split(
         sum(s.documents for s in splits),
@@ -317,7 +320,7 @@ class Mixture(Loader):
       split: "train" or "val".
       stages: of `parse_stages`.
       seed: None for a validation.
-      shares: the source of each sample.
+      sampler: assigns samples to sources; None: by `stages`.
       batch_size: B; None: that of the parts.
       batch_parts: see `validation_rows`.
     """
@@ -329,7 +332,7 @@ class Mixture(Loader):
         split: str,
         stages: Sequence[MixtureStage],
         seed: int | None,
-        shares: ReplicaShares | None = None,
+        sampler: ReplicaSampler | None = None,
         *,
         batch_size: int | None = None,
         batch_parts: int = 1,
@@ -344,14 +347,13 @@ class Mixture(Loader):
         stage_shares = [
             np.array(stage.weights) / math.fsum(stage.weights) for stage in stages
         ]
-        last = stage_shares[-1]
-        self._shares = np.mean(stage_shares, axis=0).tolist()
-        if shares:
-            self._shares = [1 / len(parts)] * len(parts)
-        # samples until the first of the sources is exhausted
+        self._mean_shares = np.mean(stage_shares, axis=0).tolist()
+        if sampler is not None:
+            self._mean_shares = [1 / len(parts)] * len(parts)
+        # samples until the first source is exhausted
         samples = min(
             part.windows / share
-            for part, share in zip(parts.values(), last, strict=True)
+            for part, share in zip(parts.values(), stage_shares[-1], strict=True)
             if share
         )
         if seed is None:
@@ -359,14 +361,15 @@ class Mixture(Loader):
                 int(samples), self.batch_size, batch_parts, "the validation of data=mix"
             )
         self._steps_per_epoch = max(1, int(samples) // self.batch_size)
-        self.shares: ReplicaShares | Shares | EvenShares
-        if shares:
-            self.shares = shares
+        self.sampler: ReplicaSampler | StageSampler | ValidationSampler
+        if sampler is not None:
+            self.sampler = sampler
         elif seed is None:
-            weights = stages[-1].weights
-            self.shares = EvenShares(weights, self.batch_size, self._steps_per_epoch)
+            self.sampler = ValidationSampler(
+                stages[-1].weights, self.batch_size, self._steps_per_epoch
+            )
         else:
-            self.shares = Shares(stages, self.batch_size, seed)
+            self.sampler = StageSampler(stages, self.batch_size, seed)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -376,7 +379,7 @@ class Mixture(Loader):
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
         """See Loader: each source in its mean share over the stages, interleaved."""
         documents = []
-        for share, part in zip(self._shares, self.parts.values(), strict=True):
+        for share, part in zip(self._mean_shares, self.parts.values(), strict=True):
             if not share:
                 continue
             position = 0
@@ -390,7 +393,7 @@ class Mixture(Loader):
         """See Loader."""
         rows_B = np.arange(self.batch_size)[rows or slice(None)]
         sample = step * self.batch_size + rows_B
-        source, index = self.shares.place(sample)
+        source, index = self.sampler.assign(sample)
         tokens = np.empty((len(sample), self.context + 1), np.int32)
         segments = np.empty_like(tokens) if self.document_mask else None
         for k, part in enumerate(self.parts.values()):

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from trainer.data import Loader, Manifest, TextSource, prepare
 from trainer.data.loader import bytes_per_target
 from trainer.data.mixture import (
-    EvenShares,
     MixedManifest,
     Mixture,
     MixtureStage,
-    ReplicaShares,
-    Shares,
+    ReplicaSampler,
+    StageSampler,
+    ValidationSampler,
     parse_stages,
 )
 from trainer.errors import UserError
@@ -28,10 +28,10 @@ NAMES = ["web", "code", "books"]
     "weights", [(1,), (0.7, 0.3), (0.5, 0.3, 0.2), (0.989, 0.01, 0.001)]
 )
 def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
-    shares = Shares([MixtureStage(0, weights)], batch_size, seed=3)
+    sampler = StageSampler([MixtureStage(0, weights)], batch_size, seed=3)
     wanted = np.array(weights) / sum(weights)
     for start in (0, 317, 123_456_789):
-        source, _ = shares.place(
+        source, _ = sampler.assign(
             np.arange(start * batch_size, (start + 1000) * batch_size)
         )
         actual = np.bincount(source, minlength=len(weights)) / len(source)
@@ -54,9 +54,9 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
         MixtureStage(0, tuple(weights)),
         *(MixtureStage(step, tuple(reversed(weights))) for step in sorted(borders)),
     ]
-    shares = Shares(stages, batch_size, seed)
+    sampler = StageSampler(stages, batch_size, seed)
     steps = max(borders, default=0) + 10_000 // batch_size
-    source, index = shares.place(np.arange(steps * batch_size))
+    source, index = sampler.assign(np.arange(steps * batch_size))
     for k in range(len(weights)):
         taken = index[source == k]
         assert len(np.unique(taken)) == len(taken)
@@ -68,7 +68,7 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
             assert sorted(before) == list(range(len(before)))
     for step in (0, 1, steps // 3, steps):
         np.testing.assert_array_equal(
-            shares.count(step),
+            sampler.count(step),
             np.bincount(source[: step * batch_size], minlength=len(weights)),
         )
 
@@ -82,8 +82,8 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
 def test_a_validation_holds_each_share_after_any_number_of_samples(
     weights, batch_size, batches
 ):
-    shares = EvenShares(weights, batch_size, batches)
-    source, index = shares.place(np.arange(batch_size * batches))
+    sampler = ValidationSampler(weights, batch_size, batches)
+    source, index = sampler.assign(np.arange(batch_size * batches))
     wanted = np.array(weights) / sum(weights)
     for count in range(1, len(source) + 1):
         actual = np.bincount(source[:count], minlength=len(weights))
@@ -93,24 +93,26 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
             index[source == k], np.arange((source == k).sum())
         )
     np.testing.assert_array_equal(
-        shares.count(batches), np.bincount(source, minlength=len(weights))
+        sampler.count(batches), np.bincount(source, minlength=len(weights))
     )
 
 
 def test_each_block_has_an_order_of_its_own():
-    source, _ = Shares([MixtureStage(0, (0.5, 0.5))], 16, 0).place(np.arange(512))
+    source, _ = StageSampler([MixtureStage(0, (0.5, 0.5))], 16, 0).assign(
+        np.arange(512)
+    )
     assert (source[:256] != source[256:]).any()
 
 
 def test_stages_of_other_weights_begin_where_they_should():
     stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
-    shares = Shares(stages, 8, 0)
-    before, _ = shares.place(np.arange(100 * 8))
-    after, index = shares.place(np.arange(100 * 8, 1100 * 8))
+    sampler = StageSampler(stages, 8, 0)
+    before, _ = sampler.assign(np.arange(100 * 8))
+    after, index = sampler.assign(np.arange(100 * 8, 1100 * 8))
     assert set(before) == {0, 1, 2}
     assert set(after) == {0, 2}
     assert abs(np.mean(after == 2) - 0.75) < 0.005
-    earlier = shares.place(np.arange(800))
+    earlier = sampler.assign(np.arange(800))
     for k in (0, 2):  # none of the earlier ones comes again
         assert index[after == k].min() > earlier[1][earlier[0] == k].max()
 
@@ -205,7 +207,7 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
             for row in alone[name].batch(i).tokens
         }
         assert set(seen_rows) <= known
-    actual = mixed.seen(mixed.shares.count(500).tolist())
+    actual = mixed.seen(mixed.sampler.count(500).tolist())
     assert abs(actual["lower"]["share"] - 0.75) < 0.01
     assert actual["upper"]["epochs"] == pytest.approx(
         len(seen["upper"]) / alone["upper"].windows
@@ -259,10 +261,10 @@ def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tm
 @pytest.mark.parametrize("accum", [1, 2])
 def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
     replicas, batch_size, steps = 4, 16, 6
-    shares = ReplicaShares(replicas, batch_size, accum)
+    sampler = ReplicaSampler(replicas, batch_size, accum)
     seen = [[] for _ in range(replicas)]
     for step in range(steps):
-        source, index = shares.place(step * batch_size + np.arange(batch_size))
+        source, index = sampler.assign(step * batch_size + np.arange(batch_size))
         # The rows of replica k, as the step splits each micro-batch.
         rows = source.reshape(accum, replicas, -1)
         np.testing.assert_array_equal(
@@ -271,7 +273,7 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
         for k in range(replicas):
             seen[k] += index[source == k].tolist()
     assert seen == [list(range(steps * batch_size // replicas))] * replicas
-    np.testing.assert_array_equal(shares.count(steps), [len(of) for of in seen])
+    np.testing.assert_array_equal(sampler.count(steps), [len(of) for of in seen])
 
 
 def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
