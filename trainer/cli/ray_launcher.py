@@ -291,7 +291,8 @@ def scaling(launcher: Launcher) -> ScalingConfig:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
     resources = {"CPU": launcher.worker_cpus or 1} | ({"GPU": gpus} if gpus else {})
     return ScalingConfig(
-        num_workers=(least, most),
+        # With a number Ray keeps no machines for a command that was killed.
+        num_workers=most if least == most else (least, most),
         use_gpu=gpus > 0,
         resources_per_worker=resources,
         elastic_resize_monitor_interval_s=float(launcher.resize_seconds or 0),
