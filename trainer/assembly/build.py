@@ -15,6 +15,7 @@ from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import inherited, schema
+from trainer.config.combinations import check_micro_batch
 from trainer.config.phases import phases_of
 from trainer.data import Batch, prefetch
 from trainer.data.mixture import Mixture
@@ -186,18 +187,13 @@ def check_fragments(task: TrainTask) -> None:
 def build_mesh(c: schema.Config) -> Mesh:
     """Build the mesh; refuse one over which a micro-batch cannot be split."""
     mesh = make_mesh(*build_sizes(c.parallel), replicas=c.diloco.replicas)
-    micro_batch = c.batch_size // c.train.grad_accum_steps
     shards = batch_shards(mesh, c.diloco.replicas or 1)
-    if micro_batch % shards:
-        raise UserError(
-            f"a micro-batch of {micro_batch} sequences"
-            f" (train.batch_tokens={c.train.batch_tokens} /"
-            f" model.context={c.model.context} /"
-            f" train.grad_accum_steps={c.train.grad_accum_steps}) cannot be split over"
-            f" {shards} parts (diloco.replicas x parallel.data x parallel.fsdp); valid:"
-            f" parts that divide {micro_batch}, or train.batch_tokens a multiple of"
-            f" {shards * c.train.grad_accum_steps * c.model.context}"
-        )
+    check_micro_batch(
+        c,
+        shards,
+        f"{shards} parts (diloco.replicas x parallel.data x parallel.fsdp)",
+        ", or another number of parts",
+    )
     return mesh
 
 

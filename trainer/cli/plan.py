@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainer.cli.arguments import argument
 from trainer.cli.composing import run_composing, split_arguments
+from trainer.config.combinations import check_micro_batch
 from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -162,14 +163,9 @@ def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
     """Return the sequences of a device's micro-batch by the configuration."""
     if not gives_batch(overrides):
         return 8
-    micro_batch = config.batch_size // config.train.grad_accum_steps
-    if micro_batch % gpus:
-        raise UserError(
-            f"a micro-batch of {micro_batch} sequences (train.batch_tokens /"
-            " model.context / train.grad_accum_steps) cannot be split over"
-            f" gpus={gpus}; give micro_batch=, sequences of one GPU, instead"
-        )
-    return micro_batch // gpus
+    alternative = ", or give micro_batch=, the sequences of one GPU, instead"
+    check_micro_batch(config, gpus, f"gpus={gpus}", alternative)
+    return config.batch_size // config.train.grad_accum_steps // gpus
 
 
 def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:

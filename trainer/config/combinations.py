@@ -24,6 +24,22 @@ def _require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+def check_micro_batch(c: Config, parts: int, over: str, alternative: str = "") -> None:
+    """Raise UserError if a micro-batch cannot be split into `parts` equal parts.
+
+    The message says what it is split `over`, and an `alternative` to another batch.
+    """
+    context, accum = c.model.context, c.train.grad_accum_steps
+    micro_batch = c.batch_size // accum
+    _require(
+        micro_batch % parts == 0,
+        f"a micro-batch of {micro_batch} sequences cannot be split over {over}; choose"
+        f" train.batch_tokens, a multiple of {parts * accum * context}{alternative}. A"
+        f" micro-batch has train.batch_tokens={c.train.batch_tokens} /"
+        f" model.context={context} / train.grad_accum_steps={accum} sequences",
+    )
+
+
 def validate(c: Config) -> None:
     """Refuse a configuration that cannot run, as far as it alone can tell; `build`
     checks devices and tokenizer.
@@ -207,13 +223,7 @@ def _check_replica_data(c: Config, replicas: int) -> None:
             f" data.stages={[list(stage) for stage in data.stages or ()]}, or choose"
             " diloco.data=split",
         )
-    rows = c.batch_size // c.train.grad_accum_steps
-    _require(
-        rows % replicas == 0,
-        f"a micro-batch of {rows} sequences cannot be split over"
-        f" diloco.replicas={replicas} replicas; choose train.batch_tokens, a multiple"
-        f" of {replicas * c.train.grad_accum_steps * c.model.context}",
-    )
+    check_micro_batch(c, replicas, f"diloco.replicas={replicas} replicas")
 
 
 def with_workers(c: Config, count: int) -> Config:
@@ -277,13 +287,12 @@ def _check_device_counts(c: Config, devices: list[int]) -> None:
         " other sizes, or other numbers of workers",
     )
     shards = math.lcm(*(n // c.parallel.tensor for n in devices))
-    rows = c.batch_size // c.train.grad_accum_steps
-    unit = shards * c.train.grad_accum_steps * c.model.context
-    _require(
-        rows % shards == 0,
-        f"a micro-batch of {rows} sequences cannot be split over each of"
-        f" {', '.join(map(str, devices))} devices, which launcher.workers allows;"
-        f" choose train.batch_tokens, a multiple of {unit}, or other launcher.workers",
+    counts = ", ".join(map(str, devices))
+    check_micro_batch(
+        c,
+        shards,
+        f"each of {counts} devices, which launcher.workers allows",
+        ", or other launcher.workers",
     )
 
 
