@@ -29,6 +29,7 @@ from trainer.models.registry import SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Deterministic
 from trainer.step.optimizers import OPTIMIZERS, Optimizer
+from trainer.step.schedule import ScheduleName
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,6 @@ class Data:
     sources: tuple[str, ...] | None
     weights: tuple[float, ...] | None
     stages: tuple[tuple[float, ...], ...] | None
-
-
-ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
 
 
 @dataclass(frozen=True)

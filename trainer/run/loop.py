@@ -123,11 +123,11 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
                 step, f"profile of steps up to {step}: {profiler.directory}"
             )
         if pending is not None:
-            log(run, pending.step, observe(run, pending))
+            log(run, pending.step, step_row(run, pending))
         pending, run.step = Pending(step, metrics, batch), step
         # All processes ask, once a step and before any of them leaves early.
         if stop(f"in step {run.step}") or needs_metrics_now(run):
-            row = observe(run, pending)
+            row = step_row(run, pending)
             # A weight can be infinite although loss and gradients are finite.
             watchdog.inspect(run.step, first_nonfinite_array(run.state))
             if watchdog.verdict is not None:
@@ -154,13 +154,10 @@ def needs_metrics_now(run: Run) -> bool:
     )
 
 
-def observe(run: Run, pending: Pending) -> dict[str, float]:
-    """Wait for a step's metrics, and show them to the watchdog.
+def step_row(run: Run, pending: Pending) -> dict[str, float]:
+    """Wait for a step's metrics, and return its row.
 
-    The batch of a skipped step is saved.
-
-    Returns:
-      The row of the step.
+    The watchdog gets the metrics. The batch of a skipped step is saved.
     """
     metrics = {
         name: value.item() for name, value in jax.device_get(pending.metrics).items()

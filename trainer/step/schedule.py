@@ -1,13 +1,16 @@
 """Learning-rate schedules: a linear warm-up, then the named decay."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
 
-import jax
 import numpy as np
-import optax
-from jax.typing import ArrayLike
 
 from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
 
 
 def learning_rates(
@@ -26,6 +29,10 @@ def learning_rates(
     decay) stays at the peak until the last `decay_fraction` of the steps, then falls
     linearly.
     """
+    # Imported here: the schema of the configuration must not import JAX.
+    import jax
+    import optax
+
     warmup = round(warmup_fraction * steps)
     decay_steps = max(1, steps - warmup)
     floor = min_ratio * peak
@@ -46,8 +53,8 @@ def learning_rates(
             )
         case _:
             raise UserError(
-                f"schedule.name={name!r} is not a choice; valid: cosine, wsd, linear,"
-                " constant"
+                f"schedule.name={name!r} is not a choice; valid:"
+                f" {', '.join(get_args(ScheduleName))}"
             )
     count = np.arange(steps)
     # Step i of the warm-up has (i + 1) / warmup of the peak: at a rate of 0 the first
