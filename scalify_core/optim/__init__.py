@@ -2,7 +2,7 @@
 
 from scalify_core.optim.moment_storage import Largest, Stored, largest_of_arrays
 from scalify_core.optim.scaled_optimizer import (
-    ScaledStateState,
+    ScaledOptState,
     narrow_state,
     propagated_state,
     scaled_state,
@@ -11,7 +11,7 @@ from scalify_core.optim.scaled_optimizer import (
 
 __all__ = [
     "Largest",
-    "ScaledStateState",
+    "ScaledOptState",
     "Stored",
     "largest_of_arrays",
     "narrow_state",

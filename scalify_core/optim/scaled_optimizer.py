@@ -67,7 +67,7 @@ from scalify_core.optim.moment_storage import (
 from scalify_core.optim.weights import LARGE, Rounding, wide
 
 
-class ScaledStateState(NamedTuple):
+class ScaledOptState(NamedTuple):
     """State of `scaled_state`."""
 
     step: jax.Array  # shape=(), dtype=int32: updates made, a counter of the random bits
@@ -127,8 +127,8 @@ def scaled_state(
     stored = stored_fields(mu, nu, rounding, fields)
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> ScaledStateState:
-        def narrow(params: Any) -> ScaledStateState:
+    def init(params: Any) -> ScaledOptState:
+        def narrow(params: Any) -> ScaledOptState:
             new, plans, treedef = flatten(tx.init(wide(params)), stored)
             # The compiler would fold statistics of constants, for minutes.
             one = compiler_hints.barrier(jnp.float32(1))
@@ -146,7 +146,7 @@ def scaled_state(
                 for plan in plans
             ]
             step = jnp.zeros((), jnp.int32)
-            return ScaledStateState(
+            return ScaledOptState(
                 step, treedef.unflatten(narrow_arrays(new, plans, scales, seed, step))
             )
 
@@ -155,14 +155,14 @@ def scaled_state(
 
     def update(
         updates: Any,
-        state: ScaledStateState,
+        state: ScaledOptState,
         params: Any = None,
         *,
         accept: Any = None,
         largest_of: Largest = largest_of_arrays,
         leaf_indices: Any = None,
         **extra: Any,
-    ) -> tuple[Any, ScaledStateState]:
+    ) -> tuple[Any, ScaledOptState]:
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
             arrays, plans, treedef = flatten(inner_state, stored)
             moments = treedef.unflatten(widen(arrays, plans))
@@ -177,7 +177,7 @@ def scaled_state(
                 wide(updates), state.inner_state, wide(params), **extra
             )
             return updates, _unless(
-                accept, ScaledStateState(state.step + 1, inner_state), state
+                accept, ScaledOptState(state.step + 1, inner_state), state
             )
         old, plans, treedef = flatten(state.inner_state, stored)
         first, new, _ = advance(updates, state.inner_state)
@@ -225,7 +225,7 @@ def scaled_state(
         arrays = narrow_arrays(
             new, plans, scales._replace(numbers=known), seed, step, keep, indices
         )
-        return updates, ScaledStateState(
+        return updates, ScaledOptState(
             _unless(accept, step, state.step), treedef.unflatten(arrays)
         )
 
@@ -273,14 +273,14 @@ def propagated_state(
             ]
         )
 
-    def init(params: Any) -> ScaledStateState:
-        return ScaledStateState(
+    def init(params: Any) -> ScaledOptState:
+        return ScaledOptState(
             jnp.zeros((), jnp.int32), store(in_compute(jax.jit(tx.init)(wide(params))))
         )
 
     def update(
         updates: Any,
-        state: ScaledStateState,
+        state: ScaledOptState,
         params: Any = None,
         *,
         accept: Any = None,
@@ -288,7 +288,7 @@ def propagated_state(
         largest_of: Any = None,
         leaf_indices: Any = None,
         **extra: Any,
-    ) -> tuple[Any, ScaledStateState]:
+    ) -> tuple[Any, ScaledOptState]:
         del grad_norm  # a plain number: here the norm has a scale, too
         del largest_of, leaf_indices  # scales come from the RMS, and nothing is random
 
@@ -304,32 +304,32 @@ def propagated_state(
             in_compute(updates), inner_state, in_compute(params)
         )
         return updates, _unless(
-            accept, ScaledStateState(state.step + 1, store(inner_state)), state
+            accept, ScaledOptState(state.step + 1, store(inner_state)), state
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
+def wide_state(state: ScaledOptState, **settings: Any) -> ScaledOptState:
     """Return a state with all its moments in FP32 and with their own meaning.
 
     It is the optimizer's own state. `settings`: `mu`, `nu`, `rounding` and `fields`, as
     given to `scaled_state`.
     """
     arrays, plans, treedef = flatten(state.inner_state, stored_fields(**settings))
-    return ScaledStateState(state.step, treedef.unflatten(widen(arrays, plans)))
+    return ScaledOptState(state.step, treedef.unflatten(widen(arrays, plans)))
 
 
 def narrow_state(
-    state: ScaledStateState, *, seed: int, **settings: Any
-) -> ScaledStateState:
+    state: ScaledOptState, *, seed: int, **settings: Any
+) -> ScaledOptState:
     """Return the inverse of `wide_state` for these settings, rounded once.
 
     So a state can be continued in other formats.
     """
     new, plans, treedef = flatten(state.inner_state, stored_fields(**settings))
     scales = new_scales(new, plans, [jnp.float32(MIN_SCALE)] * len(new))
-    return ScaledStateState(
+    return ScaledOptState(
         state.step,
         treedef.unflatten(narrow_arrays(new, plans, scales, seed, state.step)),
     )

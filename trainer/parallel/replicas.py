@@ -1,13 +1,12 @@
 """DiLoCo replicas: their states, the inner step of all of them, the exchange, and when
 each happens.
 
-The inner step is the run's own. Each replica takes it on its rows of the batch and its
-part of the devices, with random bits of its own; only the figures of the row are sent
-between replicas. The exchange is a program of its own (`diloco.exchange`), after which
+The inner step is that of a run without DiLoCo. Each replica takes it on its rows of the
+batch and its part of the devices, with different random bits; only its metrics are sent
+between replicas. The exchange is a separate program (`diloco.exchange`), after which
 all replicas have the outer weights.
 
-Legend: K replicas, R of them on a device, A micro-batches, B sequences of one, b those
-of a replica, T tokens.
+Legend: K replicas, A micro-batches, B sequences of a micro-batch, T tokens.
 """
 
 import dataclasses
@@ -41,34 +40,31 @@ from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import with_subtree
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
-OUTER_STREAM = 0x165667B1  # random bits of the rounding of outer weights
+OUTER_STREAM = 0x165667B1  # for the random bits that round the outer weights
 
 
 class Storage(NamedTuple):
-    """The storage of residuals and outer momentum: a dtype, and whether they are scaled
-    arrays.
-    """
+    """The storage of residuals and outer momentum: a dtype, with a scale or without."""
 
     dtype: np.dtype
     scaled: bool
 
-    def store(self, x: jax.Array, scale: Any = None) -> Any:
-        """Store FP32 `x` at a scale; None: that of its RMS."""
+    def quantize(self, x: jax.Array, scale: Any = None) -> Any:
+        """Round FP32 `x` at a scale; None: that of its RMS."""
         if self.scaled:
             return as_scaled_array(x, scale, self.dtype)
         return x.astype(self.dtype)
 
 
 def select(accept: jax.Array, new: Any, old: Any) -> Any:
-    """Return the stored array `new` where `accept` is true, with its scale, else `old`,
-    bit-exactly.
-    """
+    """Return the stored array `new` if `accept` is true, else `old`, bit-exactly."""
     return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 
 def zero_nonfinite(stored: Any) -> Any:
-    """Return a stored array with zeros for what is not finite: it could never be
-    sent.
+    """Return a stored array with zeros in place of nonfinite values.
+
+    A nonfinite value in a residual would spoil every later exchange.
     """
 
     def finite(x: jax.Array) -> jax.Array:
@@ -80,7 +76,7 @@ def zero_nonfinite(stored: Any) -> Any:
 
 
 def repeat_for_replicas(params: Any, replicas: int) -> Any:
-    """Return a tree with every array repeated, [K, ...]; scales stay as they are."""
+    """Return a tree with every array repeated, [K, ...]; scales are not repeated."""
 
     def repeat(x: Any) -> Any:
         if is_scaled_array(x):
@@ -91,7 +87,7 @@ def repeat_for_replicas(params: Any, replicas: int) -> Any:
 
 
 def replica_keys(key: jax.Array, count: int) -> jax.Array:
-    """Return a key for each replica, [K]; the first one has the run's."""
+    """Return a key for each replica, [K]; that of the first replica is `key`."""
     keys = [key, *(jax.random.fold_in(key, k) for k in range(1, count))]
     return jnp.stack(keys)
 
@@ -102,7 +98,7 @@ def with_replicas(
     diloco: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
-    """Return the first state of replicas, from that of a run without.
+    """Return the initial state of replicas, from that of a run without DiLoCo.
 
     All replicas have its weights; their random keys differ.
     """
@@ -127,11 +123,11 @@ def first_residuals(
 ) -> tuple[Any, Any]:
     """Return the residuals and the outer momentum before the first exchange.
 
-    () for what the run does not have.
+    They are () if the run does not use them.
     """
 
     def zeros(p: Any, *axes: int) -> Any:
-        return storage.store(
+        return storage.quantize(
             jnp.zeros((*axes, *p.shape), jnp.float32), jnp.float32(2.0**-126)
         )
 
@@ -149,34 +145,34 @@ def with_residuals(
     diloco: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
-    """Return a state of as many replicas with the residuals and momentum of `diloco`.
+    """Return a state with the residuals and the momentum that `diloco` uses.
 
-    Those that the state does not have start at zero; others are dropped.
+    Missing ones start at zero, unused ones are dropped, and the number of replicas
+    stays.
     """
-    saved: Replicas = state.diloco
-
-    def continued(saved: Any, first: Any) -> Any:
-        return saved if jax.tree.leaves(saved) and jax.tree.leaves(first) else first
-
+    replicas: Replicas = state.diloco
     residuals, momentum = first_residuals(trained(state.params), diloco, storage)
-    replicas = Replicas(
-        saved.states,
-        continued(saved.residuals, residuals),
-        continued(saved.momentum, momentum),
+    if jax.tree.leaves(residuals) and jax.tree.leaves(replicas.residuals):
+        residuals = replicas.residuals
+    if jax.tree.leaves(momentum) and jax.tree.leaves(replicas.momentum):
+        momentum = replicas.momentum
+    return dataclasses.replace(
+        state, diloco=Replicas(replicas.states, residuals, momentum)
     )
-    return dataclasses.replace(state, diloco=replicas)
 
 
 def resized(state: TrainState, count: int) -> TrainState:
-    """Return a stored state with another number of replicas; the first ones stay.
+    """Return a state in checkpoint form with another number of replicas.
 
-    A new replica has the outer weights, the optimizer state of one of the others in
-    turn, random keys of its own and no residual. The residual of a removed one is lost.
+    A new replica has the outer weights, the optimizer state of an old replica, a new
+    random key and no residual. The last replicas are removed, with their residuals.
     """
-    saved: Replicas = state.diloco
-    saved_count = saved.states.key.shape[0]
+    replicas: Replicas = state.diloco
+    old_count = replicas.states.key.shape[0]
     numbers = np.arange(count)
-    index, is_new = numbers % saved_count, numbers >= saved_count
+    index, is_new = numbers % old_count, numbers >= old_count
+
+    # Scalars are the scales of parameters, which all replicas share.
 
     def select_replicas(x: jax.Array) -> jax.Array:
         return x[index] if x.ndim else x
@@ -189,7 +185,7 @@ def resized(state: TrainState, count: int) -> TrainState:
     def new_params(x: jax.Array, outer: jax.Array) -> jax.Array:
         return replace_new(x, outer[None]) if x.ndim else x
 
-    states = jax.tree.map(select_replicas, saved.states)
+    states = jax.tree.map(select_replicas, replicas.states)
     states = dataclasses.replace(
         states,
         params=jax.tree.map(new_params, states.params, state.params),
@@ -197,29 +193,32 @@ def resized(state: TrainState, count: int) -> TrainState:
     )
     residuals = jax.tree.map(
         lambda x: replace_new(select_replicas(x), jnp.zeros((), x.dtype)),
-        saved.residuals,
+        replicas.residuals,
     )
     return dataclasses.replace(
-        state, diloco=Replicas(states, residuals, saved.momentum)
+        state, diloco=Replicas(states, residuals, replicas.momentum)
     )
 
 
 def with_rescaled_params(state: TrainState, params: Any) -> TrainState:
-    """Return a state with the same weights at other scales, also in its replicas."""
+    """Return a state whose weights have the scales of `params`, in its replicas too.
+
+    `params` are the same weights at other scales.
+    """
     if not isinstance(state.diloco, Replicas):
         return dataclasses.replace(state, params=params)
     states = state.diloco.states
-    alike = dataclasses.replace(
+    states = dataclasses.replace(
         states, params=tree.rescaled_like(states.params, params)
     )
     return dataclasses.replace(
-        state, params=params, diloco=dataclasses.replace(state.diloco, states=alike)
+        state, params=params, diloco=dataclasses.replace(state.diloco, states=states)
     )
 
 
 def without_replicas(state: TrainState) -> TrainState:
-    """Return a state without replicas: the outer weights, and the first replica's
-    optimizer state.
+    """Return the state as one without replicas: the outer weights, with the first
+    replica's optimizer state.
     """
     if not isinstance(state.diloco, Replicas):
         return state
@@ -237,8 +236,8 @@ def make_inner_step(
     `finite` is true if all of them are.
     """
     replicas = diloco.replicas
-    # Traced into `shard_map` itself, constants that nothing reads become its arguments,
-    # on which XLA has crashed.
+    # Without this jit, unused constants of the step become arguments of `shard_map`, on
+    # which XLA has crashed.
     step = jax.jit(step)
 
     def rows_of_replicas(x_AxBxT1: jax.Array) -> jax.Array:
@@ -254,7 +253,7 @@ def make_inner_step(
         state: Any,
         batch: Tokens,
         number: jax.Array,
-        takes_part: jax.Array,
+        participates: jax.Array,
         hyper: Hyper,
     ) -> Any:
         replica_hyper = hyper._replace(
@@ -263,12 +262,14 @@ def make_inner_step(
         if diloco.participants == replicas:
             return step(state, batch, replica_hyper)
         _, shapes = jax.eval_shape(step, state, batch, replica_hyper)
-        idle = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
+        zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
         return lax.cond(
-            takes_part, lambda: step(state, batch, replica_hyper), lambda: (state, idle)
+            participates,
+            lambda: step(state, batch, replica_hyper),
+            lambda: (state, zeros),
         )
 
-    def inner(states: Any, batch: Tokens, hyper: Hyper) -> tuple[Any, Metrics]:
+    def inner_step(states: Any, batch: Tokens, hyper: Hyper) -> tuple[Any, Metrics]:
         def on_device(
             states: Any,
             batch: Tokens,
@@ -277,8 +278,8 @@ def make_inner_step(
             hyper: Hyper,
         ) -> Any:
             def next_replica(_: None, replica: tuple[Any, ...]) -> tuple[None, Any]:
-                state, rows, number, takes_part = replica
-                return None, replica_step(state, rows, number, takes_part, hyper)
+                state, rows, number, participates = replica
+                return None, replica_step(state, rows, number, participates, hyper)
 
             inputs = (states, batch, numbers, participating)
             if len(numbers) > 1:
@@ -298,18 +299,19 @@ def make_inner_step(
             axis_names={REPLICA},
             check_vma=False,
         )(states, jax.tree.map(rows_of_replicas, batch), numbers, participating, hyper)
-        # Every device gets all metrics, so that the order of the sum does not depend on
-        # which device has which replica.
+        # Every device gets all metrics, so that the order of summation does not depend
+        # on which device has which replica.
         metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
         return states, combine_metrics(metrics, participating)
 
-    return inner
+    return inner_step
 
 
 def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
     """Return the metrics of a step from those of the replicas, [K] each.
 
-    Flags are combined, figures are means over the participating replicas.
+    `finite` and `bad_leaf` are combined, other metrics are means over the participating
+    replicas.
     """
 
     def mean(x: jax.Array) -> jax.Array:
@@ -321,6 +323,28 @@ def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
         "finite": jnp.all(metrics["finite"] | ~participating),
         "bad_leaf": jnp.max(jnp.where(participating, metrics["bad_leaf"], -1)),
     }
+
+
+def exchange_over(
+    mesh: Mesh,
+    specs: list[PartitionSpec],
+    diloco: DiLoCoSettings,
+    numbers_in_model: Sequence[int],
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]:
+    """Return `diloco.exchange` over a mesh: `(tensors, seed, step) -> ExchangeResult`.
+
+    `specs` are those of the outer weights.
+    """
+    replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs]
+    residual_specs = replica_specs if diloco.feedback else []
+    return over_devices(
+        lambda tensors, seed, step: tuple(
+            exchange(tensors, diloco, seed, step, numbers_in_model)
+        ),
+        mesh,
+        in_specs=(replica_specs, REPLICATED, REPLICATED),
+        out_specs=(specs, residual_specs, REPLICATED),
+    )
 
 
 def make_exchange(
@@ -336,50 +360,39 @@ def make_exchange(
     seed) -> state`.
 
     Args:
-      fragment: its number.
-      mesh: of the devices.
-      roles: of the trained parameters, which say what a device holds.
+      fragment: number of the fragment.
+      mesh: the device mesh.
+      roles: roles of the trained parameters, which determine their sharding.
       diloco: the settings.
-      storage: of residuals and momentum.
+      storage: storage of residuals and momentum.
       trained: selects the trained parameters.
-      rounding: of narrow outer weights.
+      rounding: rounding of narrow outer weights.
     """
 
     def exchange_fragment(
         state: TrainState, step: jax.Array, seed: jax.Array
     ) -> TrainState:
-        saved: Replicas = state.diloco
-        outer, states = trained(state.params), saved.states
+        replicas: Replicas = state.diloco
+        outer, states = trained(state.params), replicas.states
         outer_leaves = tree.leaves(outer)
         replica_leaves = tree.leaves(trained(states.params))
-        residuals, momenta = tree.leaves(saved.residuals), tree.leaves(saved.momentum)
+        residuals = tree.leaves(replicas.residuals)
+        momenta = tree.leaves(replicas.momentum)
         sizes = [p.size for p in outer_leaves]
         numbers = fragments_of(sizes, diloco.fragments)[fragment]
-        deltas = []
+        outer_gradients = []
         for i in numbers:
-            delta = weights.wide(outer_leaves[i])[None] - weights.wide(
-                replica_leaves[i]
-            )
+            gradient = weights.wide(outer_leaves[i])[None]
+            gradient = gradient - weights.wide(replica_leaves[i])
             if diloco.feedback:
-                delta = delta + weights.wide(residuals[i])
-            deltas.append(delta)
-        specs = jax.tree.leaves(param_specs(outer, mesh, roles))
-        specs_of_fragment = [specs[i] for i in numbers]
-        replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs_of_fragment]
-        means, lost, scales = over_devices(
-            lambda deltas, seed, step: tuple(
-                exchange(deltas, diloco, seed, step, numbers)
-            ),
-            mesh,
-            in_specs=(replica_specs, REPLICATED, REPLICATED),
-            out_specs=(
-                specs_of_fragment,
-                replica_specs if diloco.feedback else [],
-                REPLICATED,
-            ),
-        )(deltas, seed, step)
-        # A mean that is not finite changes nothing: the replicas go on from the outer
-        # weights, and still have earlier rounding errors to send.
+                gradient = gradient + weights.wide(residuals[i])
+            outer_gradients.append(gradient)
+        all_specs = jax.tree.leaves(param_specs(outer, mesh, roles))
+        means, unsent, scales = exchange_over(
+            mesh, [all_specs[i] for i in numbers], diloco, numbers
+        )(outer_gradients, seed, step)
+        # A mean that is not finite changes nothing: the replicas continue from the
+        # outer weights, and keep their earlier residuals.
         accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
         updates = []
         for j, i in enumerate(numbers):
@@ -387,12 +400,12 @@ def make_exchange(
             if diloco.momentum:  # Nesterov
                 velocity = diloco.momentum * weights.wide(momenta[i]) + update
                 update = update + diloco.momentum * velocity
-                momenta[i] = select(accept, storage.store(velocity), momenta[i])
+                momenta[i] = select(accept, storage.quantize(velocity), momenta[i])
             if diloco.feedback:
-                residual = storage.store(lost[j], scales[j])
+                residual = storage.quantize(unsent[j], scales[j])
                 residuals[i] = select(accept, residual, zero_nonfinite(residuals[i]))
             updates.append(update)
-        new = weights.apply_updates(
+        new_leaves = weights.apply_updates(
             [outer_leaves[i] for i in numbers],
             [-diloco.lr * update for update in updates],
             rounding=rounding,
@@ -401,11 +414,9 @@ def make_exchange(
             accept=accept,
             leaf_indices=numbers,
         )
-        for p, i in zip(new, numbers, strict=True):
-            outer_leaves[i], replica_leaves[i] = (
-                p,
-                repeat_for_replicas(p, diloco.replicas),
-            )
+        for p, i in zip(new_leaves, numbers, strict=True):
+            outer_leaves[i] = p
+            replica_leaves[i] = repeat_for_replicas(p, diloco.replicas)
         structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
 
         def build(leaves: list[Any]) -> Any:
@@ -428,18 +439,19 @@ class DiLoCoStep:
     """A step of all replicas and the exchanges that are due after it; a `StepFn`.
 
     Attributes:
-      inner: the compiled step of all replicas; see `make_inner_step`.
-      exchanges: of the fragments, compiled; see `make_exchange`.
-      diloco: says when a fragment is due.
+      inner_step: the compiled step of all replicas; see `make_inner_step`.
+      exchanges: the compiled exchanges of the fragments; see `make_exchange`.
+      diloco: the settings, which determine when a fragment is due.
     """
 
     def __init__(
         self,
-        inner: jax.stages.Compiled,
+        inner_step: jax.stages.Compiled,
         exchanges: Sequence[jax.stages.Compiled],
         diloco: DiLoCoSettings,
     ) -> None:
-        self.inner, self.exchanges, self.diloco = inner, tuple(exchanges), diloco
+        self.inner_step, self.exchanges = inner_step, tuple(exchanges)
+        self.diloco = diloco
 
     def __call__(
         self, state: TrainState, batch: Tokens, hyper: Hyper
@@ -447,21 +459,19 @@ class DiLoCoStep:
         """Return the state after the step and its exchanges, and the metrics.
         `hyper.step` is on the host.
         """
-        replicas, metrics = self.inner(state.diloco.states, batch, hyper)
+        states, metrics = self.inner_step(state.diloco.states, batch, hyper)
         state = dataclasses.replace(
-            state, diloco=dataclasses.replace(state.diloco, states=replicas)
+            state, diloco=dataclasses.replace(state.diloco, states=states)
         )
-        taken = int(hyper.step) + 1
-        for fragment in self.diloco.due(taken):
-            state = self.exchanges[fragment](state, np.int32(taken), hyper.seed)
+        steps_taken = int(hyper.step) + 1
+        for fragment in self.diloco.due(steps_taken):
+            state = self.exchanges[fragment](state, np.int32(steps_taken), hyper.seed)
         return state, metrics
 
     def as_text(self) -> str | None:
         """Return the program of the inner step."""
-        return self.inner.as_text()
+        return self.inner_step.as_text()
 
     def memory_analysis(self) -> Any:
-        """Return the memory of the inner step; the exchange needs little, a fragment in
-        FP32.
-        """
-        return self.inner.memory_analysis()
+        """Return the memory of the inner step; an exchange needs less."""
+        return self.inner_step.memory_analysis()
