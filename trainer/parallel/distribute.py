@@ -346,7 +346,7 @@ def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
                 if axes:
                     part = jnp.sum(lax.all_gather(part, axes), axis=0)
                 parts.append(part)
-            # Back to the order of the leaves.
+            # The parts are in the order of groups, the result in that of the leaves.
             order = list(itertools.chain.from_iterable(groups.values()))
             return jnp.concatenate(parts)[np.argsort(order)]
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from trainer.errors import UserError
 from trainer.step.step import Tokens
 
-if TYPE_CHECKING:  # its tokenizers take long to import
+if TYPE_CHECKING:  # the tokenizers of `trainer.data` take long to import
     from trainer.data import Batch
 
 # Mesh axes over which a replica's batch is split.
@@ -25,9 +25,9 @@ class MeshSizes(NamedTuple):
     """Sizes of the mesh's axes; one of them may be -1: all remaining devices.
 
     Attributes:
-      data: the batch is split, the state is not.
-      fsdp: the batch and the state are split.
-      tensor: attention and MLP are split (Megatron), and the state.
+      data: splits the batch, not the state.
+      fsdp: splits the batch and the state.
+      tensor: splits attention and MLP (Megatron), and the state.
     """
 
     data: int

@@ -26,10 +26,11 @@ HEARTBEAT_SECONDS = 10
 def start_processes(config: Mapping[str, Any]) -> None:
     """Join the other processes of this run.
 
-    They are named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI).
+    The environment names them in PROCESS_VARIABLES, or JAX finds them (Slurm,
+    Kubernetes, MPI).
 
     Args:
-      config: all settings, group by group, which must be the same in all processes.
+      config: all settings by group, which must be the same in all processes.
 
     Raises:
       UserError: the processes cannot be joined, or their settings differ. In the
@@ -106,11 +107,11 @@ def compare_processes(values: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def shared_name(prefix: str) -> str:
-    """Return a random name of a file, the same in all processes."""
-    number = np.frombuffer(secrets.token_bytes(8), np.uint8)
+    """Return a random file name, the same in all processes."""
+    suffix = np.frombuffer(secrets.token_bytes(8), np.uint8)
     if jax.process_count() > 1:
-        number = multihost_utils.broadcast_one_to_all(number)
-    return f"{prefix}-{number.tobytes().hex()}"
+        suffix = multihost_utils.broadcast_one_to_all(suffix)
+    return f"{prefix}-{suffix.tobytes().hex()}"
 
 
 def check_same_files(names: Sequence[str], process: int) -> None:
@@ -124,7 +125,7 @@ def check_same_files(names: Sequence[str], process: int) -> None:
         )
 
 
-MESSAGE_BYTES = 1000  # of an error that all processes raise
+MESSAGE_BYTES = 1000  # size of the message that process 0 broadcasts
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ class WireFormat(NamedTuple):
     """The format and the order in which a gradient is reduced.
 
     Attributes:
-      format: of the data that is sent.
+      format: format of the sent data.
       deterministic: whether FP32 data is summed in the order of the devices.
     """
 

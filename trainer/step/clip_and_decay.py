@@ -1,9 +1,9 @@
 """Chain clipping, an optimizer of `optimizers.OPTIMIZERS` and weight decay, at a
 learning rate of 1.
 
-The step multiplies the update by the learning rate, which it receives as an argument:
-the compiled program does not depend on it. This is exact because each optimizer here is
-linear in its learning rate.
+The step multiplies the update by the learning rate, which is an argument: the compiled
+program does not depend on it. This is exact because each optimizer is linear in its
+learning rate.
 """
 
 from collections.abc import Callable

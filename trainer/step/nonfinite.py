@@ -1,7 +1,8 @@
 """Find the first operation that makes a number that is not finite.
 
-The function is evaluated operation by operation on the arrays that went wrong. The
-result is the first operation whose output is not finite although its operands are.
+The function is evaluated operation by operation on the arrays of the bad step. The
+result is the first operation whose output is not finite although its operands are
+finite.
 """
 
 import functools
@@ -25,8 +26,8 @@ class NonFinite:
       what: the primitive, or `argument`.
       where: name scopes, with the iteration of every loop on the way.
       source: file, line and function; empty if unknown.
-      result: shape, dtype, and the number of values of each kind.
-      operands: likewise, with their largest magnitude.
+      result: shape, dtype, and the numbers of nan, inf and -inf.
+      operands: shape, dtype and amax of each operand.
     """
 
     what: str
@@ -85,7 +86,7 @@ class _Search:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
-        """Evaluate a (closed) jaxpr. Raises _Stop."""
+        """Evaluate a (closed) jaxpr; raise _Stop with a finding."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         last_use = {}
         for n, eqn in enumerate(inner.eqns):

@@ -150,12 +150,13 @@ class Adafactor(Optimizer):
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
         def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
-            def call(tree: Any, *rest: Any) -> Any:
+            def mapped(tree: Any, *args: Any) -> Any:
                 # vmap refuses a tree without arrays.
-                mapped = jax.vmap(fn) if jax.tree.leaves(tree) else fn
-                return mapped(tree, *rest)
+                if not jax.tree.leaves(tree):
+                    return fn(tree, *args)
+                return jax.vmap(fn)(tree, *args)
 
-            return call
+            return mapped
 
         stacked = optax.GradientTransformation(
             over_layers(core.init), over_layers(core.update)

@@ -133,14 +133,14 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(leaf, unsigned).reshape(leaf.shape or (1,))
 
-    def total(which: int) -> jax.Array:
+    def total(sum_index: int) -> jax.Array:
         x = bits
         for axis, size in enumerate(bits.shape):
-            factors = _odd_numbers(size, start[axis] if start else 0, axis, which)
+            factors = _odd_numbers(size, start[axis] if start else 0, axis, sum_index)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
             words = _parts(x, axis)
             if axis == 0:  # later axes add sums, which are not scrambled again
-                words = [_scrambled(part, which) for part in words]
+                words = [_scrambled(part, sum_index) for part in words]
             x = _sum(
                 [
                     part * factor
@@ -153,16 +153,17 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
     return jnp.stack([total(0), total(1)])
 
 
-def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
-    """Return pseudorandom odd factors for `size` positions along an axis from `first`
-    on, uint32 [size].
+def _odd_numbers(size: int, start: Any, axis: int, sum_index: int) -> jax.Array:
+    """Return pseudorandom odd factors for positions along an axis, uint32 [size].
+
+    `start` is the first of the `size` positions.
     """
     x = (
         jnp.arange(size, dtype=jnp.uint32)
-        + jnp.asarray(first).astype(jnp.uint32)
+        + jnp.asarray(start).astype(jnp.uint32)
         + np.uint32(1)
     )
-    x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[which]) + np.uint32(
+    x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[sum_index]) + np.uint32(
         (axis * 0x27D4EB2F) % 2**32
     )
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
@@ -171,14 +172,16 @@ def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
     return compiler_hints.barrier((x ^ (x >> 15)) | np.uint32(1))
 
 
-def _scrambled(bits: jax.Array, which: int) -> jax.Array:
+def _scrambled(bits: jax.Array, sum_index: int) -> jax.Array:
     """Return the bits scrambled one-to-one.
 
     Otherwise two changed signs, 2^31 times the sum of two odd numbers, would cancel.
     """
     x = bits.astype(jnp.uint32)
-    x = (x ^ (x >> (16, 15)[which])) * np.uint32((0x7FEB352D, 0x846CA68B)[which])
-    return x ^ (x >> (15, 16)[which])
+    x = (x ^ (x >> (16, 15)[sum_index])) * np.uint32(
+        (0x7FEB352D, 0x846CA68B)[sum_index]
+    )
+    return x ^ (x >> (15, 16)[sum_index])
 
 
 def _parts(x: jax.Array, axis: int) -> list[jax.Array]:

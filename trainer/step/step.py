@@ -83,9 +83,9 @@ def mean_gradient(
     def micro_gradient(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
         return value_and_grad(params, scaling, *micro, keys_B)
 
-    first = jax.tree.map(lambda x: x[0], batch), keys_AxB[0]
+    first_micro = jax.tree.map(lambda x: x[0], batch), keys_AxB[0]
     if micro_batches == 1:
-        return micro_gradient(*first)
+        return micro_gradient(*first_micro)
 
     def add(total: Any, micro: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
         loss, grads, observed = micro_gradient(*micro)
@@ -94,7 +94,7 @@ def mean_gradient(
         )
         return (*mean, jax.tree.map(jnp.maximum, total[2], observed)), None
 
-    shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(*first)))
+    shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(*first_micro)))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 

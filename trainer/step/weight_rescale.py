@@ -48,7 +48,7 @@ def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
         if role.gated:
             columns = column_rms.setdefault(jax.tree_util.keystr(keys[:-2]), [])
         if columns and role.kind == "row":
-            # The next power of two above, so that the bound of gradients holds.
+            # The next power of two above bounds the gradients.
             powers[path] = 2 * pow2_floor(rms[path] * max(columns))
         else:
             powers[path] = pow2_round(rms[path] * math.prod(columns))
