@@ -16,16 +16,16 @@ from trainer.observe.records import read_samples
 from trainer.report.charts import COLORS, Chart, ChoiceChart, Line, color_number
 from trainer.report.history import History, color_of, finite, read_text
 from trainer.report.verdicts import (
-    LOST,
-    NARROW,
-    SATURATED,
-    WORDS,
-    Loss,
+    FP8_TENSORS,
+    GRADE_LABELS,
+    SATURATION_LIMITS,
+    UNDERFLOW_LIMITS,
+    QuantizationError,
     fast,
     healthy,
-    is_narrow,
+    is_low_precision,
     learning,
-    losses,
+    quantization_errors,
 )
 
 ONE_RUN_NOTE = (
@@ -136,10 +136,10 @@ def charts(h: History) -> list[Chart]:
     over_clip = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
     clipped = f", which {over_clip:.1%} of the steps had" if over_clip else ""
     underflow = relative_underflow(h)
-    limit: float | None = 100 * LOST[0]
+    limit: float | None = 100 * UNDERFLOW_LIMITS[0]
     underflow_unit = "upper bound, % of the tensor's RMS, worst layer"
     if not underflow:
-        underflow, limit = extremes(h, "underflow", "max", times=100), None
+        underflow, limit = min_max_lines(h, "underflow", "max", factor=100), None
         underflow_unit = "upper bound, % of the values, worst layer"
     all_charts = [
         Chart(
@@ -176,10 +176,10 @@ def charts(h: History) -> list[Chart]:
         Chart("Underflow", underflow, underflow_unit, from_zero=True, limit=limit),
         Chart(
             "Saturation",
-            extremes(h, "saturated", "max", times=100),
+            min_max_lines(h, "saturated", "max", factor=100),
             "% of the values cut off, worst layer",
             from_zero=True,
-            limit=100 * SATURATED[0],
+            limit=100 * SATURATION_LIMITS[0],
         ),
         Chart(
             "Sharpness of the logits",
@@ -189,47 +189,60 @@ def charts(h: History) -> list[Chart]:
         ),
         Chart(
             "Learning rate / critical learning rate",
-            [over_critical(h)],
+            [relative_learning_rate(h)],
             "at 1 or more, a step raises the loss of its own batch",
             from_zero=True,
             limit=1.0,
         ),
         Chart(
             "Scales",
-            [line for line in extremes(h, "exponent", "max", "min") if any(line.ys)],
+            [
+                line
+                for line in min_max_lines(h, "exponent", "max", "min")
+                if any(line.ys)
+            ],
             "powers of two, the largest and smallest of the layers",
         ),
     ]
     return [replace(chart, marks=h.marks) for chart in all_charts if chart.shown]
 
 
-def extremes(h: History, figure: str, *ends: str, times: float = 1.0) -> list[Line]:
-    """Return lines of the extremes over the layers, for each tensor class."""
-    if h.settings.get("precision.compute") == "fp32" and not is_narrow(h.settings):
+def min_max_lines(
+    h: History, statistic: str, *ends: str, factor: float = 1.0
+) -> list[Line]:
+    """Return lines of a statistic's extremes over the layers, for each tensor class.
+
+    `ends`: `min` and `max`, or one of them; `factor` multiplies the values.
+    """
+    if h.settings.get("precision.compute") == "fp32" and not is_low_precision(
+        h.settings
+    ):
         return []
     lines = []
-    for kind, color in zip(NARROW, COLORS, strict=False):
+    for kind, color in zip(FP8_TENSORS, COLORS, strict=False):
         for end in ends:
-            key = f"numerics/{kind}/{figure}_{end}"
+            key = f"numerics/{kind}/{statistic}_{end}"
             line = h.line(key, kind.replace("_", " "), color, dots=True)
-            lines.append(replace(line, ys=[times * y for y in line.ys]))
+            lines.append(replace(line, ys=[factor * y for y in line.ys]))
     return lines
 
 
 def relative_underflow(h: History) -> list[Line]:
     """Return lines of the worst underflow, in percent of the tensor's RMS."""
-    worst = [
-        losses(figures, h.settings, h.wide_layers, "underflow")
-        for _, figures in h.numerics
+    measured = [
+        quantization_errors(numerics, h.settings, h.wide_layers, "underflow")
+        for _, numerics in h.numerics
     ]
     steps = [step for step, _ in h.numerics]
-    nothing = Loss(0.0, 0.0, "")
+    no_error = QuantizationError(0.0, 0.0, "")
     lines = []
-    for kind, color in zip(NARROW, COLORS, strict=False):
-        if any(kind in by_class for by_class in worst):
-            sizes = [100 * by_class.get(kind, nothing).size for by_class in worst]
+    for kind, color in zip(FP8_TENSORS, COLORS, strict=False):
+        if any(kind in errors for errors in measured):
+            percents = [
+                100 * errors.get(kind, no_error).severity for errors in measured
+            ]
             name = kind.replace("_", " ")
-            lines.append(Line(name, steps, sizes, color, dots=True, clock=h.clock))
+            lines.append(Line(name, steps, percents, color, dots=True, clock=h.clock))
     return lines
 
 
@@ -241,12 +254,15 @@ def drawn(all_charts: Sequence[Chart | ChoiceChart]) -> list[str]:
     return chart_grid(all_charts)
 
 
-def over_critical(h: History) -> Line:
-    """Return the learning rate over the critical one, where that was measured."""
-    sharp = h.line("sharpness/critical", dots=True)
+def relative_learning_rate(h: History) -> Line:
+    """Return the ratio of the learning rate to the critical one, where measured."""
+    sharpness = h.line("sharpness/critical", dots=True)
     rates = {row["step"]: float(row["lr"]) for row in h.rows if "lr" in row}
-    ratios = [rates[x] * y / 2 for x, y in zip(sharp.xs, sharp.ys, strict=True)]
-    return replace(sharp, ys=ratios)
+    ratios = [
+        rates[step] * value / 2
+        for step, value in zip(sharpness.xs, sharpness.ys, strict=True)
+    ]
+    return replace(sharpness, ys=ratios)
 
 
 def render(
@@ -256,7 +272,7 @@ def render(
     answers = [learning(h), healthy(h), fast(h)]
     cards = "".join(
         '<div class="card'
-        f' {a.grade}"><i>{WORDS[a.grade]}</i><b>{a.question}</b>{lines(a.text)}</div>'
+        f' {a.grade}"><i>{GRADE_LABELS[a.grade]}</i><b>{a.question}</b>{lines(a.text)}</div>'
         for a in answers
     )
     sections = [

@@ -14,46 +14,52 @@ from trainer.precision.methods import METHODS
 from trainer.report.history import AS_TRAINED, History, finite
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
-WORDS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}
-RISEN = 0.02  # relative rise of the validation loss above its best that is reported
-LEARNED = 0.02  # relative fall of the training loss that shows learning
-LEVEL = 0.005  # relative change of the validation loss that counts as none
-REREAD = 1.5  # epochs from which on the training text can be memorized
-NOT_YET = "it has hardly begun, or does not learn"
-RAW = 8  # bits per byte of unknown text
-# relative standard error of the validation loss that is too large to judge by
-UNSURE = 0.05
-APART = 0.05  # relative gap of training below validation loss that is reported
-SLOWER = 0.8  # share of its usual speed
-SAVING = 5  # steps after a save during which it is still being written
-WAITING = 0.1  # share of a step that is spent waiting for data
-MACHINE = (
+GRADE_LABELS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}
+MAX_LOSS_RISE = 0.02  # relative to the lowest validation loss, or the loss at the start
+MIN_LOSS_DROP = 0.02  # relative to the first training loss, or the loss of guessing
+PLATEAU = 0.005  # a smaller relative change of the validation loss counts as none
+MEMORIZING_EPOCHS = 1.5  # fewer can hardly memorize the training text
+BARELY_LEARNS = "it has hardly begun, or does not learn"
+RAW_BITS = 8  # per byte of uncompressed text
+MAX_ERROR = 0.05  # two standard errors of the validation loss, as a share of it
+MAX_GENERALIZATION_GAP = 0.05  # share by which the training loss is below validation
+MIN_SPEED = 0.8  # share of the median throughput
+STEPS_OF_SAVE = 5  # a background save slows about this number of steps
+MAX_DATA_WAIT = 0.1  # share of a step
+LOAD_NOTE = (
     " Other load on the machine may be the cause; it is not recorded, so this is not"
     " rated."
 )
-IDLE = 0.1  # MFU below which no run is called fast
-# Classes of tensors that are cast to eight bits: the key of `precision` for the format,
-# the suffix of their names, and their description.
-NARROW = {
+MIN_MFU = 0.1
+# Classes of tensors that are cast to FP8: the key of `precision` for the format, the
+# suffix of their names, and their description.
+FP8_TENSORS = {
     "weights": ("forward", ".kernel", "the weights of"),
-    "activations": ("forward", ".in", "the activations that go into"),
-    "activation_gradients": ("backward", ".out", "the gradients of what comes out of"),
+    "activations": ("forward", ".in", "the inputs of"),
+    "activation_gradients": ("backward", ".out", "the gradients of the outputs of"),
     "weight_gradients": ("weight_grad", ".kernel", "the weight gradients of"),
 }
-# keys of `precision`
-FORMATS = ("compute", "forward", "backward", "weights", "weight_grad", "mu", "nu")
-UNSEEN = (
-    "The losses of the narrow formats are unknown: the numerics were not recorded."
-    " metrics.numerics_every=250 records them."
+PRECISION_KEYS = (
+    "compute",
+    "forward",
+    "backward",
+    "weights",
+    "weight_grad",
+    "mu",
+    "nu",
 )
-# shares of a tensor's values, for "look closer" and "bad"
-SATURATED = (0.01, 0.1)
-# the same for the RMS of values rounded to zero, as a share of the tensor's RMS
-LOST = (0.01, 0.1)
-# A training loss jumps where it exceeds the median of the BEFORE losses before it by
-# this share of it, and by this multiple of the usual deviation from such medians. The
-# watchdog judges only from `watchdog.spike_window` losses on.
-JUMP, DEVIATIONS, BEFORE = 0.2, 8.0, 8
+NO_NUMERICS = (
+    "Saturation and underflow are unknown, because no numerics were recorded. Set"
+    " metrics.numerics_every=250 to record them."
+)
+# Limits of the grades FAIR and BAD: the share of a tensor's values that saturated, and
+# the RMS of the values that were rounded to zero, as a share of the tensor's RMS.
+SATURATION_LIMITS = (0.01, 0.1)
+UNDERFLOW_LIMITS = (0.01, 0.1)
+# A training loss is a jump if it exceeds the median of the JUMP_WINDOW losses before it
+# by more than JUMP of that median, and by more than JUMP_SIGMAS robust standard
+# deviations. The watchdog judges only after `watchdog.spike_window` losses.
+JUMP, JUMP_SIGMAS, JUMP_WINDOW = 0.2, 8.0, 8
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,12 @@ def learning(h: History) -> Answer:
     validation = [(int(x), y) for x, y in zip(*finite(h.line("val/loss")), strict=True)]
     losses, all_losses = finite(h.line("train/loss"))[1], h.line("train/loss").ys
     question = "Is it learning?"
-    late = all_losses[-max(1, len(all_losses) // 10) :]
-    if sum(map(math.isfinite, late)) <= len(late) / 2:
+    last_tenth = all_losses[-max(1, len(all_losses) // 10) :]
+    if sum(map(math.isfinite, last_tenth)) <= len(last_tenth) / 2:
         return Answer(
             question,
             BAD,
-            f"Most of the last {len(late):,} training losses are not finite.",
+            f"Most of the last {len(last_tenth):,} training losses are not finite.",
         )
     if not all(map(math.isfinite, h.line("val/loss").ys[-1:])):
         return Answer(question, BAD, "The last validation loss is not finite.")
@@ -83,81 +89,94 @@ def learning(h: History) -> Answer:
         return Answer(question, FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
     # A run that starts from trained weights has no high first loss to fall from.
-    begin, end = (losses[:tenth] if h.started_from else losses[:1]), losses[-tenth:]
-    first, last = statistics.fmean(begin), statistics.fmean(end)
-    fell = (
+    first_losses = losses[:tenth] if h.started_from else losses[:1]
+    last_losses = losses[-tenth:]
+    first, last = statistics.fmean(first_losses), statistics.fmean(last_losses)
+    training = (
         f"The loss on its training text went from {first:.3f} nats a token"
-        f"{_beside(h, len(begin))} to {last:.3f}"
+        f"{_first_loss_context(h, len(first_losses))} to {last:.3f}"
     )
-    moved, why = _moved(h, begin, end)
+    grade, reason = _training_grade(h, first_losses, last_losses)
     if not validation:
-        return Answer(question, moved, f"{fell}. There was no validation.{why}")
-    at, value = validation[-1]
-    comparable = h.comparable_validations
-    best_at, best = min(comparable, key=lambda pair: pair[1])
-    text = f"On unseen text the loss is {value:.3f} nats a token{_bits(h)}."
-    weights = _in_other_precisions(h, at)
-    if moved == BAD or (value >= first and not h.started_from):
+        return Answer(question, grade, f"{training}. There was no validation.{reason}")
+    val_step, val_loss = validation[-1]
+    text = f"On unseen text the loss is {val_loss:.3f} nats a token"
+    text += f"{_bits_per_byte(h)}."
+    evaluation = _in_other_precisions(h, val_step)
+    if grade == BAD or (val_loss >= first and not h.started_from):
         return Answer(
             question,
             BAD,
-            f"{text} That is no better than at the start.\n{fell}.{weights}",
+            f"{text} That is no better than at the start.\n{training}.{evaluation}",
         )
-    if moved == FAIR:
-        return Answer(question, FAIR, f"{text}\n{fell}.{why}{weights}")
-    if doubt := _near_guessing(h, value) or _too_few_tokens(h, at):
-        return Answer(question, FAIR, f"{text} {doubt}\n{fell}.{weights}")
-    newest_at, newest = comparable[-1]
-    if newest > best * (1 + RISEN):
-        over = " It memorizes its training text." if last < best else ""
-        was = f"It was better, {best:.3f}, after step {best_at:,}"
-        if newest_at != at:
-            was = (
-                f"On its first train.eval_batches the loss was better, {best:.3f},"
-                f" after step {best_at:,} than after step {newest_at:,}, {newest:.3f}"
-            )
-        return Answer(question, FAIR, f"{text} {was}.\n{fell}.{over}{weights}")
-    course = _course(comparable, h.rows[0]["step"] - 1)
-    apart = _apart(h, value, last)
-    return Answer(question, GOOD, f"{text}{course}\n{fell}{apart}.{weights}")
+    if grade == FAIR:
+        return Answer(question, FAIR, f"{text}\n{training}.{reason}{evaluation}")
+    if doubt := _near_guessing(h, val_loss) or _too_few_tokens(h, val_step):
+        return Answer(question, FAIR, f"{text} {doubt}\n{training}.{evaluation}")
+    if rise := _rise_of_validation(h, val_step):
+        best = min(loss for _, loss in h.comparable_validations)
+        overfitting = " It memorizes its training text." if last < best else ""
+        return Answer(
+            question, FAIR, f"{text} {rise}.\n{training}.{overfitting}{evaluation}"
+        )
+    trend = _trend(h.comparable_validations, h.rows[0]["step"] - 1)
+    gap = _generalization_gap(h, val_loss, last)
+    return Answer(question, GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
 
 
-def _moved(h: History, begin: Sequence[float], end: Sequence[float]) -> tuple[str, str]:
-    """Return a grade of the training loss, and a sentence where that is not good.
+def _rise_of_validation(h: History, last_step: int) -> str:
+    """Return a clause about a validation loss that was clearly lower before.
+
+    Empty: it was not. `last_step`: the step of the last validation, which may have read
+    another text than those before.
+    """
+    best_step, best = min(h.comparable_validations, key=lambda pair: pair[1])
+    newest_step, newest = h.comparable_validations[-1]
+    if newest <= best * (1 + MAX_LOSS_RISE):
+        return ""
+    if newest_step == last_step:
+        return f"It was better, {best:.3f}, after step {best_step:,}"
+    return (
+        f"On its first train.eval_batches the loss was better, {best:.3f},"
+        f" after step {best_step:,} than after step {newest_step:,}, {newest:.3f}"
+    )
+
+
+def _training_grade(
+    h: History, first_losses: Sequence[float], last_losses: Sequence[float]
+) -> tuple[str, str]:
+    """Return a grade of the training loss, and a sentence if it is not good.
 
     A run that starts from trained weights may stay at its first loss, which is good. It
-    is called worse only where the rise exceeds two standard errors, because losses of
+    is called worse only if the rise exceeds two standard errors, because losses of
     single steps vary.
-
-    Args:
-      h: the run.
-      begin: training losses of its first steps.
-      end: training losses of its last steps.
     """
-    first, last = statistics.fmean(begin), statistics.fmean(end)
+    first, last = statistics.fmean(first_losses), statistics.fmean(last_losses)
     if h.started_from:
         error = math.hypot(
             *(
-                statistics.stdev(part) / math.sqrt(len(part))
-                for part in (begin, end)
-                if len(part) > 1
+                statistics.stdev(losses) / math.sqrt(len(losses))
+                for losses in (first_losses, last_losses)
+                if len(losses) > 1
             )
         )
-        has_risen = last > first * (1 + RISEN) and last - first > 2 * error
-        if has_risen and len(begin) > 1:
-            worse = f"{last / first - 1:.1%}"
-            return FAIR, f" That is worse than at its start, by {worse}."
+        has_risen = last > first * (1 + MAX_LOSS_RISE) and last - first > 2 * error
+        if has_risen and len(first_losses) > 1:
+            rise = f"{last / first - 1:.1%}"
+            return FAIR, f" That is worse than at its start, by {rise}."
         return GOOD, ""
     if last >= first:
         return BAD, ""
-    if last > first * (1 - LEARNED):
-        return FAIR, f" That is a fall of less than {LEARNED:.0%}: {NOT_YET}."
+    if last > first * (1 - MIN_LOSS_DROP):
+        drop = f"{MIN_LOSS_DROP:.0%}"
+        return FAIR, f" That is a fall of less than {drop}: {BARELY_LEARNS}."
     return GOOD, ""
 
 
-def _beside(h: History, steps: int) -> str:
-    """Return the context of the first loss, the mean of some steps: the start weights,
-    or the loss of guessing.
+def _first_loss_context(h: History, steps: int) -> str:
+    """Return a parenthesis about the first loss, which is the mean over `steps` steps.
+
+    It names the weights that the run started from, or the loss of blind guessing.
     """
     if h.started_from:
         mean = f"mean of the first {steps:,} steps, " if steps > 1 else ""
@@ -166,28 +185,28 @@ def _beside(h: History, steps: int) -> str:
     return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})" if ids else ""
 
 
-def _near_guessing(h: History, value: float) -> str:
-    """Return a sentence where the validation loss is hardly below that of guessing."""
+def _near_guessing(h: History, val_loss: float) -> str:
+    """Return a sentence if the validation loss is hardly below that of guessing."""
     ids, bits = h.number("vocabulary"), finite(h.line("val/bits_per_byte"))[1][-1:]
-    if ids > 1 and value > (1 - LEARNED) * math.log(ids):
+    if ids > 1 and val_loss > (1 - MIN_LOSS_DROP) * math.log(ids):
         return (
             f"Blind guessing among {ids:,} tokens comes to {math.log(ids):.3f}:"
-            f" {NOT_YET}."
+            f" {BARELY_LEARNS}."
         )
-    if bits and bits[0] > (1 - LEARNED) * RAW:
-        return f"Unknown text takes as many bits: {NOT_YET}."
+    if bits and bits[0] > (1 - MIN_LOSS_DROP) * RAW_BITS:
+        return f"Unknown text takes as many bits: {BARELY_LEARNS}."
     return ""
 
 
 def _too_few_tokens(h: History, step: int) -> str:
-    """Return a sentence where the validation after a step read too little to judge by.
+    """Return a sentence if the validation after a step read too few tokens.
 
-    The standard deviation of a token's loss is about its mean, so the mean of n tokens
-    is known to 2 / sqrt(n) of itself.
+    The standard deviation of a token's loss is about as large as its mean. So the mean
+    over n tokens has a relative error of about 2 / sqrt(n), two standard errors.
     """
     tokens = h.number("validation tokens")
     tokens = min(tokens, h.validated_tokens(step) or tokens)
-    if tokens == 0 or 2 / math.sqrt(tokens) <= UNSURE:
+    if tokens == 0 or 2 / math.sqrt(tokens) <= MAX_ERROR:
         return ""
     return (
         f"It is the mean of {tokens:,} tokens only, which is accurate to about"
@@ -196,64 +215,66 @@ def _too_few_tokens(h: History, step: int) -> str:
     )
 
 
-def _bits(h: History) -> str:
-    """Return the loss in bits per byte of text, beside those of a compressor."""
-    bits, packed = (
+def _bits_per_byte(h: History) -> str:
+    """Return the loss in bits per byte of text, compared with a compressor's."""
+    bits, xz_bits = (
         finite(h.line(f"val/{key}"))[1][-1:]
         for key in ("bits_per_byte", "xz_bits_per_byte")
     )
     if not bits:
         return ""
-    beside = ""
-    if packed:
-        beside = (
+    compressor = ""
+    if xz_bits:
+        compressor = (
             " and the compressor xz, which has not read the training text, needs"
-            f" {packed[0]:.2f}"
+            f" {xz_bits[0]:.2f}"
         )
-    return f": {bits[0]:.2f} bits per byte, where raw text has {RAW}{beside}"
+    return f": {bits[0]:.2f} bits per byte, where raw text has {RAW_BITS}{compressor}"
 
 
-def _course(validation: list[tuple[int, float]], begin: int) -> str:
+def _trend(validation: list[tuple[int, float]], start: int) -> str:
     """Return a sentence about the validation loss in the last quarter of the run.
 
-    `begin` is the step before the run's first one.
+    Args:
+      validation: step and loss of each validation.
+      start: the step before the run's first one.
     """
-    end, value = validation[-1]
-    steps = end - begin
+    end, last_loss = validation[-1]
+    steps = end - start
     third_quarter = [
-        (step, y)
-        for step, y in validation
-        if begin + steps / 2 <= step <= begin + 0.75 * steps
+        (step, loss)
+        for step, loss in validation
+        if start + steps / 2 <= step <= start + 0.75 * steps
     ]
     if not third_quarter:
         return ""
-    step, earlier = third_quarter[-1]
-    fell = 1 - value / earlier
-    if fell > LEVEL:
+    step, earlier_loss = third_quarter[-1]
+    drop = 1 - last_loss / earlier_loss
+    if drop > PLATEAU:
         return (
-            f"\nSince step {step:,} it still fell by {fell:.1%}: a longer run may come"
+            f"\nSince step {step:,} it still fell by {drop:.1%}: a longer run may come"
             " further."
         )
-    course = f"rose by {-fell:.1%}" if fell < -LEVEL else "was level"
-    return f"\nSince step {step:,} it {course}."
+    change = f"rose by {-drop:.1%}" if drop < -PLATEAU else "was level"
+    return f"\nSince step {step:,} it {change}."
 
 
-def _apart(h: History, value: float, last: float) -> str:
+def _generalization_gap(h: History, val_loss: float, training_loss: float) -> str:
     """Return the gap between training and validation loss, and a possible reason."""
-    share = 1 - last / value
-    if share < APART:
+    share = 1 - training_loss / val_loss
+    if share < MAX_GENERALIZATION_GAP:
         return ""
     text = f", {share:.0%} below the loss on unseen text"
     if not h.epochs:
         return text
-    reason = "which is hardly memorized: the texts differ"
-    if h.epochs >= REREAD:
-        reason = "part of it may be memorized"
-    return f"{text}. It was read {h.epochs:.1f} times, {reason}"
+    reason = "so it can hardly be memorized: the two texts differ in kind"
+    if h.epochs >= MEMORIZING_EPOCHS:
+        reason = "so part of it may be memorized"
+    return f"{text}. The training text was read {h.epochs:.1f} times, {reason}"
 
 
 def _in_other_precisions(h: History, step: int) -> str:
-    """Return a line about the evaluation of that step's weights in other precisions."""
+    """Return a line about the losses of a step's weights in other precisions."""
     if h.evaluation is None or h.evaluation.step != step:
         return ""
     as_trained = h.evaluation.losses[AS_TRAINED]
@@ -264,8 +285,8 @@ def _in_other_precisions(h: History, step: int) -> str:
     )
     return (
         f"\nOn {h.evaluation.tokens:,} tokens of that text the loss of the same weights"
-        f" is {as_trained:.4f} as trained, {listed}: the cost of the precision in use,"
-        " not in training."
+        f" is {as_trained:.4f} as trained, {listed}: this is the cost of inference in"
+        " that precision, not of training in it."
     )
 
 
@@ -287,7 +308,7 @@ def healthy(h: History) -> Answer:
     }
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     jump = "" if counts["spiking"] else _jumps(h)
-    lost_grade, numerics = _narrow_losses(h)
+    fp8_grade, numerics = _fp8_grade(h)
     stopped = [text for text in texts if text.startswith("stopped")]
     if stopped:
         return Answer(
@@ -298,52 +319,57 @@ def healthy(h: History) -> Answer:
     if jump and not listed:
         return Answer(
             question,
-            BAD if lost_grade == BAD else FAIR,
+            BAD if fp8_grade == BAD else FAIR,
             f"No step was skipped, nothing rolled back, no stall. {jump}{numerics}",
         )
-    if not listed and not h.numerics and is_narrow(h.settings):
+    if not listed and not h.numerics and is_low_precision(h.settings):
         return Answer(
             question,
             UNRATED,
-            f"No step was skipped, nothing rolled back, no spike, no stall. {UNSEEN}",
+            "No step was skipped, nothing rolled back, no spike, no stall."
+            f" {NO_NUMERICS}",
         )
     if not listed:
         return Answer(
             question,
-            lost_grade,
+            fp8_grade,
             f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}",
         )
-    grade = BAD if skipped > 0.01 * len(h.rows) or lost_grade == BAD else FAIR
+    # The watchdog counts from the first step of all, also before a fork.
+    steps = last["step"]
+    grade = BAD if skipped > 0.01 * steps or fp8_grade == BAD else FAIR
     return Answer(
         question,
         grade,
-        f"In {len(h.rows):,} steps: {listed}; see the events below. {jump}{numerics}",
+        f"In {steps:,} steps: {listed}; see the events below. {jump}{numerics}",
     )
 
 
 def _jumps(h: History) -> str:
     """Return a sentence about the jumps of the training loss; empty: there are none.
 
-    Losses in a row that jump are one jump.
+    Consecutive losses that are jumps count once.
     """
     steps, losses = finite(h.line("train/loss"))
     medians = [
-        statistics.median(losses[max(0, i - BEFORE) : i]) for i in range(2, len(losses))
+        statistics.median(losses[max(0, i - JUMP_WINDOW) : i])
+        for i in range(2, len(losses))
     ]
-    above = [y - median for y, median in zip(losses[2:], medians, strict=True)]
-    if not above:
+    rises = [y - median for y, median in zip(losses[2:], medians, strict=True)]
+    if not rises:
         return ""
-    usual = 1.4826 * statistics.median(map(abs, above))  # sigma, of normal deviations
+    # The median absolute deviation, scaled to the sigma of a normal distribution.
+    sigma = 1.4826 * statistics.median(map(abs, rises))
     is_jump = [
-        rise > max(JUMP * median, DEVIATIONS * usual)
-        for rise, median in zip(above, medians, strict=True)
+        rise > max(JUMP * median, JUMP_SIGMAS * sigma)
+        for rise, median in zip(rises, medians, strict=True)
     ]
     count = sum(
         new and not old for new, old in zip(is_jump, [False, *is_jump], strict=False)
     )
     if not count:
         return ""
-    i = max((i for i, jumped in enumerate(is_jump) if jumped), key=above.__getitem__)
+    i = max((i for i, jumped in enumerate(is_jump) if jumped), key=rises.__getitem__)
     largest = (
         f"from a median of {medians[i]:.3g} to {losses[i + 2]:.3g} in step"
         f" {steps[i + 2]:,.0f}"
@@ -353,160 +379,163 @@ def _jumps(h: History) -> str:
     return f"The training loss jumped {count} times, at most {largest}."
 
 
-def is_narrow(settings: Mapping[str, Any]) -> bool:
+def is_low_precision(settings: Mapping[str, Any]) -> bool:
     """Return whether any format of a run is narrower than FP32.
 
     `settings`: by dotted keys.
     """
-    formats = (settings.get(f"precision.{key}") for key in FORMATS)
-    return any(form not in (None, "fp32") for form in formats)
+    formats = (settings.get(f"precision.{key}") for key in PRECISION_KEYS)
+    return any(name not in (None, "fp32") for name in formats)
 
 
-class Loss(NamedTuple):
-    """The loss of a tensor in a narrow format.
+class QuantizationError(NamedTuple):
+    """The error of casting a tensor to FP8.
 
     Attributes:
-      size: its severity, which is graded.
+      severity: compared with SATURATION_LIMITS or UNDERFLOW_LIMITS.
       share: the affected share of the tensor's values.
       tensor: the tensor's class and name, in words.
     """
 
-    size: float
+    severity: float
     share: float
     tensor: str
 
 
-def losses(
-    figures: Mapping[str, float],
+def quantization_errors(
+    numerics: Mapping[str, float],
     settings: Mapping[str, Any],
-    wide: Sequence[str],
-    figure: str,
-) -> dict[str, Loss]:
-    """Return the worst loss of each tensor class, among tensors that are cast to FP8.
+    wide_layers: Sequence[str],
+    statistic: str,
+) -> dict[str, QuantizationError]:
+    """Return the worst error of each tensor class, among tensors that are cast to FP8.
 
-    Values that underflowed were at most half the format's smallest number. So their RMS
-    is at most sqrt(share) times that, which is divided by the tensor's own RMS. It is
-    small where only the smallest of many values are lost, as in GELU's outputs. Under
-    scales that the tensor does not have, the share itself is an upper bound
-    (`numerics`), so nothing is returned.
+    The severity of saturation is the share of saturated values. The severity of
+    underflow is an upper bound of the RMS of the values that were rounded to zero, as a
+    share of the tensor's RMS. Each such value was at most half the format's smallest
+    number, so their RMS is at most sqrt(share) times that.
 
     Args:
-      figures: `numerics/CLASS/LAYER/FIGURE`.
+      numerics: `numerics/CLASS/LAYER/STATISTIC`.
       settings: of the run, by dotted keys.
-      wide: paths of the linear layers that are not cast; `h.*.mlp.c_fc` for stacks.
-      figure: `underflow` or `saturated`.
+      wide_layers: paths of the linear layers that are not cast; `h.*.mlp.c_fc` for
+        stacked layers.
+      statistic: `underflow` or `saturated`.
     """
-    underflow = figure == "underflow"
+    is_underflow = statistic == "underflow"
     method = METHODS.get(settings.get("precision.scaling", ""))
-    # Under these methods the recorded share is a bound, not a measurement.
-    if underflow and method is not None and method.in_products:
+    # Under these methods the recorded share is an upper bound, not a measurement.
+    if is_underflow and method is not None and method.in_products:
         return {}
-    worst: dict[str, Loss] = {}
-    for key, share in figures.items():
-        _, kind, name, counted = key.split("/")
-        cast = _cast(kind, name, settings, wide)
-        if counted != figure or cast is None or not share > 0:
+    worst: dict[str, QuantizationError] = {}
+    for key, share in numerics.items():
+        _, kind, name, key_statistic = key.split("/")
+        cast = _fp8_cast(kind, name, settings, wide_layers)
+        if key_statistic != statistic or cast is None or not share > 0:
             continue
-        tensor, form = cast
-        rms = figures.get(f"numerics/{kind}/{name}/rms", math.nan)
-        size = share
-        if underflow and rms > 0:
-            size = min(1.0, math.sqrt(share) * form.min_subnormal / 2 / rms)
-        loss = Loss(size, share, tensor)
-        worst[kind] = max(worst.get(kind, loss), loss)
+        tensor, fp8 = cast
+        rms = numerics.get(f"numerics/{kind}/{name}/rms", math.nan)
+        severity = share
+        if is_underflow and rms > 0:
+            severity = min(1.0, math.sqrt(share) * fp8.min_subnormal / 2 / rms)
+        error = QuantizationError(severity, share, tensor)
+        worst[kind] = max(worst.get(kind, error), error)
     return worst
 
 
-def _cast(
-    kind: str, name: str, settings: Mapping[str, Any], wide: Sequence[str]
+def _fp8_cast(
+    kind: str, name: str, settings: Mapping[str, Any], wide_layers: Sequence[str]
 ) -> tuple[str, FloatFormat] | None:
     """Return a tensor's description and the format that it is cast to.
 
-    None: it is not cast, or that is unknown.
+    Return None if the tensor is not cast, or if the run's settings are unknown.
     """
-    key, suffix, words = NARROW.get(kind, ("", "", ""))
-    form = settings.get(f"precision.{key}")
+    key, suffix, description = FP8_TENSORS.get(kind, ("", "", ""))
+    format_name = settings.get(f"precision.{key}")
     forward = settings.get("precision.forward")
-    if form is None or forward is None or not name.endswith(suffix):
+    if format_name is None or forward is None or not name.endswith(suffix):
         return None
     layer = name.removesuffix(suffix)
     is_linear = layer.rpartition(".")[2].startswith("c_")
-    if not is_linear or any(fnmatchcase(layer, path) for path in wide):
+    if not is_linear or any(fnmatchcase(layer, path) for path in wide_layers):
         return None
-    return f"{words} {layer}", FloatFormat.parse(form)
+    return f"{description} {layer}", FloatFormat.parse(format_name)
 
 
-def _narrow_losses(h: History) -> tuple[str, str]:
-    """Return the grade of the last measured losses of FP8, and a line for each kind."""
+def _fp8_grade(h: History) -> tuple[str, str]:
+    """Return the grade of the last measured saturation and underflow, and a line for
+    each.
+    """
     grades, text = [GOOD], ""
-    figures = h.numerics[-1][1] if h.numerics else {}
-    for figure, (fair, bad), verb in (
-        ("saturated", SATURATED, "Saturated"),
-        ("underflow", LOST, "Rounded to zero"),
+    numerics = h.numerics[-1][1] if h.numerics else {}
+    for statistic, (fair, bad), verb in (
+        ("saturated", SATURATION_LIMITS, "Saturated"),
+        ("underflow", UNDERFLOW_LIMITS, "Rounded to zero"),
     ):
-        by_class = losses(figures, h.settings, h.wide_layers, figure)
-        if not by_class:
+        errors = quantization_errors(numerics, h.settings, h.wide_layers, statistic)
+        if not errors:
             continue
-        worst = max(by_class.values())
+        worst = max(errors.values())
         grade = GOOD
-        if worst.size >= fair:
+        if worst.severity >= fair:
             grade = FAIR
-        if worst.size >= bad:
+        if worst.severity >= bad:
             grade = BAD
         grades.append(grade)
         judgment = "harmless below" if grade == GOOD else "too much from"
-        amount = f"at most {worst.size:.2%} of their RMS"
-        if figure == "saturated":
-            amount = f"{worst.share:.1%} of the values"
+        amount = f"at most {worst.severity:.2%} of that tensor's RMS"
+        if statistic == "saturated":
+            amount = f"{worst.share:.1%} of that tensor's values"
         text += (
-            f"\n{verb} by the narrow format, in the worst layer of the last"
-            f" measurement: {amount}, {worst.tensor} ({judgment} {fair:.0%})."
+            f"\n{verb} by the cast to FP8 (last measurement, worst tensor:"
+            f" {worst.tensor}): {amount} ({judgment} {fair:.0%})."
         )
     return max(grades, key=(GOOD, FAIR, BAD).index), text
 
 
 def fast(h: History) -> Answer:
-    """Answer from throughput, its course, waiting for data, and MFU if known."""
+    """Answer from throughput and its trend, data waits, and MFU if it is known."""
     question = "Is it fast?"
     _, speeds = finite(h.line("perf/tokens_per_s"))
     if not speeds:
         return Answer(question, FAIR, "No throughput was recorded.")
-    usual, tenth = statistics.median(speeds), max(1, len(speeds) // 10)
-    late = statistics.median(speeds[-tenth:])
+    median, tenth = statistics.median(speeds), max(1, len(speeds) // 10)
+    final_speed = statistics.median(speeds[-tenth:])
     step_ms = statistics.median(h.line("perf/step_ms").ys)
-    waited = statistics.median(h.line("perf/data_ms").ys) / step_ms
-    _, shares = finite(h.line("perf/mfu"))
-    use = ""
-    if shares:
-        use = f", {statistics.median(shares):.1%} of the devices' peak"
+    data_wait = statistics.median(h.line("perf/data_ms").ys) / step_ms
+    _, mfus = finite(h.line("perf/mfu"))
+    mfu = ""
+    if mfus:
+        mfu = f", {statistics.median(mfus):.1%} of the devices' peak"
     text = (
-        f"{short(usual)} tokens/s, {step_ms:,.1f} ms a step{use}; {waited:.1%} of it"
-        " waiting for data."
+        f"{short(median)} tokens/s, {step_ms:,.1f} ms a step{mfu}; {data_wait:.1%} of"
+        " it waiting for data."
     )
-    taken = timedelta(seconds=round(3600 * h.clock.hours[-1]))
-    text += f"\nIts steps took {taken} (h:mm:ss)."
-    if waited > WAITING:
+    duration = timedelta(seconds=round(3600 * h.clock.hours[-1]))
+    text += f"\nIts steps took {duration} (h:mm:ss)."
+    if data_wait > MAX_DATA_WAIT:
         return Answer(question, FAIR, f"{text}\nWaiting for data slows it down.")
-    if late < SLOWER * usual:
+    if final_speed < MIN_SPEED * median:
         return Answer(
             question,
             UNRATED,
-            f"{text}\nIt slowed down: {short(late)} tokens/s at the end.{MACHINE}",
+            f"{text}\nIt slowed down: {short(final_speed)} tokens/s at the end."
+            f"{LOAD_NOTE}",
         )
-    if (slow := sorted(speeds)[len(speeds) // 10]) < SLOWER * usual:
+    if (slow := sorted(speeds)[len(speeds) // 10]) < MIN_SPEED * median:
         unsteady = (
             f"It is unsteady: the slowest tenth of its steps ran at {short(slow)}"
             " tokens/s or less."
         )
-        return Answer(question, UNRATED, f"{text}\n{unsteady}{MACHINE}")
-    if shares and statistics.median(shares) < IDLE:
+        return Answer(question, UNRATED, f"{text}\n{unsteady}{LOAD_NOTE}")
+    if mfus and statistics.median(mfus) < MIN_MFU:
         return Answer(
             question,
             FAIR,
             f"{text}\nThat is little; a larger batch or model uses more.",
         )
-    text += f"\nSteady to the end{_slow_steps(h, SLOWER * usual)}."
-    if shares:
+    text += f"\nSteady to the end{_slow_steps(h, MIN_SPEED * median)}."
+    if mfus:
         return Answer(question, GOOD, text)
     return Answer(
         question, UNRATED, f"{text}\nThe peak rate of this device is not known."
@@ -514,7 +543,7 @@ def fast(h: History) -> Answer:
 
 
 def _slow_steps(h: History, limit: float) -> str:
-    """Return the number of steps below `limit` tokens/s, and of those during a save."""
+    """Return how many steps fell below `limit` tokens/s, and how many in a save."""
     line = h.line("perf/tokens_per_s")
     slow = [
         int(step) for step, speed in zip(line.xs, line.ys, strict=True) if speed < limit
@@ -522,13 +551,15 @@ def _slow_steps(h: History, limit: float) -> str:
     if not slow:
         return ""
     every = h.settings.get("checkpoint.every")
-    saving = 0
+    during_save = 0
     if every:
         for step in slow:
             since_save = step - every * ((step - 1) // every)
-            saving += step > every and 0 < since_save <= SAVING
-    beside = f", {saving} of them while a checkpoint was being written" * bool(saving)
+            during_save += step > every and 0 < since_save <= STEPS_OF_SAVE
+    saves = ""
+    if during_save:
+        saves = f", {during_save} of them while a checkpoint was being written"
     return (
-        f"; of {len(line.xs):,} timed steps {len(slow):,} fell below {SLOWER:.0%} of"
-        f" that speed{beside}"
+        f"; of {len(line.xs):,} timed steps {len(slow):,} fell below {MIN_SPEED:.0%} of"
+        f" that speed{saves}"
     )

@@ -177,6 +177,14 @@ def test_whether_it_is_healthy(event, counts, grade, says):
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
+def test_skipped_steps_are_a_share_of_the_steps_not_of_the_logged_rows():
+    """As with `train.log_every=10`."""
+    logged = rows(SMOOTH, **{"watchdog/skipped": 9})
+    logged = [row | {"step": 10 * row["step"]} for row in logged]
+    answer = healthy(history(logged, [(9, "step 5 skipped (loss nan)")]))
+    assert (answer.grade, "In 2,000 steps: 9 skipped" in answer.text) == (FAIR, True)
+
+
 def test_a_jump_of_the_loss_is_told_before_the_watchdog_judges_and_noise_is_none():
     spiking = [3.0 - 0.01 * i + 0.02 * (i % 3) for i in range(60)]
     assert "no spike" in healthy(history(rows(spiking))).text
@@ -199,9 +207,9 @@ def test_a_jump_of_the_loss_is_told_before_the_watchdog_judges_and_noise_is_none
             FP8,
             (),
             UNRATED,
-            "the numerics were not recorded. metrics.numerics_every=250",
+            "no numerics were recorded. Set metrics.numerics_every=250",
         ),
-        ("precision: {compute: bf16}", (), UNRATED, "not recorded"),
+        ("precision: {compute: bf16}", (), UNRATED, "no numerics were recorded"),
         ("precision: {compute: fp32, forward: null, mu: fp32}", (), GOOD, "no stall."),
         (FP8, tensor(saturated=0.0), GOOD, "no stall."),
     ],
@@ -228,10 +236,10 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     )
     assert f"(blind guessing among 1,000 tokens: {math.log(1000):.3f})" in text
     # 100 steps of 100 tokens
-    assert "unseen text. It was read 2.0 times, part of it may be memorized." in text
+    assert "training text was read 2.0 times, so part of it may be memorized." in text
     facts["training tokens"] = "10,000"
     assert (
-        "It was read 1.0 times, which is hardly memorized: the texts differ."
+        "was read 1.0 times, so it can hardly be memorized: the two texts differ in"
         in learning(history(actual, **facts)).text
     )
 
@@ -301,8 +309,8 @@ def test_what_was_validated_counts_not_what_there_was():
 def test_what_the_weights_come_to_in_other_precisions_is_said():
     evaluation = Evaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
     says = (
-        "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): the cost of the precision in"
-        " use, not in training."
+        "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): this is the cost of"
+        " inference in that precision, not of training in it."
     )
     for losses in (FALLING, FALLING[::-1]):
         actual = History(
@@ -327,12 +335,12 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             FP8,
             GOOD,
             (
-                "last measurement: 0.2% of the values, the activations that go into"
-                " h.1.mlp.c_proj (harmless below 1%)."
+                "worst tensor: the inputs of h.1.mlp.c_proj): 0.2% of that tensor's"
+                " values (harmless below 1%)."
             ),
         ),
         (tensor(saturated=0.02), FP8, FAIR, "(too much from 1%)"),
-        (tensor(saturated=0.2), FP8, BAD, "20.0% of the values, the"),
+        (tensor(saturated=0.2), FP8, BAD, "20.0% of that tensor's values"),
         # What is lost is at most half of E4M3's smallest number, 2^-9, in a quarter of
         # the values: 0.5 x 2^-10 / rms.
         (
@@ -340,22 +348,27 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             FP8,
             GOOD,
             (
-                "at most 0.05% of their RMS, the activations that go into"
-                " h.1.mlp.c_proj (harmless below 1%)"
+                "the inputs of h.1.mlp.c_proj): at most 0.05% of that tensor's RMS"
+                " (harmless below 1%)"
             ),
         ),
         (
             tensor(underflow=0.25, rms=0.01),
             FP8,
             FAIR,
-            "h.1.mlp.c_proj (too much from 1%)",
+            "of that tensor's RMS (too much from 1%)",
         ),
-        (tensor(underflow=0.25, rms=0.001), FP8, BAD, "at most 48.83% of their RMS"),
+        (
+            tensor(underflow=0.25, rms=0.001),
+            FP8,
+            BAD,
+            "at most 48.83% of that tensor's RMS",
+        ),
         (
             tensor("weights", "h.0.attn.c_attn.kernel", underflow=0.25),
             FP8,
             GOOD,
-            "the weights of h.0.attn.c_attn (harm",
+            "worst tensor: the weights of h.0.attn.c_attn): ",
         ),
         # E5M2 has numbers down to 2^-16, FP16 to 2^-24.
         (
@@ -364,7 +377,7 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             ),
             FP8,
             GOOD,
-            "at most 0.38% of the",
+            "at most 0.38% of that",
         ),
         (
             tensor(
@@ -374,15 +387,25 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             GOOD,
             "at most 0.00%",
         ),
-        (tensor(underflow=1.0, rms=0.0), FP8, BAD, "at most 100.00% of their RMS"),
+        (
+            tensor(underflow=1.0, rms=0.0),
+            FP8,
+            BAD,
+            "at most 100.00% of that tensor's RMS",
+        ),
         (
             tensor(underflow=0.25, rms=1.0)
             | tensor(layer="h.0.attn.c_attn.in", underflow=0.1, rms=0.01),
             FP8,
             FAIR,
-            "into h.0.attn.c_attn (too",
+            "the inputs of h.0.attn.c_attn): at",
         ),
-        (tensor(underflow=0.5, rms=1e-6), FP8, BAD, "at most 100.00% of their RMS"),
+        (
+            tensor(underflow=0.5, rms=1e-6),
+            FP8,
+            BAD,
+            "at most 100.00% of that tensor's RMS",
+        ),
         # What is not cast to eight bits, or not known to be.
         *(
             (
