@@ -108,7 +108,9 @@ def dot_general_for(
         dot: Dot
         gradient = FloatFormat.parse(backward)
         if policy.simulate:
-            dot = policy.method.simulated(FloatFormat.parse(policy.forward), gradient)
+            dot = policy.method.simulated(
+                policy, FloatFormat.parse(policy.forward), gradient
+            )
         else:
             dot = policy.method.dot(
                 path,

@@ -1,5 +1,5 @@
-"""Products whose operands have a scale for each block, the rivals of one scale per
-tensor.
+"""Products whose operands have a scale for each block or row, the rivals of one scale
+per tensor.
 
 An operand is cut into blocks along the axis that the product sums over, so that
 hardware can scale partial sums. Each block has a scale from its largest magnitude, and
@@ -12,8 +12,10 @@ number that is not finite becomes NaN. Where `jax.nn.scaled_dot_general` has the
 its quantizer gives the same bits, except for blocks that it turns into NaN.
 
 MXFP8 and NVFP4 products are `jax.nn.scaled_matmul`, which XLA computes in one call of
-cuDNN for a Blackwell GPU; for an older one it multiplies the widened operands. Other
-platforms, and simulated products, multiply the same numbers in FP32.
+cuDNN for a Blackwell GPU; for an older one it multiplies the widened operands. Where a
+block is a whole row, its scale is constant over the sum: the product is that of FP8
+numbers, which every GPU with FP8 has, and is multiplied by the scales. Other platforms,
+and simulated products, multiply the same numbers in FP32.
 
 Legend: N tokens, D input width, F output width, K the axis that a product sums over.
 
@@ -28,8 +30,11 @@ References:
       https://arxiv.org/abs/2509.25149: blocks of 16 with a scale in E4M3 and one in
       FP32 per tensor, 16 x 16 of weights, stochastic rounding of gradients, and a
       random Hadamard transform of the operands of the weights' gradient.
+    [4] Cook et al. 2025, "Four Over Six", https://arxiv.org/abs/2512.02010: of two
+      scales of a block, the one with the smaller error.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,14 +49,19 @@ from scalify_core.numerics.formats import (
     pow2_floor,
     pow2_inverse,
 )
+from scalify_core.ops.matmul import dot_fp8
 from trainer.precision.dots import check_matrices, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
+# The largest E4M3 scale at 6: 1.5 times it, at 4, is a number of E4M3 too [4].
+FOUR_OVER_SIX_MAX = 256.0
 HADAMARD = 16
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
 DEEPSEEK_BLOCK = 128
 LEAST_SCALE = np.float32(2.0**-126)  # a smaller one is flushed to zero
+FP8 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LAST_AXES = ((1,), (1,)), ((), ())  # that a product of two BlockMatrix sums over
 NATIVE_SCALES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 
@@ -74,6 +84,15 @@ class BlockMatrix(NamedTuple):
         scales = self.scales.astype(jnp.float32)
         wide = in_blocks(lambda x, s: x * s, self.data.astype(jnp.float32), scales)
         return wide if self.whole is None else wide * self.whole
+
+    @property
+    def is_fp8_by_rows(self) -> bool:
+        """Return whether it is FP8 numbers with one FP32 scale for each row."""
+        return (
+            self.data.dtype in FP8
+            and self.scales.dtype == jnp.float32
+            and self.scales.shape[1] == 1
+        )
 
     def times(self, other: "BlockMatrix", dtype: Any) -> jax.Array:
         """Return the products of the rows of both, [rows, rows of `other`].
@@ -98,6 +117,12 @@ class BlockMatrix(NamedTuple):
             exact = jnp.matmul(lhs.widened(), rhs.widened().T, precision="highest")
             return exact.astype(dtype)
 
+        if self.is_fp8_by_rows and other.is_fp8_by_rows:
+            # BF16 keeps its digits under scales that are powers of two. FP16 would
+            # overflow before it has them.
+            wide = jnp.promote_types(dtype, jnp.bfloat16)
+            out = dot_fp8(self.data, other.data, LAST_AXES, wide, fast=False)
+            return (out * self.scales * other.scales.T).astype(dtype)
         if self.scales.dtype not in NATIVE_SCALES:
             return in_fp32(self, other)
         return jax.lax.platform_dependent(self, other, cuda=native, default=in_fp32)
@@ -120,6 +145,17 @@ def summed_last(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % length)))
 
 
+def over_rows(reduce: Callable[..., jax.Array], x: jax.Array, rows: int) -> jax.Array:
+    """Return `x` >= 0, [rows of x, blocks], reduced over groups of `rows`; each row of
+    a group gets its figure.
+    """
+    if rows == 1:
+        return x
+    padded = jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
+    of_group = reduce(padded.reshape(-1, rows, x.shape[1]), axis=1)
+    return jnp.repeat(of_group, rows, axis=0)[: len(x)]
+
+
 def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
     """Return the largest magnitude in each block of `rows` x `length` numbers; NaN if
     one is not finite.
@@ -133,10 +169,7 @@ def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
       [rows of x, blocks].
     """
     largest = jnp.max(jnp.abs(x).reshape(len(x), -1, length), axis=2)
-    if rows > 1:
-        padded = jnp.pad(largest, ((0, -len(x) % rows), (0, 0)))
-        of_block = jnp.max(padded.reshape(-1, rows, padded.shape[1]), axis=1)
-        largest = jnp.repeat(of_block, rows, axis=0)[: len(x)]
+    largest = over_rows(jnp.max, largest, rows)
     return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
 
 
@@ -145,20 +178,36 @@ def stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     return fmt.quantise(x) if fmt.dtype is None else fmt.cast(x)
 
 
-def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatrix:
-    """Round `x` to `fmt` in blocks of 32 along `axis`.
+def on_powers_of_two(
+    x: jax.Array, fmt: FloatFormat, axis: int, length: int
+) -> BlockMatrix:
+    """Round `x` to `fmt` in blocks of `length` along `axis`.
 
-    The scale of a block is the least power of two on which its largest number fits,
-    from 2^-126 to 2^127. `native`: scales are E8M0.
+    The scale of a block, FP32, is the least power of two on which its largest number
+    fits, from 2^-126 to 2^127.
     """
-    x = summed_last(x, axis, MX_BLOCK)
-    wanted = amax_of_blocks(x, MX_BLOCK) / np.float32(fmt.max)
+    x = summed_last(x, axis, length)
+    wanted = amax_of_blocks(x, length) / np.float32(fmt.max)
     below = pow2_floor(wanted)
     scales = jnp.where(below < wanted, 2 * below, below)
     data = in_blocks(lambda x, s: x * pow2_inverse(s), x, scales)
-    if native:
-        scales = scales.astype(jnp.float8_e8m0fnu)
     return BlockMatrix(stored(data, fmt), scales)
+
+
+def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatrix:
+    """Round `x` to `fmt` in blocks of 32 along `axis`, each on a power of two.
+
+    `native`: scales are E8M0.
+    """
+    out = on_powers_of_two(x, fmt, axis, MX_BLOCK)
+    if native:
+        out = out._replace(scales=out.scales.astype(jnp.float8_e8m0fnu))
+    return out
+
+
+def rowwise(x: jax.Array, fmt: FloatFormat, axis: int) -> BlockMatrix:
+    """Round `x` to `fmt`, each row along `axis` on a power of two."""
+    return on_powers_of_two(x, fmt, axis, x.shape[axis])
 
 
 def deepseek(
@@ -191,12 +240,28 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
     return jnp.copysign(jnp.minimum(rounded * step, FP4_MAX), x)
 
 
+def on_scales(x: jax.Array, scales: jax.Array) -> jax.Array:
+    """Return `x` divided by the scales of its blocks; zeros where they are zero."""
+    return in_blocks(lambda x, s: x / jnp.where(s == 0, np.float32(1), s), x, scales)
+
+
+def fp4_error(x: jax.Array, scales: jax.Array, rows: int) -> jax.Array:
+    """Return the squared error of E2M1 on given scales, [rows of x, blocks].
+
+    `rows`: of a block. All rows of it get the sum of its errors.
+    """
+    rounded = in_blocks(jnp.multiply, fp4(on_scales(x, scales)), scales)
+    error = jnp.sum(jnp.square(rounded - x).reshape(*scales.shape, -1), axis=2)
+    return over_rows(jnp.sum, error, rows)
+
+
 def nvfp4(
     x: jax.Array,
     axis: int,
     *,
     rows: int = 1,
     stochastic: bool = False,
+    four_over_six: bool = False,
     native: bool,
 ) -> BlockMatrix:
     """Round `x` to E2M1 in blocks of `rows` x 16, 16 along `axis`, on E4M3 scales times
@@ -208,6 +273,8 @@ def nvfp4(
       rows: of a block.
       stochastic: the bits are a hash of the position and of all of `x`, so they differ
         between steps, and a repeated step is the same.
+      four_over_six: a block whose numbers rounded to nearest are then closer in mean
+        square has a scale that puts its largest number at 4, not 6 [4].
       native: numbers and scales are in their narrow dtypes.
     """
     bits = hash_bits(x.astype(jnp.float32)) if stochastic else None
@@ -215,14 +282,16 @@ def nvfp4(
     if bits is not None:
         bits = summed_last(bits, axis, NVFP4_BLOCK)
     largest = jnp.max(jnp.abs(x))
-    whole = jnp.maximum(largest / np.float32(FP4_MAX * E4M3.max), LEAST_SCALE)
+    most = FOUR_OVER_SIX_MAX if four_over_six else E4M3.max
+    whole = jnp.maximum(largest / np.float32(FP4_MAX * most), LEAST_SCALE)
     x = x / whole
     largest = amax_of_blocks(x, NVFP4_BLOCK, rows)
     scales = E4M3.quantise(largest / np.float32(FP4_MAX))
-    on_scale = in_blocks(
-        lambda x, s: x / jnp.where(s == 0, np.float32(1), s), x, scales
-    )
-    data = fp4(on_scale, bits)
+    if four_over_six:
+        scales_at_4 = E4M3.quantise(largest / np.float32(4))
+        is_closer = fp4_error(x, scales_at_4, rows) < fp4_error(x, scales, rows)
+        scales = jnp.where(is_closer, scales_at_4, scales)
+    data = fp4(on_scales(x, scales), bits)
     if native:
         data, scales = data.astype(jnp.float4_e2m1fn), scales.astype(E4M3.dtype)
     return BlockMatrix(data, scales, whole)
@@ -261,6 +330,15 @@ def mx_recipe(
     return Recipe(cast, cast, lambda x, axis: mx(x, backward, axis, native=native))
 
 
+def rowwise_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
+    """Return a scale for each row along the sum."""
+
+    def cast(x: jax.Array, axis: int) -> BlockMatrix:
+        return rowwise(x, forward, axis)
+
+    return Recipe(cast, cast, lambda x, axis: rowwise(x, backward, axis))
+
+
 def deepseek_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     """Return blocks of 128 along the sum, and of 128 x 128 for weights [2]."""
     return Recipe(
@@ -270,14 +348,15 @@ def deepseek_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     )
 
 
-def nvfp4_recipe(*, native: bool = False) -> Recipe:
+def nvfp4_recipe(*, four_over_six: bool = False, native: bool = False) -> Recipe:
     """Return blocks of 16 along the sum, and of 16 x 16 for weights; gradients are
     rounded stochastically [3].
     """
+    cast = functools.partial(nvfp4, four_over_six=four_over_six, native=native)
     return Recipe(
-        lambda x, axis: nvfp4(x, axis, native=native),
-        lambda x, axis: nvfp4(x, axis, rows=NVFP4_BLOCK, native=native),
-        lambda x, axis: nvfp4(x, axis, stochastic=True, native=native),
+        cast,
+        functools.partial(cast, rows=NVFP4_BLOCK),
+        functools.partial(cast, stochastic=True),
         lambda x: hadamard(x, HADAMARD, jnp.float32),
     )
 

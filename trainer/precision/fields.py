@@ -81,6 +81,7 @@ class PrecisionFields:
         one random orthogonal matrix in groups of so many channels of their sum, a power
         of two; None: no transform.
       amax_history: steps that delayed scaling looks back.
+      four_over_six: NVFP4 blocks take the better of two scales; null: false.
     """
 
     compute: Computed
@@ -102,6 +103,7 @@ class PrecisionFields:
     clip_outliers: Annotated[float, at_least(1)] | None
     hadamard: Annotated[int, at_least(2), POWER_OF_TWO] | None
     amax_history: Positive
+    four_over_six: bool | None
 
     @property
     def in_fp8(self) -> bool:

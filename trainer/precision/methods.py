@@ -110,7 +110,12 @@ class Method:
 
         return Fp8DotGeneral(path, Scaling(), **settings)
 
-    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+    def simulated(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+    ) -> "Dot":
         """Return the FP32 `dot_general` whose operands are rounded to the formats."""
         from trainer.precision.dots import SimulatedDot
 
@@ -348,11 +353,43 @@ class Mx(Blocks):
         recipe = blocks.mx_recipe(E4M3, settings["gradient"], native=True)
         return blocks.BlockScaledDot(recipe)
 
-    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+    def simulated(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+    ) -> "Dot":
         """Return the product of `blocks.mx_recipe`, in FP32."""
         from trainer.precision import blocks
 
         return blocks.BlockScaledDot(blocks.mx_recipe(forward, backward))
+
+
+class Rowwise(Blocks):
+    """A power of two for each row of an operand, along the sum."""
+
+    name = "rowwise"
+    multiple = Method.multiple
+    products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
+    capability = Method.capability
+
+    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
+        """Return the product of `blocks.rowwise_recipe`, in FP8."""
+        from scalify_core.numerics.formats import E4M3
+        from trainer.precision import blocks
+
+        return blocks.BlockScaledDot(blocks.rowwise_recipe(E4M3, settings["gradient"]))
+
+    def simulated(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+    ) -> "Dot":
+        """Return the product of `blocks.rowwise_recipe`, in FP32."""
+        from trainer.precision import blocks
+
+        return blocks.BlockScaledDot(blocks.rowwise_recipe(forward, backward))
 
 
 class DeepSeek(Blocks):
@@ -360,7 +397,12 @@ class DeepSeek(Blocks):
 
     name = "deepseek"
 
-    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+    def simulated(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+    ) -> "Dot":
         """Return the product of `blocks.deepseek_recipe`."""
         from trainer.precision import blocks
 
@@ -374,18 +416,28 @@ class Nvfp4(Blocks):
     formats = ("e2m1", "e2m1")
     products = (("e2m1", "e2m1"),)
     kernels = "NVFP4"
+    settings = ("four_over_six",)
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return the product of `blocks.nvfp4_recipe`, in four bits."""
         from trainer.precision import blocks
 
-        return blocks.BlockScaledDot(blocks.nvfp4_recipe(native=True))
+        return blocks.BlockScaledDot(
+            blocks.nvfp4_recipe(four_over_six=bool(policy.four_over_six), native=True)
+        )
 
-    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+    def simulated(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+    ) -> "Dot":
         """Return the product of `blocks.nvfp4_recipe`, in FP32."""
         from trainer.precision import blocks
 
-        return blocks.BlockScaledDot(blocks.nvfp4_recipe())
+        return blocks.BlockScaledDot(
+            blocks.nvfp4_recipe(four_over_six=bool(policy.four_over_six))
+        )
 
 
 METHODS: dict[str, Method] = {
@@ -397,6 +449,7 @@ METHODS: dict[str, Method] = {
         Delayed(),
         Current(),
         Mx(),
+        Rowwise(),
         DeepSeek(),
         Nvfp4(),
     )

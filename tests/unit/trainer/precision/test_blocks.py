@@ -26,7 +26,10 @@ RECIPES = {
     "mx": blocks.mx_recipe(E4M3, E4M3),
     "deepseek": blocks.deepseek_recipe(E4M3, E4M3),
     "nvfp4": blocks.nvfp4_recipe(),
+    "four over six": blocks.nvfp4_recipe(four_over_six=True),
+    "rowwise": blocks.rowwise_recipe(E4M3, E4M3),
 }
+FP4_RECIPES = ("nvfp4", "four over six")
 
 
 def round_by(cast, x, axis):
@@ -159,6 +162,11 @@ def test_blocks_lie_along_the_sum():
         int(jnp.sum(round_by(RECIPES["mx"].activation, x, axis) == 0))
         for axis in (0, 1)
     ] == [31, 31]
+    assert [int(jnp.sum(lost)) for lost in small["rowwise"]] == [0, 0]  # 14 octaves
+    rowwise = [round_by(RECIPES["rowwise"].weight, x, axis) == 0 for axis in (0, 1)]
+    assert [int(jnp.sum(lost)) for lost in rowwise] == [63, 63]
+    assert jnp.all(rowwise[1][0, 1:])
+    assert jnp.all(rowwise[0][1:, 0])
     assert [
         int(jnp.sum(round_by(RECIPES["deepseek"].activation, x, axis) == 0))
         for axis in (0, 1)
@@ -166,6 +174,42 @@ def test_blocks_lie_along_the_sum():
     assert int(jnp.sum(round_by(RECIPES["deepseek"].weight, x, 0) == 0)) == 64 * 64 - 1
     # its scales have a range, too
     assert int(jnp.sum(round_by(RECIPES["nvfp4"].weight, x, 0) == 0)) == 64 * 64 - 1
+
+
+def test_a_block_at_four_keeps_what_six_cannot():
+    # 8 and 6 are 4 and 3 on a scale of 2; with 8 at 6, 6 would be 4.5, between 4 and 6.
+    x = jnp.zeros((16, 32)).at[:, 0].set(8.0).at[:, 1].set(6.0)
+    # and here 6 and 0.5 lie on a scale of 1, where 4 of 6 would make 1/3 of the 0.5
+    x = x.at[:, 16].set(6.0).at[:, 17].set(0.5)
+    recipe = RECIPES["four over six"]
+    for cast in recipe[:3]:
+        np.testing.assert_array_equal(round_by(cast, x, 1), x)
+    assert float(round_by(RECIPES["nvfp4"].activation, x, 1)[0, 1]) != 6.0
+
+
+def test_four_over_six_is_closer():
+    x = jax.random.normal(jax.random.key(5), (256, 256))
+    for kind in ("activation", "gradient"):
+        at_six, better = (
+            jnp.mean(jnp.square(round_by(getattr(RECIPES[name], kind), x, 1) - x))
+            for name in FP4_RECIPES
+        )
+        assert better < at_six, kind
+
+
+def test_a_row_is_rounded_to_the_digits_of_its_own_scale():
+    x = spread((32, 64), octaves=1)
+    octaves = np.exp2(np.arange(-16, 16, dtype=np.float32))[:, None]
+    once, apart = (blocks.rowwise(rows, E4M3, 1) for rows in (x, x * octaves))
+    np.testing.assert_array_equal(
+        apart.data.astype(jnp.float32), once.data.astype(jnp.float32)
+    )
+    np.testing.assert_array_equal(apart.scales, once.scales * octaves)
+    largest = jnp.max(jnp.abs(once.data.astype(jnp.float32)), axis=1)
+    assert jnp.all((largest > 224) & (largest <= 448))
+    np.testing.assert_array_equal(
+        blocks.rowwise(x.T, E4M3, 0).widened(), once.widened()
+    )
 
 
 def test_hadamard_cancels_in_the_product():
@@ -217,7 +261,7 @@ def test_the_three_products_of_a_layer(name):
     error = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
     # Roundings of both operands, each off by at most half a place: of E4M3 2^-4, of
     # E2M1 2^-2, relatively.
-    assert 0 < error < 2 * (0.25 if name == "nvfp4" else 0.0625)
+    assert 0 < error < 2 * (0.25 if name in FP4_RECIPES else 0.0625)
     with pytest.raises(ValueError, match="multiplies"):
         dot(x, w.T, (((1,), (1,)), ((), ())))
 
@@ -259,6 +303,10 @@ def test_what_does_not_go_together(arguments, words):
 NATIVE = {
     "mx": (blocks.mx_recipe(E4M3, E5M2), blocks.mx_recipe(E4M3, E5M2, native=True)),
     "nvfp4": (blocks.nvfp4_recipe(), blocks.nvfp4_recipe(native=True)),
+    "four over six": tuple(
+        blocks.nvfp4_recipe(four_over_six=True, native=native)
+        for native in (False, True)
+    ),
 }
 
 
@@ -278,12 +326,12 @@ def test_native_casts_have_the_bits_of_the_simulation(name):
     assert native.gradient(x, 1).data.dtype == of_gradients
 
 
-@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4", "deepseek_fp8"])
+@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4", "deepseek_fp8", "fp8_rowwise"])
 def test_presets_are_native_unless_they_are_simulated_and_keep_the_dtypes(preset):
     policy = compose_config([f"precision={preset}"]).precision.policy
     if preset == "deepseek_fp8":
         assert (policy.scaling, policy.simulate) == ("deepseek", True)
-        dot = policy.method.simulated(E4M3, E5M2)
+        dot = policy.method.simulated(policy, E4M3, E5M2)
     else:
         assert not policy.simulate
         dot = policy.method.dot("", policy, gradient=E5M2)
@@ -295,8 +343,8 @@ def test_presets_are_native_unless_they_are_simulated_and_keep_the_dtypes(preset
     d_x, d_w = pull(y)
     assert (y.dtype, d_x.dtype, d_w.dtype) == (compute, compute, jnp.float32)
     text = jax.jit(dot, static_argnums=2).lower(x, w, PRODUCT).as_text()
-    scales = "f4E2M1FN" if preset == "nvfp4" else "f8E8M0FNU"
-    assert (scales in text) != policy.simulate
+    narrow = {"nvfp4": "f4E2M1FN", "fp8_rowwise": "f8E4M3FN"}.get(preset, "f8E8M0FNU")
+    assert (narrow in text) != policy.simulate
 
 
 @pytest.mark.parametrize(
@@ -305,9 +353,10 @@ def test_presets_are_native_unless_they_are_simulated_and_keep_the_dtypes(preset
         ("mx", "b200", {"fp8"}),
         ("nvfp4", "rtx5090", {"fp4"}),
         ("mx", "h100", {"bf16", "fp32"}),  # FP32: the gradient of w
+        ("rowwise", "h100", {"fp8"}),
     ],
 )
-def test_blackwell_alone_multiplies_the_blocks(recipe, name, dtypes):
+def test_blackwell_alone_multiplies_blocks_and_hopper_rows(recipe, name, dtypes):
     operands = (
         ((256, 128), jnp.bfloat16),
         ((128, 384), jnp.float32),
@@ -315,7 +364,8 @@ def test_blackwell_alone_multiplies_the_blocks(recipe, name, dtypes):
     )
 
     def step(x, w, g):
-        dot = blocks.BlockScaledDot(NATIVE[recipe][1])
+        native = RECIPES[recipe] if recipe == "rowwise" else NATIVE[recipe][1]
+        dot = blocks.BlockScaledDot(native)
         y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
         return y, *pull(g)
 
@@ -323,5 +373,5 @@ def test_blackwell_alone_multiplies_the_blocks(recipe, name, dtypes):
     gemms = [gemm for gemm in gemms if gemm.sizes[3] != blocks.HADAMARD]
     assert len(gemms) == 3
     assert {gemm.dtype for gemm in gemms} == dtypes
-    is_native = {gemm.kernel == "__cudnn$blockScaledDot" for gemm in gemms}
-    assert is_native == {name != "h100"}
+    kernels = {gemm.kernel for gemm in gemms}
+    assert (kernels == {"__cudnn$blockScaledDot"}) == (name != "h100")
