@@ -1,8 +1,8 @@
 """New embedding rows for a model whose tokenizer is replaced.
 
 Tokens in both vocabularies keep their rows. A `Method` makes the other rows of those.
-The best is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a weighted mean of the
-rows of similar shared tokens. The weights are the sparsemax (Martins and
+The best known method is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a weighted
+mean of the rows of similar shared tokens. The weights are the sparsemax (Martins and
 Astudillo 2016, arXiv 1602.02068) of cosines between token vectors of the new text.
 """
 

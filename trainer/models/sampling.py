@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 
-# Positions; a longer cache is rounded up to a power of two, at most the context.
+# positions; a longer cache is rounded up to a power of two, at most the context
 MIN_CACHE = 256
 
 
