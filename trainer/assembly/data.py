@@ -20,7 +20,7 @@ from trainer.data import (
 )
 from trainer.data.custom import custom_loaders, text_source
 from trainer.data.dataset import Dataset
-from trainer.data.files import explain_columns
+from trainer.data.files import with_column_advice
 from trainer.data.mixture import MixedManifest, Mixture, ReplicaSampler, parse_stages
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import DownloadFailed, is_missing, vocabulary_file
@@ -198,7 +198,7 @@ def open_mixture(c: schema.Config, batch_parts: int) -> Dataset:
             sources.append(PreparedSource(Path(path)))
         else:
             sources.append(TextSource((path,), column=data.column))
-    directories = explain_columns(
+    directories = with_column_advice(
         (prepare_source(source, data) for source in sources), len(sources)
     )
     datasets = {

@@ -1,6 +1,6 @@
 """Compressed files, which are decompressed once, into the cache of the data.
 
-All readers go on from a position in a file, which compressed bytes do not have.
+All readers resume at a position in a file, and compressed bytes have no positions.
 """
 
 import gzip
@@ -16,18 +16,17 @@ from trainer.data.files import BLOCK
 from trainer.errors import UserError
 from trainer.files import replaced_atomically, write_atomically
 
-# names of formats by suffix
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-# A file may hold so many times its bytes, and at least the second number. Text is
-# compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
-EXPANSION = 100
-SMALL = 64 << 20
+# A file may hold up to MAX_EXPANSION times its bytes, or ALWAYS_ALLOWED bytes if these
+# are more. Text is compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
+MAX_EXPANSION = 100
+ALWAYS_ALLOWED = 64 << 20
 
 
 def decompressed(path: Path, cache_dir: Path) -> Path:
-    """Return a file with the content of a compressed one; any other as it is.
+    """Return the decompressed file in the cache; `path` if it is not compressed.
 
-    The file in the cache has the name without the suffix, by which its format is found.
+    Its name is that of the compressed file without the suffix, and gives its format.
 
     Raises:
       UserError: damaged or out of proportion, or the cache cannot be written.
@@ -36,15 +35,15 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     if codec is None:
         return path
     stat = path.stat()
-    known = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    key = hashlib.blake2b(known.encode(), digest_size=8).hexdigest()
+    identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    key = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     name = path.stem.lstrip(".") or "text"
     # The dot keeps a directory of texts that holds the cache from reading it.
     target = cache_dir / ".decompressed" / key / name
     record = target.with_name(".digest")
     if is_intact(target, record):
         return target
-    limit = max(SMALL, EXPANSION * stat.st_size)
+    limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * stat.st_size)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replaced_atomically(target) as file:
@@ -73,7 +72,7 @@ def digest_of(path: Path) -> str:
 
 
 def is_intact(target: Path, record: Path) -> bool:
-    """Return whether a file in the cache is what its record says."""
+    """Return whether a file in the cache has the digest of its record."""
     return (
         target.is_file()
         and record.is_file()
@@ -115,7 +114,7 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
     """Let an error name the user's files, and not those of the cache.
 
     Args:
-      origins: the compressed files, by those in the cache.
+      origins: the compressed file of each file in the cache.
     """
     try:
         yield

@@ -16,13 +16,13 @@ from trainer.data.compressed import decompressed, original_names, refuse_twins
 from trainer.data.files import (
     File,
     Format,
-    check_shards,
+    check_numbered_files,
     examine,
     expand,
-    explain_columns,
     folder_of,
     format_of,
     reading,
+    with_column_advice,
 )
 from trainer.data.hub_data import (
     check_column,
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 Position = Any  # JSON; where reading continues
 
-ROWS = 256  # documents read at a time
-FILES_PER_READ = 16  # text files read at a time
-PIECE = 1 << 21  # characters of a single text read at a time
-AROUND = 1 << 12  # characters before a piece that its tokens may depend on
+DOCUMENTS_PER_READ = 256
+FILES_PER_READ = 16
+PIECE_CHARS = 1 << 21  # of a single text read at a time
+PRECEDING_CHARS = 1 << 12  # before a piece: its tokens may depend on them
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class PreparedSource:
 Source = EmbeddedSource | PythonSource | TextSource | HubSource | PreparedSource
 
 
-class Rows(NamedTuple):
+class TextBatch(NamedTuple):
     """Consecutive documents, or a piece of a single text.
 
     Attributes:
       texts: the documents, or the piece.
       position: after them.
-      preceding: of a piece, the text before it, as far as its tokens may depend on it.
-      following: likewise, the text after it.
+      preceding: the text before a piece, as far as its tokens may depend on it.
+      following: the text after a piece, likewise.
     """
 
     texts: list[str]
@@ -146,7 +146,7 @@ class Corpus:
       name: for directories and messages.
       description: JSON, for the manifest.
       fingerprint: of the content, hexadecimal.
-      read: from a position (None: the start) to rows.
+      read: returns the batches from a position on (None: the start).
       length: characters of a single text; None for documents.
       max_tokens: stop after the document that reaches this many.
       files: the user's, which must not change while they are read.
@@ -155,29 +155,32 @@ class Corpus:
     name: str
     description: dict[str, Any]
     fingerprint: str
-    read: Callable[[Position], Iterator[Rows]]
+    read: Callable[[Position], Iterator[TextBatch]]
     length: int | None = None
     max_tokens: int | None = None
     files: Sequence[File] = ()
 
-    def read_for(self, tokenizer: Tokenizer, position: Position) -> Iterator[Rows]:
-        """Return the rows that a tokenizer encodes: a single text in pieces, or whole.
+    def read_for(self, tokenizer: Tokenizer, position: Position) -> Iterator[TextBatch]:
+        """Return the batches that a tokenizer encodes.
 
-        It is whole, in memory, for a tokenizer that is not line-safe.
+        A single text is in pieces, or whole, in memory, for a tokenizer that is not
+        line-safe.
         """
-        rows = self.read(position)
+        batches = self.read(position)
         if self.length is None or tokenizer.line_safe:
-            return rows
-        if self.length > PIECE:
+            return batches
+        if self.length > PIECE_CHARS:
             note(
                 f"data.tokenizer={tokenizer.name} may have tokens across lines, so that"
                 f" the text of {self.length:,} characters is encoded at once, which"
                 " takes 130 (English) to 400 bytes of memory for each; documents in"
                 " JSON lines are encoded one by one"
             )
-        pieces = list(rows)
+        pieces = list(batches)
         text = "".join(piece.texts[0] for piece in pieces)
-        return iter([Rows([text], piece.position) for piece in pieces[-1:]])
+        if not pieces:
+            return iter(())
+        return iter([TextBatch([text], pieces[-1].position)])
 
 
 def open_corpus(
@@ -216,9 +219,9 @@ def open_embedded() -> Corpus:
     raw = Path(str(package.locate_file("bible/data/kjv.jsonl"))).read_bytes()
     text = "\n".join(json.loads(line)["text"] for line in raw.splitlines())
 
-    def read(position: Position) -> Iterator[Rows]:
+    def read(position: Position) -> Iterator[TextBatch]:
         if position is None:
-            yield Rows([text], len(text))
+            yield TextBatch([text], len(text))
 
     return Corpus("embedded", {"kind": "embedded"}, digest([text]), read, len(text))
 
@@ -226,13 +229,13 @@ def open_embedded() -> Corpus:
 def open_python(library: Library) -> Corpus:
     """Return the files of a library, each a document."""
 
-    def read(position: Position) -> Iterator[Rows]:
+    def read(position: Position) -> Iterator[TextBatch]:
         for start in range(position or 0, len(library.paths), FILES_PER_READ):
             texts = [
                 text_of_file(path)
                 for path in library.paths[start : start + FILES_PER_READ]
             ]
-            yield Rows([text or "" for text in texts], start + FILES_PER_READ)
+            yield TextBatch([text or "" for text in texts], start + FILES_PER_READ)
 
     description = library.description()
     return Corpus(
@@ -248,15 +251,15 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
 
     All are read once, so that errors are raised before anything long starts.
     """
-    given = expand(source.paths)
-    check_shards(given)
-    refuse_twins(given)
-    opened = {decompressed(path, cache_dir): path for path in given}
-    origins = {path: origin for path, origin in opened.items() if path != origin}
+    paths = expand(source.paths)
+    check_numbered_files(paths)
+    refuse_twins(paths)
+    origin_of = {decompressed(path, cache_dir): path for path in paths}
+    origins = {path: origin for path, origin in origin_of.items() if path != origin}
     with original_names(origins):
-        corpus = corpus_of(source, list(opened), origins, cache_dir)
+        corpus = corpus_of(source, list(origin_of), origins, cache_dir)
 
-    def read(position: Position) -> Iterator[Rows]:
+    def read(position: Position) -> Iterator[TextBatch]:
         with original_names(origins):
             yield from corpus.read(position)
 
@@ -271,13 +274,13 @@ def corpus_of(
     Args:
       source: the user's source.
       paths: its files, decompressed.
-      origins: the compressed files, by those in the cache.
+      origins: the compressed file of each file in the cache.
       cache_dir: see `open_corpus`.
     """
     formats = {path: format_of(path, source.format) for path in paths}
     files = examine(
         paths,
-        text=lambda p: formats[p] != "parquet",
+        must_be_text=lambda path: formats[path] != "parquet",
         cache_dir=cache_dir,
     )
     if not sum(file.size for file in files):
@@ -285,19 +288,19 @@ def corpus_of(
             f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no"
             " text"
         )
-    members: dict[Format, list[File]] = {}
+    by_format: dict[Format, list[File]] = {}
     for file in files:
-        members.setdefault(formats[file.path], []).append(file)
-    groups = list(members.items())
+        by_format.setdefault(formats[file.path], []).append(file)
+    groups = list(by_format.items())
     if len(groups) > 1:  # such as the README.md of a data set, a text
         counts = (
-            f"{len(some):,} {kind} ({origins.get(some[0].path, some[0].path)})"
-            for kind, some in groups
+            f"{len(members):,} {kind} ({origins.get(members[0].path, members[0].path)})"
+            for kind, members in groups
         )
         note(
             f"data.paths: files of {len(groups)} formats are read: {', '.join(counts)}"
         )
-    if source.column != TextSource.column and members.keys() == {"text"}:
+    if source.column != TextSource.column and by_format.keys() == {"text"}:
         raise UserError(
             f"data.column={source.column}, but text files have no columns; leave it out"
         )
@@ -305,40 +308,40 @@ def corpus_of(
     description = {"kind": "text"} | asdict(source)
     description["paths"] = list(source.paths)
     description["digests"] = digests
-    description["formats"] = {kind: len(some) for kind, some in groups}
+    description["formats"] = {kind: len(members) for kind, members in groups}
     first = origins.get(files[0].path, files[0].path)
     name = folder_of(source.paths[0], first)
     if len(files) == 1:
         name = files[0].path.stem
 
-    def read_all(position: Position) -> Iterator[Rows]:
-        return explain_columns(read_groups(groups, source, position), len(files))
+    def read_all(position: Position) -> Iterator[TextBatch]:
+        return with_column_advice(read_groups(groups, source, position), len(files))
 
-    read: Callable[[Position], Iterator[Rows]] = read_all
+    read: Callable[[Position], Iterator[TextBatch]] = read_all
     content: list[Any]
-    length, most = None, source.max_documents
+    length, max_documents = None, source.max_documents
     match groups:
         case [("text", [file])]:
-            if most is not None:
+            if max_documents is not None:
                 raise UserError(
-                    f"data.max_documents={most}, but {file.path} is a single text"
-                    " without documents; leave it out"
+                    f"data.max_documents={max_documents}, but {file.path} is a single"
+                    " text without documents; leave it out"
                 )
             content, length = ["single", digests], file.chars
             read = functools.partial(read_text, file)
         case [("text", _)]:
-            content = ["files", digests, most]
+            content = ["files", digests, max_documents]
         case [(kind, _)]:
-            content = [kind, digests, source.column, most]
+            content = [kind, digests, source.column, max_documents]
         case _:
-            parts = [(kind, [file.digest for file in some]) for kind, some in groups]
-            content = ["mixed", parts, source.column, most]
+            parts = [(kind, [f.digest for f in members]) for kind, members in groups]
+            content = ["mixed", parts, source.column, max_documents]
     return Corpus(name, description, digest(content), read, length, files=files)
 
 
 def read_groups(
     groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position
-) -> Iterator[Rows]:
+) -> Iterator[TextBatch]:
     """Yield the documents of files, grouped by format.
 
     With one group a position is that of `read_files`. Raises UserError at the start for
@@ -353,14 +356,15 @@ def read_groups(
     if len(groups) == 1:
         yield from read_files(*groups[0], source.column, source.max_documents, position)
         return
-    first, left, begun, inner = position or (0, source.max_documents, 0, None)
+    # the group, documents left at its start, documents read of it, position inside it
+    first, left, read_of_group, inner = position or (0, source.max_documents, 0, None)
     for i, (kind, files) in enumerate(groups[first:], first):
-        for part in read_files(kind, files, source.column, left, inner):
-            begun += len(part.texts)
-            yield Rows(part.texts, [i, left, begun, part.position])
+        for batch in read_files(kind, files, source.column, left, inner):
+            read_of_group += len(batch.texts)
+            yield TextBatch(batch.texts, [i, left, read_of_group, batch.position])
         if left is not None:
-            left -= begun
-        begun, inner = 0, None
+            left -= read_of_group
+        read_of_group, inner = 0, None
         if left == 0:
             return
 
@@ -371,17 +375,19 @@ def read_files(
     column: str,
     max_documents: int | None,
     position: Position,
-) -> Iterator[Rows]:
+) -> Iterator[TextBatch]:
     """Yield the documents of files of one format."""
     if kind == "jsonl":
         paths = [file.path for file in files if file.size]
-        for part in read_jsonl(paths, column, max_documents, position, ROWS):
-            yield Rows(*part)
+        for texts, after in read_jsonl(
+            paths, column, max_documents, position, DOCUMENTS_PER_READ
+        ):
+            yield TextBatch(texts, after)
         return
     read = read_parquet if kind == "parquet" else read_documents
     with reading(files, kind):
-        for part in read(files, column, max_documents, position):
-            yield Rows(*part)
+        for texts, after in read(files, column, max_documents, position):
+            yield TextBatch(texts, after)
 
 
 def read_documents(
@@ -395,9 +401,9 @@ def read_documents(
     # An empty file counts, as an empty row of other formats does.
     paths = [file.path for file in files[:max_documents] if file.size]
     for start in range(position or 0, len(paths), FILES_PER_READ):
-        some = paths[start : start + FILES_PER_READ]
-        texts = [path.read_text(encoding="utf-8-sig") for path in some]
-        yield texts, start + len(some)
+        next_paths = paths[start : start + FILES_PER_READ]
+        texts = [path.read_text(encoding="utf-8-sig") for path in next_paths]
+        yield texts, start + len(next_paths)
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
@@ -413,9 +419,9 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     refuse_builder(source.name)
     folder = path_of(source.name)
     local = local_files(folder)
-    files = examine(local, text=lambda _: False, cache_dir=cache_dir)
+    files = examine(local, must_be_text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
-    # with names, by which `datasets` finds the format and the split of a file
+    # The names count: `datasets` finds the format and the split of a file by them.
     contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
     content = digest(["hub", asdict(replace(source, streaming=False)), contents])
 
@@ -423,13 +429,11 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     def opened() -> "DatasetBuilder":
         return open_builder(source, local, content)
 
-    def read(position: Position) -> Iterator[Rows]:
+    def read(position: Position) -> Iterator[TextBatch]:
         with hub_errors(source), exact_json(opened().name):
             dataset = load_hub(source, opened())
             check_column(dataset, source.column)
-            yield from rows(
-                dataset, source.column, source.max_documents, position, ROWS
-            )
+            yield from read_dataset(dataset, source, position)
 
     description = {"kind": "hub"} | asdict(source) | {"digests": digests}
     return Corpus(
@@ -442,27 +446,26 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     )
 
 
-def rows(
+def read_dataset(
     dataset: "IterableDataset",
-    column: str,
-    max_documents: int | None,
+    source: HubSource,
     position: Position,
-    batch: int,
-) -> Iterator[Rows]:
+) -> Iterator[TextBatch]:
     """Yield the texts of a column in batches, from a position on; null is empty."""
-    dataset = dataset.select_columns([column]).with_format("arrow")
-    if max_documents is not None:
-        dataset = dataset.take(max_documents)
+    dataset = dataset.select_columns([source.column]).with_format("arrow")
+    if source.max_documents is not None:
+        dataset = dataset.take(source.max_documents)
     if position is not None:
         dataset.load_state_dict(position)
-    for table in dataset.iter(batch_size=batch):
-        texts = table.column(column)
-        if not is_text(texts.type):
-            raise UserError(not_text_column(column, str(texts.type)))
-        yield Rows([text or "" for text in texts.to_pylist()], dataset.state_dict())
+    for table in dataset.iter(batch_size=DOCUMENTS_PER_READ):
+        column = table.column(source.column)
+        if not is_text(column.type):
+            raise UserError(not_text_column(source.column, str(column.type)))
+        texts = [text or "" for text in column.to_pylist()]
+        yield TextBatch(texts, dataset.state_dict())
 
 
-def read_text(file: File, position: Position) -> Iterator[Rows]:
+def read_text(file: File, position: Position) -> Iterator[TextBatch]:
     """Yield a single text from line `position` on, in pieces that end at LINE_START."""
     start = position or 0
     preceding, piece = "", list[str]()
@@ -470,13 +473,13 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
     with reading([file], "text"), file.path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines):
             if number < start:
-                preceding = (preceding + line)[-AROUND:]
+                preceding = (preceding + line)[-PRECEDING_CHARS:]
                 continue
-            if size >= PIECE and LINE_START.search(piece[-1][-2:] + line[:1]):
+            if size >= PIECE_CHARS and LINE_START.search(piece[-1][-2:] + line[:1]):
                 text = "".join(piece)
-                yield Rows([text], number, preceding, line)
-                preceding, piece, size = (preceding + text)[-AROUND:], [], 0
+                yield TextBatch([text], number, preceding, line)
+                preceding, piece, size = (preceding + text)[-PRECEDING_CHARS:], [], 0
             piece.append(line)
             size += len(line)
     if piece:
-        yield Rows(["".join(piece)], number + 1, preceding)
+        yield TextBatch(["".join(piece)], number + 1, preceding)

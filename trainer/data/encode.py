@@ -1,4 +1,4 @@
-"""Encoding of rows of text into tokens of each split: on several threads, in order."""
+"""Encode batches of texts into tokens of each split: on several threads, in order."""
 
 import hashlib
 import itertools
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.corpus import Position, Rows
+from trainer.data.corpus import Position, TextBatch
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
 UNIT_CHARS = 1 << 17  # characters that a thread encodes at a time
-ROWS_AHEAD = 4  # batches of rows in memory
+BATCHES_AHEAD = 4  # in memory
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The part of some rows that goes into one split.
+    """The part of a batch that goes into one split.
 
     A document that is cut in two counts where it starts.
     """
@@ -47,12 +47,12 @@ class Part(NamedTuple):
 
 
 class EncodedTexts(NamedTuple):
-    """The encoded texts of some rows of the source.
+    """The encoded texts of a batch.
 
     Attributes:
       parts: one for each split.
       skipped: number of empty documents.
-      position: of the source, after the rows.
+      position: of the source, after the batch.
       chars: of the source's text, up to there.
     """
 
@@ -64,15 +64,15 @@ class EncodedTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of rows.
+    """An encoder of batches of texts.
 
     Attributes:
       tokenizer: the tokenizer.
       val_fraction: share of the validation part.
       cut: the character of the source's text where the validation part starts; None:
           hashes of documents decide.
-      documents: whether rows are documents, each followed by end-of-text; else they are
-          pieces of a single text.
+      documents: whether texts are documents, each followed by end-of-text; else they
+          are pieces of a single text.
       workers: threads.
     """
 
@@ -88,60 +88,62 @@ class Encoder:
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
 
     def encode(
-        self, source: Iterator[Rows], chars: int, budget: int | None
+        self, source: Iterator[TextBatch], chars: int, budget: int | None
     ) -> Iterator[EncodedTexts]:
-        """Yield batches in the order of the rows, and read and encode ahead.
+        """Yield the encoded batches in their order, and read and encode ahead.
 
         Args:
-          source: the rows.
-          chars: of the text, before the first of these rows.
+          source: batches of texts.
+          chars: of the source's text, before the first of these batches.
           budget: stop after the document that reaches this many tokens.
         """
         if budget is not None and budget <= 0:
             return
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="encode")
-        ahead: deque[tuple[Rows, EncodedTexts]] = deque()
+        ahead: deque[tuple[TextBatch, EncodedTexts]] = deque()
         try:
             # The Nones at the end drain the queue.
-            for rows in itertools.chain(source, [None] * ROWS_AHEAD):
-                if rows is not None:
-                    batch = self._submit(pool, rows, chars)
-                    chars = batch.chars
-                    ahead.append((rows, batch))
-                if ahead and (rows is None or len(ahead) == ROWS_AHEAD):
-                    first, batch = ahead.popleft()
+            for new in itertools.chain(source, [None] * BATCHES_AHEAD):
+                if new is not None:
+                    encoded = self._submit(pool, new, chars)
+                    chars = encoded.chars
+                    ahead.append((new, encoded))
+                if ahead and (new is None or len(ahead) == BATCHES_AHEAD):
+                    batch, encoded = ahead.popleft()
                     if budget is not None:
-                        arrays = [a for part in batch.parts for a in part.arrays()]
+                        arrays = [a for part in encoded.parts for a in part.arrays()]
                         size = sum(map(len, arrays))
                         if size >= budget:
-                            start = batch.chars - sum(map(len, first.texts))
-                            yield self._submit(pool, self._within(first, budget), start)
+                            start = encoded.chars - sum(map(len, batch.texts))
+                            yield self._submit(pool, self._within(batch, budget), start)
                             return
                         budget -= size
-                    yield batch
+                    yield encoded
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> EncodedTexts:
-        """Encode rows that start at character `start` of the source, on the pool."""
+    def _submit(
+        self, pool: ThreadPoolExecutor, batch: TextBatch, start: int
+    ) -> EncodedTexts:
+        """Encode a batch on the pool; it starts at character `start` of the source."""
         if self.documents:
-            texts = [text for text in rows.texts if text]
+            texts = [text for text in batch.texts if text]
         else:
-            texts = ["".join(rows.texts)]
+            texts = ["".join(batch.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
-        # Around a piece of a single text, the other split is another text.
-        at = 0 if cut is None else cut
-        following = rows.following[: max(0, at - sum(map(len, texts)))]
-        preceding = rows.preceding[at:] if at < 0 else ""
-        train = self._part(pool, "train", train_texts, rows.preceding, following)
-        val = self._part(pool, "val", val_texts, preceding, rows.following)
-        # 1 where a text was cut in two, which counts as one document
+        # The text around a piece ends at the boundary: beyond it is the other split's.
+        boundary = 0 if cut is None else cut  # documents have no text around them
+        train_following = batch.following[: max(0, boundary - sum(map(len, texts)))]
+        val_preceding = batch.preceding[boundary:] if boundary < 0 else ""
+        train = self._part(pool, "train", train_texts, batch.preceding, train_following)
+        val = self._part(pool, "val", val_texts, val_preceding, batch.following)
+        # 1 if a text was cut in two, which counts as one document
         cut_texts = len(train_texts) + len(val_texts) - len(texts)
         parts = [train, val._replace(documents=val.documents - cut_texts)]
-        skipped = sum(not text for text in rows.texts)
-        end = start + sum(map(len, rows.texts))
-        return EncodedTexts(parts, skipped, rows.position, end)
+        skipped = sum(not text for text in batch.texts)
+        end = start + sum(map(len, batch.texts))
+        return EncodedTexts(parts, skipped, batch.position, end)
 
     def _part(
         self,
@@ -151,8 +153,9 @@ class Encoder:
         preceding: str,
         following: str,
     ) -> Part:
-        """Encode the texts of a split; `preceding` and `following` are around a lone
-        one.
+        """Encode the texts of a split.
+
+        `preceding` and `following` are the text around a piece, which is the only one.
         """
         futures: list[Future[Tokens]] = []
         unit: list[Piece] = []
@@ -192,16 +195,16 @@ class Encoder:
                 arrays.append(eot)
         return np.concatenate(arrays)
 
-    def _within(self, rows: Rows, budget: int) -> Rows:
+    def _within(self, batch: TextBatch, budget: int) -> TextBatch:
         """Return the first documents, up to the one that reaches `budget` tokens."""
         count = 0
-        for text in rows.texts:
+        for text in batch.texts:
             if budget <= 0:
                 break
             count += 1
             if text:
                 budget -= len(self.tokenizer.encode_array(text)) + 1
-        return Rows(rows.texts[:count], rows.position)
+        return TextBatch(batch.texts[:count], batch.position)
 
 
 def split_texts(
@@ -229,9 +232,9 @@ def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
     """Split texts at character `cut` of all of them; it may cut one text in two."""
     heads, tails = [], []
     for text in texts:
-        at = min(max(cut, 0), len(text))
-        heads.append(text[:at])
-        tails.append(text[at:])
+        head_chars = min(max(cut, 0), len(text))
+        heads.append(text[:head_chars])
+        tails.append(text[head_chars:])
         cut -= len(text)
     return list(filter(None, heads)), list(filter(None, tails))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.data.shards import read_json
+from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import path_of, write_atomically
 from trainer.text import note, override, without_braces
@@ -33,7 +33,7 @@ FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-# Text between marks or separators, which would be trained on, too.
+# The marks and separators of these files would be trained on like text.
 MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".srt", ".vtt")
 NOT_PLAIN = dict.fromkeys(MARKUP, "markup")
 NOT_PLAIN |= dict.fromkeys((".warc", ".wet", ".wat"), "an archive of pages")
@@ -54,9 +54,9 @@ BY_PATTERNS = (
 )
 # Files of at least this size are read once and then recognized by size and times.
 REMEMBER = 64 << 20
-# names such as train-00000-of-00002.parquet, perhaps with a hash that is another one
-# when the data set is written again
-SHARD = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
+# train-00000-of-00002.parquet, perhaps with a hash, which changes when the data set is
+# saved again
+NUMBERED_FILE = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
 # the first bytes of compressed files
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -126,15 +126,15 @@ def stamp_of(path: Path) -> str:
 
 
 def expand(paths: tuple[str, ...]) -> list[Path]:
-    """Return the files of files, globs and directories, in the given order.
+    """Return the files of paths, globs and directories, in the given order.
 
     A directory stands for all files below it. Names of files and directories that start
     with a dot are left out. Files of a glob or a directory are sorted by name. A file
-    that links or patterns reach several times counts once, which is said: its twin in
-    the validation text would be one that was trained on.
+    that several links or patterns reach is read once, and a line says so: otherwise one
+    copy could be trained on, and another validated on.
     """
     files: dict[str, Path] = {}
-    again: list[tuple[str, Path]] = []
+    repeated: list[tuple[str, Path]] = []
     for path in paths:
         path = os.path.expanduser(path)
         if os.path.isfile(path):
@@ -156,39 +156,40 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         for match in matches:
             real = os.path.realpath(match)
             if real in files:
-                again.append((match, files[real]))
+                repeated.append((match, files[real]))
             files.setdefault(real, Path(match))
-    if again:
-        (other, first), *others = again
+    if repeated:
+        (match, first), *others = repeated
         more = f" (and {len(others):,} more)" if others else ""
         note(
-            f"data.paths: {other}{more} is read already, as {first}, and is read once;"
+            f"data.paths: {match}{more} is read already, as {first}, and is read once;"
             " data=mix data.weights=[...] gives a text more weight"
         )
     return list(files.values())
 
 
-def check_shards(paths: Iterable[Path]) -> None:
-    """Print where shards are missing, by their names.
+def check_numbered_files(paths: Iterable[Path]) -> None:
+    """Print which sets of numbered files, such as train-00000-of-00002, are incomplete.
 
     Raises:
-      UserError: shards of two sets of one name; what is left of an earlier one would
-          be read a second time.
+      UserError: files of two sets have one name: text that is in both would be read
+          twice.
     """
     totals: dict[tuple[Path, str, str], tuple[int, Path]] = {}
     shards: dict[tuple[Path, str, str], dict[int, Path]] = {}
     for path in paths:
-        if (match := SHARD.fullmatch(path.name)) is None:
+        if (match := NUMBERED_FILE.fullmatch(path.name)) is None:
             continue
         name, index, total, suffix = match.groups()
         place = (path.parent, name, suffix)
         expected, first = totals.setdefault(place, (int(total), path))
-        same = shards.setdefault(place, {}).setdefault(int(index), path)
-        other = same if int(total) == expected else first
-        if other != path:
+        same_index = shards.setdefault(place, {}).setdefault(int(index), path)
+        # Another total, or one index twice (with another hash), means two sets.
+        conflicting = same_index if int(total) == expected else first
+        if conflicting != path:
             raise UserError(
-                f"{other} and {path} are shards of two sets, the earlier of which would"
-                " be read beside the later; move one set elsewhere"
+                f"{conflicting} and {path} are shards of two sets, the earlier of which"
+                " would be read beside the later; move one set elsewhere"
             )
     for place, (expected, first) in totals.items():
         if len(shards[place]) < expected:
@@ -242,10 +243,10 @@ def format_of(path: Path, given: Format | None) -> Format:
             f"data.format={given}, but {path} is {named} by its name; leave data.format"
             " out (each file is then read by its name), or give the file another name"
         )
-    other = NOT_PLAIN.get(path.suffix.lower())
-    if given is None and other is not None:
+    not_plain = NOT_PLAIN.get(path.suffix.lower())
+    if given is None and not_plain is not None:
         raise UserError(
-            f"{path} is {other} by its name: extract its text, leave it out of"
+            f"{path} is {not_plain} by its name: extract its text, leave it out of"
             " data.paths, or set data.format=text to train on it as it stands"
         )
     start = b"" if named or given else beginning(path)
@@ -264,7 +265,7 @@ def format_of(path: Path, given: Format | None) -> Format:
 
 
 def beginning(path: Path) -> bytes:
-    """Return the first bytes of a file, without a mark of byte order and white space.
+    """Return the first bytes of a file, without byte order mark and white space.
 
     They are empty if it cannot be read, which `read_through` reports.
     """
@@ -282,8 +283,9 @@ def begins_like_json(start: bytes) -> bool:
     if re.match(rb'\[\s*\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start):
         return True
     line, end, _ = start.partition(b"\n")
-    is_open = line.strip() == b"{"  # over several lines
-    if is_open or (not end and len(start) > BLOCK // 2):  # or a row that is not whole
+    is_open = line.strip() == b"{"  # an object over several lines
+    is_cut_off = not end and len(start) > BLOCK // 2  # a row longer than `start`
+    if is_open or is_cut_off:
         return bool(re.match(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start))
     try:
         return isinstance(json.loads(line), dict)
@@ -294,23 +296,25 @@ def begins_like_json(start: bytes) -> bool:
 def examine(
     paths: list[Path],
     *,
-    text: Callable[[Path], bool],
+    must_be_text: Callable[[Path], bool],
     cache_dir: Path,
 ) -> list[File]:
     """Read files and return their digests, several at a time.
 
     Args:
       paths: the files.
-      text: whether a file must be UTF-8.
+      must_be_text: whether a file must be UTF-8.
       cache_dir: directory of the remembered digests of large files.
 
     Raises:
       UserError: a file cannot be read, or is not text.
     """
     memory = cache_dir / "files.json"
-    known = read_json(memory)
+    known = read_json_or_empty(memory)
     stamps = {path: stamp_of(path) for path in paths}
-    keys = {path: f"{path.resolve()} {stamps[path]} {text(path)}" for path in paths}
+    keys = {
+        path: f"{path.resolve()} {stamps[path]} {must_be_text(path)}" for path in paths
+    }
 
     def read_one(path: Path) -> File | NotText:
         stored = known.get(keys[path])
@@ -318,7 +322,7 @@ def examine(
             size, chars, digest = stored
             return File(path, size, chars, digest, stamps[path])
         try:
-            return read_through(path, text(path), stamps[path])
+            return read_through(path, must_be_text(path), stamps[path])
         except NotText as error:
             return error
 
@@ -336,7 +340,7 @@ def examine(
     return files
 
 
-def read_through(path: Path, text: bool, stamp: str) -> File:
+def read_through(path: Path, must_be_text: bool, stamp: str) -> File:
     """Return size, digest and, for text, the number of characters of a file."""
     digest = hashlib.blake2b(digest_size=16)
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
@@ -353,10 +357,10 @@ def read_through(path: Path, text: bool, stamp: str) -> File:
                         f"{path} is Git LFS's pointer to a file that was not fetched;"
                         " run `git lfs pull` in its repository, or leave it",
                     )
-                if text:
+                if must_be_text:
                     chars += len(decode(path, lines, utf8, block, size))
                 size += len(block)
-            if text:
+            if must_be_text:
                 chars += len(decode(path, lines, utf8, b"", size))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
@@ -417,7 +421,7 @@ def combined(errors: Sequence[NotText]) -> NotText:
     return NotText(first.path, first.why, message)
 
 
-def explain_columns[T](rows: Iterator[T], sources: int) -> Iterator[T]:
+def with_column_advice[T](rows: Iterator[T], sources: int) -> Iterator[T]:
     """Yield the rows; with several sources, add advice to the error of a column."""
     try:
         yield from rows

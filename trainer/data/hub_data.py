@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.files import NoColumn, check_shards
+from trainer.data.files import NoColumn, check_numbered_files
 from trainer.data.parquet import is_text, not_text_column
-from trainer.data.shards import read_json
+from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note, override
@@ -74,34 +74,34 @@ def local_files(folder: Path) -> list[Path]:
 def open_builder(
     source: "HubSource", local: Sequence[Path], content: str
 ) -> "DatasetBuilder":
-    """Return the reader of a hub data set, and print what it reads otherwise.
+    """Return the reader of a hub data set; print how it differs from `data=text`.
 
     Args:
       source: the data set.
       local: the files of a directory.
-      content: the fingerprint of these.
+      content: the fingerprint of these files.
 
     Raises:
-      UserError: it names files elsewhere, which its README.md may do.
+      UserError: its README.md names files elsewhere.
     """
     import datasets
 
-    # `datasets` tells changed files by their times only.
+    # A cache for each content: `datasets` recognizes changed files by their times only.
     cache = Path(datasets.config.HF_DATASETS_CACHE, content) if local else None
-    open_builder = functools.partial(
+    load_builder = functools.partial(
         datasets.load_dataset_builder,
         source.name,
         source.config,
         revision=source.revision,
         cache_dir=cache,
     )
-    builder = open_builder()
+    builder = load_builder()
     if builder.name == "csv":
-        # Otherwise texts such as NA and null are read as nothing, and 10,000 rows of
-        # numbers or of truth values are written anew: 007 as 7, True as true.
+        # Otherwise pandas reads texts such as NA and null as missing, and turns 10,000
+        # rows of numbers or truth values into other texts: 007 into 7, True into true.
         converters = {source.column: str}
-        builder = open_builder(keep_default_na=False, converters=converters)
-        builder.info.features = None  # those of its README.md, of all columns
+        builder = load_builder(keep_default_na=False, converters=converters)
+        builder.info.features = None  # They would be the README.md's, of all columns.
     check_tables(builder, source.column)
     data_files = builder.config.data_files or {}
     splits = data_files.values()
@@ -122,7 +122,7 @@ def open_builder(
         refuse_unsaved(folder, itertools.chain(*splits), local)
         refuse_joined_splits(folder, data_files)
     if local:
-        check_shards(map(Path, itertools.chain(*splits)))
+        check_numbered_files(map(Path, itertools.chain(*splits)))
         say_unread_files(source.name, local, itertools.chain(*splits))
     return builder
 
@@ -149,7 +149,7 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
                 "a row of the CSV file has more fields than its header has names; put"
                 " fields that hold commas in double quotes"
             )
-        # Rows of several types are written anew as JSON, texts in quotes too.
+        # `datasets` turns values of several types into JSON, also texts, in quotes.
         if any(path[0] == column for path in settings.get("json_field_paths", ())):
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # none: a JSON file whose rows are {}
@@ -224,11 +224,13 @@ def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> 
     saved = {
         os.path.realpath(state.parent / entry["filename"])
         for state in states
-        for entry in read_json(state).get("_data_files", [])
+        for entry in read_json_or_empty(state).get("_data_files", [])
     }
     for file in read:
-        is_cache = Path(file).name.startswith("cache-")
-        if os.path.realpath(file) not in saved if states else is_cache:
+        is_foreign = Path(file).name.startswith("cache-")
+        if states:
+            is_foreign = os.path.realpath(file) not in saved
+        if is_foreign:
             raise UserError(
                 f"data.name={folder}: {file} is no part of the data set that `datasets`"
                 " saved there, but the result of a `map` or of an earlier data set;"

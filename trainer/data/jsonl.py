@@ -16,9 +16,9 @@ from trainer.errors import UserError
 from trainer.text import note
 
 BOM = b"\xef\xbb\xbf"
-SOME = 1000  # rows, of which one must have the column
-# A row, a function that returns its place in words, and the position after it. To count
-# lines the file is read again, so the function is only called for a message.
+MAX_ROWS_WITHOUT_COLUMN = 1000  # from the start of a file
+# A row, a function that returns its place in words, and the position after it. The
+# function reads the file again to count lines, so it is only called for a message.
 JsonRow = tuple[dict[str, Any], Callable[[], str], int]
 
 
@@ -42,15 +42,15 @@ def read_jsonl(
 
     Raises:
       UserError: a row that is not an object, a value that is not text, or a file whose
-          first `SOME` rows lack the column.
+          first `MAX_ROWS_WITHOUT_COLUMN` rows lack the column.
     """
+    # the number of the file, the position in it, documents left
     first, start, left = position or (0, 0, max_documents)
     texts: list[str] = []
     for number, path in enumerate(files[first:], first):
         if left == 0:
             return
-        where = start if number == first else 0
-        for value, after in _values(path, column, where):
+        for value, after in _values(path, column, start if number == first else 0):
             if left == 0:
                 break
             left = None if left is None else left - 1
@@ -71,7 +71,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
     with path.open("rb") as file:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
-        if _is_list(file, column):
+        if _is_single_value(file, column):
             rows = _rows_of_list(path, file, column, start)
         else:
             rows = _rows_of_lines(path, file, start)
@@ -81,7 +81,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
             has_column, number = has_column or column in row, number + 1
             if not has_column:
                 keys |= dict.fromkeys(row)
-                if number == SOME:
+                if number == MAX_ROWS_WITHOUT_COLUMN:
                     break
             value = row.get(column)
             if value is not None and (problem := _text_problem(value)):
@@ -137,7 +137,7 @@ def _rows_of_list(
 
 def _only_list(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of an object; UserError unless it has one list of objects."""
-    lists = [key for key, rows in value.items() if _is_rows(rows)]
+    lists = [key for key, rows in value.items() if _is_list_of_objects(rows)]
     if len(lists) != 1:
         raise UserError(
             f"{path}: holds one object with {len(lists)} lists of objects; expected"
@@ -145,12 +145,12 @@ def _only_list(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
         )
     texts = {key: len(text) for key, text in value.items() if isinstance(text, str)}
     if texts:
-        _say_list(lists[0], max(texts, key=lambda key: texts[key]))
+        _note_list(lists[0], max(texts, key=lambda key: texts[key]))
     return value[lists[0]]
 
 
 @cache  # once for all files, which are read twice
-def _say_list(rows: str, column: str) -> None:
+def _note_list(rows: str, column: str) -> None:
     """Print that a text of an object is left out, beside the list that is read."""
     note(
         f"data.paths: a JSON file of one object is read by its list {rows!r}, without"
@@ -158,11 +158,11 @@ def _say_list(rows: str, column: str) -> None:
     )
 
 
-def _is_list(file: BinaryIO, column: str) -> bool:
-    """Return whether the file is one JSON value of rows; rewind the file.
+def _is_single_value(file: BinaryIO, column: str) -> bool:
+    """Return whether the file is one JSON value and not JSON lines; rewind the file.
 
-    An object that has the column itself is a row, whatever lists it has. A line that
-    holds a list of other things than objects is a broken JSON line.
+    A line that is an object with the column is a row, whatever lists it has. A line
+    that is a list of something else than objects is a broken JSON line.
     """
     begin = file.tell()
     line = next((line for line in file if line.strip()), b"")
@@ -172,26 +172,27 @@ def _is_list(file: BinaryIO, column: str) -> bool:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        # Over several lines; a broken line of JSON lines ends as a line does.
+        # The first line of a value over several lines. But a line from { to } is a
+        # broken JSON line.
         return line.lstrip().startswith(b"[") or not line.rstrip().endswith(b"}")
     if isinstance(value, dict):
-        has_rows = column not in value and any(map(_is_rows, value.values()))
-        return has_rows and _is_last(file, line)
+        has_list = column not in value and any(map(_is_list_of_objects, value.values()))
+        return has_list and _is_only_line(file, line)
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
-def _is_rows(value: Any) -> bool:
+def _is_list_of_objects(value: Any) -> bool:
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(row, dict) for row in value)
 
 
-def _is_last(file: BinaryIO, line: bytes) -> bool:
+def _is_only_line(file: BinaryIO, line: bytes) -> bool:
     """Return whether no other line than this has content; rewind the file."""
     begin = file.tell()
-    lines = (other for other in file if other.strip())
-    alone = next(lines, b"") == line and next(lines, b"") == b""
+    lines = (line for line in file if line.strip())
+    is_only = next(lines, b"") == line and next(lines, b"") == b""
     file.seek(begin)
-    return alone
+    return is_only
 
 
 def _text_problem(value: Any) -> str:

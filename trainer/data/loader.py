@@ -1,11 +1,11 @@
 """Batches as a pure function of (seed, step).
 
-No state is saved, resuming skips nothing, and any number of processes reads the same
-batches. A window is T+1 consecutive tokens, inputs and targets. Windows start every T
-tokens; tokens after the last full window are not read. Sample g of a run (g =
-step * B + row) is window `permute(seed, g // N, g % N)` of N. Each epoch takes each
-window exactly once, and a batch may hold the end of one epoch and the start of the
-next.
+No state is saved: a resumed run computes its next batch without reading the earlier
+ones. Any number of processes reads the same batches. A window is T+1 consecutive
+tokens, inputs and targets. Windows start every T tokens; tokens after the last full
+window are not read. Sample g of a run (g = step * B + row) is window `permute(seed, g
+// N, g % N)` of N. Each epoch takes each window exactly once, and a batch may hold the
+end of one epoch and the start of the next.
 
 Legend: B sequences of the global batch, b those of this process, T context, N windows.
 """
@@ -186,7 +186,8 @@ def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
     Special tokens stand for no text. Ids without a text count as a byte each.
     NaN: there is no text.
     """
-    sizes = np.full(tokenizer.vocab_size, int(not tokenizer.tokens))
+    unknown_size = 0 if tokenizer.tokens else 1
+    sizes = np.full(tokenizer.vocab_size, unknown_size)
     for token, i in tokenizer.tokens.items():
         sizes[i] = len(token)
     sizes[list(tokenizer.special_tokens.values())] = 0
@@ -201,7 +202,7 @@ def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
 
 
 def decoded_bytes(row: npt.NDArray[np.int32], tokenizer: Tokenizer) -> int:
-    """Return the bytes of text that the tokens behind the first one add to it."""
+    """Return the bytes of text of `row[1:]`, decoded after `row[0]`."""
 
     def size(ids: npt.NDArray[np.int32]) -> int:
         special = list(tokenizer.special_tokens.values())

@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
 
-ROWS = 1024  # examined at a time
-ROWS_PER_READ = 256  # documents read at a time
-# Text may take so many times the bytes of its file, and at least the second number.
-# Compression gains a factor of 2 to 20; a dictionary of one long entry has no bound.
-EXPANSION = 1000
-SMALL = 64 << 20
-OFFSET = 8  # bytes that a row takes beside its text
+ROWS_PER_CHECK = 1024
+ROWS_PER_READ = 256
+# Text may take up to MAX_EXPANSION times the bytes of its file, or ALWAYS_ALLOWED bytes
+# if these are more. Compression gains a factor of 2 to 20; a dictionary of one long
+# entry has no bound.
+MAX_EXPANSION = 1000
+ALWAYS_ALLOWED = 64 << 20
+BYTES_PER_ROW = 8  # beside its text
 
 
 def check_parquet(file: File, column: str) -> None:
@@ -40,29 +41,28 @@ def check_parquet(file: File, column: str) -> None:
     if not is_text(kind):
         raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")
     with reading([file], "parquet"), open_column(file, column) as parquet:
-        limit = max(SMALL, EXPANSION * file.size)
+        limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * file.size)
         if claimed_bytes(parquet.metadata, column) > limit:
             raise too_large(file, limit)
         size = 0
-        for batch in parquet.iter_batches(ROWS, columns=[column]):
+        for batch in parquet.iter_batches(ROWS_PER_CHECK, columns=[column]):
             size += text_bytes(batch.column(column))
             if size > limit:
                 raise too_large(file, limit)
 
 
 def open_column(file: File, column: str) -> "pyarrow.parquet.ParquetFile":
-    """Open a file so that rows of a column refer to a dictionary, where it has one.
+    """Open a file with a column dictionary-encoded, where the file has it so.
 
-    Repeated text then takes no memory. Arrow cannot do so for text that is stored by
-    its differences.
+    Repeated text then takes no memory. Arrow cannot do so for delta-encoded text.
     """
     import pyarrow.parquet
 
     chunks = chunks_of(pyarrow.parquet.read_metadata(file.path), column)
-    by_differences = any(
+    is_delta_encoded = any(
         encoding.startswith("DELTA") for chunk in chunks for encoding in chunk.encodings
     )
-    columns = [] if by_differences else [column]
+    columns = [] if is_delta_encoded else [column]
     return pyarrow.parquet.ParquetFile(file.path, read_dictionary=columns)
 
 
@@ -90,11 +90,11 @@ def read_parquet(
     """
     import pyarrow.parquet
 
-    first, begin, left = position or (0, 0, max_documents)
+    first, first_batch, left = position or (0, 0, max_documents)
     for number, file in enumerate(files[first:], first):
         if not file.size:
             continue
-        start = begin if number == first else 0
+        start = first_batch if number == first else 0
         with pyarrow.parquet.ParquetFile(file.path) as parquet:
             for i, batch in enumerate(
                 parquet.iter_batches(ROWS_PER_READ, columns=[column])
@@ -109,13 +109,13 @@ def read_parquet(
 
 
 def claimed_bytes(metadata: "pyarrow.parquet.FileMetaData", column: str) -> int:
-    """Return the bytes of a column by the file's metadata.
+    """Return the bytes that a column takes, according to the file's metadata.
 
     Text that several rows share counts once.
     """
     chunks = chunks_of(metadata, column)
     sizes = sum(chunk.total_uncompressed_size for chunk in chunks)
-    return OFFSET * metadata.num_rows + sizes
+    return BYTES_PER_ROW * metadata.num_rows + sizes
 
 
 def chunks_of(
@@ -132,7 +132,7 @@ def text_bytes(rows: "pyarrow.Array") -> int:
     import pyarrow
     import pyarrow.compute
 
-    size = OFFSET * len(rows)
+    size = BYTES_PER_ROW * len(rows)
     if isinstance(rows, pyarrow.DictionaryArray):
         lengths = pyarrow.compute.binary_length(rows.dictionary).take(rows.indices)
     elif isinstance(rows, pyarrow.NullArray):

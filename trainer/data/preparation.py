@@ -28,15 +28,15 @@ from trainer.data.corpus import (
     Corpus,
     Position,
     PreparedSource,
-    Rows,
     Source,
+    TextBatch,
     open_corpus,
 )
 from trainer.data.encode import EncodedTexts, Encoder, Tokens, split_texts
 from trainer.data.shards import (
     JOURNAL,
     MANIFEST,
-    SHARD_FORMAT,
+    SHARD_VERSION,
     SPLITS,
     Manifest,
     Shard,
@@ -57,9 +57,9 @@ from trainer.files import (
 from trainer.text import note
 
 SHARD_BYTES = 64 << 20  # of text
-EXPECTED = 5  # validation documents below which a hash may choose none
-LOOKED_AT = 1000  # documents that are counted at most to find that out
-USUAL_END = "<|endoftext|>"  # separates documents in many files
+MIN_EXPECTED_VAL = 5  # with fewer expected, the hash may choose no document
+MAX_COUNTED = 1000  # documents to read for that estimate
+COMMON_END = "<|endoftext|>"  # separates documents in many files
 
 log = logging.getLogger("trainer")
 
@@ -107,7 +107,7 @@ class Preparation:
       directory: the output.
       fingerprint: of source, tokenizer and settings.
       corpus: the source.
-      encoder: of its rows.
+      encoder: of its texts.
       position: in the source, after the last written chunk.
       chars: of the text, up to there.
       skipped: empty documents.
@@ -155,7 +155,7 @@ def prepare(
       val_fraction: share of the validation part.
       workers: encoding threads; None: one per core.
       shard_bytes: text per pair of shards, the most that an interruption loses.
-      progress: called after every batch of rows.
+      progress: called after every batch of texts.
 
     Returns:
       the prepared directory.
@@ -180,7 +180,7 @@ def prepare(
         cache_dir.mkdir(parents=True, exist_ok=True)
         corpus = open_corpus(source, cache_dir)
         settings = [
-            SHARD_FORMAT,
+            SHARD_VERSION,
             corpus.fingerprint,
             tokenizer.fingerprint,
             val_fraction,
@@ -227,12 +227,12 @@ def validation_start(corpus: Corpus, val_fraction: float) -> int | None:
         return int(corpus.length * (1 - val_fraction))
     if corpus.max_tokens is not None:
         return None
-    many = min(math.ceil(EXPECTED / val_fraction), LOOKED_AT)
+    enough = min(math.ceil(MIN_EXPECTED_VAL / val_fraction), MAX_COUNTED)
     documents = chars = 0
-    for rows in corpus.read(None):
-        documents += sum(map(bool, rows.texts))
-        chars += sum(map(len, rows.texts))
-        if documents >= many:
+    for batch in corpus.read(None):
+        documents += sum(map(bool, batch.texts))
+        chars += sum(map(len, batch.texts))
+        if documents >= enough:
             return None
     return int(chars * (1 - val_fraction))
 
@@ -240,11 +240,11 @@ def validation_start(corpus: Corpus, val_fraction: float) -> int | None:
 def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
     """Yield the texts of a corpus that `prepare` uses for training, in pieces."""
     cut = validation_start(corpus, val_fraction)
-    for rows in corpus.read(None):
-        train, _ = split_texts(list(filter(None, rows.texts)), cut, val_fraction)
+    for batch in corpus.read(None):
+        train, _ = split_texts(list(filter(None, batch.texts)), cut, val_fraction)
         yield from train
         if cut is not None:
-            cut -= sum(map(len, rows.texts))
+            cut -= sum(map(len, batch.texts))
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
@@ -272,9 +272,11 @@ def run(
         budget -= resumed_tokens
     chunk = Chunk()
     tokenizer = job.encoder.tokenizer
-    rows = say_special_tokens(job.corpus.read_for(tokenizer, job.position), tokenizer)
-    for batch in job.encoder.encode(rows, job.chars, budget):
-        chunk.add(batch)
+    batches = note_special_tokens(
+        job.corpus.read_for(tokenizer, job.position), tokenizer
+    )
+    for encoded in job.encoder.encode(batches, job.chars, budget):
+        chunk.add(encoded)
         seconds = time.monotonic() - started
         progress(progress_of(job, chunk, resumed_tokens, seconds))
         if chunk.bytes >= shard_bytes:
@@ -285,30 +287,33 @@ def run(
     finish(job)
 
 
-def say_special_tokens(rows: Iterator[Rows], tokenizer: Tokenizer) -> Iterator[Rows]:
-    """Yield rows, and print which special tokens the first of them spell.
+def note_special_tokens(
+    batches: Iterator[TextBatch], tokenizer: Tokenizer
+) -> Iterator[TextBatch]:
+    """Yield batches, and print which special tokens the texts of the first one spell.
 
     Other trainers encode them as those tokens, which end a document or a turn of a
     chat.
     """
-    names = {*tokenizer.special_tokens, USUAL_END} - {"", "\0"}  # NUL ends `byte`
-    for number, part in enumerate(rows):
+    # `byte` ends documents with NUL, and encodes a NUL in a text as U+FFFD.
+    names = {*tokenizer.special_tokens, COMMON_END} - {"", "\0"}
+    for number, batch in enumerate(batches):
         if number == 0:
             counts = {
-                name: sum(text.count(name) for text in part.texts)
+                name: sum(text.count(name) for text in batch.texts)
                 for name in sorted(names)
             }
             listed = ", ".join(
                 f"{name!r} ({count:,} times)" for name, count in counts.items() if count
             )
             if listed:
-                chars = sum(map(len, part.texts))
+                chars = sum(map(len, batch.texts))
                 note(
                     f"the first {chars:,} characters spell {listed}: encoded as"
                     " ordinary characters, since no text makes special tokens; each row"
                     " of JSON lines is a document, and its end is added"
                 )
-        yield part
+        yield batch
 
 
 class Chunk:
@@ -391,11 +396,11 @@ def commit(job: Preparation, chunk: Chunk) -> None:
         file.write(json.dumps(signed).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    count(job, line)
+    apply_line(job, line)
 
 
-def count(job: Preparation, line: dict[str, Any]) -> None:
-    """Add a journal line to the job's counts."""
+def apply_line(job: Preparation, line: dict[str, Any]) -> None:
+    """Add the counts of a journal line to the job, and set its position."""
     job.position, job.chars = line["position"], line["chars"]
     job.skipped += line["skipped"]
     job.chunks += 1
@@ -420,7 +425,7 @@ def resume(job: Preparation) -> None:
             tree = json.loads(line)
             if tree.pop("digest") != digest(tree):
                 raise ValueError("a line was altered since it was written")
-            count(job, tree)
+            apply_line(job, tree)
     with open(path, "r+b", opener=no_follow) as file:
         file.truncate(sum(len(line) + 1 for line in lines))
     if lines:

@@ -31,17 +31,17 @@ from trainer.files import (
     write_atomically,
 )
 
-FORMAT = 2
-SHARD_FORMAT = 1  # of the ids themselves, a part of fingerprints
-READABLE = (1, FORMAT)  # 1: without a digest of its content
+MANIFEST_VERSION = 2
+SHARD_VERSION = 1  # of the ids themselves, a part of fingerprints
+READABLE_VERSIONS = (1, MANIFEST_VERSION)  # 1: without a digest of its content
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
-# Where this user's runs note which shards they have verified: what a directory of data
-# says of itself is no proof.
+# Records of verified shards, in the user's cache: records inside the data directory
+# could be forged by whoever made it.
 VERIFIED = "~/.cache/scalify-trainer/verified"
 JOURNAL = "journal.jsonl"  # of an unfinished preparation
-# Types of what a source is told by; lists are of texts.
-SOURCE = {
+# Types of the fields of Manifest.source; lists hold strings.
+SOURCE_TYPES = {
     "kind": str,
     "name": str,
     "paths": list,
@@ -54,7 +54,7 @@ SOURCE = {
     "files": int,
     "bytes": int,
 }
-NEEDED = {
+REQUIRED_SOURCE_FIELDS = {
     "mix": ("sources",),
     "python": ("implementation", "version", "digest", "files", "bytes"),
 }
@@ -144,12 +144,12 @@ class Manifest:
         with well_formed(path, repair(directory)):
             tree = json.loads(read_file(path))
             version = tree["format"]
-            if version not in READABLE:
+            if version not in READABLE_VERSIONS:
                 raise UserError(
                     f"{path} is of format {version}, this version reads"
-                    f" {' and '.join(map(str, READABLE))}; {repair(directory)}"
+                    f" {' and '.join(map(str, READABLE_VERSIONS))}; {repair(directory)}"
                 )
-            if version == FORMAT and tree.pop("digest") != digest(tree):
+            if version == MANIFEST_VERSION and tree.pop("digest") != digest(tree):
                 raise UserError(
                     f"{path} was altered since it was written; {repair(directory)}"
                 )
@@ -193,7 +193,7 @@ class Manifest:
 
     def save(self) -> None:
         """Write `manifest.json` atomically."""
-        tree = {"format": FORMAT} | asdict(self)
+        tree = {"format": MANIFEST_VERSION} | asdict(self)
         del tree["directory"]
         tree["digest"] = digest(tree)
         write_atomically(self.directory / MANIFEST, json.dumps(tree, indent=1) + "\n")
@@ -232,7 +232,7 @@ class Manifest:
         return tokenizer
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
-        """Return the shards of a split as read-only memory maps [tokens]."""
+        """Return the shards of a split as read-only record maps [tokens]."""
         # Shards are little-endian, whatever the machine that reads them.
         dtype = np.dtype(self.dtype).newbyteorder("<")
         return [
@@ -245,8 +245,8 @@ class Manifest:
         stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
         small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
         name = hashlib.blake2b(bytes(self.directory.resolve()), digest_size=16)
-        memory = path_of(VERIFIED) / f"{name.hexdigest()}.json"
-        known = {} if small or thorough else read_json(memory)
+        record = path_of(VERIFIED) / f"{name.hexdigest()}.json"
+        known = {} if small or thorough else read_json_or_empty(record)
         unknown = [
             shard
             for shard in self.shards
@@ -257,10 +257,10 @@ class Manifest:
             for _ in pool.map(self._check_crc, unknown):
                 pass
         if unknown and not small:
-            # Without a memory they are read again at the next start.
+            # If they cannot be recorded, they are verified again at the next start.
             with contextlib.suppress(OSError):
-                memory.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(memory, json.dumps(stamps))
+                record.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(record, json.dumps(stamps))
 
     def stamp(self, shard: Shard) -> list[int] | None:
         """Return size, times and inode of a shard's file; None: it is gone.
@@ -284,7 +284,7 @@ class Manifest:
         if stamp is None or not path.is_file():
             raise UserError(f"shard {path} is missing; {repair(self.directory)}")
         if path.is_symlink():
-            # Its checksum in an error would be that of a file elsewhere.
+            # An error would print the checksum of a file outside the directory.
             raise UserError(
                 f"shard {path} is a symbolic link; put the file itself there"
             )
@@ -316,11 +316,11 @@ def _check_types(record: Any) -> None:
 
 
 def _check_source(source: dict[str, Any]) -> None:
-    """Raise ValueError for a description that cannot be told."""
-    needed = {"kind", *NEEDED.get(str(source.get("kind")), ())}
-    if missing := needed - source.keys():
+    """Raise ValueError for a description with missing fields or wrong types."""
+    required = {"kind", *REQUIRED_SOURCE_FIELDS.get(str(source.get("kind")), ())}
+    if missing := required - source.keys():
         raise ValueError(f"source has no {', '.join(sorted(missing))}")
-    for name, kind in SOURCE.items():
+    for name, kind in SOURCE_TYPES.items():
         value = source.get(name, kind())
         texts = value if isinstance(value, list) else []
         if not isinstance(value, kind) or not all(isinstance(x, str) for x in texts):
@@ -347,8 +347,8 @@ def crc32(path: Path) -> int:
     return crc
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a cached JSON dictionary; empty when it cannot be read, or is torn."""
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if the file is missing or torn."""
     try:
         return dict(json.loads(read_file(path)))
     except (OSError, ValueError):

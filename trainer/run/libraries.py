@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from trainer.data.shards import read_json
+from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import path_of, write_atomically
 from trainer.version import __version__
@@ -107,7 +107,7 @@ def remove_torn(cache: Path) -> None:
     Each entry is read once. An entry that another process is writing is removed too,
     and compiled once more.
     """
-    known, intact = read_json(cache / INTACT), {}
+    known, intact = read_json_or_empty(cache / INTACT), {}
     for entry in cache.glob("*-cache"):
         try:
             stat = entry.stat()

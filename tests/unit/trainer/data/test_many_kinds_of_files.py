@@ -65,7 +65,7 @@ def test_a_directory_of_mixed_files_is_read_whole_each_by_its_name(
     )
     assert capsys.readouterr().err.count(said) == 1
 
-    monkeypatch.setattr("trainer.data.corpus.ROWS", 7)
+    monkeypatch.setattr("trainer.data.corpus.DOCUMENTS_PER_READ", 7)
     monkeypatch.setattr("trainer.data.corpus.FILES_PER_READ", 6)
     for most in (20, 47):
         source = TextSource((str(folder),), max_documents=most)
@@ -131,7 +131,7 @@ JSON = {
 @pytest.mark.parametrize("form", JSON)
 @pytest.mark.parametrize("suffix", ["json", "NDJSON"])
 def test_json_in_the_forms_that_people_have(tmp_path, monkeypatch, form, suffix):
-    monkeypatch.setattr("trainer.data.corpus.ROWS", 3)
+    monkeypatch.setattr("trainer.data.corpus.DOCUMENTS_PER_READ", 3)
     path = write(tmp_path, {f"a.{suffix}": JSON[form]}) / f"a.{suffix}"
     assert read(tmp_path, path) == TEXTS
     check_positions(open_corpus(TextSource((str(path),)), tmp_path))
@@ -227,7 +227,7 @@ def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_compressed_bomb_or_a_damaged_file_is_a_line(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(compressed, "SMALL", 1 << 20)
+    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 1 << 20)
     path = tmp_path / f"a.txt.{suffix}"
     compress(path, bytes(2 << 20), parts=1)
     refused(tmp_path, r"bytes decompress to more than 1,048,576; if this is", path)
@@ -373,8 +373,8 @@ def test_text_that_parquet_stores_by_differences(tmp_path, monkeypatch, encoding
         return path
 
     assert read(tmp_path, stored(TEXTS)) == TEXTS
-    monkeypatch.setattr("trainer.data.parquet.SMALL", 1 << 16)
-    monkeypatch.setattr("trainer.data.parquet.EXPANSION", 1)
+    monkeypatch.setattr("trainer.data.parquet.ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("trainer.data.parquet.MAX_EXPANSION", 1)
     path = stored(["a" * 1000] * 5000)
     refused(tmp_path, "bytes of text; if this is intended", path)
 

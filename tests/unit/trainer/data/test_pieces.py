@@ -64,14 +64,14 @@ def tokenizer(request, small, tmp_path):
 def test_pieces_have_the_ids_of_the_whole_text(
     tokenizer, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(corpus, "AROUND", 80)
+    monkeypatch.setattr(corpus, "PRECEDING_CHARS", 80)
     monkeypatch.setattr(encode, "UNIT_CHARS", 50)
     monkeypatch.setattr(preparation, "get_tokenizer", lambda _: tokenizer)
     (tmp_path / "text.txt").write_text(TEXT)
     source = TextSource((str(tmp_path / "text.txt"),))
     cut = int(len(TEXT) * (1 - 0.3))
     for piece in (1, 60, 700):
-        monkeypatch.setattr(corpus, "PIECE", piece)
+        monkeypatch.setattr(corpus, "PIECE_CHARS", piece)
         cache = tmp_path / str(piece)
         manifest = Manifest.load(prepare(source, "tokenizer", cache, val_fraction=0.3))
         for split, text in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
@@ -132,8 +132,8 @@ def test_every_combination_of_parts_that_is_line_safe_is_so(
     tmp_path, monkeypatch, is_whole
 ):
     kinds = MODELS if is_whole else ["bpe"]
-    monkeypatch.setattr(corpus, "PIECE", 1)
-    monkeypatch.setattr(corpus, "AROUND", 80)
+    monkeypatch.setattr(corpus, "PIECE_CHARS", 1)
+    monkeypatch.setattr(corpus, "PRECEDING_CHARS", 80)
     (tmp_path / "text.txt").write_text(TEXT)
     opened = corpus.open_corpus(TextSource((str(tmp_path / "text.txt"),)), tmp_path)
     pieces, safe = list(opened.read(None)), []

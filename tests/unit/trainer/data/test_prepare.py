@@ -110,7 +110,7 @@ def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(
 def test_a_single_text_keeps_its_lines_over_all_chunks(
     small_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("trainer.data.corpus.PIECE", 200)
+    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARS", 200)
     monkeypatch.setattr("trainer.data.encode.UNIT_CHARS", 100)
     rng = random.Random(1)
     lines = ["", "", "  ", "A line.", "  indented", "Ümlaut", "x = 1", "日本語"]
@@ -186,7 +186,7 @@ from pathlib import Path
 from trainer.data import HubSource, TextSource, preparation
 from trainer.data import corpus
 
-corpus.ROWS, corpus.PIECE = 32, 2_000
+corpus.DOCUMENTS_PER_READ, corpus.PIECE_CHARS = 32, 2_000
 write = preparation.write_atomically
 def slowly(path, data):
     write(path, data)
@@ -222,8 +222,8 @@ def source_of(kind, path):
 def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
     kind, corpora, small_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("trainer.data.corpus.ROWS", 32)
-    monkeypatch.setattr("trainer.data.corpus.PIECE", 2_000)
+    monkeypatch.setattr("trainer.data.corpus.DOCUMENTS_PER_READ", 32)
+    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARS", 2_000)
     source, tokenizer, cache = (
         source_of(kind, corpora[kind]),
         str(small_dir),
@@ -265,8 +265,8 @@ def test_every_position_continues_with_the_rows_that_follow_it(
 ):
     from trainer.data import corpus
 
-    monkeypatch.setattr(corpus, "ROWS", 97)
-    monkeypatch.setattr(corpus, "PIECE", 3_000)
+    monkeypatch.setattr(corpus, "DOCUMENTS_PER_READ", 97)
+    monkeypatch.setattr(corpus, "PIECE_CHARS", 3_000)
     opened = corpus.open_corpus(source_of(kind, corpora[kind]), tmp_path)
     assert len(check_positions(opened)) > 5
 
