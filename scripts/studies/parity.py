@@ -44,7 +44,7 @@ from trainer.errors import UserError
 from trainer.files import finite
 from trainer.observe.records import read_rows
 from trainer.report.history import read_evaluation
-from trainer.run.rundir import is_held
+from trainer.run.rundir import is_in_use
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def has_ended(run_dir: Path, args: Arguments) -> bool:
     return (
         not checkpoints.exists()
         or (checkpoints / str(args.steps)).exists()
-        or is_held(run_dir)
+        or is_in_use(run_dir)
     )
 
 

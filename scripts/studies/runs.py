@@ -23,7 +23,7 @@ import yaml
 from trainer.cli.arguments import argument, split
 from trainer.errors import Diverged, UserError
 from trainer.files import finite, write_atomically
-from trainer.run.rundir import is_held
+from trainer.run.rundir import is_in_use
 from trainer.text import merge_overrides
 
 # What the study sets itself, from its own arguments or to read a run's outcome: no
@@ -367,7 +367,7 @@ def carry_out[R](
     results = {job: r for job in jobs if (r := read(folders[job])) is not None}
     for job in list(results) if args.jobs else ():
         # A run's last validation comes before its last checkpoint.
-        if not is_held(folders[job]):
+        if not is_in_use(folders[job]):
             conclude(job, folders[job])
             results[job] = read(folders[job]) or results[job]
 

@@ -53,7 +53,7 @@ def written_keys(path):
 
 def keys_of_every_step():
     """The keys of the row that the loop makes after a step, with or without a slash."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(loop.observe)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(loop.step_row)))
     dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
     return [text_of(key) for node in dicts for key in node.keys]
 

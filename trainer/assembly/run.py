@@ -70,7 +70,7 @@ from trainer.run.rundir import RunDir, RunDirLost, write_environment
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
-from trainer.run.totals import added_up
+from trainer.run.totals import continued_totals
 from trainer.step.state import TrainState, from_checkpoint_form, to_checkpoint_form
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
@@ -226,7 +226,7 @@ def open_session(
         if is_over and checkpoint.meta.get("unfinished") is None:
             directory.check_ended(checkpoint.step, to_tree(config))
     with raise_together(), explain_full_disk(directory.path):
-        directory.adopt(to_tree(config))
+        directory.write_config(to_tree(config))
         final = tokens_read(workload.data.val, config.train.final_eval_batches)
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
         facts[FINAL_VALIDATION] = f"{final:,}"
@@ -258,12 +258,12 @@ def open_session(
         display=display,
         # Made before the step is compiled: its first call connects the processes, which
         # may finish compiling minutes apart.
-        agree=Agreement(workload.mesh),
+        max_over_processes=Agreement(workload.mesh),
         timeouts=Timeouts(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
         ),
         own_process=hooks.own_process,
-        stop_requested=hooks.stop_requested,
+        remote_signal=hooks.stop_requested,
     )
     return session, checkpoint
 
@@ -406,7 +406,9 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         leaf_names(task.trained(state.params), is_scaled_array),
         checkpoint.meta.get("watchdog"),
     )
-    totals = added_up(checkpoint.meta, checkpoint.step, build_totals(config, workload))
+    totals = continued_totals(
+        checkpoint.meta, checkpoint.step, build_totals(config, workload)
+    )
     profile = config.profile.steps
     return Run(
         session=session,

@@ -27,11 +27,11 @@ from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 from trainer.run.checkpoint import Checkpointer, Restored
-from trainer.run.compatibility import other_data
+from trainer.run.compatibility import data_difference
 from trainer.run.initial_weights import restore_weights, tokenizer_of_run
 from trainer.run.libraries import prepare_jax, use_compilation_cache
 from trainer.run.metadata import saved_config
-from trainer.run.start import check_finite
+from trainer.run.start import check_state_finite
 from trainer.step.state import from_checkpoint_form
 from trainer.text import note
 from trainer.workload import Workload, abstract_state
@@ -113,7 +113,7 @@ def restore_training(
         # The run's rows per device decide which matmuls were in FP8.
         model = w.model._replace(rows=meta.get("rows")).remade()
         w = w._replace(task=w.task._replace(model=model))
-        if other_data(meta, w.data.manifest):
+        if data_difference(meta, w.data.manifest):
             raise UserError(
                 f"{run_dir} was trained on other data than {w.data.directory}; restore"
                 " its text"
@@ -124,7 +124,7 @@ def restore_training(
             partial=True,
         )
         where = f"checkpoint {checkpoint.step} of {run_dir}"
-        check_finite(checkpoint, where, "bring an earlier one back")
+        check_state_finite(checkpoint, where, "bring an earlier one back")
     return c, w, checkpoint._replace(state=from_checkpoint_form(checkpoint.state))
 
 

@@ -147,7 +147,11 @@ def kahan_compensation(exact: Any, params: Any, policy: Policy) -> Any:
     """Return the rounding error of `store_weights`, BF16, if the policy keeps it; else
     (). Not inside jit.
     """
-    return weights.kahan_compensation(exact, params) if policy.keeps_lost else ()
+    return (
+        weights.kahan_compensation(exact, params)
+        if policy.keeps_kahan_compensation
+        else ()
+    )
 
 
 def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -> Any:

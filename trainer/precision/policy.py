@@ -125,7 +125,7 @@ class Policy(PrecisionFields):
         return "nearest" if self.weights_rounding == "kahan" else self.weights_rounding
 
     @property
-    def keeps_lost(self) -> bool:
+    def keeps_kahan_compensation(self) -> bool:
         """Return whether the rounding error of the weights' update is kept (Kahan)."""
         return self.weights_rounding == "kahan" and self.weights != "fp32"
 

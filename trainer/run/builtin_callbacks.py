@@ -22,23 +22,24 @@ from trainer.workload import TrainTask, compile_step
 
 # A rollback finds the callback by this name.
 CHECKPOINT = "checkpoint"
-# Octaves from its best scale at which a weight triggers a rescale. Matrices are cast to
-# FP8 as they are, and in gated layers two such errors multiply; gains and biases are
-# computed in 16 bits.
+# How many octaves a weight's scale may be off before all weights are rescaled. Matrices
+# are cast to FP8 at that scale, and in gated layers two such errors multiply; gains and
+# biases are computed in 16 bits.
 MATRIX_OCTAVES = 2
 VECTOR_OCTAVES = 9
 
 
 def numerics(
-    every: int, figures: Callable[[TrainState, Tokens, int], Mapping[str, float]]
+    every: int, measure: Callable[[TrainState, Tokens, int], Mapping[str, float]]
 ) -> Callback:
-    """Return the callback of every layer's figures; `figures` takes the state, a batch
-    and that batch's step.
+    """Return the callback of per-layer numerics.
+
+    `measure` takes the state, a batch and that batch's step.
     """
     return Callback(
         "numerics",
         every,
-        lambda context: figures(context.state, context.tokens, context.step - 1),
+        lambda context: measure(context.state, context.tokens, context.step - 1),
     )
 
 
@@ -71,22 +72,22 @@ def mixture(
 ) -> Callback:
     """Return the callback of each source's share and epochs so far.
 
-    Its figures are `data/NAME/share` and `data/NAME/epochs`; `trained_on` takes the
+    Its metrics are `data/NAME/share` and `data/NAME/epochs`; `trained_on` takes the
     step.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
         row = {}
-        for name, figures in trained_on(context.step).items():
-            for figure, value in figures.items():
-                row[f"data/{name}/{figure}"] = value
+        for name, metrics in trained_on(context.step).items():
+            for metric, value in metrics.items():
+                row[f"data/{name}/{metric}"] = value
         return row
 
     return Callback("mixture", every, run)
 
 
 def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Callback:
-    """Return the callback of the tasks' figures, `tasks/NAME/METRIC`; `scores` takes
+    """Return the callback of the tasks' metrics, `tasks/NAME/METRIC`; `scores` takes
     the state.
     """
     return Callback("tasks", every, lambda context: scores(context.state))
@@ -95,7 +96,7 @@ def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Ca
 def exchanged(every: int, totals: Callable[[int], Totals]) -> Callback:
     """Return the callback of the bytes that DiLoCo's replicas have sent.
 
-    Its figures are `wire/exchanged_mib`, and `wire/times_fewer` than FP32 gradients.
+    Its metrics are `wire/exchanged_mib`, and `wire/times_fewer` than FP32 gradients.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
@@ -111,7 +112,8 @@ def exchanged(every: int, totals: Callable[[int], Totals]) -> Callback:
 def samples(every: int, sample: Callable[[Any, Callable[[], object]], str]) -> Callback:
     """Return the callback of text samples.
 
-    `sample` takes the parameters, and what it calls now and then.
+    `sample` takes the parameters, and a function that it calls now and then, which
+    raises Interrupted at a stop request.
     """
 
     def run(context: StepContext) -> None:
@@ -201,8 +203,9 @@ def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:
 
 
 def checkpoint(every: int) -> Callback:
-    """Return the callback that saves a checkpoint; the last one, when all that it
-    covers is logged.
+    """Return the callback that saves a checkpoint.
+
+    It must be the last callback, so that everything before the checkpoint is logged.
     """
     return Callback(
         CHECKPOINT, every, lambda context: context.save(), CallbackKind.SAVE

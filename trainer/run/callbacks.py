@@ -1,35 +1,34 @@
-"""Callbacks: what a run does every so many steps, and why each effect happens exactly
-once.
+"""Callbacks: functions that run between steps, each effect exactly once.
 
 `Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of
 every run; a program appends its own. After step n, the callbacks that are due run in
 the order of the list, one kind after another:
 
-1. EVALUATE callbacks change nothing. They return figures for the row of step n, and
-   record texts and pictures. A stop request may come before or inside one
-   (`StepContext.pause`). Then nothing of this step's callbacks is recorded. The
-   checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes
-   starts again at 1.
-2. UPDATE callbacks replace the state. None runs after the last step.
-3. The row of step n is logged once, with all figures; then the texts and pictures of
-   the callbacks.
-4. SAVE callbacks write what a resumed run starts from; the checkpoint is the last of
-   them. They also run at a stop request and at the end of a training phase, and not
-   during a spike of the loss, except after the last step.
+1. EVALUATE callbacks change nothing. They return metrics for the row of step n, and
+   record texts and images. A stop request may come before or inside one
+   (`StepContext.pause`). Then no result of this step's callbacks is recorded. The
+   checkpoint of step n keeps the row without them as `unfinished`, and the resumed run
+   starts again with the EVALUATE callbacks of step n.
+2. UPDATE callbacks replace the state. They do not run after the last step.
+3. The row of step n is logged once, with all metrics; then the texts and images of the
+   callbacks.
+4. SAVE callbacks write the files that a resumed run starts from; the checkpoint is the
+   last of them. They also run at a stop request and at the end of a training phase, and
+   not during a spike of the loss, except after the last step.
 
-All kinds but 2 also run after the last step. With `every` 0 a callback runs only then;
-a SAVE callback also at a stop request.
+All kinds but UPDATE also run after the last step. With `every` 0 a callback runs only
+then; a SAVE callback also at a stop request.
 
-Rules for a callback, and what they give:
+Rules for a callback, and their consequences:
 
 - A callback is a function of its context: step, state and batch. After a crash the run
-  resumes from the newest checkpoint, repeats the steps after it and their callbacks;
-  trackers first remove what they hold of those steps. So everything that a callback
+  resumes from the newest checkpoint and repeats the later steps with their callbacks;
+  trackers first remove their records of those steps. So everything that a callback
   returns or records through its `StepContext` is logged exactly once, with the value of
   a run without the crash.
 - Its other effects (a file, a message) happen at least once. Name files after the step.
-- After a rollback the state is older, but steps go on counting: the callbacks of a step
-  never run twice because of it.
+- After a rollback the state is older, but the step count goes on, so the callbacks of a
+  step never run twice because of a rollback.
 - In a run of several processes each process runs every callback, and all must call
   `pause` equally often.
 """
@@ -45,7 +44,7 @@ from trainer.step.step import StepFn, Tokens
 
 
 class CallbackKind(enum.Enum):
-    """What a callback does between two steps; see the module."""
+    """The kind of a callback, which decides when it runs; see the module."""
 
     EVALUATE = 1
     UPDATE = 2
@@ -66,15 +65,15 @@ class StepContext:
       state: of the training, on the devices. Do not donate it to a compiled function.
       train_step: compiled for that state.
       tokens: the batch of the step, on the devices.
-      row: the figures of the step so far, with those of earlier callbacks.
+      row: the metrics of the step so far, with those of earlier callbacks.
       run_dir: a directory of the run's own files.
       ask: `ask(doing)` returns whether a stop was requested, the same answer in every
         process; `doing` is what the callback does next.
       save: writes a checkpoint of the run after this step.
       say: logs an event.
       val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
-      texts: name and text of what will be recorded after the row.
-      pictures: name and file, likewise.
+      texts: name and text of each text to record after the row.
+      pictures: name and file of each image to record after the row.
     """
 
     step: int
@@ -105,13 +104,13 @@ class StepContext:
         if self.ask(doing):
             raise Interrupted
 
-    def take(self, figures: Mapping[str, float] | None) -> None:
-        """Add a callback's figures to the row. Raises ValueError for a name that the
+    def add_metrics(self, metrics: Mapping[str, float] | None) -> None:
+        """Add a callback's metrics to the row. Raises ValueError for a name that the
         row has already.
         """
         numbers = {
             name: value if isinstance(value, int | float) else float(value)
-            for name, value in (figures or {}).items()
+            for name, value in (metrics or {}).items()
         }
         if twice := sorted(numbers.keys() & self.row.keys()):
             raise ValueError(
@@ -143,7 +142,7 @@ class Callback:
     Attributes:
       name: in messages; unique in a run.
       every: steps; 0: after the last one only.
-      run: returns figures for the row of the step, or None.
+      run: returns metrics for the row of the step, or None.
       kind: what it does, which decides when it runs.
     """
 

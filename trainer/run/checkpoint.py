@@ -170,8 +170,8 @@ class Checkpointer:
     ) -> bool:
         """Start saving the state after `step` steps; return when it is copied.
 
-        The rest goes on in the background. Write the log up to `step` before, so that a
-        run resumed here has lost no row.
+        It is written in the background. Flush the log up to `step` before, because a
+        run that resumes here does not repeat those rows.
 
         Args:
           step: steps taken.
@@ -180,9 +180,9 @@ class Checkpointer:
           val_loss: nats, for `keep_best`.
 
         Returns:
-          False if `step` is the newest checkpoint already, else True. A state is a
-            function of its step, so at most the manifest is written again then:
-            without `unfinished` and with the loss.
+          False if `step` is the newest checkpoint already, else True. Its arrays are
+            then not written again; an `unfinished` one gets the new manifest and the
+            loss.
 
         Raises:
           UserError: the save before this one failed, this one cannot start, or a later
@@ -240,16 +240,17 @@ class Checkpointer:
         return True
 
     def _complete(self, step: int, manifest: Mapping[str, Any]) -> None:
-        """Replace the manifest of a checkpoint in whose step a signal interrupted the
-        callbacks, and give it the validation loss.
+        """Complete a checkpoint that was saved when a signal interrupted the callbacks
+        of its step.
 
-        If they have changed the arrays, as new scales do, it stays unfinished, and gets
-        the loss alone, which was measured before.
+        The callbacks have run since: store the new manifest and the validation loss. If
+        they changed the arrays (new scales), keep the old manifest, which stays
+        `unfinished`, and add only the loss, which was measured before the change.
         """
         folder, val_loss = self.directory / str(step), manifest["val_loss"]
         file = folder / "manifest" / "metadata"
         saved = json.loads(read_file(file))
-        # No process writes before all have read.
+        # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
         if saved["meta"].get("unfinished") is None:
             return
@@ -418,13 +419,13 @@ class Checkpointer:
                 " another one"
             ) from damage
         if self._read_only:
-            # What was said of it so far would not hold for the one before it.
+            # The caller may have used this checkpoint's meta; the older one's differs.
             raise UserError(
                 f"checkpoint {step} in {self.directory} is damaged: {damage}; to use"
                 f" the one before it, remove {self.directory / str(step)}"
             ) from damage
-        # Moved away, since the run will save this step again. One process does it for
-        # all.
+        # The run will save this step again, so the directory must be free. One process
+        # moves it for all.
         if jax.process_index() == 0:
             moved = self._move_to_damaged(self.directory / str(step), str(step))
             logger.warning(
@@ -569,7 +570,7 @@ class Checkpointer:
 
 
 def _refuse_if_removed(path: Path) -> None:
-    """Raise UserError if somebody else has removed what cannot be read."""
+    """Raise UserError if another process has removed an unreadable checkpoint."""
     if not path.exists():
         raise UserError(
             f"{path} was removed while it was read, as a run at work removes old"

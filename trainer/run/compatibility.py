@@ -115,7 +115,7 @@ def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
         )
 
 
-def other_data(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
+def data_difference(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
     """Return in what data differ from those of a checkpoint; None: they are the same.
 
     A data set of the hub may change under its name, and so under its fingerprint.
@@ -144,7 +144,7 @@ def check_same_run(checkpoint: Restored, steps: int, manifest: Manifest) -> None
             f"train.steps={steps}, but the checkpoint has {checkpoint.step}; valid:"
             f" {least} or more"
         )
-    difference = checkpoint.step and other_data(checkpoint.meta, manifest)
+    difference = checkpoint.step and data_difference(checkpoint.meta, manifest)
     if difference:
         raise UserError(
             f"the checkpoint was {difference}: not the same run; restore the data, or"

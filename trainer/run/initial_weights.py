@@ -102,18 +102,18 @@ def saved_weights(
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
-            problem = tokenizer and other_tokenizer_of_run(source, meta, tokenizer)
+            problem = tokenizer and run_tokenizer_mismatch(source, meta, tokenizer)
             check(meta["model"], problem or ())
             sizes = {"context": meta["model"]["context"]}
             if tokenizer is None:
                 sizes["vocab_size"] = meta["model"]["vocab_size"]
             return restore_weights(checkpointer, of_sizes(spec, like, sizes))
     saved_spec, params = huggingface.load(source, spec)
-    problem = tokenizer and other_tokenizer_beside(source, saved_spec, tokenizer)
+    problem = tokenizer and hf_tokenizer_mismatch(source, saved_spec, tokenizer)
     check(architecture(saved_spec), problem or ())
     if spec.scan_layers:
         params = family_of(spec).stack_layers(params)
-    check_finite(key, params)
+    check_weights_finite(key, params)
     return params
 
 
@@ -174,7 +174,7 @@ def place_cropped(new: Any, like: jax.Array) -> jax.Array:
     return jax.device_put(new[: len(like)].astype(like.dtype), like.sharding)
 
 
-def check_finite(key: str, params: Params) -> None:
+def check_weights_finite(key: str, params: Params) -> None:
     """Raise UserError for a weight that is not finite, or not the same in all
     processes, before it is placed.
 
@@ -208,7 +208,7 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def other_tokenizer_of_run(
+def run_tokenizer_mismatch(
     run_dir: Path, meta: Mapping[str, Any], tokenizer: Tokenizer
 ) -> list[str]:
     """Return how a run's tokenizer differs from the data's, and what to do about it.
@@ -258,7 +258,7 @@ def has_tokenizer(directory: Path, ours: Tokenizer) -> bool:
     return theirs is not None and theirs.fingerprint == ours.fingerprint
 
 
-def other_tokenizer_beside(source: Path, spec: Spec, tokenizer: Tokenizer) -> list[str]:
+def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> list[str]:
     """Return how the tokenizer of weights differs from the data's, and what to do.
 
     Empty where no difference is seen. Without a tokenizer beside the weights the sizes
@@ -307,7 +307,7 @@ def describe_init(
         return (
             f"weights from {source} after its step {step:,}: {size}; its tokenizer,"
             f" {tokenizer.name}, is that of the data"
-            f"{other_context(saved['context'], spec)}"
+            f"{context_difference(saved['context'], spec)}"
         )
     family = huggingface.family_at(source)
     name = (family or family_of(spec)).name
@@ -315,7 +315,7 @@ def describe_init(
     if family is not None:
         config = read_object(config_beside(source))
         theirs = SPECS[name].keys_of_huggingface(config)["context"]
-        context = other_context(theirs, spec)
+        context = context_difference(theirs, spec)
     directory = huggingface.directory_of(source)
     if ids_beside(directory) is None:
         beside = (
@@ -333,7 +333,7 @@ def describe_init(
     return f"weights from {source} (Hugging Face, {name}): {size}; {beside}{context}"
 
 
-def other_context(theirs: int, spec: Spec) -> str:
+def context_difference(theirs: int, spec: Spec) -> str:
     """Return what another context than that of the weights means, or nothing."""
     if spec.context == theirs:
         return ""

@@ -1,5 +1,6 @@
-"""Several processes of one run read the same: data, weights and checkpoints lie at
-paths, at which each machine may have another file.
+"""Check that all processes of a run read the same data, weights and checkpoint.
+
+Each machine may have a different file at the same path.
 """
 
 import hashlib
@@ -18,8 +19,8 @@ from trainer.parallel.processes import check_same_files, compare_processes
 def check_same_inputs(c: Config, data: Dataset) -> None:
     """Raise UserError in all processes if one reads other data, weights or checkpoints.
 
-    Otherwise each would train on its own, or arrays be put together of several
-    checkpoints.
+    Otherwise each process could train on different data, or an array could be assembled
+    from shards of different checkpoints.
     """
     if jax.process_count() == 1:
         return
@@ -27,17 +28,18 @@ def check_same_inputs(c: Config, data: Dataset) -> None:
     content = [manifest.fingerprint, manifest.content, data.tokenizer.fingerprint]
     inputs = {"the data": json.dumps(content)}
     if c.init_from is not None:
-        inputs["init_from"] = identity(path_of(c.init_from))
+        inputs["init_from"] = input_digest(path_of(c.init_from))
     if c.resume.source not in ("auto", "none"):
-        inputs["resume"] = identity(path_of(c.resume.source), c.resume.step)
+        inputs["resume"] = input_digest(path_of(c.resume.source), c.resume.step)
     check_same_files(*compare_processes(inputs))
 
 
-def identity(source: Path, step: int | None = None) -> str:
-    """Return a digest of the small files that tell a run's checkpoint, or a directory
-    of weights with its tokenizer, from others.
+def input_digest(source: Path, step: int | None = None) -> str:
+    """Return a digest that identifies a run's checkpoint, or a directory of weights.
 
-    `step`: of the checkpoint; None: the newest.
+    It is the digest of the checkpoint's manifest, or of the small files beside the
+    weights: their configuration and tokenizer. `step`: of the checkpoint; None: the
+    newest.
     """
     steps = saved_steps(source)
     if steps:

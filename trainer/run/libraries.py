@@ -17,7 +17,7 @@ from trainer.files import path_of, write_atomically
 from trainer.version import __version__
 
 MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-DECIDING = (
+NUMERIC_SETTINGS = (
     "JAX_ALLOW_F16_REDUCTIONS",
     "JAX_DEFAULT_MATMUL_PRECISION",
     "JAX_DEFAULT_PRNG_IMPL",
@@ -30,11 +30,11 @@ DECIDING = (
     "JAX_THREEFRY_PARTITIONABLE",
 )
 NEUTRAL_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
-INTACT = "whole.json"  # entries that were read and intact, with size and time
+INTACT = "whole.json"  # size and time of each entry that was found intact
 
 
-def refuse_other_numbers() -> None:
-    """Raise UserError for settings of JAX with which a run is another one, or none."""
+def check_jax_settings() -> None:
+    """Raise UserError for JAX settings that change a run's numbers or disable jit."""
     for name, effect in (
         ("JAX_ENABLE_X64", "computes in FP64 what is FP32 here"),
         ("JAX_DISABLE_JIT", "compiles no step"),
@@ -47,8 +47,9 @@ def refuse_other_numbers() -> None:
 
 
 def numeric_settings() -> dict[str, str]:
-    """Return what decides the numbers of a run besides its configuration and devices:
-    versions, and settings of JAX and XLA.
+    """Return the versions, and the settings of JAX and XLA, that change results.
+
+    A run's numbers depend on these, its configuration, and its devices.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     used = [flag for flag in flags if not flag.startswith(NEUTRAL_FLAGS)]
@@ -57,12 +58,12 @@ def numeric_settings() -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
         "XLA_FLAGS": " ".join(sorted(used)),
-    } | {name: str(jax.config.values.get(name.lower())) for name in DECIDING}
+    } | {name: str(jax.config.values.get(name.lower())) for name in NUMERIC_SETTINGS}
 
 
 def prepare_jax() -> None:
-    """Refuse settings that make another run of a run, and hide a missing GPU."""
-    refuse_other_numbers()
+    """Check JAX's settings, and silence its traceback about a missing GPU."""
+    check_jax_settings()
     hide_missing_gpu()
 
 
@@ -87,7 +88,7 @@ def use_compilation_cache(directory: str | None) -> str | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-        remove_torn(path)
+        remove_corrupt_entries(path)
     except OSError as error:
         return (
             f"compile_cache={directory} cannot be written ({error.strerror}):"
@@ -100,19 +101,19 @@ def use_compilation_cache(directory: str | None) -> str | None:
     return None
 
 
-def remove_torn(cache: Path) -> None:
-    """Remove entries of the compilation cache that a kill left half written.
+def remove_corrupt_entries(cache: Path) -> None:
+    """Remove entries of the compilation cache that a killed process left incomplete.
 
     JAX would read them, warn and compile again at every start, without replacing them.
     Each entry is read once. An entry that another process is writing is removed too,
-    and compiled once more.
+    so its program is compiled once more.
     """
     known, intact = read_json_or_empty(cache / INTACT), {}
     for entry in cache.glob("*-cache"):
         try:
             stat = entry.stat()
             intact[entry.name] = [stat.st_size, stat.st_mtime_ns]
-            if known.get(entry.name) != intact[entry.name] and is_torn(
+            if known.get(entry.name) != intact[entry.name] and is_corrupt(
                 entry.read_bytes()
             ):
                 entry.unlink()
@@ -123,11 +124,10 @@ def remove_torn(cache: Path) -> None:
         write_atomically(cache / INTACT, json.dumps(intact).encode())
 
 
-def is_torn(entry: bytes) -> bool:
+def is_corrupt(entry: bytes) -> bool:
     """Return whether a compressed program ends too early or has a wrong checksum.
 
-    JAX compresses with zstd where that is installed; then only an empty file is known
-    as torn.
+    JAX compresses with zstd if that is installed; then only an empty file is found.
     """
     if entry[:1] != b"\x78":
         return not entry

@@ -50,13 +50,14 @@ class Stop:
     def __init__(self, session: Session, guard: Guard) -> None:
         self.signal = 0
         self.guard = guard
-        self._agree, self._requested = session.agree, session.stop_requested
+        self._max_over_processes = session.max_over_processes
+        self._remote_signal = session.remote_signal
 
     def __call__(self, doing: str) -> bool:
         """Return whether to stop; `doing` describes what comes next otherwise."""
         self.guard.beat(doing)
-        requested = self.guard.signal or self._requested()
-        self.signal = self.signal or self._agree(requested)
+        signal = self.guard.signal or self._remote_signal()
+        self.signal = self.signal or self._max_over_processes(signal)
         return self.signal > 0
 
 
@@ -72,7 +73,7 @@ def train(run: Run) -> int:
     session = run.session
 
     def report_stall(text: str) -> None:
-        tell(run, run.logged, text, alert="stall")
+        log_event(run, run.logged, text, alert="stall")
 
     with (
         Guard(
@@ -123,7 +124,7 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
                 step, f"profile of steps up to {step}: {profiler.directory}"
             )
         if pending is not None:
-            log(run, pending.step, step_row(run, pending))
+            log_row(run, pending.step, step_row(run, pending))
         pending, run.step = Pending(step, metrics, batch), step
         # All processes ask, once a step and before any of them leaves early.
         if stop(f"in step {run.step}") or needs_metrics_now(run):
@@ -172,7 +173,7 @@ def step_row(run: Run, pending: Pending) -> dict[str, float]:
     if not metrics["finite"]:
         save_skipped_batch(run.session.run_dir, pending)
     if event is not None:
-        tell(run, pending.step, event)
+        log_event(run, pending.step, event)
     return row | run.recovery.watchdog.row() | run.throughput.row() | memory()
 
 
@@ -192,10 +193,10 @@ def recover(run: Run, pending: Pending, row: dict[str, float]) -> None:
             f"{watchdog.verdict}; there is no checkpoint from before the spike, so"
             " training continues without a rollback"
         )
-        tell(run, run.step, text, alert="spike")
+        log_event(run, run.step, text, alert="spike")
         watchdog.forgive()
     elif not good_steps or not watchdog.may_roll_back:
-        log(run, pending.step, row)
+        log_row(run, pending.step, row)
         stop_diverged(run, pending)
     else:
         roll_back(run, good_steps)
@@ -218,7 +219,7 @@ def roll_back(run: Run, good_steps: list[int]) -> None:
     )
     watchdog.rolled_back(run.step)
     count = f"rollback {watchdog.rollbacks} of {watchdog.bounds.max_rollbacks}"
-    tell(run, run.step, f"{text} ({count})", alert="rollback")
+    log_event(run, run.step, f"{text} ({count})", alert="rollback")
 
 
 def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
@@ -237,12 +238,12 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         run_dir=run.session.run_dir,
         ask=stop,
         save=lambda: save(run, context.val_loss),
-        say=lambda text: tell(run, run.step, text),
+        say=lambda text: log_event(run, run.step, text),
     )
     try:
         for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
             context.pause(f"at the {callback.name} after step {run.step}")
-            context.take(call(run, callback, context))
+            context.add_metrics(call(run, callback, context))
     except (Interrupted, UserError) as error:
         # What a callback refuses costs no step: another setting resumes here.
         row |= run.throughput.since_last_row()
@@ -260,9 +261,9 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite_array(run.state)) is not None:
             reason = f"{name} is not finite after the {callback.name}"
-            tell(run, run.step, f"stopped: {reason}", alert="diverged")
+            log_event(run, run.step, f"stopped: {reason}", alert="diverged")
             raise Diverged(f"{reason} after step {run.step}; this state was not saved")
-    log(run, run.step, context.row, extended=context.row.keys() > row.keys())
+    log_row(run, run.step, context.row, extended=context.row.keys() > row.keys())
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
         run.session.tracker.summary(final)
@@ -279,10 +280,10 @@ def call(
 ) -> Mapping[str, float] | None:
     """Run a callback, and tell the display how long it took."""
     started = time.perf_counter()
-    figures = callback.run(context)
+    metrics = callback.run(context)
     seconds = time.perf_counter() - started
     run.session.display.pause(callback.name, callback.every, seconds)
-    return figures
+    return metrics
 
 
 def due_callbacks(
@@ -322,7 +323,7 @@ def finish_interrupted_step(run: Run, row: str, stop: Stop) -> None:
     run_callbacks(run, decode_row(row), run.data.place(batch), stop)
 
 
-def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
+def log_event(run: Run, step: int, text: str, *, alert: str = "") -> None:
     """Write an event to the log, the tracker and the display.
 
     `alert`: the title of an alert that the tracker sends as well; empty: none.
@@ -333,10 +334,12 @@ def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
     run.session.display.event(step, text)
 
 
-def log(run: Run, step: int, row: dict[str, float], *, extended: bool = False) -> None:
+def log_row(
+    run: Run, step: int, row: dict[str, float], *, extended: bool = False
+) -> None:
     """Show a step's row, and give it to the tracker where it is due.
 
-    `extended`: callbacks have added figures, so the tracker gets the row in any case.
+    `extended`: callbacks have added metrics, so the tracker always gets the row.
     """
     run.session.display.update(step, row)
     if extended or step % run.plan.log_every == 0:
@@ -387,7 +390,7 @@ def stop_diverged(run: Run, pending: Pending) -> None:
     reason = f"step {pending.step}: {watchdog.verdict}"
     if watchdog.rollbacks:
         reason += f", after {watchdog.rollbacks} rollbacks"
-    tell(run, pending.step, f"stopped: {reason}", alert="diverged")
+    log_event(run, pending.step, f"stopped: {reason}", alert="diverged")
     tokens = run.data.place(pending.batch)
     diagnosis = run.recovery.diagnose(run.state, tokens, pending.step - 1)
     path = run.session.run_dir / "divergence.txt"

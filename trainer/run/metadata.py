@@ -37,23 +37,23 @@ class Fork:
     step: Natural
 
 
-# Sums of squares of larger ones leave FP64.
+# The sum of squares of larger losses would overflow FP64.
 Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
 
 
 @dataclass
 class WatchdogState:
-    """What a watchdog has counted.
+    """The counts of a watchdog.
 
     Attributes:
-      skipped: steps that were not finite.
-      in_a_row: the last of them in a row.
-      spikes: the last losses in a row that were spikes.
+      skipped: number of steps that were not finite.
+      in_a_row: number of such steps since the last finite one.
+      spikes: number of spikes since the last loss that was none.
       suspect_since: the first of the last steps in a row that were skipped or spiked;
         None: the last step was good.
       rollbacks: of the whole run.
       rolled_back_at: the step after which the last rollback was; None: there was none.
-      losses: those that spikes are measured by.
+      losses: the last good losses, whose mean and deviation define a spike.
       failure: why the run failed although it took all its steps; None: it did not fail,
         or has not ended.
     """
@@ -175,7 +175,9 @@ def _check_leaf(name: str, leaf: Any) -> None:
 
 
 def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """Refuse sizes that are no sizes, or of whose model the arrays are only a part."""
+    """Raise UserError if a model size is out of bounds, or if the arrays hold fewer
+    numbers than a model of these sizes has parameters.
+    """
     model, settings = meta["model"], meta.get("config", {}).get("model", {})
     family = model.get("family")
     if family not in SPECS:
@@ -193,13 +195,14 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
         model.get(key, 0) for key in ("n_layer", "d_model", "vocab_size")
     )
     present = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
-    # Heads and MLPs may be as narrow as one likes; a layer has one norm at least.
+    # A layer has at least one norm; its heads and MLP may have any width.
     least = (layers + ids) * width
     is_scanned = bool(settings.get("scan_layers"))
     if least > present or (layers > len(leaves) and not is_scanned):
         raise UserError(
             f"{layers:,} layers of width {width:,} and {ids:,} ids have at least"
-            f" {least:,} parameters, its {len(leaves):,} arrays {present:,} numbers"
+            f" {least:,} parameters, but its {len(leaves):,} arrays hold"
+            f" {present:,} numbers"
         )
 
 
@@ -224,11 +227,10 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def holds_loss(folder: Path) -> bool:
-    """Return whether Orbax's file of a checkpoint's validation loss, by which the best
-    checkpoint is chosen, says what the manifest says.
+    """Return whether Orbax's file of the validation loss agrees with the manifest.
 
-    A manifest of earlier versions says nothing of it. An unreadable one is reported
-    when it is read.
+    The best checkpoint is chosen by that file. Manifests of earlier versions have no
+    loss, and then any is accepted. An unreadable manifest is reported when it is read.
     """
     try:
         loss = json.loads(read_file(folder / "metrics" / "metrics"))["val_loss"]
@@ -243,9 +245,10 @@ def holds_loss(folder: Path) -> bool:
 
 
 def check_chunks(folder: Path) -> None:
-    """Refuse stored arrays that are decoded to more than they hold.
+    """Refuse stored arrays whose chunks are larger than the arrays.
 
-    TensorStore decodes whole chunks, and the file of an array says how large they are.
+    TensorStore decodes whole chunks, and the array's own metadata gives their size, so
+    a small file could fill the memory.
 
     Args:
       folder: of a checkpoint's arrays, in the formats that `Checkpointer` writes: zarr
@@ -281,9 +284,9 @@ def _in_proportion(description: Any) -> bool:
 
 
 def check_size(folder: Path, wanted: Any) -> None:
-    """Refuse arrays that are out of proportion to what is stored of them.
+    """Refuse arrays that are out of proportion to their stored bytes.
 
-    Compressed zeros of a small file can stand for more memory than there is.
+    A small file of compressed zeros can decode to more memory than there is.
 
     Args:
       folder: of the checkpoint.

@@ -1,8 +1,8 @@
 """The phases of a run, and the conversion of a state from one to the next.
 
 Before a phase's first step the state is converted, by a function of the state and the
-seed alone: a run that is killed between two phases does it again, bit-exactly. A
-checkpoint has the form of the phase of its last step; its meta says which.
+seed alone. So a run that is killed between two phases repeats it bit-exactly. A
+checkpoint has the form of the phase of its last step, which its meta names.
 """
 
 import dataclasses
@@ -21,9 +21,7 @@ from trainer.workload import TrainTask
 
 
 class TrainingPhase(NamedTuple):
-    """A phase: steps `start` + 1 to `until`, the task that is trained in them, and its
-    configuration.
-    """
+    """A phase of a run: steps `start` + 1 to `until`, their task and configuration."""
 
     start: int
     until: int
@@ -38,9 +36,9 @@ class Phases(NamedTuple):
     seed: int
 
     def containing(self, step: int) -> TrainingPhase:
-        """Return the phase of step `step`, whose form the state after it has.
+        """Return the phase of a step, which decides the form of the state after it.
 
-        Step 0 is of the first phase.
+        Step 0 belongs to the first phase.
         """
         return next(
             (phase for phase in self.items if step <= phase.until), self.items[-1]
@@ -49,17 +47,15 @@ class Phases(NamedTuple):
     def resumed_by(self, checkpoint: Restored) -> TrainingPhase:
         """Return the phase that continues a checkpoint.
 
-        The phase of its last step, if that step's callbacks were interrupted; at the
-        end of the run the last phase.
+        It is the phase of the next step. It is that of the checkpoint's last step if
+        that step's callbacks were interrupted, and the last phase at the run's end.
         """
         is_done = checkpoint.meta.get("unfinished") is None
         return self.containing(checkpoint.step + is_done)
 
 
 def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
-    """Return the task with the precision and the trained parameters of a
-    checkpoint.
-    """
+    """Return a task with the precision and the trained parameters of a checkpoint."""
     policy = saved_policy(meta)
     task = task._replace(trainable=saved_trainable(meta))
     return task if policy == task.model.policy else task.in_precision(policy)
@@ -85,14 +81,14 @@ def enter_phase(
         if same_policy:
             return state
         return convert_state(task, state, saved_task.model.policy, seed)
-    if not same_policy or task.model.policy.keeps_lost:
-        # Parameters that are frozen give up their compensation, half a unit in the last
-        # place once: it would cost two bytes a parameter for the whole phase.
+    if not same_policy or task.model.policy.keeps_kahan_compensation:
+        # Frozen parameters drop their Kahan compensation: an error of half an ulp,
+        # once. Keeping it costs two bytes a parameter for the whole phase.
         params, compensation = rounded_weights(task, exact_weights(state))
         scaling = state.scaling if same_policy else task.model.differentiate().init()
         state = dataclasses.replace(
             state, params=params, scaling=scaling, kahan_compensation=compensation
         )
-    first_moments = task.optimizer().init(task.trained(state.params))
-    state = dataclasses.replace(state, opt_state=first_moments)
+    initial_opt_state = task.optimizer().init(task.trained(state.params))
+    state = dataclasses.replace(state, opt_state=initial_opt_state)
     return jax.device_put(state, shardings(state, task.mesh, task.model.roles))

@@ -147,7 +147,7 @@ class RunDir:
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._is_held():
+            if not self._still_owns_lock():
                 raise BlockingIOError  # the last holder removed it meanwhile
         except BlockingIOError:
             holder = (
@@ -178,7 +178,7 @@ class RunDir:
             os.close(self._lock)
             self._lock = -1
 
-    def _is_held(self) -> bool:
+    def _still_owns_lock(self) -> bool:
         """Return whether `.lock` is still the file that this process locked."""
         try:
             there = os.lstat(self.path / ".lock")
@@ -186,7 +186,7 @@ class RunDir:
             return False
         return os.path.samestat(there, os.fstat(self._lock))
 
-    def _is_here(self) -> bool:
+    def _is_same_directory(self) -> bool:
         """Return whether the directory is still the one that this process opened."""
         try:
             there = self.path.stat()
@@ -206,7 +206,7 @@ class RunDir:
         """
         if self._lock < 0:
             return
-        if not self._is_here():
+        if not self._is_same_directory():
             raise RunDirLost(
                 f"run_dir={self.path} was moved, removed or replaced during the run; to"
                 " resume from its newest checkpoint, give the same command its new"
@@ -214,7 +214,7 @@ class RunDir:
             )
         for name in FOLDERS:
             refuse_link(self.path / name)
-        if not self._is_held():
+        if not self._still_owns_lock():
             raise RunDirLost(
                 f"{self.path / '.lock'} was removed or replaced during the run, so that"
                 f" another trainer may use run_dir={self.path}; stop that one, or run"
@@ -243,10 +243,12 @@ class RunDir:
         path = self.path / "config.yaml"
         if not path.exists():
             return
-        differing = differences(self._adopted(), config, may_change, fixed)
+        differing = config_differences(self._saved_config(), config, may_change, fixed)
         if differing:
             alone = ""
-            if fixed and not differences(self._adopted(), config, may_change):
+            if fixed and not config_differences(
+                self._saved_config(), config, may_change
+            ):
                 alone = f"; to continue this run alone: {override('resume', self.path)}"
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration:"
@@ -260,7 +262,7 @@ class RunDir:
         Raises:
           UserError: with the keys that differ.
         """
-        changed = differences(self._adopted(), config, ("*",), READ_AT_END)
+        changed = config_differences(self._saved_config(), config, ("*",), READ_AT_END)
         if changed:
             raise UserError(
                 f"run_dir={self.path} has ended after step {step}, so these have no"
@@ -281,7 +283,7 @@ class RunDir:
         Raises:
           UserError: with the keys that differ: config.yaml was edited.
         """
-        changed = differences(renamed_keys(trained), config, MAY_CHANGE)
+        changed = config_differences(renamed_keys(trained), config, MAY_CHANGE)
         if changed:
             raise UserError(
                 f"{self.path / 'config.yaml'} is not what the checkpoint was trained"
@@ -289,7 +291,7 @@ class RunDir:
                 " another run_dir"
             )
 
-    def _adopted(self) -> dict[str, Any]:
+    def _saved_config(self) -> dict[str, Any]:
         """Return the configuration that the directory belongs to.
 
         If its file is damaged, the newest checkpoint has it.
@@ -311,7 +313,7 @@ class RunDir:
             )
             return config
 
-    def adopt(
+    def write_config(
         self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
     ) -> None:
         """Check the configuration, and write config.yaml: the directory belongs to it
@@ -327,7 +329,7 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         has_started = (self.path / "config.yaml").exists()
-        if self._first and self._is_held() and not has_started:
+        if self._first and self._still_owns_lock() and not has_started:
             checkpoints = self.path / "checkpoints"
             if checkpoints.is_dir() and not any(checkpoints.iterdir()):
                 checkpoints.rmdir()
@@ -337,7 +339,7 @@ class RunDir:
         self.release()
 
 
-def differences(
+def config_differences(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     may_change: tuple[str, ...] = (),
@@ -371,7 +373,7 @@ def normalized(key: str, value: Any) -> Any:
     return value
 
 
-def is_held(run_dir: Path) -> bool:
+def is_in_use(run_dir: Path) -> bool:
     """Return whether a process is training in a run directory."""
     try:
         check_regular(run_dir / ".lock")

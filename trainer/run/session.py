@@ -1,6 +1,4 @@
-"""The objects that a run consists of: those that all its phases share, and those of one
-phase.
-"""
+"""The objects of a run: those that all its phases share, and those of one phase."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,12 +30,12 @@ class Session:
       checkpointer: of the run's checkpoints.
       tracker: gets every row, event, text and picture.
       display: shows progress and messages on the terminal.
-      agree: returns the largest number that any process gives. All processes must call
-        it equally often.
+      max_over_processes: returns the largest of the processes' numbers. All processes
+        must call it equally often.
       timeouts: of the `Guard`.
       own_process: whether the process may be ended for the run; see `Guard`.
-      stop_requested: returns the number of a signal that another process got for this
-        run; 0: none.
+      remote_signal: returns the number of a signal that another process received for
+        this run; 0: none.
     """
 
     run_dir: Path
@@ -45,10 +43,10 @@ class Session:
     checkpointer: Checkpointer
     tracker: Tracker
     display: Display
-    agree: Callable[[int], int]
+    max_over_processes: Callable[[int], int]
     timeouts: Timeouts
     own_process: bool
-    stop_requested: Callable[[], int]
+    remote_signal: Callable[[], int]
 
 
 class StepPlan(NamedTuple):
@@ -59,7 +57,8 @@ class StepPlan(NamedTuple):
       until: steps taken when the phase ends.
       learning_rates: of every step of the run, FP32 [steps].
       seed: of the run.
-      log_every: steps between two rows that hold the figures of a step alone.
+      log_every: steps between two logged rows; a row with metrics of callbacks is
+        always logged.
       profile: the first and the last step to trace, counted from 1; None: no trace.
     """
 
@@ -79,7 +78,8 @@ class TrainData(NamedTuple):
     """The batches of a phase.
 
     Attributes:
-      batches: yields (steps taken before, host batch) from so many steps on.
+      batches: `batches(n)` yields `(n, batch)`, `(n + 1, batch)`, ...: the number of
+        steps taken before, and the host batch.
       place: `place(batch)` returns a host batch as sharded global arrays.
     """
 

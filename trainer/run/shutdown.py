@@ -245,10 +245,9 @@ def _write_error(text: str) -> None:
 
 
 def leave_within(seconds: float, error: BaseException) -> None:
-    """End the process in so many seconds after `error` if it is still running; 0:
-    never.
+    """End the process if it still runs `seconds` after `error`; 0: never.
 
-    It may wait for processes that are gone.
+    The main thread may wait in a collective for processes that are gone.
     """
     if not seconds:
         return

@@ -29,7 +29,7 @@ from trainer.run.compatibility import (
 from trainer.run.converting import convert_state
 from trainer.run.metadata import saved_config, saved_policy
 from trainer.run.phases import Phases, saved_task
-from trainer.run.rundir import is_held
+from trainer.run.rundir import is_in_use
 from trainer.step.state import TrainState, first_nonfinite_array
 from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
@@ -107,7 +107,7 @@ def check_weights(init_from: Path) -> None:
             " Face directory, or a .safetensors file"
         )
     if (init_from / "checkpoints").is_dir():
-        if is_held(init_from):
+        if is_in_use(init_from):
             raise UserError(
                 f"init_from={init_from} is still training, so its newest checkpoint"
                 " changes; wait until it ends, or take an export of it: scalify-trainer"
@@ -191,7 +191,7 @@ def starting_point(
         checkpoint = restore_other(resume, phases)
         where = f"checkpoint {checkpoint.step} of resume={resume.source}"
         advice = "choose an earlier one: resume.step=STEP"
-    check_finite(checkpoint, where, advice)
+    check_state_finite(checkpoint, where, advice)
     return checkpoint
 
 
@@ -223,7 +223,7 @@ def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) 
         )
 
 
-def check_finite(checkpoint: Restored, where: str, advice: str) -> None:
+def check_state_finite(checkpoint: Restored, where: str, advice: str) -> None:
     """Refuse a state with weights or moments that are not finite.
 
     `where` and `advice` say in the message where it is, and what to do instead.

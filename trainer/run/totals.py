@@ -1,5 +1,7 @@
-"""Totals of a run, which its checkpoints keep: batch size, replicas and the shares of a
-mixture may change where a run is resumed or forked.
+"""Totals of a run, such as its tokens.
+
+Checkpoints store them, because batch size, replicas and the shares of a mixture may
+change when a run is resumed or forked.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +11,7 @@ from trainer.config.fields import from_tree
 from trainer.run.metadata import Totals
 
 
-def added_up(
+def continued_totals(
     meta: Mapping[str, Any], step: int, present: Callable[[int], Totals]
 ) -> Callable[[int], Totals]:
     """Return the totals by step of a run that continues a checkpoint.
@@ -17,13 +19,13 @@ def added_up(
     Args:
       meta: of the checkpoint; empty: there is none.
       step: of the checkpoint.
-      present: the totals of so many steps with the present settings.
+      present: `present(n)` returns the totals of n steps with the present settings.
     """
     if not meta:
         return present
     begin, saved = present(step), from_tree(Totals, meta["totals"], "totals")
     samples = saved.samples
-    if len(samples) != len(begin.samples):  # not of these sources
+    if len(samples) != len(begin.samples):  # the saved run had other sources
         samples = (0,) * len(begin.samples)
 
     def totals(step: int) -> Totals:

@@ -17,8 +17,8 @@ from typing import Any
 
 from trainer.run.metadata import WatchdogState
 
-# Nats. A loss that hardly varies must not spike by moving a little.
-LEAST_SPREAD = 0.01
+# Nats. Without it, a small change of a nearly constant loss would be a spike.
+MIN_STANDARD_DEVIATION = 0.01
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,14 @@ class Bounds:
 
     Attributes:
       max_skips: non-finite steps in a row that cause a rollback.
-      spike_zscore: a loss is a spike from so many standard deviations above the mean of
-        `spike_window` losses; 0: no loss is.
-      spike_window: number of losses, without spikes; before there are so many, no loss
-        is a spike.
+      spike_zscore: a loss is a spike if it is more than this number of standard
+        deviations above the mean of the last `spike_window` good losses; 0: never.
+      spike_window: number of good losses in that mean; until the window is full, no
+        loss is a spike.
       spike_steps: spikes in a row that cause a rollback.
       max_rollbacks: of the whole run; the next one stops it.
-      calibration: steps in a row that are skipped while a loss scale is found.
+      calibration: number of steps in a row that may be skipped at the end of a run,
+        while a loss scale is found.
     """
 
     max_skips: int
@@ -45,8 +46,9 @@ class Bounds:
 
 
 class Watchdog(WatchdogState):
-    """Judges the metrics of every step, in order. It depends on them alone, so that
-    resumed runs agree.
+    """The judge of the metrics of every step, in order.
+
+    Its decisions depend on the metrics alone, so a resumed run makes the same ones.
 
     Args:
       bounds: its thresholds.
@@ -123,18 +125,19 @@ class Watchdog(WatchdogState):
         if len(self._losses) < self.bounds.spike_window:
             return 0.0
         mean = math.fsum(self._losses) / len(self._losses)
-        spread = math.sqrt(
+        deviation = math.sqrt(
             math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses)
         )
-        return (loss - mean) / max(spread, LEAST_SPREAD)
+        return (loss - mean) / max(deviation, MIN_STANDARD_DEVIATION)
 
     def inspect(self, step: int, nonfinite: str | None) -> None:
-        """Take the name of the first array of the state that is not finite; None: all
-        are finite.
+        """Judge the state after a step.
+
+        `nonfinite`: the name of its first array that is not finite; None: all are.
         """
         if nonfinite is not None:
             self.verdict = f"{nonfinite} is not finite after step {step}"
-            # More than a spike, which `recover` may forgive.
+            # Not a spike, which `recover` may forgive.
             self.spikes = 0
 
     def end(self, step: int, val_loss: float | None) -> None:
@@ -154,8 +157,9 @@ class Watchdog(WatchdogState):
 
     @property
     def is_spiking(self) -> bool:
-        """Return whether the last losses were spikes, so that the state should not be
-        saved. Skipped steps left it as it was.
+        """Return whether the last losses were spikes, so the state should not be saved.
+
+        Skipped steps are no reason, because they leave the state unchanged.
         """
         return self.spikes > 0
 
@@ -165,25 +169,23 @@ class Watchdog(WatchdogState):
         return self.rollbacks < self.bounds.max_rollbacks
 
     def rolled_back(self, step: int) -> None:
-        """Note that after this step the state is that of a checkpoint from before."""
+        """Record that the state was rolled back after this step."""
         self.rollbacks += 1
         self.rolled_back_at = step
         self.verdict, self.suspect_since = None, None
         self.in_a_row = self.spikes = 0
 
     def forgive(self) -> None:
-        """Forget earlier losses: those from now on are the normal ones."""
+        """Forget earlier losses, so that spikes are measured by those from now on."""
         self._losses.clear()
         self.verdict, self.suspect_since = None, None
         self.spikes = 0
 
     def row(self) -> dict[str, int]:
-        """Return the figures for the dashboard."""
+        """Return the metrics of the watchdog for the row of a step."""
         return {"watchdog/skipped": self.skipped, "watchdog/rollbacks": self.rollbacks}
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for a checkpoint, from which a resumed run goes on
-        counting.
-        """
+        """Return JSON values for a checkpoint, with which a resumed run continues."""
         self.losses = tuple(self._losses)
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -50,7 +50,7 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import check_no_replicas, check_same_model
 from trainer.run.initial_weights import fit_context
 from trainer.run.metadata import saved_policy, saved_trainable
-from trainer.run.rundir import differences
+from trainer.run.rundir import config_differences
 from trainer.run.start import has_same_form, saved_diloco
 from trainer.run.vocabulary import vocabulary_of
 from trainer.step.state_tree import as_saved
@@ -374,7 +374,7 @@ def test_metadata_of_a_checkpoint_with_a_valid_digest(tmp_path, name, count):
             Digest.from_checkpoint((meta.get("log") or {}).get("samples"))
             check_same_model("it", fit_context("it", meta["model"], spec), spec)
             as_saved({"params": {}}, checkpointer.described())
-        differences(meta["config"], {})
+        config_differences(meta["config"], {})
         vocabulary_of(run_dir)
         restore_run(run_dir)
 

@@ -69,8 +69,10 @@ def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
     }
     count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array))
     assert sum(x.nbytes for x in jax.tree.leaves(state.kahan_compensation)) == 2 * count
-    assert not workload(preset).model.policy.keeps_lost
-    assert not policy("bf16", weights_rounding="kahan").keeps_lost  # weights in FP32
+    assert not workload(preset).model.policy.keeps_kahan_compensation
+    assert not policy(
+        "bf16", weights_rounding="kahan"
+    ).keeps_kahan_compensation  # weights in FP32
     assert first_state(workload(preset), seed=0).kahan_compensation == ()
     assert (
         gap(exact_weights(state), first_state(workload("fp32"), seed=0).params)

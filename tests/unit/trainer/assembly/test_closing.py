@@ -34,7 +34,7 @@ def moved_while_open(held, tracker, error):
 def test_a_moved_directory_explains_another_error_and_stays_as_it_is(tmp_path, error):
     path, tracker = tmp_path / "run", JsonlTracker()
     with RunDir(path) as held:
-        held.adopt({})
+        held.write_config({})
         tracker.start(TrackerStart(path, 0, False, {}, None, None))
         with pytest.raises(RunDirLost, match="was moved"):
             moved_while_open(held, tracker, error)

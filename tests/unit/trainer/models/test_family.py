@@ -17,10 +17,10 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.registry import SPECS, family_of
 from trainer.run.compatibility import architecture, check_same_model
 from trainer.run.initial_weights import (
+    context_difference,
     describe_init,
     fit_context,
     initial_weights,
-    other_context,
 )
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
@@ -154,7 +154,7 @@ def test_a_longer_context_is_refused_where_positions_are_learned(tmp_path):
         fit_context("init_from=A", architecture(FAMILIES["gpt2"]), longer["gpt2"])
     saved = fit_context("init_from=A", architecture(FAMILIES["llama"]), longer["llama"])
     check_same_model("init_from=A", saved, longer["llama"])
-    assert "beyond its 8 are new to it" in other_context(8, longer["llama"])
+    assert "beyond its 8 are new to it" in context_difference(8, longer["llama"])
 
 
 def test_integers_are_no_weights(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from trainer.observe import metrics
 from trainer.observe.metrics import GIB, Throughput, memory, mfu
-from trainer.run.loop import log
+from trainer.run.loop import log_row
 
 
 class Clock:
@@ -69,7 +69,7 @@ def test_a_logged_row_is_the_mean_of_the_steps_since_the_one_before(clock):
     for step, (seconds, waited) in enumerate([(0.7, 0.1), (0.2, 0.05), (0.6, 0)], 1):
         t.waited(waited)
         clock.now += seconds
-        log(run, step, t.row())
+        log_row(run, step, t.row())
     assert rows == [
         pytest.approx(
             {

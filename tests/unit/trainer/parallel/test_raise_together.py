@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from trainer.errors import UserError
 from trainer.parallel.processes import check_same
-from trainer.run.initial_weights import check_finite
+from trainer.run.initial_weights import check_weights_finite
 from trainer.run.inputs import check_same_inputs
 from trainer.run.rundir import RunDir
 
@@ -74,7 +74,9 @@ def test_other_data_weights_and_checkpoints_are_named(refusal, tmp_path):
 def test_weights_that_differ_in_one_number_are_other_weights(refusal):
     mine, theirs = {"w": np.zeros(3, np.float32)}, {"w": np.zeros(3, np.float32)}
     theirs["w"][2] = 1
-    actual = refusal(lambda params: check_finite("init_from=w", params), mine, theirs)
+    actual = refusal(
+        lambda params: check_weights_finite("init_from=w", params), mine, theirs
+    )
     assert actual.startswith("init_from=w: process 1 reads another content")
 
 

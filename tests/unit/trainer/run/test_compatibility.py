@@ -6,7 +6,7 @@ from trainer.data import Manifest
 from trainer.data.corpus import TextSource
 from trainer.data.mixture import MixedManifest
 from trainer.data.preparation import prepare
-from trainer.run.compatibility import other_data
+from trainer.run.compatibility import data_difference
 
 
 def test_other_tokens_under_the_same_fingerprint_are_other_data(tmp_path):
@@ -23,7 +23,9 @@ def test_other_tokens_under_the_same_fingerprint_are_other_data(tmp_path):
         (MixedManifest.merge({"a": manifest}), MixedManifest.merge({"a": changed})),
     ):
         meta = {"data": before.fingerprint, "data_content": before.content}
-        assert other_data(meta, before) is None
-        assert "trained on other tokens than" in (other_data(meta, after) or "")
-        assert other_data({"data": before.fingerprint}, after) is None
-        assert "trained on data x, this is" in (other_data({"data": "x"}, after) or "")
+        assert data_difference(meta, before) is None
+        assert "trained on other tokens than" in (data_difference(meta, after) or "")
+        assert data_difference({"data": before.fingerprint}, after) is None
+        assert "trained on data x, this is" in (
+            data_difference({"data": "x"}, after) or ""
+        )

@@ -10,7 +10,7 @@ from trainer.assembly.startup_log import describe_other_settings
 from trainer.errors import UserError
 from trainer.run import libraries
 from trainer.run.checkpoint import Restored
-from trainer.run.libraries import remove_torn, use_compilation_cache
+from trainer.run.libraries import remove_corrupt_entries, use_compilation_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -31,7 +31,7 @@ def settings():
 
 @pytest.mark.parametrize("name", ["jax_enable_x64", "jax_disable_jit"])
 def test_settings_of_jax_that_change_a_run_are_refused(name):
-    libraries.refuse_other_numbers()
+    libraries.check_jax_settings()
     before = getattr(jax.config, name)
     try:
         jax.config.update(name, True)
@@ -90,16 +90,18 @@ def test_entries_that_a_kill_left_half_written_are_removed_and_whole_ones_read_o
     for name, data in entries.items():
         (tmp_path / f"{name}-cache").write_bytes(data)
     (tmp_path / "torn").write_bytes(b"")  # is no entry
-    remove_torn(tmp_path)
+    remove_corrupt_entries(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {
         "whole-cache",
         "zstd-cache",
         "torn",
         "whole.json",
     }
-    monkeypatch.setattr(libraries, "is_torn", lambda entry: pytest.fail("read again"))
-    remove_torn(tmp_path)
+    monkeypatch.setattr(
+        libraries, "is_corrupt", lambda entry: pytest.fail("read again")
+    )
+    remove_corrupt_entries(tmp_path)
     (tmp_path / "whole-cache").write_bytes(whole[:-1])
     monkeypatch.undo()
-    remove_torn(tmp_path)
+    remove_corrupt_entries(tmp_path)
     assert not (tmp_path / "whole-cache").exists()

@@ -16,7 +16,7 @@ from trainer.run.rundir import (
     RunDir,
     RunDirLost,
     environment,
-    is_held,
+    is_in_use,
     write_environment,
 )
 from trainer.text import redact
@@ -37,7 +37,7 @@ def run_dir(tmp_path):
 
 
 def test_a_job_of_a_sweep_does_not_go_on_with_a_run_of_other_steps(run_dir):
-    run_dir.adopt(CONFIG)
+    run_dir.write_config(CONFIG)
     longer = CONFIG | {"train": {"steps": 12, "batch_tokens": 64}}
     run_dir.check(longer)
     run_dir.check(CONFIG, fixed=["train.steps", "tracker"])
@@ -100,14 +100,14 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
-    run_dir.adopt(CONFIG)
+    run_dir.write_config(CONFIG)
     other = CONFIG | {
         "seed": 2,
         "train": {"steps": 10, "batch_tokens": 128},
         "new": {"key": True},
     }
     with pytest.raises(UserError) as error:
-        run_dir.adopt(other)
+        run_dir.write_config(other)
     message = str(error.value)
     assert (
         "belongs to another configuration: seed=2 (was 1); train.batch_tokens=128 (was"
@@ -155,16 +155,16 @@ SUMS = {"reduce": "fp32", "deterministic_reduce": False}
 )
 def test_what_changes_no_number_may_change(run_dir, group, first, may, may_not, said):
     config = CONFIG if group == "model" else CONFIG | {group: first}
-    run_dir.adopt(config)
+    run_dir.write_config(config)
     with pytest.raises(UserError, match=said):
-        run_dir.adopt(config | {group: first | may_not})
-    run_dir.adopt(config | {group: first | may})
+        run_dir.write_config(config | {group: first | may_not})
+    run_dir.write_config(config | {group: first | may})
 
 
 def test_what_only_says_how_long_and_where_may_change(run_dir):
-    run_dir.adopt(CONFIG)
+    run_dir.write_config(CONFIG)
     longer = {"train": CONFIG["train"] | {"steps": 20}, "tracker": {"tags": ("c",)}}
-    run_dir.adopt(CONFIG | {"run_dir": "y"} | longer)
+    run_dir.write_config(CONFIG | {"run_dir": "y"} | longer)
     written = yaml.safe_load((run_dir.path / "config.yaml").read_text())
     assert written["train"]["steps"] == 20
 
@@ -174,8 +174,8 @@ def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
         data = {"paths": paths, "tokenizer": tokenizer}
         return CONFIG | {"init_from": weights, "data": data}
 
-    run_dir.adopt(given("gpt2", "a.txt", "books/"))
-    run_dir.adopt(given("gpt2/", "a.txt", "books"))
+    run_dir.write_config(given("gpt2", "a.txt", "books/"))
+    run_dir.write_config(given("gpt2/", "a.txt", "books"))
     for other, says in (
         (given("/", "b.txt"), r"init_from=/ \(was gpt2/\); data\.paths=\['b\.txt'\]"),
         (
@@ -188,10 +188,10 @@ def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
 
 
 def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
-    run_dir.adopt(CONFIG)
+    run_dir.write_config(CONFIG)
     (run_dir.path / "config.yaml").write_text("{]")
     with pytest.raises(UserError, match=r"config.yaml is damaged"):
-        run_dir.adopt(CONFIG)
+        run_dir.write_config(CONFIG)
     with Checkpointer(run_dir.path / "checkpoints") as checkpointer:
         checkpointer.save(
             3, {"x": jnp.ones(2)}, {"config": json.loads(json.dumps(CONFIG))}
@@ -200,7 +200,7 @@ def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
         (run_dir.path / "config.yaml").write_text(damage)
         with pytest.raises(UserError, match=r"seed=2 \(was 1\)"):
             run_dir.check(CONFIG | {"seed": 2})
-        run_dir.adopt(CONFIG)
+        run_dir.write_config(CONFIG)
         assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["seed"] == 1
 
 
@@ -283,18 +283,18 @@ def test_a_users_own_directory_stays_and_so_does_what_is_in_it(tmp_path):
 
 
 def test_a_directory_with_a_run_stays_and_is_held_while_a_process_trains(tmp_path):
-    assert not is_held(tmp_path / "none")
+    assert not is_in_use(tmp_path / "none")
     with RunDir(tmp_path / "run") as held:
-        assert is_held(held.path)
-        held.adopt(CONFIG)
+        assert is_in_use(held.path)
+        held.write_config(CONFIG)
     assert (held.path / "config.yaml").exists()
-    assert not is_held(tmp_path / "run")
+    assert not is_in_use(tmp_path / "run")
     RunDir(tmp_path / "run").release()
 
 
 def test_a_trainer_whose_lock_was_removed_stops_before_its_next_checkpoint(tmp_path):
     with RunDir(tmp_path / "run") as first:
-        first.adopt(CONFIG)
+        first.write_config(CONFIG)
         first.protect()
         (first.path / ".lock").unlink()
         with pytest.raises(UserError, match=r"\.lock was removed or replaced"):
@@ -308,7 +308,7 @@ def test_a_trainer_whose_lock_was_removed_stops_before_its_next_checkpoint(tmp_p
 def test_a_run_directory_that_is_moved_is_said_to_be(tmp_path):
     path = tmp_path / "run"
     with RunDir(path) as held:
-        held.adopt(CONFIG)
+        held.write_config(CONFIG)
         path.rename(tmp_path / "moved")
         (path / "checkpoints").mkdir(parents=True)  # as a save in progress makes it
         with pytest.raises(RunDirLost, match="was moved, removed"):
@@ -318,7 +318,7 @@ def test_a_run_directory_that_is_moved_is_said_to_be(tmp_path):
 
 def test_a_folder_that_a_link_replaces_is_named_before_the_next_checkpoint(tmp_path):
     with RunDir(tmp_path / "run") as held:
-        held.adopt(CONFIG)
+        held.write_config(CONFIG)
         (held.path / "checkpoints").symlink_to(tmp_path)
         with pytest.raises(UserError, match="checkpoints is a symbolic link"):
             held.protect()
@@ -339,7 +339,7 @@ def test_a_lock_that_is_removed_while_it_is_taken_does_not_count(tmp_path, monke
 
 def test_a_removed_configuration_is_written_again_before_the_next_checkpoint(tmp_path):
     with RunDir(tmp_path / "run") as held:
-        held.adopt(CONFIG)
+        held.write_config(CONFIG)
         whole = (held.path / "config.yaml").read_text()
         (held.path / "config.yaml").unlink()
         held.protect()

@@ -28,8 +28,8 @@ from trainer.run.checkpoint import Restored
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.run.initial_weights import (
     describe_init,
-    other_tokenizer_beside,
-    other_tokenizer_of_run,
+    hf_tokenizer_mismatch,
+    run_tokenizer_mismatch,
 )
 from trainer.run.rundir import RunDir
 from trainer.run.start import check_fork, check_start
@@ -81,8 +81,8 @@ def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(tmp_path):
         "tokenizer_fingerprint": first.fingerprint,
         "model": {"vocab_size": first.vocab_size},
     }
-    assert other_tokenizer_of_run(tmp_path, meta, first) == []
-    what, advice = other_tokenizer_of_run(tmp_path, meta, second)
+    assert run_tokenizer_mismatch(tmp_path, meta, first) == []
+    what, advice = run_tokenizer_mismatch(tmp_path, meta, second)
     assert (
         what == f"was trained with tokenizer {first.name} of 259 ids (the data's is"
         f" {second.name}, 259 ids)"
@@ -103,10 +103,10 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
     spec = GPT2Spec(vocab_size=first.vocab_size)
     save_hf(tmp_path, first, 1024)
     for source in (tmp_path, tmp_path / "model.safetensors"):
-        assert other_tokenizer_beside(source, spec, first) == []
+        assert hf_tokenizer_mismatch(source, spec, first) == []
         assert (
             "id 257 is 'the' there, 'an' here"
-            in other_tokenizer_beside(source, spec, second)[0]
+            in hf_tokenizer_mismatch(source, spec, second)[0]
         )
         line = describe_init(source, first, spec, PARAMS)
         assert line.startswith(
@@ -135,9 +135,9 @@ def test_a_tokenizer_of_the_same_vocabulary_that_splits_otherwise_is_refused(
     for key, value in change.items():
         tree[key] = tree[key] | value if key == "model" else value
     file.write_text(json.dumps(tree))
-    assert text in other_tokenizer_beside(tmp_path, spec, ours)[0]
+    assert text in hf_tokenizer_mismatch(tmp_path, spec, ours)[0]
     file.write_text(json.dumps(tree | {"decoder": {"type": "Unknown"}}))
-    assert other_tokenizer_beside(tmp_path, spec, ours) == []
+    assert hf_tokenizer_mismatch(tmp_path, spec, ours) == []
     line = describe_init(tmp_path, ours, spec, PARAMS)
     assert "but their tokenizer cannot be read" in line
 
@@ -149,7 +149,7 @@ def test_a_tokenizer_of_the_same_vocabulary_that_splits_otherwise_is_refused(
 def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp_path):
     tokenizer = SimpleNamespace(name="x", vocab_size=ids)
     assert (
-        other_tokenizer_beside(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []
+        hf_tokenizer_mismatch(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []
     ) == ok
     line = describe_init(tmp_path, tokenizer, GPT2Spec(vocab_size=rows), PARAMS)
     assert "2 tensors; there is no tokenizer beside them, so nobody checked" in line
