@@ -89,11 +89,13 @@ def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
     A model may end its turns of a chat with another token than a document, which only
     its original directory names.
     """
-    from trainer.data.settings_beside import CONFIGS
+    from trainer.data.settings_beside import MODEL_CONFIGS
 
     if origin is None:
         return {"bos_token_id": eot, "eos_token_id": eot}
-    given = [given_ids(origin, name) for name in CONFIGS if (origin / name).is_file()]
+    given = [
+        given_ids(origin, name) for name in MODEL_CONFIGS if (origin / name).is_file()
+    ]
     ends = [eot]
     for ids in given:
         theirs = ids.get("eos_token_id")

@@ -2,6 +2,10 @@
 
 Read in this order: corpus (sources), tokenizer, encode and preparation (from text to
 shards), shards (the prepared directory), loader.
+
+Readers: files, jsonl, parquet, compressed, hub_data, standard_library. Tokenizer files:
+bpe_files, json_tokenizer, hf_tokenizer, settings_beside. Checks of tokenizers that
+others wrote: line_cuts, word_patterns, tokenizer_bounds.
 """
 
 from trainer.data.corpus import (

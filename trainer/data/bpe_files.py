@@ -28,20 +28,20 @@ from trainer.data.settings_beside import (
     read_json,
 )
 from trainer.data.tokenizer_bounds import check_pattern
-from trainer.data.word_patterns import for_hugging_face, split_otherwise
+from trainer.data.word_patterns import for_hugging_face, splitting_difference
 from trainer.errors import UserError
 
 # Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
 PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 
-# of models whose words are split otherwise than GPT-2's
-TOKENIZERS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+# transformers' tokenizer class by model type, where words are not split as GPT-2's
+CLASS_OF_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Classes of transformers, by their beginnings, that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 # tiktoken's functions that download the ranks of an encoding
 LOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
-# keys by which a character has other tokens inside of a word than at its end
+# With these keys a character has another token inside a word than at its end.
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 TokenIds = dict[bytes, int]
@@ -91,12 +91,15 @@ def settings(path: Path, ranks: TokenIds) -> dict[str, Any]:
 
 
 def known_settings(name: str, ranks: TokenIds) -> dict[str, Any]:
-    """Return tiktoken's own settings of encoding `name`; empty for an unknown one."""
+    """Return pattern and special tokens of tiktoken's encoding `name`, without a
+    download; {} for an unknown one.
+    """
     tiktoken.list_encoding_names()  # fills the registry
     constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
     if constructor is None or not LOADERS & set(constructor.__code__.co_names):
         return {}
-    # The same function, with these ranks in place of a download.
+    # tiktoken writes them only inside functions that download the ranks, too. Call a
+    # copy of the function, whose globals replace the download by `ranks`.
     names = constructor.__globals__ | {
         loader: lambda *_, **__: ranks for loader in LOADERS
     }
@@ -112,9 +115,9 @@ def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
     """
     directory = path.parent
     kind = read_beside(directory, SETTINGS).get("tokenizer_class")
-    if kind is None:  # as transformers, by the model
+    if kind is None:  # Like transformers, infer the class from the model type.
         model_type = read_beside(directory, "config.json").get("model_type")
-        kind = TOKENIZERS.get(str(model_type))
+        kind = CLASS_OF_MODEL_TYPE.get(str(model_type))
     if isinstance(kind, str) and not kind.startswith(WITH_GPT2_PATTERN):
         raise UserError(
             f"{directory} has no tokenizer.json, and a {kind[:100]} may split words"
@@ -135,7 +138,7 @@ def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
     if vocabulary.keys() <= set(ordinary):
         vocabulary[ENDOFTEXT] = max(vocabulary.values()) + 1
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
-    # Where transformers finds such a word in a text is not known of a pair.
+    # A pair does not say where in a text transformers finds an added word.
     check_added_later(directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)})
     words = BYTE_LEVEL | {"use_regex": True}
     return bpe_tree(vocabulary, merges, special, words, ignore_merges=False)
@@ -196,24 +199,25 @@ def pair_of(merge: Any) -> Pair | None:
     return (tokens[0], tokens[1]) if len(tokens) == len(spellings) == 2 else None
 
 
-def merges_alike(
+def tiktoken_merges_alike(
     ids: TokenIds, merges: Sequence[Pair], *, ignore_merges: bool = False
 ) -> bool:
-    """Return whether tiktoken encodes as these merges do.
+    """Return whether tiktoken, which gets no merges, encodes as these merges do.
 
-    It takes ids for priorities, and merges whatever makes a token.
+    It merges the adjacent pair whose joint token has the lowest id.
 
     Args:
       ids: of bytes and tokens.
       merges: in the order of their priorities.
-      ignore_merges: whether a word that is a token is not merged up, so that a token
-          needs no merge.
+      ignore_merges: whether a word that is a token gets its id without merges. Then a
+          token may have no merge.
     """
     merged_ids = [ids.get(left + right, -1) for left, right in merges]
     if not all(bytes([byte]) in ids for byte in range(256)):
         return False
     if ignore_merges:
-        # A token may have more merges, of which its other parts are never left.
+        # The list may have several merges for a token. Only the one in `merges_of` is
+        # ever applied.
         return merged_ids == sorted(merged_ids) and set(merges_of(ids)) <= set(merges)
     return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
 
@@ -221,8 +225,9 @@ def merges_alike(
 def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     """Return the merges of a byte-pair encoding, in order.
 
-    The merge of a token is the two parts that lower ranks leave of it. A token that is
-    left in more parts is only matched as a whole word, which needs no merge.
+    The merge of a token joins the two parts that merges of lower ranks make of its
+    bytes. A token of which they make more parts is only matched as a whole word, which
+    needs no merge.
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -235,8 +240,8 @@ def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
             lowest = min(pair_ranks)
             if lowest >= rank:
                 break
-            at = pair_ranks.index(lowest)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            i = pair_ranks.index(lowest)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
     return merges
@@ -245,14 +250,16 @@ def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
 def byte_level(
     tree: dict[str, Any], end: str
 ) -> tuple[TokenIds, dict[str, Any]] | None:
-    """Return ids and settings of a tokenizer.json that tiktoken encodes alike, or None.
+    """Return ids and settings for tiktoken; None: it would encode differently.
 
-    Documents end with `end`.
+    tiktoken reads byte-pair encodings like GPT-2's: without normalizer, with ids in the
+    order of the merges, one pattern for words, and documents that end with GPT-2's
+    end-of-text token. It finds no added words, which are matched before all others. It
+    also reads ids that are the bytes themselves, where NUL ends a document.
 
-    It is byte-pair encoding as GPT-2's, without normalizer, with ids in the order of
-    its merges, one pattern for words, and documents that end with GPT-2's end-of-text
-    token. It has no added words, because those are matched before all others. Or its
-    ids are the bytes themselves, and NUL ends a document.
+    Args:
+      tree: the content of a tokenizer.json.
+      end: the token that ends a document.
     """
     model, special = tree["model"], special_in(tree)
     if not is_bpe(model) or any(map(model.get, AFFIXES)) or tree.get("normalizer"):
@@ -266,23 +273,23 @@ def byte_level(
             return None
         ids[token] = i
     is_bytes = special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}
-    words = any(
+    has_added_words = any(
         not token.get("special") and token["content"] != ENDOFTEXT
         for token in tree["added_tokens"]
     )
     pairs = [pair_of(merge) for merge in model["merges"]]
     merges = [pair for pair in pairs if pair is not None]
-    ignore = bool(model.get("ignore_merges"))
+    ignore_merges = bool(model.get("ignore_merges"))
     is_like_gpt2 = (
-        not words
+        not has_added_words
         and end == ENDOFTEXT
         and len(merges) == len(pairs)
-        and merges_alike(ids, merges, ignore_merges=ignore)
+        and tiktoken_merges_alike(ids, merges, ignore_merges=ignore_merges)
     )
     if not is_bytes and not is_like_gpt2:
         return None
     pattern = pattern_of(tree)  # last, because it may take a second
-    if pattern is None or not (pattern or is_bytes):
+    if pattern is None or (pattern == "" and not is_bytes):
         return None
     return ids, {"pat_str": pattern, "special_tokens": special}
 
@@ -325,8 +332,8 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
         # tiktoken's spelling of the same pattern, for an equal fingerprint
         if known := known_patterns().get(regex):
             return known
-    is_alike = split_otherwise(regex, regex, matches=bool(matches)) is None
-    return regex if is_alike else None
+    difference = splitting_difference(regex, regex, matches=bool(matches))
+    return regex if difference is None else None
 
 
 @functools.cache

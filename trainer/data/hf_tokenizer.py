@@ -24,11 +24,11 @@ from trainer.data.json_tokenizer import (
 )
 from trainer.data.settings_beside import SETTINGS, added_later, read_json
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
-from trainer.data.word_patterns import for_hugging_face, split_otherwise
+from trainer.data.word_patterns import for_hugging_face, splitting_difference
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
-# Texts that tokenizers of one vocabulary may split otherwise: by letter case, digits,
+# Texts that tokenizers of one vocabulary may split differently: by letter case, digits,
 # spaces, signs, composed characters and other scripts.
 PROBES = (
     *("Hello", "HELLO", "DON'T", "don't", " a", "a  b", "  a", "a ", "\tb", "\n\n\na"),
@@ -36,15 +36,15 @@ PROBES = (
     *("\u00e9", "e\u0301", "\ufb01", "\uff21", "\u201ca\u201d", "\u65e5\u672c\u8a9e"),
     *("\ud55c\uad6d", "\u041f\u0440", "\u0645\u0631", "\U0001f642"),
 )
-PROBED_TOKENS = 500  # about as many are encoded as texts of their own
+PROBED_TOKENS = 500  # of all ranks; each is encoded as a text
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
     """Write the files from which transformers reads the tokenizer.
 
-    Two differences remain. In Hugging Face's library a text that spells the end-of-text
-    token becomes that token. And a tokenizer that puts a token before each text, as
-    Llama's do, does so there.
+    Encoding there differs from ours in two ways. In Hugging Face's library a text that
+    spells the end-of-text token becomes that token. And a tokenizer that puts a token
+    before each text, as Llama's do, does so there.
 
     Args:
       directory: an existing directory.
@@ -55,7 +55,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
       the paths of the files.
 
     Raises:
-      UserError: the library reads the tokenizer's word pattern otherwise.
+      UserError: the library reads the tokenizer's word pattern differently.
     """
     end = next(
         token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot
@@ -83,16 +83,17 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
 
 
 def check_hf_pattern(tokenizer: Tokenizer) -> None:
-    """Raise UserError for a word pattern that Hugging Face's library reads otherwise.
+    """Raise UserError if Hugging Face's library reads the word pattern differently.
 
-    It comes with a .tiktoken file. Those of a tokenizer.json were compared when read.
+    Only the pattern of a .tiktoken file is compared. That of a tokenizer.json was
+    compared when it was read.
     """
     if isinstance(tokenizer, JSONTokenizer):
         return
     pattern = tokenizer.pattern
     if pattern is None or pattern in known_patterns().values():
         return
-    difference = split_otherwise(pattern, for_hugging_face(pattern))
+    difference = splitting_difference(pattern, for_hugging_face(pattern))
     if difference is not None:
         raise UserError(
             f"tokenizer {tokenizer.name}: Hugging Face's `tokenizers` reads its word"
@@ -118,7 +119,7 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
         merges,
         tokenizer.special_tokens,
         {"type": "Sequence", "pretokenizers": [*words, BYTE_LEVEL]},
-        # as tiktoken: a word that is a token is not merged up
+        # Like tiktoken, give a word that is a token its id without merges.
         ignore_merges=True,
     )
 
@@ -147,9 +148,7 @@ def ids_beside(directory: Path) -> TokenIds | None:
 
 
 def tokenizer_beside(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer in a Hugging Face directory; None: none that is read
-    here.
-    """
+    """Return the tokenizer in a Hugging Face directory; None: it cannot be read."""
     try:
         # The relative path of a directory may be the name of an encoding, as `gpt2`.
         return get_tokenizer(str(directory.absolute()))

@@ -33,7 +33,7 @@ from trainer.files import well_formed, write_atomically
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # how SentencePiece writes a space
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class NoToken(UserError):
@@ -61,12 +61,12 @@ class JSONTokenizer:
         self._tokenizer = tokenizer
         added = special_in(tree)
         self.eot = added[end]
-        self.special_tokens = {
-            token["content"]: added[token["content"]]
-            for token in tree["added_tokens"]
-            if token["content"] == end
-            or (token.get("special") and not is_piece(tree, token["content"]))
-        }
+        self.special_tokens: dict[str, int] = {}
+        for token in tree["added_tokens"]:
+            text = token["content"]
+            is_special = token.get("special") and not stands_for_other_text(tree, text)
+            if text == end or is_special:
+                self.special_tokens[text] = added[text]
         special = set(self.special_tokens.values())
         ids = ids_of(tree) or {}
         self.tokens = {token: i for token, i in ids.items() if i not in special}
@@ -77,7 +77,8 @@ class JSONTokenizer:
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
         self._has_unknown = has_unknown(tree["model"])
-        # Byte-pair encoding leaves out what has no token; other models raise an error.
+        # Byte-pair encoding drops characters without a token; other models raise an
+        # error.
         self._lost_bytes: set[int] = set()
         if is_bpe(tree["model"]) and not self._has_unknown:
             self._lost_bytes = {
@@ -90,7 +91,7 @@ class JSONTokenizer:
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):
-            # Otherwise a text that spells it would end there.
+            # Otherwise a document would end where a text spells this token.
             tokenizer.add_special_tokens([end])
         make_ordinary(tokenizer, tree, self.special_tokens)
         self.line_safe = is_line_safe(tree, tokenizer)
@@ -116,7 +117,7 @@ class JSONTokenizer:
         )
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         ids = np.array(encoding.ids, np.uint32)
-        # A space of the tokenizer's own may begin at the end of the text.
+        # A space that the tokenizer adds may begin at the end of the text.
         inside = starts >= len(preceding)
         if following:
             inside &= starts < len(preceding) + len(text)
@@ -206,7 +207,7 @@ def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def has_unknown(model: dict[str, Any]) -> bool:
-    """Return whether a model has a token for what it does not know."""
+    """Return whether a model has a token for unknown characters or words."""
     return model.get("unk_id") is not None or model.get("unk_token") in model["vocab"]
 
 
@@ -215,15 +216,15 @@ def make_ordinary(
 ) -> None:
     """Let a tokenizer encode text that spells a special token as ordinary text.
 
-    With `encode_special_tokens` the library looks for none in a text. But a model with
-    the tokens in its vocabulary may still find them, and Unigram prefers them. It is
-    replaced by a copy without them.
+    With `encode_special_tokens` the library does not look for special tokens in a text.
+    But a model that has them in its vocabulary may still find them, and Unigram prefers
+    them. The model is replaced by a copy without them.
 
     Args:
       tokenizer: is changed; it still decodes special tokens.
       tree: its content.
-      special: ids of the special tokens. The unknown one is kept, which a model gives
-        by name or, Unigram, by id.
+      special: ids of the special tokens. The unknown token is kept, which the model
+        names, or whose id it gives (Unigram).
     """
     tokenizer.encode_special_tokens = True
     model = tree["model"]
@@ -262,15 +263,16 @@ def check_added(
 ) -> None:
     """Raise UserError for an added token to which the library gives another id.
 
-    It does so where another token has the id, or where the ids have a gap. And for one
-    that only the files beside have, or settings there that change the file's.
+    The library does so where another token has the id, or where ids have a gap. Added
+    tokens that only the files beside have raise it too, and so do settings there that
+    change the tokenizer.json.
     """
     for token, i in special_in(tree).items():
-        given = tokenizer.token_to_id(token)
-        if given != i:
+        library_id = tokenizer.token_to_id(token)
+        if library_id != i:
             raise UserError(
                 f"{path}: {token!r} of added_tokens has the id {i}, but Hugging Face's"
-                f" `tokenizers` gives it {given}; write {given} there"
+                f" `tokenizers` gives it {library_id}; write {library_id} there"
             )
     check_added_later(path.parent, path.name, tokenizer.get_vocab())
     words = {token["content"]: token for token in tree.get("added_tokens") or ()}
@@ -308,19 +310,19 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
     """Return the ids of a tokenizer.json by the bytes of its tokens.
 
     None: it has no vocabulary. Bytes may be spelled as GPT-2 or SentencePiece spell
-    them. SentencePiece's `<0x41>` is that byte, unless another token is; then it stands
-    for its own spelling.
+    them. SentencePiece's `<0x41>` is the byte 0x41, unless another token is that byte;
+    then it stands for its own spelling.
     """
     model = tree.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of Unigram, with a probability each
+    if isinstance(vocabulary, list):  # Unigram has a list of [token, log probability].
         vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
     if not isinstance(vocabulary, dict):
         return None
     added = {
         token.encode(): i
         for token, i in special_in(tree).items()
-        if token not in vocabulary or not is_piece(tree, token)
+        if token not in vocabulary or not stands_for_other_text(tree, token)
     }
     added_ids = set(added.values())
     tokens = {token: i for token, i in vocabulary.items() if i not in added_ids}
@@ -328,22 +330,22 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
         return spelled_ids(tokens) | added
     ids: TokenIds = {}
     for token, i in tokens.items():
-        if not BYTE.fullmatch(token):
+        if not BYTE_FALLBACK_TOKEN.fullmatch(token):
             ids[token.replace(SPACE, " ").encode()] = i
     for token, i in tokens.items():
-        if match := BYTE.fullmatch(token):
+        if match := BYTE_FALLBACK_TOKEN.fullmatch(token):
             raw = bytes([int(match[1], 16)])
             ids[token.encode() if raw in ids else raw] = i
     return ids | added
 
 
-def is_piece(tree: dict[str, Any], token: str) -> bool:
+def stands_for_other_text(tree: dict[str, Any], token: str) -> bool:
     """Return whether an added token stands for another text than its own spelling.
 
-    Bytes and runs of spaces may be marked as special. The model needs them as before,
-    and text that spells `<0x0A>` is not what it stands for.
+    Bytes and runs of spaces may be marked as special, but the model encodes text with
+    them. `<0x0A>` stands for a line feed, not for the text `<0x0A>`.
     """
-    if BYTE.fullmatch(token):
+    if BYTE_FALLBACK_TOKEN.fullmatch(token):
         return bool(tree["model"].get("byte_fallback"))
     if is_byte_level(tree):
         return unspell(token) not in (None, token.encode())

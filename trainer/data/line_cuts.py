@@ -1,4 +1,4 @@
-"""Cuts of a long text at starts of lines, where its ids are those of the whole text.
+"""Cut a long text at starts of lines so that its pieces have the ids of the whole text.
 
 A cut is proven for the parts of tokenizers that are listed here. With any other part,
 such as words of a fixed number of characters, a text has to be encoded whole.
@@ -14,8 +14,8 @@ import tokenizers
 from trainer.data.bpe_files import is_bpe, known_settings, special_in
 from trainer.data.word_patterns import for_hugging_face
 
-# No token of a line-safe pattern crosses the boundary between a line that ends in a
-# printable ASCII character and one that starts with a letter: none holds a newline
+# Between a line that ends in a printable ASCII character and one that starts with a
+# letter, no token of a line-safe pattern crosses the boundary. No token holds a newline
 # followed by a letter, and a newline alone is matched alike before a letter and at the
 # end of the text.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
@@ -30,13 +30,13 @@ HUB_PATTERNS = tuple(
     for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
 
-# Parts of a tokenizer.json that see the characters beside a place, or a run of spaces
+# Normalizers that look at neighboring characters only, or at a run of spaces
 NORMALIZERS = {
     *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"),
     *("BertNormalizer", "Precompiled", "Prepend", "Strip", "Replace"),
 }
 SPLIT_AT_LINES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
-OTHER_WORDS = {"Metaspace", "Punctuation", "Digits", "ByteLevel", "Split"}
+LOCAL_PRE_TOKENIZERS = {"Metaspace", "Punctuation", "Digits", "ByteLevel", "Split"}
 CROSSING = re.compile("[\n\u010a][^\n\u010a]")  # a newline, also GPT-2's, in a token
 SPACES = " {2,}"  # the regular expression of transformers' converters
 
@@ -60,9 +60,9 @@ def line_safe_patterns() -> frozenset[str]:
 
 
 def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
-    """Return whether a tokenizer.json gives pieces of a text the ids of the whole.
+    """Return whether pieces that begin at LINE_STARTs have the ids of the whole text.
 
-    The pieces begin at LINE_STARTs, and are encoded with some text around them.
+    The pieces are encoded with some text around them.
     """
     normalizers = list(parts_of(tree.get("normalizer")))
     words = list(parts_of(tree.get("pre_tokenizer")))
@@ -70,12 +70,13 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
         return False
     if not all(is_local(part, NORMALIZERS) for part in normalizers):
         return False
-    if not all(is_local(part, SPLIT_AT_LINES | OTHER_WORDS) for part in words):
+    if not all(is_local(part, SPLIT_AT_LINES | LOCAL_PRE_TOKENIZERS) for part in words):
         return False
     normalizer = tokenizer.normalizer
     text = "a\nb" if normalizer is None else normalizer.normalize_str("a\nb")
     line_end = re.search("a([\n \u2581])b", text)
-    if line_end is None:  # it is left out, so that two lines may be one word
+    # The normalizer drops line ends, so a word may span two lines.
+    if line_end is None:
         return False
     if any(map(splits_at_lines, words)):
         return True
@@ -83,7 +84,8 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
         return any(
             part["type"] == "Metaspace" and part.get("split", True) for part in words
         )
-    # Words may have any length, but no merge crosses a newline that only ends tokens.
+    # A word may span lines. But if no token has a newline before its end, no merge
+    # crosses a line's end.
     return is_bpe(tree["model"]) and not any(
         map(CROSSING.search, tree["model"]["vocab"])
     )
@@ -97,12 +99,14 @@ def parts_of(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if inner is None:
         yield part
         return
-    for each in inner:
-        yield from parts_of(each)
+    for inner_part in inner:
+        yield from parts_of(inner_part)
 
 
 def is_local(part: dict[str, Any], types: set[str]) -> bool:
-    """Return whether a part is of these types, and sees only what is near a place."""
+    """Return whether a part is of these types, and looks at neighboring characters
+    only.
+    """
     pattern = part.get("pattern", {})
     if regex := pattern.get("Regex"):
         is_known = (
@@ -114,11 +118,11 @@ def is_local(part: dict[str, Any], types: set[str]) -> bool:
 
 
 def splits_at_lines(part: dict[str, Any]) -> bool:
-    """Return whether a pre-tokenizer has a boundary of words at each LINE_START."""
+    """Return whether a pre-tokenizer ends a word at each LINE_START."""
     if part["type"] == "Split":
         known = {for_hugging_face(pattern) for pattern in line_safe_patterns()}
         kind = (part["behavior"], bool(part["invert"]))
-        whole = kind in (("Isolated", False), ("Removed", True))
-        return whole and part["pattern"].get("Regex") in known
+        keeps_words = kind in (("Isolated", False), ("Removed", True))
+        return keeps_words and part["pattern"].get("Regex") in known
     by_regex = part["type"] == "ByteLevel" and part.get("use_regex", True)
     return by_regex or part["type"] in SPLIT_AT_LINES

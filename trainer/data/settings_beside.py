@@ -12,14 +12,13 @@ from tiktoken_ext.openai_public import ENDOFTEXT
 from trainer.errors import UserError
 from trainer.files import read_file, read_object
 
-MOST_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
+MAX_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-# of a model, the one of its generation first
-CONFIGS = ("generation_config.json", "config.json")
-# Keys of tokenizer_config.json by which transformers changes a tokenizer.json, and what
-# they change.
+MODEL_CONFIGS = ("generation_config.json", "config.json")  # the first has priority
+# tokenizer_config.json key: the part and field of tokenizer.json that transformers
+# overwrites
 OVERRIDES = {
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
@@ -29,8 +28,8 @@ OVERRIDES = {
 # Classes of transformers that take a tokenizer.json as it is.
 AS_IT_IS = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
-NUL = "\0"  # the end where ids are bytes
-# end tokens, where no file names one
+NUL = "\0"  # ends a document where ids are bytes
+# common end tokens, for files that name none
 ENDS = (ENDOFTEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", NUL)
 
 SAVE_AGAIN = (
@@ -40,17 +39,18 @@ SAVE_AGAIN = (
 
 
 def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
-    """Return the token that ends a document, or None. All readers ask this function.
+    """Return the token that ends a document, or None; for all readers of tokenizers.
 
-    It is the `eos_token` of tokenizer_config.json. One in special_tokens_map.json goes
-    before it if the former is of the kind that does not list its added tokens, as in
-    transformers. Else it is the `eos_token_id` of the model's configuration, then the
-    first of `ENDS`.
+    It is the first of these that exists, as in transformers:
+    - `eos_token` of tokenizer_config.json, then of special_tokens_map.json; in the
+      other order if tokenizer_config.json has no `added_tokens_decoder`;
+    - `eos_token_id` of generation_config.json, then of config.json;
+    - the first of `ENDS` that is a special token.
 
     Args:
       directory: of the tokenizer.
-      special: ids of its special tokens. One that is named need not be among them; of
-          ids, and of `ENDS`, only these count.
+      special: ids of its special tokens. An `eos_token` need not be among them, an
+          `eos_token_id` must be.
     """
     settings, legacy = read_beside(directory, SETTINGS), read_beside(directory, SPECIAL)
     trees = [settings, legacy]
@@ -63,7 +63,7 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
         if isinstance(end, str):
             return end
     tokens = {i: token for token, i in special.items()}
-    for name in CONFIGS:
+    for name in MODEL_CONFIGS:
         ids = read_beside(directory, name).get("eos_token_id")
         for i in ids if isinstance(ids, list) else [ids]:
             if type(i) is int and i in tokens:
@@ -99,9 +99,9 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> Non
 
 
 def check_words(directory: Path, file: str, words: Mapping[str, Any]) -> None:
-    """Refuse a vocabulary whose added words transformers finds in other texts.
+    """Refuse a vocabulary whose added words transformers finds elsewhere in a text.
 
-    Special tokens are left out: no text is encoded to them here.
+    Special tokens are not checked: no text is encoded to them here.
 
     Args:
       directory: of the tokenizer.
@@ -149,14 +149,15 @@ def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None
     """
     settings = read_beside(directory, SETTINGS)
     for key, (part, name) in OVERRIDES.items():
-        given, value = settings.get(key), (tree.get(part) or {}).get(name)
-        if isinstance(given, bool) and isinstance(value, bool) and given != value:
+        setting, value = settings.get(key), (tree.get(part) or {}).get(name)
+        if isinstance(setting, bool) and isinstance(value, bool) and setting != value:
             raise UserError(
-                f"{directory}: {SETTINGS} has {key}={given}, and {file} {name}={value}"
-                f" in its {part}; make them equal, or {SAVE_AGAIN}"
+                f"{directory}: {SETTINGS} has {key}={setting}, and {file}"
+                f" {name}={value} in its {part}; make them equal, or {SAVE_AGAIN}"
             )
-    is_taken = settings.get("tokenizer_class") in AS_IT_IS
-    if settings.get("add_prefix_space") is False and not is_taken and prepends(tree):
+    is_unchanged = settings.get("tokenizer_class") in AS_IT_IS
+    has_no_prefix = settings.get("add_prefix_space") is False
+    if has_no_prefix and not is_unchanged and prepends(tree):
         raise UserError(
             f"{directory}: {SETTINGS} has add_prefix_space=False, but {file} puts a"
             f" space before a text; {SAVE_AGAIN}"
@@ -187,13 +188,13 @@ def read_beside(directory: Path, name: str) -> dict[str, Any]:
 def read(path: Path) -> bytes:
     """Return the bytes of a file, or raise UserError."""
     with missing_files(path):
-        return read_file(path, MOST_BYTES)
+        return read_file(path, MAX_BYTES)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise UserError."""
     with missing_files(path):
-        return read_object(path, MOST_BYTES)
+        return read_object(path, MAX_BYTES)
 
 
 @contextmanager

@@ -43,13 +43,13 @@ from trainer.files import path_of, well_formed, write_atomically
 Ids = npt.NDArray[np.unsignedinteger]
 
 
-NOWHERE = "\U0010fffd"  # a character that nobody uses
+UNUSED_CHARACTER = "\U0010fffd"
 COPY_AGAIN = "download or copy it again"
-UNKNOWN = "\ufffd"  # stands for what is no character
+REPLACEMENT = "\ufffd"  # Unicode's replacement character
 # Ids may have gaps, where a model's table is padded. But a file of a few bytes with the
 # id 10^9 would need an embedding table of that size.
 MAX_ID = 1 << 20  # any tokenizer may use ids up to this
-MAX_IDS_PER_TOKEN = 64  # larger ids: at most this many for each token
+MAX_IDS_PER_TOKEN = 64  # or, if larger, up to this many times the number of tokens
 
 
 class Tokenizer(Protocol):
@@ -65,7 +65,8 @@ class Tokenizer(Protocol):
       tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its
           merges.
       special_tokens: ids of tokens that no text is encoded to, `eot` among them.
-      line_safe: whether the pieces of a text that begin at LINE_STARTs have its ids.
+      line_safe: whether a text that is cut at LINE_STARTs gets the same ids as in one
+          piece.
     """
 
     name: str
@@ -83,9 +84,9 @@ class Tokenizer(Protocol):
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """Return `encode` as an array [n]; other threads run meanwhile.
 
-        Of a piece of a longer text, these are the ids that begin in it, if the
-        tokenizer is line-safe. `preceding` and `following` are the text around it, as
-        far as that can change its ids.
+        For a piece of a longer text, it returns the ids that begin in the piece, if the
+        tokenizer is line-safe. `preceding` and `following` are the text around the
+        piece, as far as that can change its ids.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -104,8 +105,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as ids.
 
-    End-of-text is 0. A NUL in a text, whose byte that is, is read as U+FFFD, as HTML
-    and Markdown do, so that it ends no document.
+    End-of-text is 0, the byte of NUL. A NUL in a text is encoded as U+FFFD, as in HTML
+    and Markdown, so that it ends no document.
     """
 
     name = "byte"
@@ -125,7 +126,7 @@ class ByteTokenizer:
 
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
-        return np.frombuffer(text.replace("\0", UNKNOWN).encode(), np.uint8)
+        return np.frombuffer(text.replace("\0", REPLACEMENT).encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -174,14 +175,14 @@ class BPETokenizer:
 
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
-        # With nothing disallowed all of it is encoded as ordinary text.
+        # If no special token is disallowed, all text is encoded as ordinary text.
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
             return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         # Some vocabularies have gaps, which an untrained model samples.
-        parts = (self._bytes.get(int(i), UNKNOWN.encode()) for i in ids)
+        parts = (self._bytes.get(int(i), REPLACEMENT.encode()) for i in ids)
         return b"".join(parts).decode(errors="replace")
 
     @functools.cached_property
@@ -244,11 +245,15 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name in tiktoken.list_encoding_names():
         return BPETokenizer(name, download(name))
     with well_formed(f"tokenizer {name}", COPY_AGAIN):
-        return usable(from_files(name))
+        return check_tokenizer(from_files(name))
 
 
-def usable(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer after a trial; UserError for ids that no model could have."""
+def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer after a trial.
+
+    Raises:
+      UserError: ids that no model could have, or an end that a text is encoded to.
+    """
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
     most = max(MAX_ID, MAX_IDS_PER_TOKEN * len(ids))
     # a bool is an int, but not an id
@@ -260,8 +265,8 @@ def usable(tokenizer: Tokenizer) -> Tokenizer:
         )
     end = tokenizer.eot
     name = next(name for name, i in tokenizer.special_tokens.items() if i == end)
-    with contextlib.suppress(NoToken):  # a tokenizer of other texts
-        ids = tokenizer.encode(f"A text, of 2 lines, and {name}.\n{NOWHERE}")
+    with contextlib.suppress(NoToken):  # It may lack these characters.
+        ids = tokenizer.encode(f"A text, of 2 lines, and {name}.\n{UNUSED_CHARACTER}")
         tokenizer.decode(ids)
         if end in ids:
             raise UserError(
@@ -273,14 +278,14 @@ def usable(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def changed_characters(tokenizer: Tokenizer) -> str:
-    """Return the characters of ASCII that a text loses by its ids.
+    """Return the ASCII characters that encoding and decoding changes or drops.
 
-    A tokenizer may lower letters, drop line ends or the spaces around a text, or know a
-    character as unknown.
+    A tokenizer may lower letters, drop line ends or the spaces around a text, or have
+    no token for a character.
     """
     changed = []
     for char in string.printable:
-        with contextlib.suppress(NoToken):  # refused where a text has it
+        with contextlib.suppress(NoToken):  # A text with it is refused.
             ids = tokenizer.encode(f"{char}a{char}a{char}")
             if tokenizer.decode(ids).count(char) < 3:
                 changed.append(char)
@@ -291,8 +296,8 @@ def from_files(name: str) -> Tokenizer:
     """Read a tokenizer from files; see `get_tokenizer`."""
     path, names = path_of(name), tiktoken.list_encoding_names()
     if path.is_dir():
-        # A run's .tiktoken file has its settings in a file named like HF_FILE. And only
-        # HF_FILE has words that were added to a pair's vocabulary.
+        # First the .tiktoken file: a run has its settings in a file named like HF_FILE.
+        # Pairs last: only HF_FILE has words that were added to a pair's vocabulary.
         files = ["tokenizer.tiktoken", HF_FILE, *(merges for merges, _ in PAIRS)]
         for file in files:
             if (path / file).is_file():
@@ -359,8 +364,8 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
         if file.name == HF_FILE:
             tree = read_tree(file)
             end = end_of_document(file, tree)
-            return usable(JSONTokenizer(name, tree, parse(file, tree), end))
-        return usable(BPETokenizer(name, read_tiktoken(file)))
+            return check_tokenizer(JSONTokenizer(name, tree, parse(file, tree), end))
+        return check_tokenizer(BPETokenizer(name, read_tiktoken(file)))
 
 
 def vocabulary_file(directory: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Bounds on what a tokenizer's file makes of a text: how much longer, and how slowly.
+"""Bounds on the length and the time of encoding by a tokenizer that others wrote.
 
-Its normalizers replace parts of a text by others, and its word patterns are searched by
-backtracking. Both are written by somebody else.
+Its normalizers may make a text longer, and its word patterns are searched by
+backtracking.
 """
 
 import base64
@@ -14,27 +14,27 @@ from typing import Any
 from trainer.errors import UserError
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-# Texts of these keys take the place of a character, of a word, or of nothing.
+# The texts of these keys replace a character or a word, or are inserted.
 INSERTED = (
     "content", "prepend", "prefix", "replacement",
     "continuing_subword_prefix", "end_of_word_suffix",
 )  # fmt: skip
 CHARSMAP = "precompiled_charsmap"
-MOST_GROWTH = 64  # characters for one; Llama 2 has 1, and Unicode's own forms up to 18
-MOST_PATTERN = 4000  # characters; the longest of the hub has some 600
-MOST_REPEATS = 1000  # of a part with a fixed number of them
-MOST_VARIABLE, MOST_UNBOUNDED = 8, 3  # quantifiers of an alternative; GPT-4o's has 4, 2
+MAX_GROWTH = 64  # characters for one; Llama 2 has 1, and Unicode's own forms up to 18
+MAX_PATTERN_CHARS = 4000  # characters; the longest of the hub has some 600
+MAX_REPEATS = 1000  # of an atom, nested quantifiers multiplied
+MAX_VARIABLE, MAX_UNBOUNDED = 8, 3  # quantifiers of an alternative; GPT-4o's has 4, 2
 
-# Some of the patterns that take a character at least, as ` {2,}` of transformers' does.
+# Simple patterns that match at least one character, such as transformers' ` {2,}`.
 TAKES_TEXT = re.compile(
     r"(\\A)?(\\s|[^\\^$.|?*+()\[\]{}])(\+|\{[1-9]\d*(,\d*)?\})?", re.DOTALL
 )
-# EXAONE's word. It repeats a group of several lengths, but the next character decides:
-# a letter begins the outer group, and a space the inner one.
-DECIDED = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+# It repeats a group of variable length, but the next character decides which group
+# goes on: a letter begins the outer group, and a space the inner one.
+EXAONE_WORD = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
 
-# A part of a pattern: an escape, a group's beginning, a quantifier, or a character.
-PART = re.compile(
+# An escape, a group's beginning, a quantifier, or a character.
+REGEX_TOKEN = re.compile(
     r"""(?P<refers>\\[1-9kg]|\(\?[~(&R0-9])
     |(?P<escape>\\[pPx]\{[^}]*\}|\\.)
     |(?P<group>\(\?(?:[:=!>]|<[=!]|P?<\w+>|[a-zA-Z-]*[:)])|\()
@@ -45,7 +45,7 @@ PART = re.compile(
 
 
 def check_tree(path: Path, tree: dict[str, Any]) -> None:
-    """Refuse a tokenizer.json that multiplies a text or searches it for ever.
+    """Refuse a tokenizer.json that may make texts much longer, or search for ever.
 
     Args:
       path: of the file.
@@ -60,12 +60,12 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
         for pair in texts_in(part)
     ]
     lengths = [len(text) for key, text in pairs if key in INSERTED]
-    lengths += [longest_in(text) for key, text in pairs if key == CHARSMAP]
+    lengths += [longest_form(text) for key, text in pairs if key == CHARSMAP]
     growth = prod(max(1, length) for length in lengths)
-    if growth > MOST_GROWTH:
+    if growth > MAX_GROWTH:
         raise UserError(
             f"{path} replaces a character by up to {growth:,} others, at most"
-            f" {MOST_GROWTH} are expected; download it from its author, or choose"
+            f" {MAX_GROWTH} are expected; download it from its author, or choose"
             " another tokenizer"
         )
     for key, text in pairs:
@@ -73,10 +73,10 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
             check_pattern(path, text)
 
 
-def longest_in(charsmap: str) -> int:
+def longest_form(charsmap: str) -> int:
     """Return the characters of the longest text in SentencePiece's table of forms.
 
-    The table, in base64, is the size of a trie, the trie, and texts that end with NUL.
+    The table, in base64, has the size of a trie, the trie, and texts that end with NUL.
     """
     data = base64.b64decode(charsmap)
     trie = int.from_bytes(data[:4], "little")
@@ -90,19 +90,19 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
         return [pair for inner in part for pair in texts_in(inner)]
     if not isinstance(part, dict):
         return []
-    is_added = part.get("type") == "Replace" and may_match_nothing(part["pattern"])
+    may_insert = part.get("type") == "Replace" and may_match_empty(part["pattern"])
     pairs = []
     for key, value in part.items():
         if isinstance(value, str):
-            # Where a pattern matches nothing, the content is added to a character.
-            is_longer = is_added and key == "content"
-            pairs.append((key, f" {value}" if is_longer else value))
+            # Where a pattern matches nothing, the content comes on top of a character.
+            is_inserted = may_insert and key == "content"
+            pairs.append((key, f" {value}" if is_inserted else value))
         elif key not in ("vocab", "merges"):
             pairs += texts_in(value)
     return pairs
 
 
-def may_match_nothing(pattern: dict[str, str]) -> bool:
+def may_match_empty(pattern: dict[str, str]) -> bool:
     """Return whether a pattern of Replace may match between characters."""
     regex = pattern.get("Regex")
     if regex is None:
@@ -111,90 +111,92 @@ def may_match_nothing(pattern: dict[str, str]) -> bool:
 
 
 @dataclass
-class Group:
-    """A group of a pattern, as far as it was read.
+class PatternGroup:
+    """An open group of a pattern, or an atom.
 
     Attributes:
-      varies: whether it may match one text in several ways.
-      repeats: of its parts with a fixed number of them, multiplied.
+      has_variable_length: whether it may match one text in several ways.
+      repeats: the largest repeat count inside; counts of nested quantifiers are
+          multiplied.
     """
 
-    varies: bool = False
+    has_variable_length: bool = False
     repeats: int = 1
 
 
 def check_pattern(path: Path, pattern: str) -> None:
     """Refuse a word pattern whose search may take exponential time.
 
-    That is one that repeats a group of which it does not know the length, as in
-    `(a+)+`, has many quantifiers one after another, or refers to a group. A pattern
-    that is accepted may still take time of a power of a text's length.
+    Such a pattern repeats a group of variable length, as in `(a+)+`, has many
+    quantifiers one after another, or refers to a group. A search by an accepted pattern
+    may still take a time that grows with a power of the text's length.
 
     Args:
       path: the file that it is in.
       pattern: a regular expression of Oniguruma or of fancy-regex.
     """
 
-    def refuse(why: str) -> UserError:
+    def refusal(why: str) -> UserError:
         return UserError(
             f"{path}: the word pattern {pattern[:80]!r} {why}, and may search for ever;"
             " download it from its author, or choose another tokenizer"
         )
 
-    if len(pattern) > MOST_PATTERN:
-        raise refuse(f"has more than {MOST_PATTERN:,} characters")
-    pattern = pattern.replace(DECIDED, r"\p{L}+")
-    outer = [Group()]
-    last: Group | None = None  # what a quantifier would repeat; None: nothing
-    variable = unbounded = brackets = 0
-    for part in PART.finditer(pattern):
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise refusal(f"has more than {MAX_PATTERN_CHARS:,} characters")
+    pattern = pattern.replace(EXAONE_WORD, r"\p{L}+")
+    open_groups = [PatternGroup()]
+    atom: PatternGroup | None = None  # what a quantifier would repeat; None: nothing
+    variable_quantifiers = unbounded_quantifiers = brackets = 0
+    for part in REGEX_TOKEN.finditer(pattern):
         text = part[0]
         if brackets or text == "[":
-            # A set of characters; in Oniguruma it may hold other ones.
+            # A set of characters. In Oniguruma it may hold further sets.
             brackets += (text == "[") - (text == "]")
-            last = Group()
+            atom = PatternGroup()
         elif part["refers"]:
-            raise refuse("refers to one of its groups")
+            raise refusal("refers to one of its groups")
         elif part["group"]:
             if "x" in text.partition("<")[0]:
-                # Then a quantifier may stand apart from what it repeats.
-                raise refuse("has the flag x")
+                # With this flag, spaces may stand between an atom and its quantifier.
+                raise refusal("has the flag x")
             if text.endswith(")"):  # flags without a group, such as (?i)
                 continue
-            outer.append(Group())
-            if len(outer) > 20:
-                raise refuse("has more than 20 nested groups")
-        elif text == ")" and len(outer) > 1:
-            last = outer.pop()
-            outer[-1].varies |= last.varies
-            outer[-1].repeats = max(outer[-1].repeats, last.repeats)
+            open_groups.append(PatternGroup())
+            if len(open_groups) > 20:
+                raise refusal("has more than 20 nested groups")
+        elif text == ")" and len(open_groups) > 1:
+            atom = open_groups.pop()
+            open_groups[-1].has_variable_length |= atom.has_variable_length
+            open_groups[-1].repeats = max(open_groups[-1].repeats, atom.repeats)
         elif text == "|":
-            if len(outer) == 1:
-                variable = unbounded = 0
+            if len(open_groups) == 1:
+                variable_quantifiers = unbounded_quantifiers = 0
             else:
-                outer[-1].varies = True
-            last = None
-        elif part["repeat"] and last is not None:
+                open_groups[-1].has_variable_length = True
+            atom = None
+        elif part["repeat"] and atom is not None:
             least, most = bounds_of(part)
             repeats = most is None or most > 1
             # To Oniguruma, `{1,3}+` is the repetition of a repetition.
-            is_twice = part["kind"] == "+" and part["least"] is not None
-            is_last = pattern[part.end() :][:1] in ("", "|")
-            if (repeats and last.varies) or (is_twice and not is_last):
-                raise refuse("repeats a group of several lengths")
+            is_double = part["kind"] == "+" and part["least"] is not None
+            is_at_end = pattern[part.end() :][:1] in ("", "|")
+            if (repeats and atom.has_variable_length) or (is_double and not is_at_end):
+                raise refusal("repeats a group of several lengths")
             if least != most:
-                variable, unbounded = variable + 1, unbounded + (most is None)
-                outer[-1].varies = True
-            last.repeats *= max(1, least, most or 0)
-            outer[-1].repeats = max(outer[-1].repeats, last.repeats)
+                variable_quantifiers += 1
+                unbounded_quantifiers += most is None
+                open_groups[-1].has_variable_length = True
+            atom.repeats *= max(1, least, most or 0)
+            open_groups[-1].repeats = max(open_groups[-1].repeats, atom.repeats)
             # One more quantifier would repeat this repetition.
-            last = Group(least != most, last.repeats)
+            atom = PatternGroup(least != most, atom.repeats)
         else:
-            last = Group()
-        if variable > MOST_VARIABLE or unbounded > MOST_UNBOUNDED:
-            raise refuse("has too many quantifiers one after another")
-        if outer[-1].repeats > MOST_REPEATS:
-            raise refuse(f"repeats a part more than {MOST_REPEATS:,} times")
+            atom = PatternGroup()
+        if variable_quantifiers > MAX_VARIABLE or unbounded_quantifiers > MAX_UNBOUNDED:
+            raise refusal("has too many quantifiers one after another")
+        if open_groups[-1].repeats > MAX_REPEATS:
+            raise refusal(f"repeats a part more than {MAX_REPEATS:,} times")
 
 
 def bounds_of(part: re.Match[str]) -> tuple[int, int | None]:

@@ -1,8 +1,10 @@
 """Word patterns in two regex engines: tiktoken's, and that of Hugging Face's library.
 
-Oniguruma's classes of POSIX hold the letters of all scripts, and Rust's hold ASCII's.
-Its `^` and `$` are the ends of a line, and not of the text. They also differ in the
-characters of `\\w`, in `{1,3}+`, and in letters that are equal but for their case.
+In Oniguruma, the engine of that library, POSIX classes hold the letters of all scripts,
+and `^` and `$` match the ends of a line. In Rust's engine, which tiktoken uses, POSIX
+classes hold ASCII letters, and `^` and `$` match the ends of the text. They also differ
+in the characters of `\\w`, in `{1,3}+`, and in letters that are equal but for their
+case.
 """
 
 import functools
@@ -17,22 +19,22 @@ from tokenizers import models, pre_tokenizers
 
 from trainer.data.byte_spelling import spell
 
-# Texts that patterns split by spaces, lines, digits, signs, and letter case.
-TEXTS = (
+# Texts on which word patterns differ: spaces, line ends, digits, signs, letter case.
+PROBE_TEXTS = (
     *("Hello, I'M it's don't we'LL '\u017f", "  two   spaces\t\ttabs \n\n\n", "a"),
     *("def f(x):\n    return x\n\n\n  end", "line one\nline two", "x\r\n\r\n y\r", " "),
     *("1234567 3.14 a1b2 1,000,000 _x_", "camelCase XMLFile //... != -5%", "\n\na\n"),
 )
-OFTEN_ALIKE = "\u3400"  # from here on most characters are ideographs
-# Letters that equal a single one but for their case: to Oniguruma `(?i:ss)` has a match
-# in "straße", and to Rust's engine it has none.
+FIRST_IDEOGRAPH = "\u3400"  # from here on most characters are ideographs
+# Pairs of letters that equal a single one without regard to case: in "straße",
+# `(?i:ss)` has a match in Oniguruma, and none in Rust's engine.
 LIGATURES = re.compile("(?i)ss|st|f[fil]")
-BATCH = 16  # A search may take the square of a text's length.
+CHARACTERS_PER_TEXT = 16  # A search may take the square of a text's length.
 
-# A token of two bytes at each end of a character beyond ASCII that is beside one of
-# ASCII, and of two letters or digits near it. In `character_texts` they do not overlap:
-# each is made if, and only if, no word ends between the two bytes.
-ENDS_OF_CHARACTERS = [
+# Merges of a probe tokenizer: of an ASCII byte with the first or the last byte of a
+# character beyond ASCII, and of two letters or digits. In `character_texts` they do not
+# overlap, so a merge is applied exactly where no word ends inside it.
+PROBE_MERGES = [
     *(b"ab", b"12"),
     *(bytes(pair) for pair in itertools.product(range(0x80), range(0xC2, 0xF5))),
     *(bytes(pair) for pair in itertools.product(range(0x80, 0xC0), range(0x80))),
@@ -49,44 +51,46 @@ def for_hugging_face(pattern: str) -> str:
 
 
 @functools.cache
-def split_otherwise(pattern: str, theirs: str, *, matches: bool = False) -> str | None:
-    """Describe a text that a pattern splits otherwise in Hugging Face's library.
-
-    tiktoken leaves out what its pattern does not match.
+def splitting_difference(
+    pattern: str, hf_pattern: str, *, matches: bool = False
+) -> str | None:
+    """Return a text that a pattern splits differently in Hugging Face's library.
 
     Args:
-      pattern: tiktoken's.
-      theirs: that of Hugging Face's library, which may spell it otherwise.
-      matches: whether that library leaves out what is not matched, too.
+      pattern: tiktoken's. tiktoken drops the text that it does not match.
+      hf_pattern: the same pattern in that library's spelling.
+      matches: whether that library drops the text that is not matched, too.
 
     Returns:
-      the text, an engine's error, or why there is one. None: none was found among
-      short texts and the characters of Unicode.
+      the text, an engine's error, or a reason why there is such a text. None: short
+      texts and the characters of Unicode are split alike.
     """
     if bound := re.search(r"\\[bB]", pattern):
-        # The engines differ in what is part of a word, and texts have few such places.
+        # The engines differ in the characters of a word. The probe texts have few ends
+        # of words.
         return f"{bound[0]} beside a superscript digit"
     if "(?i" in pattern and (pair := LIGATURES.search(pattern)):
         return f"{pair[0]} without regard to case"
     try:
         words = pre_tokenizers.Split(
-            tokenizers.Regex(theirs), "removed" if matches else "isolated", matches
+            tokenizers.Regex(hf_pattern), "removed" if matches else "isolated", matches
         )
-        text = short_text_split_otherwise(pattern, words)
-        return text or character_split_otherwise(pattern, words)
+        text = short_text_difference(pattern, words)
+        return text or character_difference(pattern, words)
     except Exception as error:  # tokenizers raises this class only
         return str(error).splitlines()[0]
 
 
-def short_text_split_otherwise(
+def short_text_difference(
     pattern: str, words: pre_tokenizers.PreTokenizer
 ) -> str | None:
-    """Return one of `TEXTS`, or of the pattern's own words, or None.
+    """Return a text of `PROBE_TEXTS` or a word of the pattern that is split
+    differently, or None.
 
-    Each part of the texts is a token, so that the words of both are known.
+    In tiktoken each substring of the texts is a token, so that each word is one token.
     """
     ascii_ = [f" {chr(i)}a{chr(i)}1{chr(i)}." for i in range(0x80)]
-    texts = [*TEXTS, *map("".join, itertools.batched(ascii_, 8))]
+    texts = [*PROBE_TEXTS, *map("".join, itertools.batched(ascii_, 8))]
     for word in set(re.findall(r"[^\W\d_]+", pattern)):
         texts += [word[:64], word[:64].upper()]
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -110,13 +114,13 @@ def characters() -> list[str]:
     return [*named, "\u0378", "\ue000"]
 
 
-def character_split_otherwise(
+def character_difference(
     pattern: str, words: pre_tokenizers.PreTokenizer
 ) -> str | None:
-    """Return a text with a character that is of other words, or None."""
+    """Return a text with a character that is split differently, or None."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    merges = [(spell(pair[:1]), spell(pair[1:])) for pair in ENDS_OF_CHARACTERS]
-    for pair in ENDS_OF_CHARACTERS:
+    merges = [(spell(pair[:1]), spell(pair[1:])) for pair in PROBE_MERGES]
+    for pair in PROBE_MERGES:
         ranks[pair] = len(ranks)
     ours = encoding(pattern, ranks)
     theirs = tokenizers.Tokenizer(
@@ -139,13 +143,13 @@ def character_texts() -> tuple[list[str], list[str]]:
     """Return texts with most characters beside several others, and with the rest."""
     beside_others, alone = [], []
     for i, char in enumerate(characters()):
-        if char < OFTEN_ALIKE or i % 64 == 0:
+        if char < FIRST_IDEOGRAPH or i % 64 == 0:
             beside_others.append(f" {char}cab. abc{char} 123{char}312.\n")
         else:
             alone.append(f" {char}")
     return (
-        [*map("".join, itertools.batched(beside_others, BATCH))],
-        [*map("".join, itertools.batched(alone, BATCH * 8))],
+        [*map("".join, itertools.batched(beside_others, CHARACTERS_PER_TEXT))],
+        [*map("".join, itertools.batched(alone, CHARACTERS_PER_TEXT * 8))],
     )
 
 

@@ -20,7 +20,7 @@ from trainer.data.hf_tokenizer import (
     other_ids,
     tokenizer_beside,
 )
-from trainer.data.settings_beside import CONFIGS
+from trainer.data.settings_beside import MODEL_CONFIGS
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.errors import UserError
 from trainer.files import ORIGIN, read_object
@@ -246,7 +246,7 @@ def keep_tokenizer(sources: Sequence[Path], run_dir: Path, ours: Tokenizer) -> N
             # A file that leads elsewhere is not copied; an export reports it.
             with contextlib.suppress(UserError):
                 # The last one says that all are there.
-                carry_tokenizer(tokenizer_files(source, CONFIGS), copy)
+                carry_tokenizer(tokenizer_files(source, MODEL_CONFIGS), copy)
             return
 
 

@@ -14,7 +14,7 @@ from trainer.data.bpe_files import known_patterns
 from trainer.data.hf_tokenizer import save_hf, tokenizer_tree
 from trainer.data.json_tokenizer import JSONTokenizer
 from trainer.data.tokenizer import BPETokenizer
-from trainer.data.word_patterns import split_otherwise
+from trainer.data.word_patterns import splitting_difference
 from trainer.errors import UserError
 
 QWEN = (
@@ -70,12 +70,12 @@ def test_a_pattern_that_both_read_alike_is_encoded_by_tiktoken(tmp_path):
 
 def test_the_patterns_of_tiktoken_s_encodings_are_read_alike():
     for theirs, ours in known_patterns().items():
-        assert split_otherwise(ours, theirs) is None
+        assert splitting_difference(ours, theirs) is None
 
 
 def test_characters_between_matches_are_left_out_by_both_or_by_none():
-    assert split_otherwise(r"\S+", r"\S+") == "Hello, I'M it's don't we'LL '\u017f"
-    assert split_otherwise(r"[^\u0378]+", r"[^\u0378]+") is not None
+    assert splitting_difference(r"\S+", r"\S+") == "Hello, I'M it's don't we'LL '\u017f"
+    assert splitting_difference(r"[^\u0378]+", r"[^\u0378]+") is not None
 
 
 @pytest.mark.parametrize(
