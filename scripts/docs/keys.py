@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from trainer.__main__ import COMMANDS
-from trainer.cli.arguments import own_keys
+from trainer.cli.arguments import command_help
 from trainer.config.composition import choices_of_groups
 from trainer.config.reference import Group, Key, reference
 
@@ -103,7 +103,7 @@ def command_page() -> str:
             parts.append("It takes every key of the pages of keys.")
             continue
         parts.append(_docstring(module.__doc__ or ""))
-        parts.append("\n".join(["```text", *own_keys(module.Arguments), "```"]))
+        parts.append("\n".join(["```text", *command_help(module.Arguments), "```"]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -20,7 +20,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.interpreter import registry
 from trainer.cli import evaluate, train_tokenizer
 from trainer.cli import export as export_run
-from trainer.cli.arguments import read
+from trainer.cli.arguments import parse
 from trainer.cli.composing import split_arguments
 from trainer.cli.train import STOPPED, main
 from trainer.config.composition import (
@@ -296,8 +296,8 @@ def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeyp
         f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}",
     ]
     assert main([*small(training), *here]) == 0
-    evaluate.main(read(evaluate.Arguments, [*small(evaluation), "limit=10"]))
-    export_run.main(read(export_run.Arguments, small(export)))
+    evaluate.main(parse(evaluate.Arguments, [*small(evaluation), "limit=10"]))
+    export_run.main(parse(export_run.Arguments, small(export)))
     [result] = json.loads(Path("runs/adapted/tasks.json").read_text())["results"]
     assert 0 <= result["tasks"]["word_order"]["acc"]["value"] <= 1
     tokenizer, text = get_tokenizer("tokenizers/mine"), "moonlight falls over the water"

@@ -18,7 +18,7 @@ from trainer.errors import UserError, run_and_flush
 from trainer.text import nearest, refuse_twice, show
 
 HELP_WIDTH = 79
-LEFT = 26  # columns of the keys in it
+KEY_COLUMNS = 26  # of HELP_WIDTH
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 HELP = ("--help", "-h")
 STEP = "the checkpoint: newest, best (lowest validation loss), or its number of steps"
@@ -34,7 +34,7 @@ def names_of(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def read[T](cls: type[T], argv: Sequence[str]) -> T:
+def parse[T](cls: type[T], argv: Sequence[str]) -> T:
     """Parse `key=value` strings as `cls`; UserError for an unknown or missing key."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     argv = without_dashes(argv, lambda: list(fields))
@@ -66,9 +66,9 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
-def at_least(arguments: object, **least: int) -> None:
+def at_least(arguments: object, **bounds: int) -> None:
     """Raise UserError for an argument that is less than its bound."""
-    for name, bound in least.items():
+    for name, bound in bounds.items():
         if getattr(arguments, name) < bound:
             raise UserError(
                 f"{name}={getattr(arguments, name)}: expected {bound} or more"
@@ -76,7 +76,9 @@ def at_least(arguments: object, **least: int) -> None:
 
 
 def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
-    """Return a value in the type of its annotation; `null` is None where it may be."""
+    """Return the value as its annotated type; `null` is None if the annotation allows
+    it.
+    """
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:  # X | None
         return None if value == "null" else _convert(choices[0], key, value)
@@ -103,7 +105,12 @@ def without_dashes(
     flags: Collection[str] = (),
 ) -> list[str]:
     """Return the arguments with `--key=value`, which W&B's sweeps write, as
-    `key=value`. The flags stay.
+    `key=value`.
+
+    Args:
+      argv: the arguments.
+      keys: returns the valid keys; only called for a message.
+      flags: names of options that stay as they are.
 
     Raises:
       UserError: `--key value`; it names the nearest of the valid keys.
@@ -119,17 +126,18 @@ def without_dashes(
             value = following if has_value else "VALUE"
             close = nearest_keys(text.lstrip("-").replace("-", "_"), keys())
             names = " or ".join(f"{key}={value}" for key in close)
-            given = f"{text} {value}" if has_value else text
+            typed = f"{text} {value}" if has_value else text
             raise UserError(
-                f"{given}: arguments are key=value;"
+                f"{typed}: arguments are key=value;"
                 f" {f'use {names}' if names else '--help lists the keys'}"
             )
     return plain
 
 
 def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
-    """Return the dotted keys whose last part is the name, or else the most similar one;
-    those of training come first.
+    """Return the dotted keys whose last part is the name or the most similar to it.
+
+    Keys of train and optimizer come first.
     """
     by_last: dict[str, list[str]] = {}
     for key in keys:
@@ -146,12 +154,12 @@ def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield lines of two columns, the second one wrapped."""
     for left, right in rows:
-        lines = textwrap.wrap(right, HELP_WIDTH - LEFT) or [""]
-        if len(left) + 4 > LEFT:
+        lines = textwrap.wrap(right, HELP_WIDTH - KEY_COLUMNS) or [""]
+        if len(left) + 4 > KEY_COLUMNS:
             yield f"  {left}".rstrip()
         else:
-            yield f"  {left:<{LEFT - 2}}{lines.pop(0)}".rstrip()
-        yield from (" " * LEFT + line for line in lines)
+            yield f"  {left:<{KEY_COLUMNS - 2}}{lines.pop(0)}".rstrip()
+        yield from (" " * KEY_COLUMNS + line for line in lines)
 
 
 def wrapped(about: str) -> str:
@@ -165,7 +173,7 @@ def wrapped(about: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-def own_keys(cls: type) -> Iterator[str]:
+def command_help(cls: type) -> Iterator[str]:
     """Yield the lines of a command's keys."""
     hints: Mapping[str, typing.Any] = typing.get_type_hints(cls)
     rows = []
@@ -189,7 +197,7 @@ def own_keys(cls: type) -> Iterator[str]:
 def usage(cls: type, program: str, about: str) -> str:
     """Return the text of `--help`, which shows each key with its default."""
     return "\n".join(
-        [f"usage: {program} key=value ...", "", wrapped(about), "", *own_keys(cls)]
+        [f"usage: {program} key=value ...", "", wrapped(about), "", *command_help(cls)]
     )
 
 
@@ -212,8 +220,8 @@ def run_command[T](
     `program` and `about` are shown by `--help`.
     """
     if asks_for_help(argv):
-        return answer(lambda: show(usage(cls, program, about)))
-    return answer(lambda: main(read(cls, argv)))
+        return run_main(lambda: show(usage(cls, program, about)))
+    return run_main(lambda: main(parse(cls, argv)))
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -221,7 +229,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return not set(HELP).isdisjoint(argv)
 
 
-def answer(main: Callable[[], None]) -> int:
+def run_main(main: Callable[[], None]) -> int:
     """Call `main`, and return the exit code.
 
     It is 0, that of a UserError after a line on stderr, or 141 for a broken pipe.

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from trainer.cli.arguments import (
-    answer,
     asks_for_help,
+    command_help,
     names_of,
     nearest_keys,
-    own_keys,
-    read,
+    parse,
+    run_main,
     table,
     without_dashes,
     wrapped,
@@ -29,40 +29,41 @@ def training_keys() -> list[str]:
     return [CONFIG, *names, *(key.name for group in groups for key in group.keys)]
 
 
-def run_composing[T](
+def run_with_training_keys[T](
     cls: type[T],
     program: str,
     about: str,
     main: Callable[[T, list[str]], None],
     argv: Sequence[str],
-    only: str | None = None,
+    group_name: str | None = None,
 ) -> int:
     """Call `main` with a command's own arguments and the keys of training.
 
-    `only`: the one group of keys that the command takes. Returns the exit code.
+    Returns the exit code. `group_name` names the one group of keys that the command
+    takes; None: it takes all.
     """
 
     def call() -> None:
         refuse_twice(argv)
-        arguments, overrides = split_arguments(cls, argv, only)
+        arguments, overrides = split_arguments(cls, argv, group_name)
         main(arguments, overrides)
 
     def show_help() -> None:
         show(f"usage: {program} [key=value ...] [group=choice ...]\n")
         show(wrapped(about))
-        show("\n" + "\n".join(own_keys(cls)))
+        show("\n" + "\n".join(command_help(cls)))
         overrides = [
             text
             for text in argv
             if is_override(text) and key_of(text) not in command_keys
         ]
-        show("\n" + "\n".join(explained(overrides, only)))
+        show("\n" + "\n".join(training_help(overrides, group_name)))
 
     command_keys = names_of(cls)
-    return answer(show_help if asks_for_help(argv) else call)
+    return run_main(show_help if asks_for_help(argv) else call)
 
 
-def run_on_text[T](
+def run_with_data_keys[T](
     cls: type[T],
     program: str,
     about: str,
@@ -72,59 +73,66 @@ def run_on_text[T](
 ) -> int:
     """Run a command that takes the keys of the group `data`, and return the exit code.
 
-    `stopped`: what a Ctrl-C means for its result.
+    `stopped` tells the user after a Ctrl-C what became of the result.
     """
     logger = logging.getLogger("trainer")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
     try:
-        return run_composing(cls, program, about, main, argv, only="data")
+        return run_with_training_keys(cls, program, about, main, argv, "data")
     except KeyboardInterrupt:
         note(f"stopped; {stopped}")
         return 130
 
 
 def split_arguments[T](
-    cls: type[T], argv: Sequence[str], only: str | None = None
+    cls: type[T], argv: Sequence[str], group_name: str | None = None
 ) -> tuple[T, list[str]]:
-    """Return a command's own arguments, and the rest, which are keys of training.
+    """Return a command's own arguments, and the others, which are keys of training.
 
     Raises:
       UserError: a key that is neither.
     """
     command_keys = names_of(cls)
-    argv = without_dashes(argv, lambda: [*command_keys, *_keys_in(only)])
-    mine = [text for text in argv if key_of(text) in command_keys]
+    argv = without_dashes(argv, lambda: [*command_keys, *_keys_in(group_name)])
+    own = [text for text in argv if key_of(text) in command_keys]
     others = [text for text in argv if key_of(text) not in command_keys]
     for text in others:
         if not is_override(text):
             raise UserError(f"{text!r}: expected key=value; --help lists the keys")
         key = key_of(text)
-        is_known = "." in key if only is None else key.startswith(f"{only}.")
-        if is_known:
-            continue  # the composition answers
-        valid = _keys_in(only)
+        if group_name is None:
+            is_dotted = "." in key
+        else:
+            is_dotted = key.startswith(f"{group_name}.")
+        if is_dotted:
+            continue  # `compose_config` reports an unknown key.
+        valid = _keys_in(group_name)
         if key not in {name.partition(".")[0] for name in valid}:
             close = nearest_keys(key, [*command_keys, *valid])
             hint = f"did you mean {' or '.join(close)}? " if close else ""
             raise UserError(
                 f"unknown key {key}; {hint}Valid: {', '.join(command_keys)}, and keys"
-                f" of {only or 'training'}; --help explains them"
+                f" of {group_name or 'training'}; --help explains them"
             )
-    return read(cls, mine), others
+    return parse(cls, own), others
 
 
-def _keys_in(only: str | None) -> list[str]:
+def _keys_in(group_name: str | None) -> list[str]:
     keys = training_keys()
-    return keys if only is None else [k for k in keys if k.split(".")[0] == only]
+    if group_name is None:
+        return keys
+    return [key for key in keys if key.split(".")[0] == group_name]
 
 
-def explained(overrides: Sequence[str], only: str | None = None) -> Iterator[str]:
-    """Yield the lines that explain the keys of training, with the values that these
-    overrides give them. Raises UserError for one that is not valid.
+def training_help(
+    overrides: Sequence[str], group_name: str | None = None
+) -> Iterator[str]:
+    """Yield the lines that explain the keys of training, with their values under these
+    overrides. Raises UserError for an override that is not valid.
     """
     for group in reference(overrides):
-        if only is None or group.name == only:
+        if group_name is None or group.name == group_name:
             yield from _group_lines(group)
             yield ""
 

@@ -70,7 +70,9 @@ class Arguments:
 def main(args: Arguments) -> None:
     """Print a line for each precision, and write evaluation.json into the run."""
     at_least(args, batches=0)
-    names = split(args.precisions) if args.precisions else ["fp32"] * (not args.tasks)
+    names = split(args.precisions)
+    if not args.precisions and not args.tasks:
+        names = ["fp32"]
     if args.precisions and not names:
         raise UserError(
             "precisions=: expected at least one, such as precisions=fp32,bf16"
@@ -94,7 +96,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
 
     run_dir = Path(args.run_dir)
     c, w, restored = restore_training(run_dir, args.step)
-    others = {name: w.task.in_precision(policy) for name, policy in policies.items()}
+    tasks = {name: w.task.in_precision(policy) for name, policy in policies.items()}
     max_batches = args.batches or c.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
@@ -102,13 +104,14 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     else:
         text = validation_text(w, max_batches)
     size = text.batches * w.data.val.batch_size * w.model.spec.context
-    where = f"; {args.text}" if args.text else ""
+    files = f"; {args.text}" if args.text else ""
+    count = "1 batch" if text.batches == 1 else f"{text.batches} batches"
     rest = f"; text behind batches={max_batches} is not read"
     if text.left_out is not None:
         rest = f"; {text.left_out:,} tokens behind them, less than a batch, left out"
     show(
-        f"{run_dir}: {c.precision.name}, step {restored.step:,}{where}; {text.batches}"
-        f" batch{'es' * (text.batches != 1)}, {size:,} tokens{rest}"
+        f"{run_dir}: {c.precision.name}, step {restored.step:,}{files}; {count},"
+        f" {size:,} tokens{rest}"
     )
     show(
         f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"
@@ -116,15 +119,15 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     )
     results = []
     accum = c.train.grad_accum_steps
-    for result in evaluate(w.task, restored.state, others, text, accum):
+    for result in evaluate(w.task, restored.state, tasks, text, accum):
         results.append(result)
         show(table_row(result, results[0].loss))
-    for name, other in others.items():
-        if other.model.policy.forward and not other.model.narrow:
-            why = next(iter(other.model.skipped.values()))
+    for name, task in tasks.items():
+        if task.model.policy.forward and not task.model.narrow:
+            why = next(iter(task.model.skipped.values()))
             show(
                 f"{name}: none of the model's matmuls is in"
-                f" {other.model.policy.forward}: {why}"
+                f" {task.model.policy.forward}: {why}"
             )
     # The report only reads evaluation.json.
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")

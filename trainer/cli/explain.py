@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.arguments import argument, at_least
-from trainer.cli.composing import run_composing
+from trainer.cli.composing import run_with_training_keys
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import write_text
@@ -143,6 +143,6 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run_composing(
+    return run_with_training_keys(
         Arguments, "scalify-trainer explain", __doc__ or "", main, argv
     )

@@ -59,11 +59,11 @@ def check_out(out: Path) -> None:
 def original_directory(
     c: "schema.Config", run_dir: Path, ours: "Tokenizer"
 ) -> Path | None:
-    """Return the run's copy of the files beside the weights that it started from, or of
-    an earlier version's run their directory.
+    """Return the directory with the tokenizer files of the weights that a run started
+    from: the run's copy, or the original directory for a run of an earlier version.
 
-    None: it started otherwise, the directory is gone, or its tokenizer differs from the
-    run's.
+    None: it started without weights, the directory is gone, or its tokenizer differs
+    from the run's.
     """
     from trainer.assembly.data import start_directory
     from trainer.run.initial_weights import has_tokenizer
@@ -74,7 +74,7 @@ def original_directory(
     return next((path for path in directories if has_tokenizer(path, ours)), None)
 
 
-def given_ids(directory: Path, name: str) -> dict[str, Any]:
+def ids_in(directory: Path, name: str) -> dict[str, Any]:
     """Return the ids of special tokens in a model's configuration file."""
     from trainer.data.settings_beside import read_beside
 
@@ -83,7 +83,7 @@ def given_ids(directory: Path, name: str) -> dict[str, Any]:
     return {key: tree[key] for key in keys if isinstance(tree[key], int | list | None)}
 
 
-def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
+def special_ids(origin: Path | None, eot: int) -> dict[str, Any]:
     """Return the ids with which a generated text begins and ends, and is padded.
 
     A model may end its turns of a chat with another token than a document, which only
@@ -93,26 +93,26 @@ def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
 
     if origin is None:
         return {"bos_token_id": eot, "eos_token_id": eot}
-    given = [
-        given_ids(origin, name) for name in MODEL_CONFIGS if (origin / name).is_file()
+    original_ids = [
+        ids_in(origin, name) for name in MODEL_CONFIGS if (origin / name).is_file()
     ]
     ends = [eot]
-    for ids in given:
-        theirs = ids.get("eos_token_id")
-        listed = theirs if isinstance(theirs, list) else [theirs]
+    for ids in original_ids:
+        value = ids.get("eos_token_id")
+        listed = value if isinstance(value, list) else [value]
         ends += [i for i in listed if isinstance(i, int) and i not in ends]
-    first = given[0] if given else {}
+    first = original_ids[0] if original_ids else {}
     return first | {"eos_token_id": ends if len(ends) > 1 else eot}
 
 
 def with_ids_of(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return an export's config.json with the ids of special tokens of the original.
 
-    One that the original does not give is left out, for transformers' default; a
-    model's own documents end with the id that is there already.
+    Without an id of the original, `bos_token_id` is left out, for transformers'
+    default, and `eos_token_id` stays the one that ends the run's documents.
     """
     fields = {key: value for key, value in config.items() if key != "bos_token_id"}
-    return fields | given_ids(origin, "config.json")
+    return fields | ids_in(origin, "config.json")
 
 
 def describe_origin(origin: Path, files: Sequence[Path]) -> str:
@@ -123,7 +123,7 @@ def describe_origin(origin: Path, files: Sequence[Path]) -> str:
     has_template = "chat_template.jinja" in names or (
         "chat_template" in read_beside(origin, SETTINGS)
     )
-    template = ", its chat template" * has_template
+    template = ", its chat template" if has_template else ""
     return (
         f"the tokenizer{template} and the ids of its special tokens are those of"
         f" {origin}"
@@ -134,18 +134,22 @@ def tokenizer_class(out: Path) -> str:
     """Return the class of transformers that reads the exported tokenizer as it is.
 
     AutoTokenizer builds some tokenizers anew, with a word pattern of its own: in
-    transformers 5 every one beside a Qwen2.
+    transformers 5 every tokenizer beside a Qwen2 model.
     """
     has_file = (out / "tokenizer.json").is_file()
     return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
 
 
-def generation_settings(origin: Path | None, eot: int) -> dict[str, Any]:
-    """Return generation_config.json: the original's, with the ids of the export."""
+def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
+    """Return the content of generation_config.json: the original's settings, with
+    `special_ids`.
+    """
     from trainer.data.settings_beside import read_beside
 
-    given = {} if origin is None else read_beside(origin, "generation_config.json")
-    return given | generation_config(origin, eot)
+    ids = special_ids(origin, eot)
+    if origin is None:
+        return ids
+    return read_beside(origin, "generation_config.json") | ids
 
 
 def limit_lengths(out: Path, context: int) -> None:
@@ -234,7 +238,7 @@ def main(args: Arguments) -> None:
     else:
         carried = tokenizer_files(origin)
     weights = save(args.out, model.spec, params, eot)
-    write_object(out / "generation_config.json", generation_settings(origin, eot))
+    write_object(out / "generation_config.json", generation_config(origin, eot))
     if origin is None:
         others = save_hf(out, model.tokenizer, model.spec.context)
     else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_composing, split_arguments
+from trainer.cli.composing import run_with_training_keys, split_arguments
 from trainer.config.combinations import check_micro_batch
 from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.plan.plan import Fitting, Plan
 
 GIB = 2**30
-MOST_GPUS = 4096
+MAX_GPUS = 4096
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ def plan_of(argv: Sequence[str]) -> "Plan":
 def make_plan(
     args: Arguments,
     overrides: Sequence[str],
-    show: "Callable[[Plan], None]" = lambda plan: None,
+    on_first_plan: "Callable[[Plan], None]" = lambda plan: None,
 ) -> "Plan":
-    """Return the plan; `show` gets it after the first compilation."""
+    """Return the plan; `on_first_plan` gets it after the first compilation."""
     target = get_target(args.target)
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
-    if not 1 <= args.gpus <= MOST_GPUS or hosts < 1 or args.gpus % hosts:
+    if not 1 <= args.gpus <= MAX_GPUS or hosts < 1 or args.gpus % hosts:
         raise UserError(
-            f"gpus={args.gpus} hosts={hosts}: expected 1 to {MOST_GPUS} GPUs, a"
+            f"gpus={args.gpus} hosts={hosts}: expected 1 to {MAX_GPUS} GPUs, a"
             " multiple of the hosts"
         )
     if not 0 < args.memory_fraction <= 1:
         raise UserError(
             f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]"
         )
-    config = composed(overrides)
+    config = planned_config(overrides)
     sequences = args.micro_batch or sequences_of(
         config, overrides, args.gpus // max(config.parallel.tensor, 1)
     )
@@ -132,25 +132,26 @@ def make_plan(
         sequences=sequences,
         bf16=bf16,
         say=note,
-        show=show,
+        show=on_first_plan,
         search=args.search,
         exact=args.exact,
     )
 
 
 def gives_batch(overrides: Sequence[str]) -> bool:
-    """Return whether the user sets the batch: it is no default."""
-    given = expand_arguments(overrides)
-    return "train.batch_tokens" in given.saved or any(
+    """Return whether the user sets the batch, instead of the default."""
+    line = expand_arguments(overrides)
+    return "train.batch_tokens" in line.saved or any(
         override.startswith(("train.batch_tokens=", "experiment="))
-        for override in given.overrides
+        for override in line.overrides
     )
 
 
-def composed(overrides: Sequence[str]) -> Config:
-    """Return the configuration, for any context.
+def planned_config(overrides: Sequence[str]) -> Config:
+    """Return the configuration.
 
-    A default batch, which is not planned, may be smaller than the model's context.
+    Without a batch from the user, train.batch_tokens is one sequence: the default may
+    be shorter than the model's context.
     """
     if gives_batch(overrides) or any(
         override.startswith("train.grad_accum_steps=") for override in overrides
@@ -168,18 +169,19 @@ def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
     return config.batch_size // config.train.grad_accum_steps // gpus
 
 
-def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:
-    """Return a line for each reason, with at most `most` of its layers.
+def not_fp8_lines(layers: "Sequence[Layer]", max_layers: int = 4) -> list[str]:
+    """Return a line for each reason, with at most `max_layers` of its layers.
 
-    `--json` has all layers.
+    `json=yes` has all layers.
     """
     by_reason: dict[str, list[str]] = {}
     for layer in layers:
         by_reason.setdefault(layer.reason, []).append(layer.path)
     lines = []
     for reason, paths in by_reason.items():
-        more = f" and {len(paths) - most} more" if len(paths) > most else ""
-        lines.append(f"  not FP8: {', '.join(paths[:most])}{more}: {reason}")
+        hidden = len(paths) - max_layers
+        more = f" and {hidden} more" if hidden > 0 else ""
+        lines.append(f"  not FP8: {', '.join(paths[:max_layers])}{more}: {reason}")
     return lines
 
 
@@ -187,22 +189,23 @@ def lines_of(plan: "Plan") -> list[str]:
     """Return what the step needs as lines of text."""
     figures, aim, m = plan.as_json(), plan.aim, plan.measured
     state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimizer"
-    room = (
+    usable_memory = (
         f"{aim.usable / GIB:.1f} GiB ({aim.memory_fraction:.0%} of"
         f" {aim.target.memory / GIB:.1f}, what JAX takes)"
     )
+    hosts = "1 host" if aim.hosts == 1 else f"{aim.hosts} hosts"
     lines = [
         (
             f"{plan.parameters:,} parameters, {plan.spec.n_layer} layers of width"
             f" {plan.spec.d_model}, vocabulary {plan.spec.vocab_size:,};"
-            f" {aim.gpus} x {aim.target.device} on {aim.hosts}"
-            f" host{'s' * (aim.hosts > 1)}; {plan.sequences} sequences of"
+            f" {aim.gpus} x {aim.target.device} on"
+            f" {hosts}; {plan.sequences} sequences of"
             f" {plan.spec.context} a device and micro-batch, {plan.tokens:,} tokens a"
             " step"
         ),
         (
             f"memory: {m.peak / GIB:.2f} GiB a device, {state};"
-            f" {aim.verdict(m.peak)} in {room}"
+            f" {aim.verdict(m.peak)} in {usable_memory}"
         ),
         *([] if plan.fits else [f"  to try: {', '.join(plan.smaller)}"]),
         *(
@@ -261,7 +264,7 @@ def explain_mfu(share: float) -> str:
 
 
 def later_lines(plan: "Plan") -> list[str]:
-    """Return what further compilations told: the comparison, and the search."""
+    """Return the lines of further compilations: the comparison, and the search."""
     lines, figures = [], plan.as_json()
     if plan.bf16 is not None:
         extra = ", ".join(
@@ -298,15 +301,15 @@ def predicted_lines(plan: "Plan") -> list[str]:
     text += f", MFU {figures['mfu']:.1%}{explain_mfu(figures['mfu'])}"
     if bf16:
         text += f"; {figures['times_as_fast_as_bf16']:.3f} times as fast as bf16"
-    lines = [
-        text,
-        "",
-        "| class | ms | kernels |" + " bf16: ms | kernels |" * bool(bf16),
-    ]
-    lines.append("|---" * (5 if bf16 else 3) + "|")
+    tables = [planned]
+    header, rule = "| class | ms | kernels |", "|---|---|---|"
+    if bf16:
+        tables.append(bf16)
+        header, rule = f"{header} bf16: ms | kernels |", f"{rule}---|---|"
+    lines = [text, "", header, rule]
     for name in names:
         cells = [name]
-        for classes in (planned, bf16) if bf16 else (planned,):
+        for classes in tables:
             row = classes.get(name, {"seconds": 0.0, "launches": 0})
             cells += [f"{1e3 * row['seconds']:.2f}", f"{row['launches']}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -325,4 +328,6 @@ def describe_fitting(fitting: "Fitting") -> str:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run_composing(Arguments, "scalify-trainer plan", __doc__ or "", main, argv)
+    return run_with_training_keys(
+        Arguments, "scalify-trainer plan", __doc__ or "", main, argv
+    )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_on_text
+from trainer.cli.composing import run_with_data_keys
 from trainer.config.composition import compose_config
 from trainer.config.schema import Data
 from trainer.data import Manifest
@@ -82,7 +82,7 @@ def prepared(c: Data) -> Manifest:
     from trainer.data import prepare
     from trainer.observe.preparing import show_progress
 
-    assert c.tokenizer is not None  # of every source of text
+    assert c.tokenizer is not None  # text_settings refuses sources without one
     assert c.cache_dir is not None
     assert c.val_fraction is not None
     with show_progress() as progress:
@@ -99,7 +99,7 @@ def prepared(c: Data) -> Manifest:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run_on_text(
+    return run_with_data_keys(
         Arguments,
         "scalify-trainer prepare-data",
         __doc__ or "",

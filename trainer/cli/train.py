@@ -37,8 +37,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.arguments import answer, asks_for_help, without_dashes, wrapped
-from trainer.cli.composing import explained, training_keys
+from trainer.cli.arguments import asks_for_help, run_main, without_dashes, wrapped
+from trainer.cli.composing import training_help, training_keys
 from trainer.config.composition import (
     CONFIGS,
     Sweep,
@@ -57,7 +57,7 @@ from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY, NOTHING_TRAINED
 from trainer.text import key_of, refuse_twice, show
 
-# Hydra's, which stay as they are.
+# Hydra's flags, which are passed on unchanged
 FLAGS = (
     "--cfg",
     "--config-dir",
@@ -72,12 +72,12 @@ FLAGS = (
     "--run",
     "--shell-completion",
 )
-STOPPED = (130, 143)  # by a signal
+STOPPED = (130, 143)  # exit codes after a signal
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
 RESUME_ALL = "start all processes again with the same run_dir to resume"
-LEAVE_SECONDS = 15  # within which processes that end for one reason do so
+LEAVE_SECONDS = 15  # to wait for processes that end for the same reason
 NO_BEST = (
     "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
     " tracker=jsonl"
@@ -85,27 +85,32 @@ NO_BEST = (
 
 
 @dataclass
-class Job:
+class HydraJob:
     """A training that Hydra starts: one, or one of a sweep.
 
     Attributes:
       run_dir: its directory.
-      settings: its overrides of the keys that the sweep varies.
+      sweep_overrides: of the keys that the sweep varies.
       exit_code: None until it has ended.
       error: a bug or the loss of another process, which ended it.
     """
 
     run_dir: Path
-    settings: list[str]
+    sweep_overrides: list[str]
     exit_code: int | None = None
     error: Exception | None = None
 
+    @property
+    def label(self) -> str:
+        """The overrides of the sweep, as they are typed."""
+        return " ".join(self.sweep_overrides)
 
-def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config:
+
+def load(tree: DictConfig, line: CommandLine, sweep_overrides: Sequence[str]) -> Config:
     """Return the checked configuration of a job.
 
     In a sweep the run directory is the numbered one that Hydra made. A run without a
-    name gets that of the sweep, its number, and its `settings`.
+    name gets the name of the sweep, its number, and its `sweep_overrides`.
     """
     changes = {}
     if in_sweep():
@@ -124,7 +129,8 @@ def load(tree: DictConfig, line: CommandLine, settings: Sequence[str]) -> Config
                 f" come from others; give {key}= to use it"
             )
     if in_sweep() and config.tracker.name is None:
-        name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *settings])
+        folder = "/".join(Path(config.run_dir).parts[-2:])
+        name = " ".join([folder, *sweep_overrides])
         config = dataclasses.replace(
             config, tracker=dataclasses.replace(config.tracker, name=name)
         )
@@ -143,22 +149,20 @@ def is_search() -> bool:
 
 
 def overrides_of(keys: Collection[str]) -> list[str]:
-    """Return the job's overrides of these keys; others may come from a continued
-    run.
-    """
+    """Return the job's overrides of these keys, without those of a continued run."""
     overrides = HydraConfig.get().overrides.task
     return [override for override in overrides if key_of(override) in keys]
 
 
 def remove_empty_output_dir() -> None:
     """Remove the directory that Hydra made for a job, unless the job has used it."""
-    # Not empty: training began here. Not there: another process was faster.
+    # It fails if training began here, or if another process was faster.
     with contextlib.suppress(OSError):
         os.rmdir(HydraConfig.get().runtime.output_dir)
 
 
 @contextlib.contextmanager
-def report_errors(job: Job) -> Iterator[None]:
+def report_errors(job: HydraJob) -> Iterator[None]:
     """Print the error of a user or of the disk in one line, and set the job's exit
     code.
     """
@@ -185,17 +189,17 @@ def describe_os_error(error: OSError) -> str:
     return f"{str(error.filename)[:300]}: {error.strerror}"
 
 
-def announce(job: Job, number: int, sweep: Sweep) -> None:
+def announce(job: HydraJob, number: int, sweep: Sweep) -> None:
     """Print which job of a sweep starts."""
-    # An interval's jobs cannot be counted in advance.
+    # The jobs of an interval of values cannot be counted in advance.
     count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
     show(
-        f"\nrun {job.run_dir.name} (job {number}{count}): {' '.join(job.settings)}, in"
+        f"\nrun {job.run_dir.name} (job {number}{count}): {job.label}, in"
         f" {job.run_dir}",
     )
 
 
-def report_sweep(jobs: Sequence[Job]) -> None:
+def report_sweep(jobs: Sequence[HydraJob]) -> None:
     """Print a table of the jobs, the best first, and write it to sweep.html; then name
     the jobs that failed.
     """
@@ -213,10 +217,7 @@ def report_sweep(jobs: Sequence[Job]) -> None:
         show("\n".join(["", *lines]))
     for job in jobs:
         if job.exit_code:
-            show(
-                f"{job.run_dir} ({' '.join(job.settings)}) ended with exit code"
-                f" {job.exit_code}"
-            )
+            show(f"{job.run_dir} ({job.label}) ended with exit code {job.exit_code}")
 
 
 def main(argv: list[str]) -> int:
@@ -230,7 +231,7 @@ def main(argv: list[str]) -> int:
     EARLY.begun = False
     try:
         argv = without_dashes(argv, training_keys, FLAGS)
-        refuse_other_defaults(argv)
+        refuse_config_name_flags(argv)
         line = expand_arguments(argv)
         sweep = Sweep.parse(line.overrides)
         problems = sweep.problems(line.saved)
@@ -248,44 +249,47 @@ def main(argv: list[str]) -> int:
         # Hydra would print it without the saved settings.
         show(resolved_yaml(line), end="")
         return 0
-    jobs: list[Job] = []
-    given_keys = {key_of(argument) for argument in long_forms(argv)}
+    jobs: list[HydraJob] = []
+    user_keys = {key_of(argument) for argument in long_forms(argv)}
+    config_files = [argument for argument in argv if argument.startswith("config=")]
 
-    files = [argument for argument in argv if argument.startswith("config=")]
-
-    def job(tree: DictConfig) -> float | None:
+    def run_job(tree: DictConfig) -> float | None:
         if jobs and (jobs[-1].exit_code in STOPPED or jobs[-1].error):
             remove_empty_output_dir()
-            return None  # the signal or the error is that of the whole sweep
+            return None  # The signal or the error ends the whole sweep.
         if not jobs and in_sweep():
             tracker = with_saved(tree, line.saved)["tracker"]
             if tracker["kind"] == "none":
                 show(NO_BEST)
-        this = Job(Path(HydraConfig.get().runtime.output_dir), overrides_of(sweep.keys))
-        jobs.append(this)
-        if in_sweep() and this.settings:
-            announce(this, len(jobs), sweep)
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        job = HydraJob(run_dir, overrides_of(sweep.keys))
+        jobs.append(job)
+        if in_sweep() and job.sweep_overrides:
+            announce(job, len(jobs), sweep)
         try:
-            with report_errors(this):
-                config = load(tree, line, this.settings)
-                given = [*files, *overrides_of(given_keys)]
-                # A later sweep must not go on with the runs of an earlier one.
+            with report_errors(job):
+                config = load(tree, line, job.sweep_overrides)
+                user_overrides = [*config_files, *overrides_of(user_keys)]
+                # A sweep must not resume a run of an earlier sweep with other values.
                 fixed = ["train.steps", *sweep.keys] if in_sweep() else []
-                this.exit_code = start(config, given, fixed)
-                loss = validation_loss(this)
+                job.exit_code = start(config, user_overrides, fixed)
+                loss = validation_loss(job)
                 if loss is not None and math.isfinite(loss) and is_search():
-                    done = [job for job in jobs if job.exit_code == 0]
-                    check_same_text(this, done[0])
+                    completed = [each for each in jobs if each.exit_code == 0]
+                    check_same_text(job, completed[0])
                 return loss
         except Exception as error:
-            # Hydra would print a line of its own before it.
-            this.error = error
+            # Raised by `main`: here Hydra would print a line of its own above it.
+            job.error = error
         # A search continues after a refused run.
-        return math.inf if this.exit_code else None
+        return math.inf if job.exit_code else None
 
     sys.argv = [sys.argv[0], *with_seed(line.overrides)]
     try:
-        hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
+        decorate = hydra.main(
+            config_path=CONFIGS, config_name="config", version_base=None
+        )
+        decorate(run_job)()
     except KeyboardInterrupt:
         if EARLY.begun:
             complain("interrupted while ending; re-run the same command to resume")
@@ -310,37 +314,43 @@ def main(argv: list[str]) -> int:
     return next((job.exit_code for job in jobs if job.exit_code), 0)
 
 
-def start(config: Config, given: Sequence[str], fixed: Collection[str]) -> int:
+def start(config: Config, overrides: Sequence[str], fixed: Collection[str]) -> int:
     """Train here or by a launcher, and return the exit code.
 
-    JAX and the launcher are imported only now that the configuration is known to be
-    good.
+    JAX and the launcher are imported only here, after the configuration was checked.
+
+    Args:
+      config: the checked configuration.
+      overrides: the user's, for the report.
+      fixed: keys and groups that a run in this directory must have as they are here.
     """
     if config.launcher.kind is not None:
         from trainer.cli.ray_launcher import launch
 
-        return launch(config, given, fixed)
+        return launch(config, overrides, fixed)
     keep_freed_memory()
     from trainer.assembly.run import run
 
     EARLY.imported = True
-    code, _ = run(config, given, fixed=fixed)
+    code, _ = run(config, overrides, fixed=fixed)
     return code
 
 
 def with_seed(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of Hydra, with a seed of Optuna's default sampler.
+    """Return the overrides, with a seed for Optuna's default sampler.
 
-    With it the same command draws the same values, and resumes the search.
+    With a seed the same command draws the same values, and resumes the search.
     """
     keys = {key_of(override) for override in overrides}
     is_default = "hydra/sweeper=optuna" in overrides and keys.isdisjoint(
         ("hydra/sweeper/sampler", "hydra.sweeper.sampler.seed")
     )
-    return [*overrides, *["hydra.sweeper.sampler.seed=0"] * is_default]
+    if is_default:
+        return [*overrides, "hydra.sweeper.sampler.seed=0"]
+    return list(overrides)
 
 
-def validation_loss(job: Job) -> float | None:
+def validation_loss(job: HydraJob) -> float | None:
     """Return the last validation loss of a job, which Hydra's sweepers minimize.
 
     It is infinite if the training diverged, and None without a log.
@@ -354,7 +364,7 @@ def validation_loss(job: Job) -> float | None:
     return next((row["val/loss"] for row in rows[::-1] if "val/loss" in row), None)
 
 
-def check_same_text(job: Job, first: Job) -> None:
+def check_same_text(job: HydraJob, first: HydraJob) -> None:
     """Refuse a job of a search whose loss cannot be compared with that of the first.
 
     Raises:
@@ -366,15 +376,15 @@ def check_same_text(job: Job, first: Job) -> None:
     texts = {last_validated(History.read(run.run_dir)) for run in (first, job)}
     if len(texts) > 1:
         raise UserError(
-            f"{job.run_dir} ({' '.join(job.settings)}) validated on another text than"
+            f"{job.run_dir} ({job.label}) validated on another text than"
             f" {first.run_dir}, or on more or less of it, so its loss counts as"
             " infinite in this search; search over keys that leave the validation as"
             " it is"
         )
 
 
-def refuse_other_defaults(argv: Sequence[str]) -> None:
-    """Raise UserError for Hydra's flags that drop all defaults."""
+def refuse_config_name_flags(argv: Sequence[str]) -> None:
+    """Raise UserError for --config-name and --config-path, which drop all defaults."""
     for flag in argv:
         if flag.partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
             raise UserError(
@@ -386,7 +396,7 @@ def refuse_other_defaults(argv: Sequence[str]) -> None:
 def show_help(argv: Sequence[str]) -> None:
     """Explain every key, with the values that the arguments give it."""
     overrides = [text for text in argv if is_override(text)]
-    lines = explained(overrides)
+    lines = training_help(overrides)
     show("usage: scalify-trainer [train] [group=choice ...] [key=value ...]\n")
     show(f"{wrapped(__doc__ or '')}\n")
     show("\n".join(lines))
@@ -403,13 +413,13 @@ def prints_configuration(argv: Sequence[str]) -> bool:
 def command(arguments: list[str]) -> NoReturn:
     """Train, and exit."""
     if asks_for_help(arguments):
-        leave(answer(lambda: show_help(arguments)))
+        leave(run_main(lambda: show_help(arguments)))
     EARLY.install()
-    long = [re.sub(r"^resume=", "resume.source=", argument) for argument in arguments]
+    full_keys = [re.sub("^resume=", "resume.source=", text) for text in arguments]
 
     def call() -> int:
         # The shell turns `paths=[*.{a,b}]` into two arguments.
-        refuse_twice(long)
+        refuse_twice(full_keys)
         return main(arguments)
 
     try:

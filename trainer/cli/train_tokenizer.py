@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_on_text
+from trainer.cli.composing import run_with_data_keys
 from trainer.cli.prepare_data import text_settings
 from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import known_settings
@@ -35,8 +35,8 @@ from trainer.errors import UserError
 from trainer.text import override, show
 
 END = "<|endoftext|>"
-SMALLEST = 257  # every byte, and the end of a document
-PIECE = 1 << 20  # characters that are split into words at a time
+MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
+PIECE_CHARS = 1 << 20  # of a long text, which is split into words by pieces
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,28 @@ class Arguments:
 
 
 def texts_of(
-    source: Source, cache_dir: Path, most: int | None, val_fraction: float
+    source: Source, cache_dir: Path, max_chars: int | None, val_fraction: float
 ) -> Iterator[str]:
     """Yield the documents of the training part, or pieces of a long one.
 
-    They have at most `most` characters in all.
+    They have at most `max_chars` characters in all.
     """
     assert not isinstance(source, PreparedSource)
     corpus = open_corpus(source, cache_dir)
-    left = most if most is not None else sys.maxsize
-    every = (text for rows in corpus.read(None) for text in rows.texts)
-    for text in training_part(corpus, val_fraction) if val_fraction else every:
-        for piece in cut_at_lines(text, PIECE):
+    left = sys.maxsize if max_chars is None else max_chars
+    if val_fraction:
+        texts = training_part(corpus, val_fraction)
+    else:
+        texts = (text for batch in corpus.read(None) for text in batch.texts)
+    for text in texts:
+        for piece in cut_at_lines(text, PIECE_CHARS):
             if left <= 0:
                 return
             yield piece[:left]
             left -= len(piece)
 
 
-class Counted:
+class ByteCounter:
     """An iterator of texts that counts their bytes."""
 
     def __init__(self, texts: Iterator[str]) -> None:
@@ -110,10 +113,10 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
     Raises:
       UserError: a vocabulary smaller than the bytes, or a directory with a tokenizer.
     """
-    if vocab_size < SMALLEST:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(
-            f"vocab_size={vocab_size}: expected {SMALLEST} (every byte, and {END}) or"
-            " more"
+            f"vocab_size={vocab_size}: expected {MIN_VOCAB_SIZE} (every byte, and"
+            f" {END}) or more"
         )
     if (out / FILE).exists():
         raise UserError(f"{out / FILE} exists; choose another out=, or remove it")
@@ -136,14 +139,14 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     from trainer.assembly.data import build_source
 
     c = text_settings(overrides)
-    assert c.cache_dir is not None  # of every source of text
+    assert c.cache_dir is not None  # text_settings refuses sources without one
     assert c.val_fraction is not None
     if c.max_tokens is not None:
         raise UserError(
             "data.max_tokens: there are no tokens yet; bound the text by"
             " data.max_documents or max_chars"
         )
-    texts = Counted(
+    texts = ByteCounter(
         texts_of(
             build_source(c),
             Path(c.cache_dir),
@@ -161,7 +164,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
 
 def command(argv: Sequence[str]) -> int:
     """Run with the arguments, and return the exit code."""
-    return run_on_text(
+    return run_with_data_keys(
         Arguments,
         "scalify-trainer train-tokenizer",
         __doc__ or "",

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from trainer.assembly.saved_model import restore_run
-from trainer.cli.arguments import answer
+from trainer.cli.arguments import run_main
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare, shards
@@ -478,7 +478,7 @@ def test_a_text_of_deeply_nested_lists_is_no_json_lines(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):
-    assert answer(lambda: print(tmp_path.read_text())) == 2
+    assert run_main(lambda: print(tmp_path.read_text())) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from families import quick
 
-from trainer.cli.arguments import argument, read, run_command, usage
+from trainer.cli.arguments import argument, parse, run_command, usage
 from trainer.errors import UserError, run_and_flush
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -22,7 +22,7 @@ class Arguments:
 
 
 def test_values_have_the_types_of_their_fields_and_may_hold_any_text():
-    assert read(Arguments, ["run_dir=a=b: c", "seed=3", "top_p=1"]) == Arguments(
+    assert parse(Arguments, ["run_dir=a=b: c", "seed=3", "top_p=1"]) == Arguments(
         "a=b: c", 3, 1.0
     )
 
@@ -46,7 +46,7 @@ def test_values_have_the_types_of_their_fields_and_may_hold_any_text():
 )
 def test_wrong_arguments_are_named_with_what_is_valid(argv, message):
     with pytest.raises(UserError, match=message):
-        read(Arguments, argv)
+        parse(Arguments, argv)
 
 
 def test_help_lists_every_argument_with_its_default():

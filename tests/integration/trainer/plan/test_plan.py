@@ -505,7 +505,10 @@ def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
 def test_a_context_longer_than_the_default_batch_needs_no_batch_on_the_command_line(
     arguments, tokens
 ):
-    assert script.composed(["model=llama2_7b", *arguments]).train.batch_tokens == tokens
+    assert (
+        script.planned_config(["model=llama2_7b", *arguments]).train.batch_tokens
+        == tokens
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -15,7 +15,7 @@ from trainer.cli.arguments import nearest_keys, without_dashes
 from trainer.cli.evaluate import harness_command
 from trainer.cli.generate import Arguments as Prompts
 from trainer.cli.generate import prompts_of
-from trainer.cli.train import Job, check_same_text, validation_loss, with_seed
+from trainer.cli.train import HydraJob, check_same_text, validation_loss, with_seed
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -92,7 +92,7 @@ def test_what_is_mistyped_is_one_line_and_exit_code_2(
 
 
 def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
-    job = Job(tmp_path, [], exit_code=0)
+    job = HydraJob(tmp_path, [], exit_code=0)
     assert validation_loss(job) is None
     rows = [
         '{"step": 1, "val/loss": 3.0}',
@@ -101,14 +101,14 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     assert validation_loss(job) == 2.5
-    assert validation_loss(Job(tmp_path, [], exit_code=3)) == math.inf
+    assert validation_loss(HydraJob(tmp_path, [], exit_code=3)) == math.inf
 
 
 def test_a_job_of_a_search_that_validated_on_other_text_is_refused(tmp_path):
     jobs = []
     for name, tokens in (("0", 900), ("1", 900), ("2", 1800)):
         (tmp_path / name).mkdir()
-        jobs.append(Job(tmp_path / name, ["train.batch_tokens=9"], exit_code=0))
+        jobs.append(HydraJob(tmp_path / name, ["train.batch_tokens=9"], exit_code=0))
         row = f'{{"step": 2, "tokens": 18, "val/loss": 2.5, "val/tokens": {tokens}}}\n'
         (tmp_path / name / "metrics.jsonl").write_text(row)
         config = "train: {steps: 2, batch_tokens: 9}\n"

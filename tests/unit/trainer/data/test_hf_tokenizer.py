@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from trainer.cli.export import (
     describe_origin,
     generation_config,
-    generation_settings,
     original_directory,
+    special_ids,
     with_ids_of,
 )
 from trainer.cli.train_tokenizer import train_bpe
@@ -297,9 +297,9 @@ def test_an_export_has_all_chat_templates_and_the_sampling_settings(tmp_path):
     assert [(out / name).read_text() for name in names] == names
     settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": 7}
     (origin / "generation_config.json").write_text(json.dumps(settings))
-    ids = generation_config(origin, 5)
-    assert generation_settings(origin, 5) == settings | ids
-    assert generation_settings(None, 5) == generation_config(None, 5)
+    ids = special_ids(origin, 5)
+    assert generation_config(origin, 5) == settings | ids
+    assert generation_config(None, 5) == special_ids(None, 5)
 
 
 def test_a_run_has_a_copy_of_the_files_beside_its_weights(tmp_path, monkeypatch):
@@ -328,14 +328,14 @@ def test_an_export_keeps_the_ids_of_special_tokens(tmp_path, given):
     written = {"bos_token_id": 5, "eos_token_id": 5, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps({**ids, "hidden_size": 4}))
     assert with_ids_of(tmp_path, written) == {"hidden_size": 8, **ids}
-    assert generation_config(tmp_path, 5) == ids
+    assert special_ids(tmp_path, 5) == ids
     theirs = {"bos_token_id": 1, "eos_token_id": [7, 5], "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
-    assert generation_config(tmp_path, 5) == {
+    assert special_ids(tmp_path, 5) == {
         "bos_token_id": 1,
         "eos_token_id": [5, 7],
     }
-    assert generation_config(None, 5) == {"bos_token_id": 5, "eos_token_id": 5}
+    assert special_ids(None, 5) == {"bos_token_id": 5, "eos_token_id": 5}
 
 
 def test_an_export_names_a_chat_template_only_where_there_is_one(tmp_path):
