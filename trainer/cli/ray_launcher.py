@@ -30,7 +30,7 @@ from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain
 from trainer.text import show
 
-# The beginnings of Ray's lines: of its log, and of messages about lost processes.
+# The beginnings of the lines of Ray's log, and of its messages about lost processes.
 RAY_LINE = (
     r"(?:\[\d{4}-\d\d-\d\d |\s*\[state-dump\]|Raylet is terminated"
     r"|The node with node id|A worker died or was killed)"
@@ -38,16 +38,16 @@ RAY_LINE = (
 # Ray reads these when it is imported, or when it starts workers.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray may still count the resources of a machine that was just lost. So long it
-    # waits for a group of the old size before it starts a smaller one; its default: 60.
+    # Seconds that Ray waits for a worker group of the old size before it starts a
+    # smaller one: it may still count a lost machine. Its default is 60.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
-    # The trainer's lines come as they are: no process before each, and none left out
-    # because it resembles another. Ray's own are left out: `Events` says what they do.
+    # Print the trainer's lines unchanged: without a worker prefix, and without
+    # deduplication. Drop Ray's own lines; `Events` reports what they say.
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_DEDUP_LOGS_ALLOW_REGEX": f"^(?!{RAY_LINE})",
     "RAY_DEDUP_LOGS_SKIP_REGEX": f"^{RAY_LINE}",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # Without an actor that looks for announced ends of machines.
+    # No actor that polls for preemption notices.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Workers work in the directory of the command.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -85,16 +85,16 @@ except ImportError as missing:
         " install 'scalify-trainer[ray]', on all machines"
     ) from missing
 
-# A command that was killed keeps its machines so many seconds before its next call gets
-# them; Ray's default is 180. A command at work renews its request every 20 s.
+# Seconds until Ray frees the machines of a killed command for its next call. Ray's
+# default is 180; a running command renews its request every 20 s.
 autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 40
-# Beginnings of the command's variables that its workers get. Others are those of each
-# node: they may be secrets, which Ray would log.
+# Beginnings of the environment variables that the workers get from the command. Others
+# may be secrets, which Ray would log; workers have those of their node.
 PASSED_ON = ("JAX_", "XLA_", "PYTHONPATH")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Job(NamedTuple):
+class WorkerJob(NamedTuple):
     """The training, as every worker gets it.
 
     Attributes:
@@ -115,29 +115,31 @@ class Job(NamedTuple):
 class StopRequest:
     """Stops the workers after a step, with a checkpoint; a Ray actor.
 
-    The first worker receives, and the others agree with it.
+    Rank 0 receives the signal; the training loop makes all ranks agree.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        self._came, self._stopped = asyncio.Event(), asyncio.Event()
+        self._wake, self._stopped = asyncio.Event(), asyncio.Event()
 
     async def send(self, number: int) -> None:
         """Send the number of a signal, for these workers and all later ones."""
         self._number = number
-        self._came.set()
+        self._wake.set()
 
     async def interrupt(self) -> None:
         """Stop these workers, and wait until they have."""
         self._stopped.clear()
-        self._came.set()  # wakes those that wait now
+        # Wake those that wait now; later workers wait for a new event, unless a signal
+        # came.
+        self._wake.set()
         if not self._number:
-            self._came.clear()
+            self._wake.clear()
         await self._stopped.wait()
 
     async def receive(self) -> int:
         """Wait for the number."""
-        await self._came.wait()
+        await self._wake.wait()
         return self._number or signal.SIGTERM
 
     async def stopped(self) -> None:
@@ -161,7 +163,7 @@ class Trainer(DataParallelTrainer):
 
 
 class Events(ControllerCallback, WorkerGroupCallback):
-    """Says what happens to workers, in Ray's controller, which runs beside the command.
+    """Prints what happens to workers; runs in Ray's controller, beside the command.
 
     Args:
       stop: handle of the `StopRequest`.
@@ -177,8 +179,10 @@ class Events(ControllerCallback, WorkerGroupCallback):
         self.at_work = True
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Say which workers have failed. Raise the UserError of one, if none is gone: a
-        start would meet it again.
+        """Print which workers have failed.
+
+        Raises:
+          UserError: that of a worker, if all answer: it would come again.
         """
         errors = worker_group_status.errors
         refusals = [error for error in errors.values() if isinstance(error, UserError)]
@@ -206,7 +210,7 @@ class Events(ControllerCallback, WorkerGroupCallback):
 
 
 def is_gone(error: Exception) -> bool:
-    """Return whether the error is that of Ray about a worker that does not answer."""
+    """Return whether Ray raised the error, for a worker that does not answer."""
     return type(error).__module__.startswith("ray.")
 
 
@@ -241,7 +245,9 @@ def launch(
             )
         )
         stop = stop.remote()
-        job = Job(to_tree(config), list(overrides), list(fixed), os.getcwd(), stop)
+        job = WorkerJob(
+            to_tree(config), list(overrides), list(fixed), os.getcwd(), stop
+        )
         trainer = Trainer(
             work,
             train_loop_config={"job": job},
@@ -302,17 +308,18 @@ def scaling(launcher: Launcher) -> ScalingConfig:
 def fit(trainer: Trainer, stop: Any) -> int:
     """Train until the end, or until workers have stopped after a signal.
 
-    Raises UserError where a worker did.
+    Raises:
+      UserError: that of a worker.
     """
     signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > 1:
             os._exit(128 + number)  # Ray ends the workers of a command that is gone
 
     # Ray would end the workers at the first Ctrl-C, if it saw the main thread.
-    with handlers(note), ThreadPoolExecutor(1) as pool:
+    with handlers(handle), ThreadPoolExecutor(1) as pool:
         running: Future[Any] = pool.submit(trainer.fit)
         sent = 0
         while not wait([running], timeout=0.5).done:
@@ -327,19 +334,21 @@ def fit(trainer: Trainer, stop: Any) -> int:
 
 
 @contextlib.contextmanager
-def handlers(note: Any) -> Iterator[None]:
+def handlers(handle: Any) -> Iterator[None]:
     """Handle signals by a function while the context is open."""
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def exit_code(done: Future[Any]) -> int:
-    """Return the exit code of a training that has ended. Raises a worker's
-    UserError.
+    """Return the exit code of a training that has ended.
+
+    Raises:
+      UserError: that of a worker.
     """
     try:
         code: int = done.result().return_value
@@ -366,26 +375,26 @@ def work(settings: Mapping[str, Any]) -> int:
     from trainer.assembly.run import run
     from trainer.parallel.processes import PROCESS_VARIABLES
 
-    job: Job = settings["job"]
+    job: WorkerJob = settings["job"]
     logging.getLogger("jax").setLevel(logging.WARNING)  # Ray shows more of all loggers
-    enter(job.folder)
-    this = ray.train.get_context()
-    count, rank = this.get_world_size(), this.get_world_rank()
+    change_directory(job.folder)
+    context = ray.train.get_context()
+    count, rank = context.get_world_size(), context.get_world_rank()
     values = (broadcast_from_rank_zero(free_address()), str(count), str(rank))
     os.environ |= dict(zip(PROCESS_VARIABLES, values, strict=True))
     config = with_workers(from_tree(Config, job.config), count)
     received: list[int] = []
     if rank == 0:
         waiting = (job.stop, received)
-        threading.Thread(target=wait_for, args=waiting, daemon=True).start()
-    hooks = Hooks(stop_requested=lambda: sum(received))
+        threading.Thread(target=receive_signal, args=waiting, daemon=True).start()
+    hooks = Hooks(stop_requested=lambda: received[0] if received else 0)
     try:
         code, _ = run(config, job.overrides, hooks, job.fixed)
     except UserError:
         raise
     except Exception as error:
         if not LOST_PROCESS.search(str(error)):
-            traceback.print_exc()  # Ray's own report of it is cut
+            traceback.print_exc()  # Ray's report shortens it.
         raise
     finally:
         if rank == 0:
@@ -394,13 +403,13 @@ def work(settings: Mapping[str, Any]) -> int:
     return code
 
 
-def wait_for(stop: Any, received: list[int]) -> None:
-    """Append the number of a signal to the command, once one comes."""
+def receive_signal(stop: Any, received: list[int]) -> None:
+    """Wait for a signal to the command, and append its number to `received`."""
     with contextlib.suppress(RayError):  # the command is gone
         received.append(ray.get(stop.receive.remote()))
 
 
-def enter(folder: str) -> None:
+def change_directory(folder: str) -> None:
     """Work in the directory of the command, where relative paths mean the same."""
     try:
         os.chdir(folder)
@@ -413,7 +422,7 @@ def enter(folder: str) -> None:
 
 
 def free_address() -> str:
-    """Return an address of this machine that nobody listens at."""
+    """Return an address of this machine with a free port."""
     host = ray.util.get_node_ip_address()
     with socket.socket() as probe:
         probe.bind((host, 0))
