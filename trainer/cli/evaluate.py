@@ -106,12 +106,12 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     size = text.batches * w.data.val.batch_size * w.model.spec.context
     files = f"; {args.text}" if args.text else ""
     count = "1 batch" if text.batches == 1 else f"{text.batches} batches"
-    rest = f"; text behind batches={max_batches} is not read"
+    unread = f"; text behind batches={max_batches} is not read"
     if text.left_out is not None:
-        rest = f"; {text.left_out:,} tokens behind them, less than a batch, left out"
+        unread = f"; {text.left_out:,} tokens behind them, less than a batch, left out"
     show(
         f"{run_dir}: {c.precision.name}, step {restored.step:,}{files}; {count},"
-        f" {size:,} tokens{rest}"
+        f" {size:,} tokens{unread}"
     )
     show(
         f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"

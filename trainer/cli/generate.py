@@ -50,7 +50,7 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     else:
         file = path_of(args.prompts)
         try:
-            # Not splitlines, to which form feeds are ends of lines, too.
+            # `splitlines` would split at form feeds, too.
             lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
@@ -69,7 +69,7 @@ def typed_lines() -> Iterator[str]:
         line = sys.stdin.readline()
         if not line or (is_terminal and not line.strip()):
             return
-        yield line.rstrip("\n").removeprefix("\ufeff")  # the mark of byte order
+        yield line.rstrip("\n").removeprefix("\ufeff")  # the byte order mark
 
 
 def main(args: Arguments) -> None:
@@ -91,7 +91,7 @@ def main(args: Arguments) -> None:
         "compiling, and the first text",
         note,
     )
-    first = True
+    is_first = True
     for prompt in prompts_of(args):
         ids = model.tokenizer.encode(prompt) or [model.tokenizer.eot]
         for i in range(args.count):
@@ -105,8 +105,8 @@ def main(args: Arguments) -> None:
                 seed=args.seed + i,
             )
             text = prompt + continuation(model.tokenizer, ids, new)
-            show(text if first else f"\n{text}")
-            first = False
+            show(text if is_first else f"\n{text}")
+            is_first = False
 
 
 def command(argv: Sequence[str]) -> int:

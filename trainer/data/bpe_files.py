@@ -52,7 +52,7 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
     """Return the encoding of a .tiktoken file."""
     ranks: TokenIds = {}
     for number, line in enumerate(read(path).splitlines(), 1):
-        if not line:  # as tiktoken
+        if not line:  # tiktoken skips empty lines, too.
             continue
         try:
             token, rank = line.split()

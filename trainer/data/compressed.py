@@ -80,7 +80,7 @@ def is_intact(target: Path, record: Path) -> bool:
     )
 
 
-def opened(path: Path, codec: str) -> Any:
+def open_stream(path: Path, codec: str) -> Any:
     """Return a stream of the content of a compressed file."""
     if codec == "gzip":
         # Arrow refuses the zeros that tapes and block devices put behind a file.
@@ -93,7 +93,7 @@ def opened(path: Path, codec: str) -> Any:
 def blocks(path: Path, codec: str) -> Iterator[bytes]:
     """Yield the content of a compressed file."""
     try:
-        with opened(path, codec) as stream:
+        with open_stream(path, codec) as stream:
             while block := stream.read(BLOCK):
                 yield block
     except (OSError, ValueError, EOFError, zlib.error) as error:

@@ -426,12 +426,12 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     content = digest(["hub", asdict(replace(source, streaming=False)), contents])
 
     @functools.cache
-    def opened() -> "DatasetBuilder":
+    def get_builder() -> "DatasetBuilder":
         return open_builder(source, local, content)
 
     def read(position: Position) -> Iterator[TextBatch]:
-        with hub_errors(source), exact_json(opened().name):
-            dataset = load_hub(source, opened())
+        with hub_errors(source), exact_json(get_builder().name):
+            dataset = load_hub(source, get_builder())
             check_column(dataset, source.column)
             yield from read_dataset(dataset, source, position)
 

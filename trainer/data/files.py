@@ -42,7 +42,7 @@ NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), "a table")
 # the first bytes of what git leaves in the place of a file that it did not fetch
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
-MANY = 8  # files that a message names one by one
+MAX_NAMED = 8  # files that a message names one by one
 # advice for files whose text columns have different names
 OTHER_COLUMNS = (
     "; if files name their columns differently, run `scalify-trainer prepare-data"
@@ -176,14 +176,14 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
           twice.
     """
     totals: dict[tuple[Path, str, str], tuple[int, Path]] = {}
-    shards: dict[tuple[Path, str, str], dict[int, Path]] = {}
+    sets: dict[tuple[Path, str, str], dict[int, Path]] = {}
     for path in paths:
         if (match := NUMBERED_FILE.fullmatch(path.name)) is None:
             continue
         name, index, total, suffix = match.groups()
-        place = (path.parent, name, suffix)
-        expected, first = totals.setdefault(place, (int(total), path))
-        same_index = shards.setdefault(place, {}).setdefault(int(index), path)
+        key = (path.parent, name, suffix)
+        expected, first = totals.setdefault(key, (int(total), path))
+        same_index = sets.setdefault(key, {}).setdefault(int(index), path)
         # Another total, or one index twice (with another hash), means two sets.
         conflicting = same_index if int(total) == expected else first
         if conflicting != path:
@@ -191,10 +191,10 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
                 f"{conflicting} and {path} are shards of two sets, the earlier of which"
                 " would be read beside the later; move one set elsewhere"
             )
-    for place, (expected, first) in totals.items():
-        if len(shards[place]) < expected:
+    for key, (expected, first) in totals.items():
+        if len(sets[key]) < expected:
             note(
-                f"{first} is one of {len(shards[place]):,} shards that are read, of"
+                f"{first} is one of {len(sets[key]):,} shards that are read, of"
                 f" {expected:,} by its name"
             )
 
@@ -230,7 +230,7 @@ def format_of(path: Path, given: Format | None) -> Format:
     """
     if path.suffix.lower() == ".arrow":
         folder = path.parent
-        if (folder.parent / "dataset_dict.json").is_file():  # of several splits
+        if (folder.parent / "dataset_dict.json").is_file():  # It has several splits.
             folder = folder.parent
         raise UserError(
             f"{path} is an Arrow table, such as `datasets.save_to_disk` writes; read"
@@ -411,8 +411,8 @@ def combined(errors: Sequence[NotText]) -> NotText:
     first = errors[0]
     if len(errors) == 1:
         return first
-    named = ", ".join(f"{error.path} ({error.why})" for error in errors[:MANY])
-    if len(errors) > MANY:
+    named = ", ".join(f"{error.path} ({error.why})" for error in errors[:MAX_NAMED])
+    if len(errors) > MAX_NAMED:
         named += ", ..."
     message = (
         f"{len(errors)} files are not text: {named}; convert them to UTF-8, or leave"
@@ -444,6 +444,6 @@ def reading(files: Sequence[File], format: str) -> Iterator[None]:
         RuntimeError,
         StopIteration,
     ) as error:
-        where = ", ".join(str(file.path) for file in files[:3])
-        what = str(error).strip().splitlines() or ["no rows"]
-        raise UserError(f"{where}: cannot be read as {format} ({what[0]})") from error
+        names = ", ".join(str(file.path) for file in files[:3])
+        lines = str(error).strip().splitlines() or ["no rows"]
+        raise UserError(f"{names}: cannot be read as {format} ({lines[0]})") from error

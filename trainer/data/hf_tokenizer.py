@@ -156,7 +156,7 @@ def tokenizer_beside(directory: Path) -> Tokenizer | None:
         return None
 
 
-def other_ids(theirs: Tokenizer, ours: Tokenizer) -> str | None:
+def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
     """Describe a text to which tokenizers of one vocabulary give different ids.
 
     None: they are the same, or no difference was found in `PROBES` and in the texts of
@@ -182,7 +182,7 @@ def other_ids(theirs: Tokenizer, ours: Tokenizer) -> str | None:
     return None
 
 
-def first_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:
+def token_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:
     """Describe the lowest id whose token differs in `theirs`; None: there is none."""
     end = next(
         token.encode() for token, i in ours.special_tokens.items() if i == ours.eot

@@ -106,9 +106,9 @@ def open_builder(
     data_files = builder.config.data_files or {}
     splits = data_files.values()
     folder = path_of(source.name)
-    place = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
+    prefix = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
     for file in itertools.chain(*splits):
-        if not os.path.normpath(file).startswith(place):
+        if not os.path.normpath(file).startswith(prefix):
             raise UserError(
                 f"data.name={source.name} takes {file} for its own data, which is"
                 " elsewhere; correct its README.md"
@@ -154,7 +154,7 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # none: a JSON file whose rows are {}
             check_text_column(table, column)
-        if builder.name == "csv":  # where others may differ in type and in order
+        if builder.name == "csv":  # Other columns may differ in type and in order.
             table = table.select([column])
         return cast(table, **settings)
 
@@ -324,7 +324,7 @@ def hub_errors(source: "HubSource") -> Iterator[None]:
         ) from error
     except UserError:
         raise
-    except Exception as error:  # whatever `datasets` meets in a stranger's files
+    except Exception as error:  # `datasets` raises any class for files of others.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         instead = f"; data=text data.paths=[{source.name}] reads files of any names"
         raise UserError(

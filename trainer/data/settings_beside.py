@@ -121,12 +121,13 @@ def check_words(directory: Path, file: str, words: Mapping[str, Any]) -> None:
             )
         if word is None or word.get("special"):
             continue
-        theirs, ours = flags_of(token), flags_of(word)
+        listed_flags, flags = flags_of(token), flags_of(word)
         for flag in FLAGS:
-            if theirs[flag] != ours[flag]:
+            if listed_flags[flag] != flags[flag]:
                 raise UserError(
-                    f"{directory}: {SETTINGS} has {flag}={theirs[flag]} for the added"
-                    f" word {text!r}, and {file} {flag}={ours[flag]}; {SAVE_AGAIN}"
+                    f"{directory}: {SETTINGS} has {flag}={listed_flags[flag]} for the"
+                    f" added word {text!r}, and {file} {flag}={flags[flag]};"
+                    f" {SAVE_AGAIN}"
                 )
 
 

@@ -33,7 +33,7 @@ from trainer.files import (
 
 MANIFEST_VERSION = 2
 SHARD_VERSION = 1  # of the ids themselves, a part of fingerprints
-READABLE_VERSIONS = (1, MANIFEST_VERSION)  # 1: without a digest of its content
+READABLE_VERSIONS = (1, MANIFEST_VERSION)  # Version 1 has no digest of its content.
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 # Records of verified shards, in the user's cache: records inside the data directory

@@ -255,13 +255,13 @@ def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
       UserError: ids that no model could have, or an end that a text is encoded to.
     """
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
-    most = max(MAX_ID, MAX_IDS_PER_TOKEN * len(ids))
+    limit = max(MAX_ID, MAX_IDS_PER_TOKEN * len(ids))
     # a bool is an int, but not an id
-    bad = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
+    bad = next((i for i in ids if type(i) is not int or not 0 <= i < limit), None)
     if bad is not None:
         raise UserError(
             f"tokenizer {tokenizer.name} has the id {bad!r}; expected whole numbers"
-            f" below {most:,} for {len(ids):,} tokens"
+            f" below {limit:,} for {len(ids):,} tokens"
         )
     end = tokenizer.eot
     name = next(name for name, i in tokenizer.special_tokens.items() if i == end)

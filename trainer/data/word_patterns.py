@@ -25,6 +25,7 @@ PROBE_TEXTS = (
     *("def f(x):\n    return x\n\n\n  end", "line one\nline two", "x\r\n\r\n y\r", " "),
     *("1234567 3.14 a1b2 1,000,000 _x_", "camelCase XMLFile //... != -5%", "\n\na\n"),
 )
+UNNAMED = ("Cs", "Co", "Cn")  # surrogates, private use, unassigned
 FIRST_IDEOGRAPH = "\u3400"  # from here on most characters are ideographs
 # Pairs of letters that equal a single one without regard to case: in "straße",
 # `(?i:ss)` has a match in Oniguruma, and none in Rust's engine.
@@ -97,20 +98,20 @@ def short_text_difference(
     for text in texts:
         for start, end in itertools.combinations(range(len(text) + 1), 2):
             ranks.setdefault(text[start:end].encode(), len(ranks))
-    ours = encoding(pattern, ranks)
+    tiktoken_encoding = encoding(pattern, ranks)
     for text in texts:
         their_words = [word.encode() for word, _ in words.pre_tokenize_str(text)]
-        ids = ours.encode_ordinary(text)
-        if ours.decode_tokens_bytes(ids) != their_words:
+        ids = tiktoken_encoding.encode_ordinary(text)
+        if tiktoken_encoding.decode_tokens_bytes(ids) != their_words:
             return text
     return None
 
 
 @functools.cache
 def characters() -> list[str]:
-    """Return all characters of Unicode, and one of those without a name."""
-    every = map(chr, range(sys.maxunicode + 1))
-    named = (char for char in every if unicodedata.category(char) not in "Cs Co Cn")
+    """Return all named characters of Unicode, and two without a name."""
+    every_char = map(chr, range(sys.maxunicode + 1))
+    named = [char for char in every_char if unicodedata.category(char) not in UNNAMED]
     return [*named, "\u0378", "\ue000"]
 
 
@@ -122,18 +123,19 @@ def character_difference(
     merges = [(spell(pair[:1]), spell(pair[1:])) for pair in PROBE_MERGES]
     for pair in PROBE_MERGES:
         ranks[pair] = len(ranks)
-    ours = encoding(pattern, ranks)
-    theirs = tokenizers.Tokenizer(
+    tiktoken_encoding = encoding(pattern, ranks)
+    hf_tokenizer = tokenizers.Tokenizer(
         models.BPE({spell(token): i for token, i in ranks.items()}, merges)
     )
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     beside_others, alone = character_texts()
     for text in beside_others:
-        if ours.encode_ordinary(text) != theirs.encode(text).ids:
+        if tiktoken_encoding.encode_ordinary(text) != hf_tokenizer.encode(text).ids:
             return text
     for text in alone:
-        if ours.decode_bytes(ours.encode_ordinary(text)) != text.encode():
+        ids = tiktoken_encoding.encode_ordinary(text)
+        if tiktoken_encoding.decode_bytes(ids) != text.encode():
             return text
     return None
 

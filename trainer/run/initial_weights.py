@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import (
-    first_difference,
+    encoding_difference,
     ids_beside,
-    other_ids,
+    token_difference,
     tokenizer_beside,
 )
 from trainer.data.settings_beside import MODEL_CONFIGS
@@ -267,11 +267,12 @@ def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> lis
     directory = huggingface.directory_of(source)
     ids = ids_beside(directory)
     if ids is not None:
-        difference = first_difference(ids, tokenizer)
+        difference = token_difference(ids, tokenizer)
         if difference is None:
             # A vocabulary does not say how a text is split or normalized.
             theirs = tokenizer_beside(directory)
-            difference = None if theirs is None else other_ids(theirs, tokenizer)
+            if theirs is not None:
+                difference = encoding_difference(theirs, tokenizer)
         if difference is None:
             return []
         return [

@@ -25,9 +25,9 @@ from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING
 from trainer.data.hf_tokenizer import (
-    first_difference,
     ids_beside,
     save_hf,
+    token_difference,
     tokenizer_beside,
 )
 from trainer.data.tokenizer import BPETokenizer
@@ -112,9 +112,9 @@ def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, small, tmp_p
     assert ids_beside(directory) is None
     save_hf(directory, ours, 1024)
     beside = ids_beside(directory)
-    assert first_difference(beside, ours) is None
+    assert token_difference(beside, ours) is None
     other = small if ours.name == "byte" else get_tokenizer("byte")
-    assert first_difference(beside, other) is not None
+    assert token_difference(beside, other) is not None
     for name in (directory, directory / "tokenizer.json"):
         assert get_tokenizer(str(name)).fingerprint == ours.fingerprint
 
@@ -130,12 +130,12 @@ def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(
     small, small_dir, tmp_path
 ):
     (tmp_path / "vocab.json").write_bytes((small_dir / "encoder.json").read_bytes())
-    assert first_difference(ids_beside(tmp_path), small) is None
+    assert token_difference(ids_beside(tmp_path), small) is None
     ids = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     ids["Ġthe"], ids["Ġa"] = ids["Ġa"], ids["Ġthe"]
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     assert (
-        first_difference(ids_beside(tmp_path), small)
+        token_difference(ids_beside(tmp_path), small)
         == "id 257 is ' the' there, ' a' here"
     )
 
