@@ -22,11 +22,14 @@ def from_saved(cls: type, tree: Any) -> Any:
     """
     if isinstance(tree, Mapping):
         tree = renamed_keys(tree)
-    return from_tree(cls, _completed(cls, tree))
+    return from_tree(cls, completed(cls, tree))
 
 
-def _completed(hint: Any, tree: Any) -> Any:
-    """Return saved values with the keys that they lack, as far as these are known."""
+def completed(hint: Any, tree: Any) -> Any:
+    """Return saved values with null for the keys that they lack and that may be null.
+
+    `hint`: their class.
+    """
     if not isinstance(tree, Mapping):
         return tree
     variants = _variants(hint)
@@ -35,16 +38,16 @@ def _completed(hint: Any, tree: Any) -> Any:
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
         return tree
     hints = annotations(hint)
-    completed = {
-        key: _completed(hints[key], value) if key in hints else value
+    result = {
+        key: completed(hints[key], value) if key in hints else value
         for key, value in tree.items()
     }
     for key, key_hint in hints.items():
         if key not in tree and _may_be_null(key_hint):
-            completed[key] = None
+            result[key] = None
         elif key not in tree and _is_group_of_nulls(key_hint):
-            completed[key] = dict.fromkeys(annotations(key_hint))
-    return completed
+            result[key] = dict.fromkeys(annotations(key_hint))
+    return result
 
 
 def _may_be_null(hint: Any) -> bool:

@@ -8,9 +8,10 @@ totals. Arrays and their order are the same.
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.fields import from_saved
+from trainer.config.fields import completed, from_saved
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
+from trainer.precision.policy import Policy
 
 FORMAT = 4
 READABLE = (3, FORMAT)
@@ -26,7 +27,7 @@ def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
     arrays.
     """
     if manifest["format"] == FORMAT:
-        return dict(manifest)
+        return {**manifest, "meta": _with_new_keys(manifest["meta"])}
     leaves = {}
     for name, leaf in manifest["leaves"].items():
         field, slash, rest = name.partition("/")
@@ -35,7 +36,7 @@ def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **manifest,
         "format": FORMAT,
-        "meta": _with_current_keys(manifest["meta"], manifest["step"]),
+        "meta": _with_new_keys(_with_current_keys(manifest["meta"], manifest["step"])),
         "leaves": leaves,
     }
 
@@ -45,6 +46,13 @@ def stored_name(name: str, leaves: Mapping[str, Mapping[str, Any]]) -> str:
     a current manifest.
     """
     return str(leaves[name].get(STORED_AS, name)) if name in leaves else name
+
+
+def _with_new_keys(meta: Any) -> Any:
+    """Return metadata whose precision has the keys that it was saved without."""
+    if not isinstance(meta, Mapping) or "precision" not in meta:
+        return meta
+    return {**meta, "precision": completed(Policy, meta["precision"])}
 
 
 def _with_current_keys(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
