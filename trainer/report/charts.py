@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_POINTS = 600  # of a line, which keeps the minimum and maximum of each part
-# A range beyond this multiple of that of the usual values is cut off. Usual are the
-# lowest 95%, and of the lowest 99% those up to the highest median of SPIKE values in a
-# row: a loss before it falls, but no spike.
+MAX_POINTS = 600  # of a line
+# The y-axis is clipped if its range exceeds CLIPPED times the usual range. The usual
+# range ends at the 95th percentile, or at the largest running median of SPIKE values if
+# that is higher (but at most the 99th percentile). So high losses at the start are
+# shown; isolated spikes are not.
 CLIPPED = 2.0
 SPIKE = 5
 # Distinct in print and for the color-blind (Okabe and Ito, "Color Universal Design",
@@ -185,10 +186,10 @@ def value_range(
         for y in (line.ys if line.dots else smoothed(line.ys, SPIKE))
         if math.isfinite(y)
     ]
-    most, nearly_all = (
+    percentile_95, percentile_99 = (
         values[min(len(values) - 1, int(share * len(values)))] for share in (0.95, 0.99)
     )
-    usual = min(nearly_all, max(most, *medians))
+    usual = min(percentile_99, max(percentile_95, *medians))
     if high - low > CLIPPED * (usual - low) > 0:
         high = low + 1.2 * (usual - low)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -199,11 +200,11 @@ def value_range(
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Return at most `MOST_POINTS` points, with the extremes of equal parts.
+    """Return at most `MAX_POINTS` points: the minimum and maximum of each bin.
 
-    A part with a gap keeps the gap.
+    A bin with a gap keeps the gap.
     """
-    size = max(1, math.ceil(2 * len(xs) / MOST_POINTS))
+    size = max(1, math.ceil(2 * len(xs) / MAX_POINTS))
     points = list(zip(xs, ys, strict=True))
     if size <= 2:
         return points

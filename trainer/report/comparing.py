@@ -21,7 +21,7 @@ from trainer.report.history import (
 from trainer.report.page import comparison
 from trainer.run.rundir import MAY_CHANGE
 
-# Keys that cannot change what is learned, nor how fast.
+# Keys that change neither what is learned nor how fast.
 IGNORED = (
     *("run_dir", "resume", "resume.*", "dry_run", "compile_cache", "data.cache_dir"),
     *("tracker", "tracker.*", "checkpoint.*", "sample.*", "metrics.*", "profile.*"),
@@ -30,12 +30,12 @@ IGNORED = (
 RANKED = "ranked"
 OTHER_TEXT = "other validation text, not ranked"
 NO_FINAL_LOSS = "no final validation loss, not ranked"
-# The value of a configuration group is that of the first of these fields that it has.
-CHOICES = ("source", "kind", "name")
+# The first of these fields that a configuration group has names the chosen option.
+GROUP_FIELDS = ("source", "kind", "name")
 SEED = "seed"
-MOST_COLUMNS = 2  # of runs; with more of them, runs are the rows
-TEXT_WIDTH = 120  # characters of a line; what is wider goes on below
-CELL_WIDTH = 40  # of a cell of text; the page has the whole
+MAX_RUN_COLUMNS = 2  # with more runs, the table has a row for each run
+TEXT_WIDTH = 120  # characters of a line; further columns follow below
+CELL_WIDTH = 40  # longer cells are cut in the text, not in the page
 
 Table = Mapping[str, Sequence[str]]  # a value for each run
 
@@ -44,9 +44,9 @@ class ValidatedText(NamedTuple):
     """The text of a validation.
 
     Attributes:
-      source: what tells it from others: a digest, the shares of a mixture, and whether
-        the first tokens of documents count.
-      tokens: how many of its first tokens were read.
+      source: its identity: a digest, the shares of a mixture, and whether the first
+        tokens of documents count.
+      tokens: number of its tokens that were read, from its start.
       before_end: the step of the validation; None: it is the run's last step.
     """
 
@@ -97,18 +97,20 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         counted = [entry for entry in entries if entry.is_counted]
         varied = overridden(histories)
         others = {
-            k: v for k, v in differences(histories).items() if not in_groups(k, varied)
+            k: v
+            for k, v in differing_settings(histories).items()
+            if not in_groups(k, varied)
         }
         changes = [h.facts.get(SCHEDULE_CHANGED, "-") for h in histories]
         if len(set(changes)) > 1:
             others[SCHEDULE_CHANGED] = changes
-        table = varied | figures(histories) | others
+        table = varied | final_metrics(histories) | others
         unranked = {e.history.name: e.mark for e in entries if e.mark != RANKED}
         if unranked:
             table = {"validation text": [entry.mark for entry in entries]} | table
         rows = [["", *(h.name for h in histories)]]
         rows += [[key, *values] for key, values in table.items()]
-        if len(histories) > MOST_COLUMNS:
+        if len(histories) > MAX_RUN_COLUMNS:
             rows = [list(row) for row in zip(*rows, strict=True)]
         set_keys = among(varied, len(counted))
         all_keys = among(varied | others, len(counted))
@@ -118,7 +120,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         hints = [
             *uneven_validations(counted),
             *best_by_mean(all_keys, means),
-            *best_at_end(counted, set_keys, all_keys),
+            *best_at_boundary(counted, set_keys, all_keys),
         ]
         verdicts = [*best_run, *fitted(means), *hints]
         lines = fitted(rows)
@@ -143,8 +145,9 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
 def ranked_entries(histories: Sequence[History]) -> list[Entry]:
     """Return the runs, the best first, and those that are not ranked last.
 
-    Ranked are runs that were last validated on one text: that of finished runs; of as
-    many runs, the text of which more was read.
+    Only runs whose last validation read the same text are ranked. That text is one that
+    a finished run was validated on, if there is any; then the one shared by the most
+    runs; then the longest.
     """
     texts = [last_validated(h) for h in histories]
     ranked_text = max(
@@ -209,7 +212,7 @@ def mark_of(h: History, ranked: ValidatedText) -> str:
 
 
 def among(settings: Table, count: int) -> dict[str, Sequence[str]]:
-    """Return the settings that differ among the first runs."""
+    """Return the settings that differ among the first `count` runs."""
     first = {key: values[:count] for key, values in settings.items()}
     return {key: values for key, values in first.items() if len(set(values)) > 1}
 
@@ -286,8 +289,9 @@ def fitted(rows: Sequence[Sequence[str]]) -> list[str]:
 def best(
     entries: Sequence[Entry], settings: Table, run_dirs: Mapping[str, Path]
 ) -> list[str]:
-    """Return a line that names the best run, the first; none without validation, or
-    where there is no other run to compare it with.
+    """Return a line that names the best run, which is the first of the entries.
+
+    Return nothing if it has no validation loss, or if it is the only run.
     """
     name, loss = entries[0].history.name, entries[0].loss
     if not math.isfinite(loss) or len(entries) < 2:
@@ -297,7 +301,7 @@ def best(
 
 
 def uneven_validations(entries: Sequence[Entry]) -> list[str]:
-    """Return a line where ranked runs did not read exactly as much of the text."""
+    """Return a line if the validations of the runs read different amounts of text."""
     read = sorted(
         tokens
         for entry in entries
@@ -312,9 +316,9 @@ def uneven_validations(entries: Sequence[Entry]) -> list[str]:
 
 
 def best_by_mean(settings: Table, means: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line where the best mean over seeds is not of the best run's settings.
+    """Return a line if the settings with the best mean are not those of the best run.
 
-    The loss of one seed may be chance.
+    The mean is over seeds; the loss of one seed may be chance.
     """
     if not means:
         return []
@@ -329,14 +333,16 @@ def best_by_mean(settings: Table, means: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def best_at_end(entries: Sequence[Entry], varied: Table, settings: Table) -> list[str]:
-    """Return a line for each number whose best value is the largest or smallest tried.
+def best_at_boundary(
+    entries: Sequence[Entry], varied: Table, settings: Table
+) -> list[str]:
+    """Return a hint for each key whose best value is the largest or smallest tried.
 
-    A better value may lie beyond. Tried are the values of the runs that differ from the
-    best one in that key alone, and the best is by the means over seeds. Keys that only
-    decide how long and where a run trains are left out, and sizes of the model, of
-    which the largest is the best. Forks start from different weights than other runs,
-    so with a fork nothing is compared.
+    A better value may lie outside the range. The values tried are those of runs that
+    differ from the best settings in this key alone; the best settings have the lowest
+    mean loss over seeds. Skip keys that decide only how long or where a run trains, and
+    model sizes, of which the largest is nearly always best. Return nothing if a run is
+    a fork, because forks start from other weights.
 
     Args:
       entries: the best first.
@@ -380,11 +386,11 @@ def best_at_end(entries: Sequence[Entry], varied: Table, settings: Table) -> lis
 def mean_losses(
     entries: Sequence[Entry], settings: Table
 ) -> dict[tuple[str, ...], tuple[bool, float, list[float]]]:
-    """Return, by the settings without the seed, what their runs came to.
+    """Return the losses of the runs by their settings without the seed.
 
     Returns:
-      whether a run has no validation loss (the mean of the rest would flatter the
-      settings), the mean, infinite without any, and all losses.
+      for each settings: whether a run has no validation loss (the mean of the others
+      would flatter the settings), the mean (infinite without any loss), all losses.
     """
     groups: dict[tuple[str, ...], list[float]] = {}
     for i, entry in enumerate(entries):
@@ -433,9 +439,9 @@ def best_loss(h: History) -> str:
     return f"{min(losses):.4g}" if losses else "-"
 
 
-def figures(histories: Sequence[History]) -> dict[str, list[str]]:
-    """Return the final figures of the runs, by name: those that any run has."""
-    all_figures = {
+def final_metrics(histories: Sequence[History]) -> dict[str, list[str]]:
+    """Return the final metrics of the runs, by name: those that any run has."""
+    all_metrics = {
         "validation loss": [h.last("val/loss") for h in histories],
         "best loss on train.eval_batches": [best_loss(h) for h in histories],
         "steps": [f"{h.rows[-1]['step']:,}" for h in histories],
@@ -444,7 +450,7 @@ def figures(histories: Sequence[History]) -> dict[str, list[str]]:
         "skipped": [h.last("watchdog/skipped") for h in histories],
         "rolled back": [h.last("watchdog/rollbacks") for h in histories],
     }
-    return {name: xs for name, xs in all_figures.items() if set(xs) != {"-"}}
+    return {name: xs for name, xs in all_metrics.items() if set(xs) != {"-"}}
 
 
 def picture(
@@ -505,7 +511,7 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for given in overrides for key in given)
 
     def value(key: str, given: Mapping[str, str], settings: Mapping[str, Any]) -> str:
-        choices = (f"{key}.{end}" for end in CHOICES)
+        choices = (f"{key}.{end}" for end in GROUP_FIELDS)
         choice = next((name for name in choices if name in settings), "")
         setting = settings.get(key, settings.get(choice))
         return given.get(key, "-") if setting is None else str(setting)
@@ -529,7 +535,7 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
     return varied
 
 
-def differences(histories: Sequence[History]) -> dict[str, list[str]]:
+def differing_settings(histories: Sequence[History]) -> dict[str, list[str]]:
     """Return the values of each configuration key that is not the same in all runs."""
     trees = [h.settings for h in histories]
     keys = dict.fromkeys(key for tree in trees for key in tree)

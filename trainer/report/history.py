@@ -31,19 +31,19 @@ KINDS = {
     "new scales": "#7f9fbf",
 }
 OTHER = "#999999"
-# facts of a run that started from another one
+# Facts of environment.txt about a run that started from another one.
 FORKED, WEIGHTS = "forked from", "weights from"
 SCHEDULE_CHANGED = "schedule changed"
-# the fact of the tokens that the validation after the last step reads
+# The fact about the number of tokens that the validation after the last step reads.
 FINAL_VALIDATION = "final validation tokens"
-VALIDATION_DIGEST = "validation digest"  # the fact of the tokens of the whole text
+VALIDATION_DIGEST = "validation digest"  # the fact about the whole validation text
 # A validation that reads this share of the validation text counts as reading all: only
 # whole batches are read.
 WHOLE = 0.99
 AS_TRAINED = "as trained"  # in an evaluation, the precision of the training
 
 
-class Evaluation(NamedTuple):
+class SavedEvaluation(NamedTuple):
     """The content of evaluation.json.
 
     Attributes:
@@ -58,7 +58,7 @@ class Evaluation(NamedTuple):
     losses: dict[str, float]
 
 
-def read_evaluation(run_dir: Path) -> Evaluation | None:
+def read_evaluation(run_dir: Path) -> SavedEvaluation | None:
     """Return the evaluation of a run, or None; raise UserError where it is damaged."""
     text = read_text(run_dir / "evaluation.json")
     if not text:
@@ -72,7 +72,9 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
             r["precision"]: math.nan if r["loss"] is None else float(r["loss"])
             for r in document["results"]
         }
-        evaluation = Evaluation(int(document["step"]), int(document["tokens"]), losses)
+        evaluation = SavedEvaluation(
+            int(document["step"]), int(document["tokens"]), losses
+        )
         if AS_TRAINED not in losses:
             raise ValueError(f"it has no result of the precision {AS_TRAINED!r}")
     return evaluation
@@ -99,12 +101,12 @@ class History:
 
     Attributes:
       name: of the run.
-      rows: metrics, each step once, in order; of numerics only the extremes over the
-          layers.
+      rows: metrics by step, in order, with the numerics' extremes over the layers, not
+          those of every layer.
       events: (step, text).
       config: the text of config.yaml.
-      numerics: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), where
-          they were measured.
+      numerics: (step, statistics of every layer, `numerics/CLASS/LAYER/STATISTIC`),
+          for the steps at which they were measured.
       evaluation: the losses of its weights in several precisions, if
           `scalify-trainer evaluate` was run.
       facts: the part of environment.txt that the last start wrote.
@@ -115,7 +117,7 @@ class History:
     events: Sequence[tuple[int, str]]
     config: str
     numerics: Sequence[tuple[int, Mapping[str, float]]] = ()
-    evaluation: Evaluation | None = None
+    evaluation: SavedEvaluation | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -157,7 +159,7 @@ class History:
                 read_evaluation(run_dir),
                 {key: value for key, _, value in facts},
             )
-        # What was trained, and what a validation read, is known by it alone.
+        # Only config.yaml says which settings were trained and what validations read.
         with well_formed(
             run_dir / "config.yaml",
             "restore it: the command that trained this run, given again, does",
@@ -224,11 +226,11 @@ class History:
         return {row["step"]: int(row[key]) for row in self.rows if key in row}
 
     def validated_tokens(self, step: int) -> int:
-        """Return the tokens that the validation after a step read; 0: unknown.
+        """Return the number of tokens that the validation after a step read; 0:
+        unknown.
 
-        Sizes of a batch hardly change what is read in all: without the part of a batch
-        at the end it is still the whole text. For a step without a row, they are those
-        that the run would read at its end.
+        A validation that left out only an incomplete last batch counts as the whole
+        text. For a step without a row, return the tokens of the run's final validation.
         """
         read = self.logged_validation_tokens.get(step, self.number(FINAL_VALIDATION))
         available = self.number("validation tokens")

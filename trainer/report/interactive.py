@@ -76,7 +76,7 @@ CONTROLS = (
 
 
 def columns(line: Line) -> dict[str, Any]:
-    """Return a line's points by column, at most `MOST_POINTS`."""
+    """Return a line's points by column, at most `MAX_POINTS`."""
     points = thinned(line.xs, line.ys)
     steps = [x for x, _ in points]
     tokens, hours = line.clock.at(steps)

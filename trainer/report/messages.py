@@ -23,8 +23,10 @@ from trainer.text import key_of, override, program_command
 from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
-# deviation from data.val_fraction, as a share of it, from which on a message says so
-FAR = 0.2
+# A larger deviation from data.val_fraction, as a share of it, is reported.
+MAX_DEVIATION = 0.2
+# The types that narrow data is sent as, in HLO's names.
+SENT_AS = {"u8": "FP8", "u16": "FP16/BF16"}
 
 
 def describe(
@@ -152,8 +154,8 @@ def describe_communication(
 ) -> list[str]:
     """Return lines about the communication of a compiled step, by type.
 
-    `u8` is FP8, `u16` is FP16 or BF16. `gbps` is the bandwidth between replicas, for an
-    estimate of the time of an exchange.
+    `gbps` is the bandwidth between replicas in Gbit/s, for an estimate of the time of
+    an exchange.
     """
     if not isinstance(step, DiLoCoStep):
         return describe_collectives(task, step)
@@ -211,10 +213,11 @@ def describe_collectives(
         return []
     sent: dict[str, float] = {}
     for collective in Program(text).collectives:
-        key = f"{collective.op} {collective.dtype}"
+        dtype = SENT_AS.get(collective.dtype, collective.dtype)
+        key = f"{collective.op} {dtype}"
         sent[key] = sent.get(key, 0.0) + collective.sent(task.mesh.size)
     listed = ", ".join(
-        f"{key} {size / MIB:.3f}"
+        f"{key} {size / MIB:.3f} MiB"
         for key, size in sorted(sent.items(), key=lambda item: -item[1])
     )
     return [
@@ -283,7 +286,7 @@ def describe_data(manifest: Manifest) -> str:
         return tokens
     share, requested = val / (train + val), manifest.val_fraction
     part = f"({share:.1%} for validation)"
-    if abs(share - requested) > FAR * requested:
+    if abs(share - requested) > MAX_DEVIATION * requested:
         part = (
             f"({share:.1%} for validation, not data.val_fraction={requested:.1%}: whole"
             " documents are chosen for it, by a hash of their text; a single text is"

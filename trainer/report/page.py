@@ -1,6 +1,6 @@
 """report.html: one file, readable without network and without knowing the project.
 
-It first answers three questions, each with a sentence and figures: is the run learning,
+It first answers three questions, each with a sentence and numbers: is the run learning,
 healthy, fast?
 """
 
@@ -127,10 +127,10 @@ def arithmetic(h: History) -> str:
 
 
 def charts(h: History) -> list[Chart]:
-    """Return the charts of a run: those that something was recorded for.
+    """Return the charts of a run that have recorded values.
 
-    Lines of numerics that are flat by design are left out: what FP32 cuts off or loses,
-    and scales that are all one.
+    Lines of numerics that are flat by design are left out: saturation and underflow in
+    FP32, and scales that are all 1.
     """
     clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
     over_clip = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0

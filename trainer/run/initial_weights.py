@@ -120,8 +120,8 @@ def saved_weights(
 def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
     """Return the architecture of weights with the context of the model that takes them.
 
-    A context is a limit: another one is the same function, as far as there are
-    parameters for the positions.
+    The context length is a limit and does not change what the model computes. But
+    learned positions need a row for each position.
 
     Raises:
       UserError: the model has learned positions for more tokens than the weights.
@@ -145,7 +145,7 @@ def tables_of(spec: Spec, key: str) -> Any:
     """Return which parameters have a row for each position (`context`) or for each id
     (`vocab_size`), as booleans in their structure. Axis 0 counts the rows.
     """
-    # Twice as many and then some: padded tables differ as well.
+    # Many more rows: the shapes differ even if the rows are padded to a multiple.
     more = 2 * getattr(spec, key) + 4096
     return jax.tree.map(
         lambda a, b: a.shape != b.shape, shapes_of(spec), shapes_of(spec, **{key: more})
@@ -175,10 +175,10 @@ def place_cropped(new: Any, like: jax.Array) -> jax.Array:
 
 
 def check_weights_finite(key: str, params: Params) -> None:
-    """Raise UserError for a weight that is not finite, or not the same in all
-    processes, before it is placed.
+    """Raise UserError if a weight is not finite, or differs between processes.
 
-    Placing weights, JAX asserts that they are equal in all processes, and no NaN is.
+    Call it before `jax.device_put`, which asserts that all processes pass equal values;
+    NaN is unequal to itself.
     """
     for name, array in zip(
         leaf_names({"params": params}), jax.tree.leaves(params), strict=True
@@ -197,7 +197,7 @@ def check_weights_finite(key: str, params: Params) -> None:
 def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer in a run directory.
 
-    Raises UserError for another one than that of the checkpoint with this meta.
+    Raises UserError if it is not the one that the checkpoint's meta names.
     """
     tokenizer = load_saved(meta["tokenizer"], run_dir)
     if tokenizer.fingerprint != meta["tokenizer_fingerprint"]:
@@ -229,12 +229,14 @@ def run_tokenizer_mismatch(
 
 
 def keep_tokenizer(sources: Sequence[Path], run_dir: Path, ours: Tokenizer) -> None:
-    """Copy the small files beside given weights into a run directory, for its export:
-    those of the tokenizer, with the chat template, and the ends of texts.
+    """Copy the tokenizer's files beside the weights into a run directory, for its
+    export.
+
+    The chat template and the generation settings are copied, too.
 
     Args:
       sources: directories of weights, or runs; the first with the run's tokenizer is
-        taken.
+        used.
       run_dir: of the run.
       ours: the run's tokenizer.
     """
@@ -243,9 +245,9 @@ def keep_tokenizer(sources: Sequence[Path], run_dir: Path, ours: Tokenizer) -> N
         return
     for source in (path for given in sources for path in (given, given / ORIGIN)):
         if has_tokenizer(source, ours):
-            # A file that leads elsewhere is not copied; an export reports it.
+            # A link out of the directory is not copied; an export reports it.
             with contextlib.suppress(UserError):
-                # The last one says that all are there.
+                # CONFIG is copied last: its presence says that the copy is complete.
                 carry_tokenizer(tokenizer_files(source, MODEL_CONFIGS), copy)
             return
 
@@ -300,7 +302,7 @@ def describe_init(
       spec: of the model.
       params: the weights, ScaledArrays among them.
     """
-    # The line of the model has the number of parameters, without padding rows.
+    # Not the parameter count: the line about the model has it, without padding rows.
     size = f"{len(tree.leaves(params)):,} tensors"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
@@ -335,12 +337,12 @@ def describe_init(
 
 
 def context_difference(theirs: int, spec: Spec) -> str:
-    """Return what another context than that of the weights means, or nothing."""
+    """Return a clause about a context that differs from the weights'; else empty."""
     if spec.context == theirs:
         return ""
     if spec.context < theirs:
-        return f"; model.context={spec.context} of its {theirs}"
+        return f"; model.context={spec.context} of the weights' {theirs}"
     return (
-        f"; model.context={spec.context}: rotary positions beyond its {theirs} are new"
-        " to it, and may need model.rope_scaling"
+        f"; model.context={spec.context}: the weights were not trained on rotary"
+        f" positions beyond {theirs}, so model.rope_scaling may be needed"
     )

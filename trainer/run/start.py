@@ -34,14 +34,14 @@ from trainer.step.state import TrainState, first_nonfinite_array
 from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
 
-# What another run's checkpoint says of that run's own log.
+# Keys of meta that describe the log of the run that saved it; a fork drops them.
 OWN_META = ("tracker_id", "log", "unfinished")
 
 
 def check_start(
     run_dir: Path, source: str, step: int | None, init_from: str | None
 ) -> None:
-    """Refuse at once what no run can start from, before data are prepared.
+    """Raise UserError before data are prepared if there is nothing to start from.
 
     Args:
       run_dir: of the run.
@@ -85,8 +85,9 @@ def check_start(
 
 
 def refuse_damaged(run_dir: Path) -> None:
-    """Refuse a run without intact checkpoints: it would begin at step 0, and cut the
-    log.
+    """Raise UserError if all checkpoints of a run are damaged.
+
+    The run would otherwise start again at step 0, and overwrite its log.
     """
     folder = run_dir / "checkpoints" / DAMAGED
     if any(folder.glob("*")):
@@ -98,8 +99,10 @@ def refuse_damaged(run_dir: Path) -> None:
 
 
 def check_weights(init_from: Path) -> None:
-    """Refuse `init_from` where weights are missing, in another format, or still
-    trained: how long a start takes would choose their step.
+    """Refuse `init_from` if weights are missing, are in an unsupported format, or
+    belong to a run that is still training.
+
+    The newest checkpoint of such a run would depend on how long this start takes.
     """
     if not init_from.exists():
         raise UserError(
@@ -196,7 +199,7 @@ def starting_point(
 
 
 def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) -> None:
-    """Refuse to continue a run that is no fork of what `resume` names.
+    """Refuse to continue a run that is not a fork of the run that `resume` names.
 
     Args:
       resume: of the command.
@@ -279,7 +282,7 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
 
 
 def restore_own(checkpointer: Checkpointer, task: TrainTask) -> Restored:
-    """Restore the newest state of a run, perhaps for another number of replicas."""
+    """Restore the newest state of a run; its number of replicas may have changed."""
     if task.diloco is None:
         check_no_replicas("the checkpoint", checkpointer.meta())
         return checkpointer.restore(lambda meta: abstract_state(saved_task(meta, task)))
@@ -313,8 +316,8 @@ def restore_replicas(
             return abstract_state(task)
         if saved is None:
             return abstract_state(task._replace(diloco=None))
-        # One device, for the shapes alone: the devices need not divide the saved number
-        # of replicas.
+        # Shapes are traced on one device, because the number of devices need not divide
+        # the saved number of replicas.
         first_device = Mesh(
             task.mesh.devices[:1, :1, :1, :1],
             task.mesh.axis_names,
@@ -328,7 +331,7 @@ def restore_replicas(
         )
 
     checkpoint = checkpointer.restore(saved_form, step, order=order)
-    # Read again: an older checkpoint was restored if the newest is damaged.
+    # If the newest checkpoint is damaged, this is the meta of an older one.
     saved = saved_diloco(checkpoint.meta, diloco)
     if has_same_form(saved, diloco):
         return checkpoint

@@ -141,7 +141,7 @@ def test_weights_are_taken_into_a_shorter_context(family, tmp_path):
     tokens = np.arange(5)[None]
     model, short = (family_of(spec).build(s) for s in (spec, shorter))
     np.testing.assert_array_equal(short.bind(taken)(tokens), model.bind(params)(tokens))
-    assert "model.context=5 of its 8" in describe_init(
+    assert "model.context=5 of the weights' 8" in describe_init(
         tmp_path, tokenizer, shorter, taken
     )
     keys = inherit({"name": "from_init", "context": 5}, str(tmp_path))
@@ -154,7 +154,9 @@ def test_a_longer_context_is_refused_where_positions_are_learned(tmp_path):
         fit_context("init_from=A", architecture(FAMILIES["gpt2"]), longer["gpt2"])
     saved = fit_context("init_from=A", architecture(FAMILIES["llama"]), longer["llama"])
     check_same_model("init_from=A", saved, longer["llama"])
-    assert "beyond its 8 are new to it" in context_difference(8, longer["llama"])
+    assert "not trained on rotary positions beyond 8" in context_difference(
+        8, longer["llama"]
+    )
 
 
 def test_integers_are_no_weights(tmp_path):

@@ -3,7 +3,7 @@
 import math
 
 from trainer.report.charts import (
-    MOST_POINTS,
+    MAX_POINTS,
     Chart,
     Clock,
     Line,
@@ -31,7 +31,7 @@ def test_a_long_line_keeps_its_extremes_and_gaps():
     ys = [1.0 + 0.001 * (i % 7) for i in range(10_000)]
     ys[1234], ys[5678], ys[9000] = 50.0, -3.0, NAN
     points = thinned(range(10_000), ys)
-    assert len(points) <= 1.6 * MOST_POINTS
+    assert len(points) <= 1.6 * MAX_POINTS
     assert [p for p in points if not 0.9 < p[1] < 1.1 and p[1] == p[1]] == [
         (1234, 50.0),
         (5678, -3.0),

@@ -15,7 +15,7 @@ from trainer.report.charts import Choice, ChoiceChart, color_number
 from trainer.report.comparing import (
     RANKED,
     Entry,
-    differences,
+    differing_settings,
     fitted,
     overridden,
     uneven_validations,
@@ -215,7 +215,7 @@ def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp
     )
     a, b, c = (History.read(tmp_path / name, name) for name in "abc")
     assert overridden([a, b]) == {"optimizer.lr": ["0.1", "0.2"]}
-    assert differences([a, b]) == {}
+    assert differing_settings([a, b]) == {}
     assert overridden([a, c])["data"] == ["text", "hf"]
     assert "parallel" in overridden([a, c])
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from histories import FALLING, FP8, history, rows, tensor
 
-from trainer.report.history import Evaluation, History
+from trainer.report.history import History, SavedEvaluation
 from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
 
 SMOOTH = [5.5 - 0.02 * i for i in range(200)]
@@ -307,7 +307,7 @@ def test_what_was_validated_counts_not_what_there_was():
 
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
-    evaluation = Evaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
+    evaluation = SavedEvaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
     says = (
         "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): this is the cost of"
         " inference in that precision, not of training in it."
