@@ -187,7 +187,7 @@ def test_devices_do_not_send_each_other_what_is_not_trained():
 
 def test_a_state_with_other_moments_is_refused_with_what_to_do():
     w = only("embeddings")
-    meta = {"config": {"train": {}}}  # of a run before there was the key
+    meta = {"trainable": None}  # all parameters
     with pytest.raises(
         UserError,
         match=(

@@ -382,7 +382,7 @@ def test_a_plan_names_a_few_layers_for_each_reason_that_they_are_not_fp8():
     layers = [Layer(f"h.{i}.mlp.c_fc", "all are in bf16", True) for i in range(9)] + [
         Layer("head", "kept", True)
     ]
-    assert script.not_fp8_lines(layers, most=2) == [
+    assert script.not_fp8_lines(layers, max_layers=2) == [
         "  not FP8: h.0.mlp.c_fc, h.1.mlp.c_fc and 7 more: all are in bf16",
         "  not FP8: head: kept",
     ]
