@@ -198,7 +198,7 @@ def test_a_state_with_other_moments_is_refused_with_what_to_do():
         check_same_trainable("A", meta, w)
     check_same_trainable("A", meta, only())
     # the same by other words
-    check_same_trainable("A", {"config": {"train": {"trainable": ["w?e.*"]}}}, w)
+    check_same_trainable("A", {"trainable": ["w?e.*"]}, w)
 
 
 def test_an_abstract_state_is_that_of_the_first():
