@@ -15,6 +15,7 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from scalify_core.numerics.formats import FloatFormat
+    from trainer.precision.blocks import Recipe
     from trainer.precision.dots import Dot
     from trainer.precision.fields import PrecisionFields
     from trainer.precision.gradients import Differentiate, LossFn
@@ -337,6 +338,38 @@ class Blocks(Method):
                 f" {self.name}"
             )
 
+    def recipe(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+        native: bool,
+    ) -> "Recipe":
+        """Return the casts of a layer's operands; `native`: in narrow dtypes."""
+        raise NotImplementedError
+
+    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
+        """Return the product of the recipe, in the method's kernels."""
+        from scalify_core.numerics.formats import FloatFormat
+        from trainer.precision.blocks import BlockScaledDot
+
+        assert policy.forward is not None  # by `check`
+        forward = FloatFormat.parse(policy.forward)
+        return BlockScaledDot(
+            self.recipe(policy, forward, settings["gradient"], native=True)
+        )
+
+    def simulated(
+        self,
+        policy: "PrecisionFields",
+        forward: "FloatFormat",
+        backward: "FloatFormat",
+    ) -> "Dot":
+        """Return the product of the recipe, in FP32."""
+        from trainer.precision.blocks import BlockScaledDot
+
+        return BlockScaledDot(self.recipe(policy, forward, backward, native=False))
+
 
 class Mx(Blocks):
     """OCP microscaling: blocks of 32, each on a power of two."""
@@ -345,24 +378,17 @@ class Mx(Blocks):
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
     kernels = "MXFP8"
 
-    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
-        """Return the product of `blocks.mx_recipe`, in MXFP8."""
-        from scalify_core.numerics.formats import E4M3
-        from trainer.precision import blocks
-
-        recipe = blocks.mx_recipe(E4M3, settings["gradient"], native=True)
-        return blocks.BlockScaledDot(recipe)
-
-    def simulated(
+    def recipe(
         self,
         policy: "PrecisionFields",
         forward: "FloatFormat",
         backward: "FloatFormat",
-    ) -> "Dot":
-        """Return the product of `blocks.mx_recipe`, in FP32."""
+        native: bool,
+    ) -> "Recipe":
+        """Return `blocks.mx_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.BlockScaledDot(blocks.mx_recipe(forward, backward))
+        return blocks.mx_recipe(forward, backward, native=native)
 
 
 class Rowwise(Blocks):
@@ -371,25 +397,20 @@ class Rowwise(Blocks):
     name = "rowwise"
     multiple = Method.multiple
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
+    kernels = Method.kernels
     capability = Method.capability
 
-    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
-        """Return the product of `blocks.rowwise_recipe`, in FP8."""
-        from scalify_core.numerics.formats import E4M3
-        from trainer.precision import blocks
-
-        return blocks.BlockScaledDot(blocks.rowwise_recipe(E4M3, settings["gradient"]))
-
-    def simulated(
+    def recipe(
         self,
         policy: "PrecisionFields",
         forward: "FloatFormat",
         backward: "FloatFormat",
-    ) -> "Dot":
-        """Return the product of `blocks.rowwise_recipe`, in FP32."""
+        native: bool,
+    ) -> "Recipe":
+        """Return `blocks.rowwise_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.BlockScaledDot(blocks.rowwise_recipe(forward, backward))
+        return blocks.rowwise_recipe(forward, backward)
 
 
 class DeepSeek(Blocks):
@@ -397,16 +418,17 @@ class DeepSeek(Blocks):
 
     name = "deepseek"
 
-    def simulated(
+    def recipe(
         self,
         policy: "PrecisionFields",
         forward: "FloatFormat",
         backward: "FloatFormat",
-    ) -> "Dot":
-        """Return the product of `blocks.deepseek_recipe`."""
+        native: bool,
+    ) -> "Recipe":
+        """Return `blocks.deepseek_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.BlockScaledDot(blocks.deepseek_recipe(forward, backward))
+        return blocks.deepseek_recipe(forward, backward)
 
 
 class Nvfp4(Blocks):
@@ -418,25 +440,18 @@ class Nvfp4(Blocks):
     kernels = "NVFP4"
     settings = ("four_over_six",)
 
-    def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
-        """Return the product of `blocks.nvfp4_recipe`, in four bits."""
-        from trainer.precision import blocks
-
-        return blocks.BlockScaledDot(
-            blocks.nvfp4_recipe(four_over_six=bool(policy.four_over_six), native=True)
-        )
-
-    def simulated(
+    def recipe(
         self,
         policy: "PrecisionFields",
         forward: "FloatFormat",
         backward: "FloatFormat",
-    ) -> "Dot":
-        """Return the product of `blocks.nvfp4_recipe`, in FP32."""
+        native: bool,
+    ) -> "Recipe":
+        """Return `blocks.nvfp4_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.BlockScaledDot(
-            blocks.nvfp4_recipe(four_over_six=bool(policy.four_over_six))
+        return blocks.nvfp4_recipe(
+            four_over_six=bool(policy.four_over_six), native=native
         )
 
 
