@@ -127,7 +127,12 @@ def run(
                     if ending.exit_code or training.step >= config.train.steps:
                         break
                     checkpoint = end_of_phase(training)
-            farewell(training, ending.exit_code, has_report=ending.has_report)
+            farewell(
+                training,
+                ending.exit_code,
+                has_report=ending.has_report,
+                has_launcher=config.launcher.kind is not None,
+            )
             return ending.exit_code, training
 
 

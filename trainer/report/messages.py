@@ -357,8 +357,11 @@ def describe_schedule_change(
     ]
 
 
-def farewell(run: Run, code: int, *, has_report: bool) -> None:
-    """Show where the results are, and the commands for the next steps."""
+def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> None:
+    """Show where the results are, and the commands for the next steps.
+
+    `has_launcher`: whether the run has a launcher, which `resume=` does not inherit.
+    """
     say, run_dir = run.session.display.message, str(run.session.run_dir)
     program = program_command()
     resume = f"{program} {override('resume', run_dir)}"
@@ -367,7 +370,7 @@ def farewell(run: Run, code: int, *, has_report: bool) -> None:
         how = f"the same command with {override('run_dir', run_dir)}"
         if not run.session.own_process:
             how = "the same call"
-        elif saved:
+        elif saved and not has_launcher:
             how = f"{resume}   (or {how})"
         action = f"to resume from step {saved}" if saved else "to start again"
         where = f"step {run.step} of {run.plan.steps}"
