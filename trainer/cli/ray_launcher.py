@@ -28,7 +28,7 @@ from trainer.config.combinations import with_workers
 from trainer.config.fields import from_tree, to_tree
 from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain
-from trainer.text import show
+from trainer.text import override, show
 
 # The beginnings of the lines of Ray's log, and of its messages about lost processes.
 RAY_LINE = (
@@ -74,6 +74,7 @@ try:
         ControllerCallback,
         WorkerGroupCallback,
     )
+    from ray.train.v2._internal.execution.controller.state import ReschedulingState
     from ray.train.v2._internal.execution.scaling_policy import (
         autoscaling_coordinator_client,
     )
@@ -173,10 +174,28 @@ class Events(ControllerCallback, WorkerGroupCallback):
     def __init__(self, stop: Any, seconds: float | None) -> None:
         self.stop, self.seconds = stop, seconds
         self.at_work = False
+        self.places: list[str] = []
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Print the machine and the process of each worker."""
+        processes = [worker.metadata for worker in worker_group.get_workers()]
+        self.places = [f"{p.hostname}, process {p.pid}" for p in processes]
+        workers = "; ".join(f"{i} on {place}" for i, place in enumerate(self.places))
+        show(f"workers: {workers}")
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         """Note that workers train."""
         self.at_work = True
+
+    def after_controller_state_update(
+        self, previous_state: Any, current_state: Any
+    ) -> None:
+        """Print that workers did not start, and are asked for again."""
+        if isinstance(current_state, ReschedulingState):
+            show(
+                "the cluster has not started them, perhaps because it still counts a"
+                " lost machine"
+            )
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Print which workers have failed.
@@ -190,23 +209,26 @@ class Events(ControllerCallback, WorkerGroupCallback):
             raise refusals[0]
         if errors and self.at_work:
             self.at_work = False
-            ranks = ", ".join(str(rank) for rank in sorted(errors))
+            ranks, first = ", ".join(str(rank) for rank in sorted(errors)), min(errors)
             show(
                 f"worker {ranks} of {len(worker_group_status.worker_statuses)} has"
-                f" failed ({describe(errors[min(errors)])}): starting again from the"
-                " newest checkpoint, with the workers that the cluster has"
+                f" failed ({self.places[first]}: {describe(errors[first])}): starting"
+                " again from the newest checkpoint, with the workers that the cluster"
+                " has"
             )
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Let workers save a checkpoint before others join them."""
+        """Print how many workers start; let those that train save a checkpoint."""
+        count = resize_decision.num_workers
         if self.at_work:
             self.at_work = False
             show(
-                f"the cluster has room for {resize_decision.num_workers} workers:"
-                " saving a checkpoint, and starting again with them"
+                f"the cluster has room for {count} workers: saving a checkpoint, and"
+                " starting again with them"
             )
             with contextlib.suppress(GetTimeoutError):
                 ray.get(self.stop.interrupt.remote(), timeout=self.seconds)
+        show(f"asking the cluster for {count} worker{'s' * (count != 1)}")
 
 
 def is_gone(error: Exception) -> bool:
@@ -266,9 +288,12 @@ def launch(
             " says what it has"
         )
         try:
-            return fit(trainer, stop)
+            code = fit(trainer, stop)
         finally:
             ray.shutdown()
+    if code:
+        show(f"to resume: the same command with {override('run_dir', config.run_dir)}")
+    return code
 
 
 def connect() -> None:
@@ -355,8 +380,7 @@ def exit_code(done: Future[Any]) -> int:
     except WorkerGroupError as error:
         complain(
             f"gave up after launcher.restarts lost workers; the last one:"
-            f" {describe(next(iter(error.worker_failures.values())))}; re-run the same"
-            " command to resume"
+            f" {describe(next(iter(error.worker_failures.values())))}"
         )
         return 1
     except ControllerError as error:

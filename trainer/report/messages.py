@@ -360,22 +360,25 @@ def describe_schedule_change(
 def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> None:
     """Show where the results are, and the commands for the next steps.
 
-    `has_launcher`: whether the run has a launcher, which `resume=` does not inherit.
+    `has_launcher`: whether the run has a launcher, which tells how to resume.
     """
     say, run_dir = run.session.display.message, str(run.session.run_dir)
     program = program_command()
     resume = f"{program} {override('resume', run_dir)}"
     if code:
+        where = f"step {run.step} of {run.plan.steps}"
+        if run.unfinished is not None and run.step == run.plan.steps:
+            where += ", before its final validation was done"
+        if has_launcher:
+            say(f"stopped after {where}")
+            return
         saved = max(run.session.checkpointer.steps(), default=0)
         how = f"the same command with {override('run_dir', run_dir)}"
         if not run.session.own_process:
             how = "the same call"
-        elif saved and not has_launcher:
+        elif saved:
             how = f"{resume}   (or {how})"
         action = f"to resume from step {saved}" if saved else "to start again"
-        where = f"step {run.step} of {run.plan.steps}"
-        if run.unfinished is not None and run.step == run.plan.steps:
-            where += ", before its final validation was done"
         say(f"stopped after {where}; {action}: {how}")
         return
     names = (
