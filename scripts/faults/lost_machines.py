@@ -84,6 +84,24 @@ class Disturbed:
                 )
             time.sleep(0.02)
 
+    def starts(self) -> int:
+        """Return how often the run was started, by its workers."""
+        path = self.folder / "disturbed" / "environment.txt"
+        return path.read_text(encoding="utf-8").count("\nprocesses: ")
+
+    def recover(self, step: int, starts: int) -> None:
+        """Wait for a start beyond `starts`, and then for a step that is new.
+
+        Workers outlive a killed command by some steps.
+        """
+        end = time.monotonic() + PATIENCE
+        while self.starts() <= starts:
+            step = max(step, last_step(self.folder / "disturbed"))
+            if time.monotonic() > end:
+                raise UserError(f"workers did not start again; see {self.log.name}")
+            time.sleep(0.02)
+        self.reach(1 + step)
+
 
 def kill_worker(run: Disturbed) -> None:
     """Send SIGKILL to a worker."""
@@ -182,9 +200,10 @@ def disturb(run: Disturbed, faults: int) -> list[dict[str, Any]]:
     for i in range(faults):
         fault = KINDS[i % len(KINDS)]
         run.reach((i + 1) * BETWEEN + rng.randrange(BETWEEN // 2))
-        step, began = last_step(run.folder / "disturbed"), time.monotonic()
+        step, starts = last_step(run.folder / "disturbed"), run.starts()
+        began = time.monotonic()
         fault(run)
-        run.reach(1 + max(step, last_step(run.folder / "disturbed")))
+        run.recover(step, starts)
         seconds = round(time.monotonic() - began, 1)
         lines.append({"fault": fault.__name__, "step": step, "seconds": seconds})
         note(f"{i + 1} of {faults}: {fault.__name__} after step {step}: {seconds} s")

@@ -282,10 +282,10 @@ def launch(
                 logging_config=LoggingConfig("CRITICAL"),
             ),
         )
-        least, most = config.launcher.workers or ()
+        least, _ = config.launcher.workers or ()
         show(
-            f"waiting for {least} to {most} workers on the Ray cluster; `ray status`"
-            " says what it has"
+            f"waiting until the Ray cluster has room for {least} workers or more; `ray"
+            " status` says what it has"
         )
         try:
             code = fit(trainer, stop)
