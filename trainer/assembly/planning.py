@@ -16,7 +16,7 @@ from trainer.data import Manifest
 from trainer.data.tokenizer import ByteTokenizer, get_tokenizer
 from trainer.parallel.mesh import abstract_batch, batch_shards
 from trainer.plan.aot import make_target_mesh
-from trainer.plan.figures import Aim
+from trainer.plan.figures import Hardware
 from trainer.plan.plan import Plan, make_plan
 from trainer.report.messages import describe_exchanges
 from trainer.step.step import Tokens
@@ -36,7 +36,7 @@ def vocab_size(c: schema.Config) -> int:
 
 def build_plan(
     c: schema.Config,
-    aim: Aim,
+    hardware: Hardware,
     *,
     sequences: int,
     bf16: schema.Precision | None,
@@ -49,7 +49,7 @@ def build_plan(
 
     Args:
       c: the configuration.
-      aim: the GPUs.
+      hardware: the GPUs.
       sequences: the number of sequences of a micro-batch on each device.
       bf16: the precision to compare with; None: no comparison.
       search: see `plan.make_plan`.
@@ -57,7 +57,9 @@ def build_plan(
       say: prints a message.
       show: see `plan.make_plan`.
     """
-    mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
+    mesh = make_target_mesh(
+        hardware.target, hardware.gpus, hardware.hosts, *build_sizes(c.parallel)
+    )
     ids = vocab_size(c)
     if c.model.vocab_size is None and c.data.tokenizer == ByteTokenizer.name:
         say(
@@ -90,7 +92,7 @@ def build_plan(
     return make_plan(
         task,
         batches,
-        aim,
+        hardware,
         sequences=sequences,
         accum=c.train.grad_accum_steps,
         bf16=bf16_task,

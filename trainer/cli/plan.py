@@ -3,11 +3,12 @@
     scalify-trainer plan model=gpt2_1558m model.vocab_size=50257 \\
         precision=scalify_fp8_fp16 gpus=8
 
-The vocabulary is that of the data's tokenizer, by default 256 bytes: give GPT-2's, or
-the model that is planned is smaller than the one you mean.
+Takes the keys of training, and those below. The vocabulary is that of the data's
+tokenizer, by default 256 bytes: give model.vocab_size, or the planned model is smaller
+than the one you mean.
 
-Takes the keys of training, and those below. No GPU is needed: XLA's GPU compiler runs
-on this machine; `pip install '.[plan]'` installs it.
+No GPU is needed: XLA's GPU compiler runs on this machine; `pip install '.[plan]'`
+installs it.
 """
 
 import json
@@ -71,7 +72,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     if args.json:
         show(json.dumps(make_plan(args, overrides).as_json(), indent=1))
         return
-    # The first figures come while the rest is compiled.
+    # Print the first figures while the rest is compiled.
     plan = make_plan(args, overrides, lambda plan: print_lines(lines_of(plan)))
     print_lines(later_lines(plan))
     if args.predict:
@@ -113,22 +114,22 @@ def make_plan(
     bf16 = None
     if args.compare:
         bf16 = compose_config(["precision=bf16"]).precision
-    # The planned GPU is described, so a GPU of this machine is not used.
+    # XLA compiles for a description of the planned GPU, not for a GPU of this machine.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # XLA would warn that there is no GPU to measure kernels on.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
     from trainer.assembly.planning import build_plan
-    from trainer.plan.figures import Aim
+    from trainer.plan.figures import Hardware
     from trainer.run.libraries import prepare_jax
 
     prepare_jax()
-    aim = Aim(target, args.gpus, hosts, args.memory_fraction)
+    hardware = Hardware(target, args.gpus, hosts, args.memory_fraction)
     if bf16 is not None and config.precision.name == "bf16":
         bf16 = None
     return build_plan(
         config,
-        aim,
+        hardware,
         sequences=sequences,
         bf16=bf16,
         say=note,
@@ -138,22 +139,22 @@ def make_plan(
     )
 
 
-def gives_batch(overrides: Sequence[str]) -> bool:
-    """Return whether the user sets the batch, instead of the default."""
-    line = expand_arguments(overrides)
-    return "train.batch_tokens" in line.saved or any(
+def sets_batch(overrides: Sequence[str]) -> bool:
+    """Return whether the user, a file or an experiment sets train.batch_tokens."""
+    command_line = expand_arguments(overrides)
+    return "train.batch_tokens" in command_line.saved or any(
         override.startswith(("train.batch_tokens=", "experiment="))
-        for override in line.overrides
+        for override in command_line.overrides
     )
 
 
 def planned_config(overrides: Sequence[str]) -> Config:
     """Return the configuration.
 
-    Without a batch from the user, train.batch_tokens is one sequence: the default may
-    be shorter than the model's context.
+    If the user sets no batch, train.batch_tokens is one sequence: the default may be
+    shorter than the model's context.
     """
-    if gives_batch(overrides) or any(
+    if sets_batch(overrides) or any(
         override.startswith("train.grad_accum_steps=") for override in overrides
     ):
         return compose_config(overrides)
@@ -162,7 +163,7 @@ def planned_config(overrides: Sequence[str]) -> Config:
 
 def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
     """Return the sequences of a device's micro-batch by the configuration."""
-    if not gives_batch(overrides):
+    if not sets_batch(overrides):
         return 8
     alternative = ", or give micro_batch=, the sequences of one GPU, instead"
     check_micro_batch(config, gpus, f"gpus={gpus}", alternative)
@@ -170,9 +171,9 @@ def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
 
 
 def not_fp8_lines(layers: "Sequence[Layer]", max_layers: int = 4) -> list[str]:
-    """Return a line for each reason, with at most `max_layers` of its layers.
+    """Return a line for each reason not to use FP8, with up to `max_layers` layers.
 
-    `json=yes` has all layers.
+    `json=yes` prints all layers.
     """
     by_reason: dict[str, list[str]] = {}
     for layer in layers:
@@ -186,26 +187,26 @@ def not_fp8_lines(layers: "Sequence[Layer]", max_layers: int = 4) -> list[str]:
 
 
 def lines_of(plan: "Plan") -> list[str]:
-    """Return what the step needs as lines of text."""
-    figures, aim, m = plan.as_json(), plan.aim, plan.measured
+    """Return lines about what the step needs: memory, kernels, FLOPs and time."""
+    figures, hardware, m = plan.as_json(), plan.hardware, plan.measured
     state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimizer"
     usable_memory = (
-        f"{aim.usable / GIB:.1f} GiB ({aim.memory_fraction:.0%} of"
-        f" {aim.target.memory / GIB:.1f}, what JAX takes)"
+        f"{hardware.usable / GIB:.1f} GiB ({hardware.memory_fraction:.0%} of"
+        f" {hardware.target.memory / GIB:.1f}, what JAX takes)"
     )
-    hosts = "1 host" if aim.hosts == 1 else f"{aim.hosts} hosts"
+    hosts = "1 host" if hardware.hosts == 1 else f"{hardware.hosts} hosts"
     lines = [
         (
             f"{plan.parameters:,} parameters, {plan.spec.n_layer} layers of width"
             f" {plan.spec.d_model}, vocabulary {plan.spec.vocab_size:,};"
-            f" {aim.gpus} x {aim.target.device} on"
+            f" {hardware.gpus} x {hardware.target.device} on"
             f" {hosts}; {plan.sequences} sequences of"
             f" {plan.spec.context} a device and micro-batch, {plan.tokens:,} tokens a"
             " step"
         ),
         (
             f"memory: {m.peak / GIB:.2f} GiB a device, {state};"
-            f" {aim.verdict(m.peak)} in {usable_memory}"
+            f" {hardware.verdict(m.peak)} in {usable_memory}"
         ),
         *([] if plan.fits else [f"  to try: {', '.join(plan.smaller)}"]),
         *(
@@ -258,9 +259,9 @@ def lines_of(plan: "Plan") -> list[str]:
     return lines
 
 
-def explain_mfu(share: float) -> str:
-    """Explain an MFU above 100%; empty below."""
-    return " (above 100%: FP8 matmuls have a higher peak)" if share > 1 else ""
+def explain_mfu(mfu: float) -> str:
+    """Explain an MFU above 100%; "" if it is not above."""
+    return " (above 100%: FP8 matmuls have a higher peak)" if mfu > 1 else ""
 
 
 def later_lines(plan: "Plan") -> list[str]:
@@ -276,7 +277,8 @@ def later_lines(plan: "Plan") -> list[str]:
         )
         peak = plan.bf16.peak
         lines.append(
-            f"memory in bf16: {peak / GIB:.2f} GiB a device; {plan.aim.verdict(peak)}"
+            f"memory in bf16: {peak / GIB:.2f} GiB a device;"
+            f" {plan.hardware.verdict(peak)}"
         )
     if plan.largest is not None:
         lines.append(
@@ -288,7 +290,7 @@ def later_lines(plan: "Plan") -> list[str]:
 
 
 def predicted_lines(plan: "Plan") -> list[str]:
-    """Return the predicted times as a Markdown table, beside bf16 if compiled."""
+    """Return the predicted times as a Markdown table, beside bf16's if compiled."""
     from trainer.compiled.classes import CLASSES, GAPS
 
     figures = plan.as_json()["predicted"]
@@ -317,13 +319,12 @@ def predicted_lines(plan: "Plan") -> list[str]:
 
 
 def describe_fitting(fitting: "Fitting") -> str:
-    """Describe the number of sequences that fit."""
+    """Describe the largest number of sequences that fits."""
     if fitting.bound is None:
         return f"at least {fitting.fits} sequences (the search ended there)"
-    text = f"{fitting.fits} sequences"
     if fitting.bound > fitting.fits:
-        text += f", or up to {fitting.bound},"
-    return text
+        return f"{fitting.fits} to {fitting.bound} sequences"
+    return f"{fitting.fits} sequences"
 
 
 def command(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from trainer.plan.targets import Target
 Figures = dict[tuple[str, ...], float]
 
 
-class Aim(NamedTuple):
+class Hardware(NamedTuple):
     """The hardware that a step is compiled for.
 
     Attributes:
@@ -92,12 +92,14 @@ def kernel_rooflines(program: Program, target: Target) -> list[tuple[Kernel, flo
     ]
 
 
-def collective_seconds(collective: Collective, aim: Aim) -> float:
+def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     """Return the time of all runs of a collective, on a ring."""
-    return collective.sent(aim.gpus) / aim.link
+    return collective.sent(hardware.gpus) / hardware.link
 
 
-def figures_of(compiled: Compiled, aim: Aim, tokens: int, padded_vocab: int) -> Figures:
+def figures_of(
+    compiled: Compiled, hardware: Hardware, tokens: int, padded_vocab: int
+) -> Figures:
     """Return the figures that are linear in the number of layers."""
     program, out = compiled.program, defaultdict[tuple[str, ...], float](float)
     for kind, size in memory_of(compiled, tokens, padded_vocab).items():
@@ -117,10 +119,10 @@ def figures_of(compiled: Compiled, aim: Aim, tokens: int, padded_vocab: int) -> 
             collective.times * collective.bytes
         )
         out["collective runs", collective.op, collective.dtype] += collective.times
-        out["sent", collective.op, collective.dtype] += collective.sent(aim.gpus)
-        out["seconds", "collectives"] += collective_seconds(collective, aim)
+        out["sent", collective.op, collective.dtype] += collective.sent(hardware.gpus)
+        out["seconds", "collectives"] += collective_seconds(collective, hardware)
     out["seconds", "kernels"] = sum(
-        seconds for _, seconds in kernel_rooflines(program, aim.target)
+        seconds for _, seconds in kernel_rooflines(program, hardware.target)
     )
     return dict(out)
 

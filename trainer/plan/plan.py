@@ -29,7 +29,7 @@ from trainer.plan.aot import (
     lower_for_target,
     no_compilation_cache,
 )
-from trainer.plan.figures import Aim, Figures, extrapolate, figures_of
+from trainer.plan.figures import Figures, Hardware, extrapolate, figures_of
 from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
 from trainer.step.kernels import gpu_options
@@ -111,16 +111,26 @@ class Compiler:
 
     Args:
       batches: from B to the step's batch.
-      aim: the hardware.
+      hardware: the GPUs and hosts.
       exact: compile all layers, however many.
       pool: compiles one program per core. Tracing stays in the caller's thread, which
           `lower_for_target` needs.
     """
 
     def __init__(
-        self, batches: Batches, aim: Aim, *, exact: bool, pool: ThreadPoolExecutor
+        self,
+        batches: Batches,
+        hardware: Hardware,
+        *,
+        exact: bool,
+        pool: ThreadPoolExecutor,
     ) -> None:
-        self._batches, self._aim, self._exact, self._pool = batches, aim, exact, pool
+        self._batches, self._hardware, self._exact, self._pool = (
+            batches,
+            hardware,
+            exact,
+            pool,
+        )
 
     def measure(
         self, task: TrainTask, sequences: int, log: Callable[[str], None]
@@ -152,8 +162,8 @@ class Compiler:
             log(f"  still compiling after {minutes} min")
         programs = [part.result() for part in running]
         figures = [
-            figures_of(compiled, self._aim, tokens, spec.padded_vocab)
-            | predicted(compiled.program, self._aim)
+            figures_of(compiled, self._hardware, tokens, spec.padded_vocab)
+            | predicted(compiled.program, self._hardware)
             for compiled in programs
         ]
         if is_split:
@@ -239,7 +249,7 @@ class Plan(NamedTuple):
     """The plan of a step; figures are per device unless noted.
 
     Attributes:
-      aim: the hardware.
+      hardware: the GPUs and hosts.
       spec: the model's architecture.
       parameters: of the model, over all devices.
       fsdp: number of devices that the state is split over.
@@ -256,7 +266,7 @@ class Plan(NamedTuple):
           not searched.
     """
 
-    aim: Aim
+    hardware: Hardware
     spec: Spec
     parameters: int
     fsdp: int
@@ -273,7 +283,7 @@ class Plan(NamedTuple):
     @property
     def fits(self) -> bool:
         """Return whether the step fits in the memory that JAX may use."""
-        return self.measured.peak <= self.aim.usable
+        return self.measured.peak <= self.hardware.usable
 
     @property
     def smaller(self) -> list[str]:
@@ -283,7 +293,7 @@ class Plan(NamedTuple):
             keys.append("micro_batch=1")
         if self.spec.remat != "block":
             keys.append("model.remat=block")
-        if self.fsdp == 1 and self.aim.gpus > 1:
+        if self.fsdp == 1 and self.hardware.gpus > 1:
             keys.append("parallel=fsdp")
         keys.append("more gpus= with parallel=fsdp")
         return keys
@@ -311,9 +321,11 @@ class Plan(NamedTuple):
     def mfu_of(self, seconds: float) -> float:
         """Return the MFU of a step of `seconds`, as the trainer counts it."""
         width: Any = jnp.float32 if self.compute == "fp32" else jnp.bfloat16
-        peak = peak_flops(self.aim.target.device, width)
+        peak = peak_flops(self.hardware.target.device, width)
         assert peak is not None
-        return mfu(self.tokens / seconds, self.flops_per_token, peak, self.aim.gpus)
+        return mfu(
+            self.tokens / seconds, self.flops_per_token, peak, self.hardware.gpus
+        )
 
     @property
     def predicted_ratio(self) -> float | None:
@@ -353,7 +365,7 @@ class Plan(NamedTuple):
             "peak_bytes_per_device": m.peak,
             "state_bytes": self.state_bytes,
             "fits": self.fits,
-            "usable_bytes_per_device": self.aim.usable,
+            "usable_bytes_per_device": self.hardware.usable,
             "memory": _rounded(m.group("memory")),
             "gemms": _rounded(m.group("gemms")),
             "gemm_kernels": _rounded(m.group("gemm kernels")),
@@ -401,7 +413,7 @@ def _rounded(figures: dict[str, float]) -> dict[str, int]:
 def make_plan(
     task: TrainTask,
     batches: Batches,
-    aim: Aim,
+    hardware: Hardware,
     *,
     sequences: int,
     accum: int,
@@ -416,7 +428,7 @@ def make_plan(
     Args:
       task: on a mesh of `aot.make_target_mesh`'s devices.
       batches: from sequences of a device's micro-batch to the step's batch.
-      aim: the hardware.
+      hardware: the GPUs and hosts.
       sequences: of a device's micro-batch.
       accum: number of micro-batches.
       bf16: the same task in bf16, to compare with if the step fits; None: not
@@ -429,7 +441,7 @@ def make_plan(
     """
     split = is_extrapolated(task.model.spec, task.model.policy, exact, task.trainable)
     model = task.model
-    gpu = Gpu(aim.target.device, aim.target.capability)
+    gpu = Gpu(hardware.target.device, hardware.target.capability)
     with (
         no_compilation_cache(),
         ThreadPoolExecutor(2) as pool,
@@ -437,13 +449,13 @@ def make_plan(
     ):
         # After an error or Ctrl-C no further program starts.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        compiler = Compiler(batches, aim, exact=exact, pool=pool)
+        compiler = Compiler(batches, hardware, exact=exact, pool=pool)
 
         def measure(task: TrainTask, sequences: int, name: str) -> Measured:
             log(f"compiling {name}, {sequences} sequences a device ...")
             measured = compiler.measure(task, sequences, log)
             peak = f"{measured.peak / GIB:.2f} GiB a device"
-            fits = aim.verdict(measured.peak)
+            fits = hardware.verdict(measured.peak)
             log(f"  {name}, {sequences} sequences: {peak}, {fits}")
             return measured
 
@@ -451,13 +463,13 @@ def make_plan(
         tokens = sequences * model.spec.context
         program = measured.compiled.program
         plan = Plan(
-            aim=aim,
+            hardware=hardware,
             spec=model.spec,
             parameters=task.parameters,
             fsdp=task.mesh.shape["fsdp"],
             flops_per_token=task.flops_per_token,
             sequences=sequences,
-            tokens=tokens * aim.gpus * accum,
+            tokens=tokens * hardware.gpus * accum,
             compute=model.policy.compute,
             measured=measured,
             bf16=None,
@@ -479,6 +491,6 @@ def make_plan(
 
         slack = SLACK if split else 0.0
         largest = largest_that_fits(
-            need, sequences, aim.usable, measured.constant, slack
+            need, sequences, hardware.usable, measured.constant, slack
         )
     return plan._replace(largest=largest)

@@ -44,8 +44,8 @@ from trainer.compiled.classes import (
 from trainer.compiled.hlo import Kernel, Program
 from trainer.compiled.operations import Gemm
 from trainer.plan.figures import (
-    Aim,
     Figures,
+    Hardware,
     attention_seconds,
     collective_seconds,
     gemm_seconds,
@@ -141,18 +141,18 @@ def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, f
     return out
 
 
-def predicted(program: Program, aim: Aim) -> Figures:
+def predicted(program: Program, hardware: Hardware) -> Figures:
     """Return the predicted seconds and launches of a step, by class.
 
     Seconds are under ("predicted", class), kernels under ("launches", class). The gaps
     between all kernels are a class of their own.
     """
     classes, out = classes_of(program), defaultdict[tuple[str, ...], float](float)
-    for kernel, seconds in kernel_predictions(program, aim.target):
+    for kernel, seconds in kernel_predictions(program, hardware.target):
         out["launches", classes[kernel.name]] += kernel.times
         out["predicted", classes[kernel.name]] += seconds
     for collective in program.collectives:
-        out["predicted", COLLECTIVES] += collective_seconds(collective, aim)
+        out["predicted", COLLECTIVES] += collective_seconds(collective, hardware)
     out["launches", GAPS] = sum(kernel.times for kernel in program.kernels)
     out["predicted", GAPS] = 1e-6 * GAP_US * out["launches", GAPS]
     return dict(out)

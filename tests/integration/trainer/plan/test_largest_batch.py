@@ -62,7 +62,7 @@ def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_th
         describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000))
         == "4000 sequences"
     )
-    assert describe_fitting(Fitting(90, 95)) == "90 sequences, or up to 95,"
+    assert describe_fitting(Fitting(90, 95)) == "90 to 95 sequences"
 
 
 def test_nothing_fits_where_the_state_alone_does_not():

@@ -31,7 +31,7 @@ from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
 from trainer.plan.aot import live_at_peak, make_target_mesh
-from trainer.plan.figures import Aim, collective_seconds, extrapolate, gemm_seconds
+from trainer.plan.figures import Hardware, collective_seconds, extrapolate, gemm_seconds
 from trainer.plan.plan import is_extrapolated
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
@@ -126,7 +126,7 @@ def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(
 def test_what_does_not_fit_names_keys_to_try_and_is_not_compared(
     flagship, monkeypatch, capsys
 ):
-    monkeypatch.setattr(Aim, "usable", 1000)
+    monkeypatch.setattr(Hardware, "usable", 1000)
     monkeypatch.setattr(plan, "lower_for_target", lambda step: None)
     compiled = flagship.measured.compiled
     monkeypatch.setattr(plan, "compile_for_target", lambda *_: compiled)
@@ -415,11 +415,11 @@ def test_seconds_of_products_and_collectives():
     # FP8 has no rate there
     assert gemm_seconds(312e12, "fp8", a100) == pytest.approx(1)
     reduce = Collective("all-reduce", "f32", 450_000_000, 0, "x", times=2)
-    assert collective_seconds(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(
+    assert collective_seconds(reduce, Hardware(h200, 8, 1, 0.75)) == pytest.approx(
         2 * 2 * 7 / 8 * 1e-3
     )
     gather = Collective("all-gather", "f32", 400_000_000, 16, "x", times=1)
-    assert collective_seconds(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(
+    assert collective_seconds(gather, Hardware(h200, 16, 2, 0.75)) == pytest.approx(
         15 / 16 * 1e-3
     )
 

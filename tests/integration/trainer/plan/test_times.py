@@ -16,7 +16,7 @@ from trainer.compiled.classes import (
 )
 from trainer.compiled.hlo import Program
 from trainer.compiled.operations import Gemm
-from trainer.plan.figures import Aim
+from trainer.plan.figures import Hardware
 from trainer.plan.targets import get_target
 from trainer.plan.times import (
     BOTH_ORDERS,
@@ -28,7 +28,7 @@ from trainer.plan.times import (
 )
 
 H100 = get_target("h100")
-AIM = Aim(H100, 1, 1, 0.75)
+AIM = Hardware(H100, 1, 1, 0.75)
 
 # Forward: an FP8 product, a tanh of its result, a sum of rows; and an update of
 # integers, as a hash is.
