@@ -33,7 +33,7 @@ import optax
 import scalify_core as sc
 from scripts.studies import rows
 from trainer.cli.arguments import argument, run_script, split
-from trainer.data.corpus import open_embedded
+from trainer.data.corpus import embedded_corpus
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.run.rundir import code_version
@@ -229,7 +229,7 @@ def letters() -> np.ndarray:
     Small letters and punctuation have ids of their own; all others share one.
     """
     assert len(LETTERS) < VOCAB
-    text = next(open_embedded().read(None)).texts[0][: 1 << 20].lower()
+    text = next(embedded_corpus().read(None)).texts[0][: 1 << 20].lower()
     ids = np.full(256, len(LETTERS), np.int32)
     ids[np.frombuffer(LETTERS.encode("latin-1"), np.uint8)] = np.arange(len(LETTERS))
     return ids[np.frombuffer(text.encode("latin-1", "replace"), np.uint8)]

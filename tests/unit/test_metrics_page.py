@@ -66,7 +66,7 @@ def test_every_key_that_the_trainer_writes_is_in_the_table():
             written.update(written_keys(path))
     written.update(keys_of_every_step())
     one = SimpleNamespace(parts={"X": SimpleNamespace(windows=1)})
-    sources = {f"data/X/{figure}" for figure in Mixture.seen(one, [1])["X"]}
+    sources = {f"data/X/{figure}" for figure in Mixture.source_progress(one, [1])["X"]}
     layers = {f"numerics/{kind}/X/{name}" for kind in CLASSES for name in FIGURES}
     # Loops write these, and their last parts are not in the code as text.
     written = {key for key in written if not key.startswith(("numerics/X", "data/X"))}

@@ -237,7 +237,7 @@ def build_workload(
     cached = jax.config.jax_compilation_cache_dir is not None
     task = build_task(c, model, mesh, build_diloco(c), cached=cached)
     # Raises UserError for an unknown task, before anything is compiled.
-    choose_tasks(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
+    choose_tasks(c.eval.tasks or (), data.first_documents, limit=c.eval.limit)
     return Workload(task, data, c.seed)
 
 
@@ -319,7 +319,7 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
     def totals(step: int) -> Totals:
         samples: tuple[int, ...] = ()
         if isinstance(train_data, Mixture):
-            counts = train_data.sampler.count(step)
+            counts = train_data.sampler.samples_per_source(step)
             # A replica that sits out a round skips its part of each batch. On average
             # all replicas sit out equally often.
             trained = counts * c.trained_tokens // c.train.batch_tokens

@@ -74,7 +74,8 @@ def build_callbacks(
     if isinstance(train_data, Mixture):
         callbacks.append(
             builtin.mixture(
-                eval_every, lambda step: train_data.seen(totals(step).samples)
+                eval_every,
+                lambda step: train_data.source_progress(totals(step).samples),
             )
         )
     if c.eval.tasks:
@@ -203,7 +204,7 @@ def build_tasks(
       UserError: a name is no task, or an item is too long for the context.
     """
     assert c.eval.tasks is not None
-    tasks = choose_tasks(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
+    tasks = choose_tasks(c.eval.tasks, w.data.first_documents, limit=c.eval.limit)
     eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
     for item in itertools.chain(*tasks.items.values()):
         for choice in item.choices:

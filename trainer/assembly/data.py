@@ -97,7 +97,7 @@ def build_data(
         directory = prepare_source(source, c.data)
     except DownloadFailed as error:
         hint = tokenizer_of_weights(c.init_from)
-        raise UserError(f"{error.what}{hint}. {error.advice}") from error
+        raise UserError(f"{error.problem}{hint}. {error.advice}") from error
     return open_dataset(directory, c, batch_parts)
 
 

@@ -52,7 +52,7 @@ def describe_validation(c: schema.Config, data: Dataset) -> list[str]:
         return []
     return [
         f"a validation reads the first {batches * c.train.batch_tokens:,} of"
-        f" {data.manifest.tokens('val'):,} validation tokens, in the order of the"
+        f" {data.manifest.token_count('val'):,} validation tokens, in the order of the"
         f" {files:,} files; train.eval_batches={data.val.steps_per_epoch} reads all"
     ]
 

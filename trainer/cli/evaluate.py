@@ -106,9 +106,9 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     size = text.batches * w.data.val.batch_size * w.model.spec.context
     files = f"; {args.text}" if args.text else ""
     count = "1 batch" if text.batches == 1 else f"{text.batches} batches"
-    unread = f"; text behind batches={max_batches} is not read"
+    unread = f"; text after batches={max_batches} is not read"
     if text.left_out is not None:
-        unread = f"; {text.left_out:,} tokens behind them, less than a batch, left out"
+        unread = f"; {text.left_out:,} tokens after them, less than a batch, left out"
     show(
         f"{run_dir}: {c.precision.name}, step {restored.step:,}{files}; {count},"
         f" {size:,} tokens{unread}"
@@ -129,7 +129,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
                 f"{name}: none of the model's matmuls is in"
                 f" {task.model.policy.forward}: {why}"
             )
-    # The report only reads evaluation.json.
+    # The report shows evaluation.json as the run's, so other text has its own file.
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")
     rows = [finite(result._asdict()) for result in results]
     document: dict[str, Any] = {"step": restored.step, "tokens": size, "results": rows}
@@ -156,7 +156,10 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     c, w, restored = restore_training(run_dir, args.step)
     fewshot = None if args.fewshot < 0 else args.fewshot
     tasks = choose_tasks(
-        split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot
+        split(args.tasks),
+        w.data.first_documents,
+        limit=args.limit or None,
+        fewshot=fewshot,
     )
     show(
         f"{run_dir}: {c.precision.name}, step {restored.step:,};"
@@ -194,11 +197,11 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
 
 
 def harness_command(files: Sequence[Path]) -> str:
-    """Return a line with the command that runs these YAML files for an export.
+    """Return a line with the command by which the harness runs these YAML files.
 
-    `--include_path` would load every file of the folder, and a task of the harness may
-    run Python: a run directory of somebody else may hold one. `--tasks` takes globs,
-    separated by commas.
+    `--include_path` would load every file of the folder. A run directory that somebody
+    else made may hold a task of the harness there, and a task may run Python. So the
+    files are named by `--tasks`, which takes globs, separated by commas.
     """
     if any("," in str(file) for file in files):
         return (
@@ -216,7 +219,8 @@ def policy_of(item: str) -> Policy:
     """Return the policy of a preset with `+precision.key=value` overrides.
 
     Raises:
-      UserError: an override of something else, or scales that only training has.
+      UserError: an override that is not of the precision, or a precision whose scales
+          only training has.
     """
     name, *changes = item.split("+")
     for change in changes:

@@ -6,9 +6,9 @@
     scalify-trainer train-tokenizer data=hf data.name=HuggingFaceFW/fineweb \\
         data.streaming=true data.max_documents=10000 vocab_size=32768 out=web
 
-Takes the keys of the group data, as training does, and reads its training part: what
-data.val_fraction leaves. The same text gives the same tokenizer. The directory has
-Hugging Face's tokenizer.json and tokenizer_config.json, which
+Takes the keys of the group data, as training does, and reads the training part, which
+leaves out the share data.val_fraction. The same text gives the same tokenizer. The
+directory has Hugging Face's tokenizer.json and tokenizer_config.json, which
 `transformers.AutoTokenizer` reads too.
 """
 
@@ -27,7 +27,7 @@ from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import known_settings
 from trainer.data.byte_spelling import BYTE_LEVEL
 from trainer.data.corpus import open_corpus
-from trainer.data.hf_tokenizer import FILE, save_hf, split_by
+from trainer.data.hf_tokenizer import TOKENIZER_JSON, save_hf, split_by
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
@@ -36,7 +36,7 @@ from trainer.text import override, show
 
 END = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
-PIECE_CHARS = 1 << 20  # of a long text, which is split into words by pieces
+PIECE_CHARS = 1 << 20  # A longer text is split into words piece by piece.
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,24 @@ class Arguments:
 def texts_of(
     source: Source, cache_dir: Path, max_chars: int | None, val_fraction: float
 ) -> Iterator[str]:
-    """Yield the documents of the training part, or pieces of a long one.
+    """Yield the documents of the training part, the long ones in pieces.
 
-    They have at most `max_chars` characters in all.
+    Stop after `max_chars` characters. The training part is the whole text if
+    `val_fraction` is 0.
     """
     assert not isinstance(source, PreparedSource)
     corpus = open_corpus(source, cache_dir)
-    left = sys.maxsize if max_chars is None else max_chars
+    remaining = sys.maxsize if max_chars is None else max_chars
     if val_fraction:
         texts = training_part(corpus, val_fraction)
     else:
         texts = (text for batch in corpus.read(None) for text in batch.texts)
     for text in texts:
         for piece in cut_at_lines(text, PIECE_CHARS):
-            if left <= 0:
+            if remaining <= 0:
                 return
-            yield piece[:left]
-            left -= len(piece)
+            yield piece[:remaining]
+            remaining -= len(piece)
 
 
 class ByteCounter:
@@ -91,11 +92,11 @@ def train_bpe(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
     from tokenizers import AddedToken, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as HFTokenizer
 
-    words = split_by(
-        known_settings(pattern if pattern != "gpt2" else "r50k_base", {})["pat_str"]
+    split = split_by(
+        known_settings(pattern if pattern != "gpt2" else "r50k_base")["pat_str"]
     )
     tree = json.loads(HFTokenizer(models.BPE()).to_str())
-    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, BYTE_LEVEL]}
+    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
     tokenizer = HFTokenizer.from_str(json.dumps(tree))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -118,10 +119,12 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
             f"vocab_size={vocab_size}: expected {MIN_VOCAB_SIZE} (every byte, and"
             f" {END}) or more"
         )
-    if (out / FILE).exists():
-        raise UserError(f"{out / FILE} exists; choose another out=, or remove it")
+    if (out / TOKENIZER_JSON).exists():
+        raise UserError(
+            f"{out / TOKENIZER_JSON} exists; choose another out=, or remove it"
+        )
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / FILE
+        file = Path(scratch) / TOKENIZER_JSON
         file.write_text(train_bpe(texts, vocab_size, pattern), encoding="utf-8")
         tokenizer = get_tokenizer(str(file))
     try:

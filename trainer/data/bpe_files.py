@@ -23,22 +23,23 @@ from trainer.data.settings_beside import (
     SAVE_AGAIN,
     SETTINGS,
     check_added_later,
-    read,
     read_beside,
+    read_bytes,
     read_json,
 )
 from trainer.data.tokenizer_bounds import check_pattern
 from trainer.data.word_patterns import for_hugging_face, splitting_difference
 from trainer.errors import UserError
 
-# Merges in order of priority, and ids: in OpenAI's naming and in Hugging Face's.
-PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
+# A file of merges in order of priority, and one of ids: OpenAI's names and Hugging
+# Face's.
+MERGES_AND_IDS_FILES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 
-# transformers' tokenizer class by model type, where words are not split as GPT-2's
+# transformers' tokenizer classes that do not split words as GPT-2 does, by model type
 CLASS_OF_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-# Classes of transformers, by their beginnings, that split words by GPT-2's pattern.
+# Prefixes of transformers' classes that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
-# tiktoken's functions that download the ranks of an encoding
+# Functions of tiktoken that download the ranks of an encoding.
 LOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
 # With these keys a character has another token inside a word than at its end.
@@ -51,7 +52,7 @@ Pair = tuple[bytes, bytes]
 def read_tiktoken(path: Path) -> tiktoken.Encoding:
     """Return the encoding of a .tiktoken file."""
     ranks: TokenIds = {}
-    for number, line in enumerate(read(path).splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line:  # tiktoken skips empty lines, too.
             continue
         try:
@@ -61,70 +62,73 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
             raise UserError(
                 f"{path}, line {number}: expected a token in base64 and its rank"
             ) from None
-    return encoding(path, ranks, **settings(path, ranks))
+    return encoding(path, ranks, **pattern_and_special_tokens(path))
 
 
-def settings(path: Path, ranks: TokenIds) -> dict[str, Any]:
-    """Return pattern and special tokens of a .tiktoken file, which holds only ranks."""
-    beside = path.with_suffix(".json")
-    if beside.is_file():
-        tree = read_json(beside)
+def pattern_and_special_tokens(path: Path) -> dict[str, Any]:
+    """Return the pattern and the special tokens for a .tiktoken file of ranks.
+
+    The .json file beside it has them, or tiktoken's encoding of the same name.
+    """
+    json_file = path.with_suffix(".json")
+    if json_file.is_file():
+        tree = read_json(json_file)
         if not isinstance(tree.get("pat_str"), str) or not isinstance(
             tree.get("special_tokens"), dict
         ):
             raise UserError(
-                f"{beside}: expected the keys pat_str (text) and special_tokens (text"
-                " to id)"
+                f"{json_file}: expected the keys pat_str (text) and special_tokens"
+                " (text to id)"
             )
     else:
-        tree = known_settings(path.stem, ranks)
+        tree = known_settings(path.stem)
         if not tree:
             names = tiktoken.list_encoding_names()
-            valid = sorted(name for name in names if known_settings(name, {}))
+            valid = sorted(name for name in names if known_settings(name))
             raise UserError(
                 f"{path} does not say how a text is split into words; put"
-                f" {beside.name} beside it, with the keys pat_str (a pattern) and"
+                f" {json_file.name} beside it, with the keys pat_str (a pattern) and"
                 " special_tokens (text to id), or rename it after its encoding:"
                 f" {', '.join(valid)}"
             )
     return {key: tree[key] for key in ("pat_str", "special_tokens")}
 
 
-def known_settings(name: str, ranks: TokenIds) -> dict[str, Any]:
-    """Return pattern and special tokens of tiktoken's encoding `name`, without a
-    download; {} for an unknown one.
+def known_settings(name: str) -> dict[str, Any]:
+    """Return the pattern and the special tokens of tiktoken's encoding `name`, without
+    a download; {} if tiktoken has no such encoding.
     """
     tiktoken.list_encoding_names()  # fills the registry
     constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
     if constructor is None or not LOADERS & set(constructor.__code__.co_names):
         return {}
-    # tiktoken writes them only inside functions that download the ranks, too. Call a
-    # copy of the function, whose globals replace the download by `ranks`.
+    # tiktoken defines them only inside functions that also download the ranks. Call a
+    # copy of the function, whose globals replace the download.
     names = constructor.__globals__ | {
-        loader: lambda *_, **__: ranks for loader in LOADERS
+        loader: lambda *_, **__: {} for loader in LOADERS
     }
     return types.FunctionType(constructor.__code__, names)()
 
 
 def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
-    """Return the tokenizer.json of a merges file and the ids of `ids_path`, if it
-    exists.
+    """Return the tokenizer.json of a merges file and the ids in `ids_path`.
 
-    Its pattern of words is GPT-2's. Tokens that no merge makes are special. Raises
-    UserError for a tokenizer that has another pattern, or words that were added.
+    Without `ids_path` the ids are in the order of the merges. Words are split by
+    GPT-2's pattern. Tokens that no merge makes are special. Raises UserError for a
+    tokenizer that has another pattern, or words that were added.
     """
     directory = path.parent
-    kind = read_beside(directory, SETTINGS).get("tokenizer_class")
-    if kind is None:  # Like transformers, infer the class from the model type.
+    class_name = read_beside(directory, SETTINGS).get("tokenizer_class")
+    if class_name is None:  # transformers infers it from the model type.
         model_type = read_beside(directory, "config.json").get("model_type")
-        kind = CLASS_OF_MODEL_TYPE.get(str(model_type))
-    if isinstance(kind, str) and not kind.startswith(WITH_GPT2_PATTERN):
+        class_name = CLASS_OF_MODEL_TYPE.get(str(model_type))
+    if isinstance(class_name, str) and not class_name.startswith(WITH_GPT2_PATTERN):
         raise UserError(
-            f"{directory} has no tokenizer.json, and a {kind[:100]} may split words"
-            f" otherwise than GPT-2; {SAVE_AGAIN}"
+            f"{directory} has no tokenizer.json, and a {class_name[:100]} may split"
+            f" words otherwise than GPT-2; {SAVE_AGAIN}"
         )
     merges: list[list[str]] = []
-    lines = read(path).decode(errors="replace").split("\n")
+    lines = read_bytes(path).decode(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.startswith("#version") or not line:
             continue
@@ -138,23 +142,21 @@ def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
     if vocabulary.keys() <= set(ordinary):
         vocabulary[ENDOFTEXT] = max(vocabulary.values()) + 1
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
-    # A pair does not say where in a text transformers finds an added word.
+    # The two files do not record how transformers finds an added word in a text.
     check_added_later(directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)})
-    words = BYTE_LEVEL | {"use_regex": True}
-    return bpe_tree(vocabulary, merges, special, words, ignore_merges=False)
+    pre_tokenizer = BYTE_LEVEL | {"use_regex": True}
+    return bpe_tree(vocabulary, merges, special, pre_tokenizer, ignore_merges=False)
 
 
 def bpe_tree(
     vocabulary: dict[str, int],
     merges: list[list[str]],
     special: dict[str, int],
-    words: dict[str, Any],
+    pre_tokenizer: dict[str, Any],
     *,
     ignore_merges: bool,
 ) -> dict[str, Any]:
-    """Return the tokenizer.json of a byte-level encoding, whose pre-tokenizer is
-    `words`.
-    """
+    """Return the tokenizer.json of a byte-level encoding with this pre-tokenizer."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -172,7 +174,7 @@ def bpe_tree(
             for token, i in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
-        "pre_tokenizer": words,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
         "decoder": BYTE_LEVEL,
         "model": {
@@ -191,8 +193,9 @@ def bpe_tree(
 
 
 def pair_of(merge: Any) -> Pair | None:
-    """Return the tokens of a merge, a pair of spellings or a text with a space between;
-    None: it is something else.
+    """Return the two tokens of a merge; None if `merge` has another form.
+
+    A tokenizer.json has a list of two spellings, or a text with a space between them.
     """
     spellings = merge.split() if isinstance(merge, str) else merge
     tokens = [token for token in map(unspell, spellings) if token is not None]
@@ -202,13 +205,14 @@ def pair_of(merge: Any) -> Pair | None:
 def tiktoken_merges_alike(
     ids: TokenIds, merges: Sequence[Pair], *, ignore_merges: bool = False
 ) -> bool:
-    """Return whether tiktoken, which gets no merges, encodes as these merges do.
+    """Return whether tiktoken encodes as these merges do.
 
-    It merges the adjacent pair whose joint token has the lowest id.
+    tiktoken gets no merges: it merges the adjacent pair whose joint token has the
+    lowest id.
 
     Args:
-      ids: of bytes and tokens.
-      merges: in the order of their priorities.
+      ids: the ids of all bytes and tokens.
+      merges: the merges in the order of their priorities.
       ignore_merges: whether a word that is a token gets its id without merges. Then a
           token may have no merge.
     """
@@ -216,8 +220,8 @@ def tiktoken_merges_alike(
     if not all(bytes([byte]) in ids for byte in range(256)):
         return False
     if ignore_merges:
-        # The list may have several merges for a token. Only the one in `merges_of` is
-        # ever applied.
+        # `merges` may have several for a token. Only the one in `merges_of` is ever
+        # applied.
         return merged_ids == sorted(merged_ids) and set(merges_of(ids)) <= set(merges)
     return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
 
@@ -225,9 +229,9 @@ def tiktoken_merges_alike(
 def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     """Return the merges of a byte-pair encoding, in order.
 
-    The merge of a token joins the two parts that merges of lower ranks make of its
-    bytes. A token of which they make more parts is only matched as a whole word, which
-    needs no merge.
+    Merges of lower ranks are applied to a token's bytes. If two parts remain, the
+    token's merge joins them. If more remain, no merge makes the token: it is only
+    matched as a whole word.
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -247,32 +251,33 @@ def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def byte_level(
+def tiktoken_settings(
     tree: dict[str, Any], end: str
 ) -> tuple[TokenIds, dict[str, Any]] | None:
-    """Return ids and settings for tiktoken; None: it would encode differently.
+    """Return ids and settings for tiktoken; None: tiktoken would encode differently.
 
     tiktoken reads byte-pair encodings like GPT-2's: without normalizer, with ids in the
-    order of the merges, one pattern for words, and documents that end with GPT-2's
-    end-of-text token. It finds no added words, which are matched before all others. It
-    also reads ids that are the bytes themselves, where NUL ends a document.
+    order of the merges, one pattern for words, and GPT-2's end-of-text token after each
+    document. tiktoken knows no added words, which `tokenizers` matches before all
+    others. An encoding whose ids are the bytes themselves, with NUL after each
+    document, is read too.
 
     Args:
       tree: the content of a tokenizer.json.
       end: the token that ends a document.
     """
-    model, special = tree["model"], special_in(tree)
+    model, added = tree["model"], added_ids(tree)
     if not is_bpe(model) or any(map(model.get, AFFIXES)) or tree.get("normalizer"):
         return None
     ids: TokenIds = {}
     for spelling, i in model["vocab"].items():
-        if spelling in special:
+        if spelling in added:
             continue
         token = unspell(spelling)
         if token is None:
             return None
         ids[token] = i
-    is_bytes = special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}
+    is_bytes = added == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}
     has_added_words = any(
         not token.get("special") and token["content"] != ENDOFTEXT
         for token in tree["added_tokens"]
@@ -288,51 +293,54 @@ def byte_level(
     )
     if not is_bytes and not is_like_gpt2:
         return None
-    pattern = pattern_of(tree)  # last, because it may take a second
+    pattern = pattern_of(tree)  # may take a second, so the other checks come first
     if pattern is None or (pattern == "" and not is_bytes):
         return None
-    return ids, {"pat_str": pattern, "special_tokens": special}
+    return ids, {"pat_str": pattern, "special_tokens": added}
 
 
 def is_bpe(model: dict[str, Any]) -> bool:
     """Return whether the model of a tokenizer.json is byte-pair encoding.
 
-    Before version 0.9 the library wrote no type of a model, as in GPT-2's own file.
+    The library wrote no type of a model before version 0.9; GPT-2's file has none.
     """
     return "merges" in model and model.get("type", "BPE") == "BPE"
 
 
-def special_in(tree: dict[str, Any]) -> dict[str, int]:
-    """Return the ids of the added tokens of a tokenizer.json."""
+def added_ids(tree: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of the added tokens of a tokenizer.json, special or not."""
     return {
         token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()
     }
 
 
 def pattern_of(tree: dict[str, Any]) -> str | None:
-    """Return the word pattern of a tokenizer.json; empty where it has none.
+    """Return the word pattern of a tokenizer.json; "" if no words are split.
 
-    None: its pre-tokenizer is more than a pattern.
+    None: its pre-tokenizer does more than split by a pattern, or tiktoken would split
+    differently.
     """
     outer: Any = tree.get("pre_tokenizer") or {}
-    *words, last = outer.get("pretokenizers") or [outer]
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+    *splits, byte_level = outer.get("pretokenizers") or [outer]
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
         return None
-    if not words:
-        return r50k_pat_str if last.get("use_regex", True) else ""
-    split = words[0]
+    if not splits:
+        return r50k_pat_str if byte_level.get("use_regex", True) else ""
+    split = splits[0]
     regex = split.get("pattern", {}).get("Regex")
-    is_split = len(words) == 1 and split.get("type") == "Split"
-    if not is_split or last.get("use_regex", True) or not isinstance(regex, str):
+    is_split = len(splits) == 1 and split.get("type") == "Split"
+    if not is_split or byte_level.get("use_regex", True) or not isinstance(regex, str):
         return None
-    matches = split.get("behavior") == "Removed" and split.get("invert")
-    if not matches:
+    keeps_only_matches = split.get("behavior") == "Removed" and split.get("invert")
+    if not keeps_only_matches:
         if split.get("behavior") != "Isolated" or split.get("invert"):
             return None
-        # tiktoken's spelling of the same pattern, for an equal fingerprint
+        # With tiktoken's spelling of a pattern, equal tokenizers have one fingerprint.
         if known := known_patterns().get(regex):
             return known
-    difference = splitting_difference(regex, regex, matches=bool(matches))
+    difference = splitting_difference(
+        regex, regex, keeps_only_matches=bool(keeps_only_matches)
+    )
     return regex if difference is None else None
 
 
@@ -340,9 +348,9 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
 def known_patterns() -> dict[str, str]:
     """Return the patterns of tiktoken's encodings by their spelling in tokenizer.json.
 
-    Both libraries split alike by them.
+    tiktoken and `tokenizers` split texts alike by these patterns.
     """
-    settings = (known_settings(name, {}) for name in tiktoken.list_encoding_names())
+    settings = (known_settings(name) for name in tiktoken.list_encoding_names())
     patterns = (tree["pat_str"] for tree in settings if tree)
     return {for_hugging_face(pattern): pattern for pattern in patterns}
 
@@ -353,7 +361,7 @@ def encoding(
     pat_str: str = r50k_pat_str,
     special_tokens: dict[str, int] | None = None,
 ) -> tiktoken.Encoding:
-    """Return an encoding, with an end-of-text token added where it lacks one."""
+    """Return tiktoken's encoding, with end-of-text as the next id if it has none."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
         raise UserError(

@@ -5,9 +5,9 @@ _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
 _OTHERS = [b for b in range(256) if b not in _PRINTABLE]
 SPELLING = {b: chr(b) for b in _PRINTABLE} | {
     b: chr(256 + i) for i, b in enumerate(_OTHERS)
-}  # in the order of GPT-2's ids
+}  # GPT-2's ids are in this order.
 _BYTES = {char: byte for byte, char in SPELLING.items()}
-# the pre-tokenizer and decoder of this spelling, which splits no words
+# The pre-tokenizer and the decoder of a tokenizer.json, without splitting into words.
 BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -22,7 +22,10 @@ def spell(token: bytes) -> str:
 
 
 def unspell(token: str) -> bytes | None:
-    """Return the bytes that GPT-2 spells as `token`; None: it spells none so."""
+    """Return the bytes that GPT-2 spells as `token`.
+
+    None: some character spells no byte.
+    """
     if all(char in _BYTES for char in token):
         return bytes(_BYTES[char] for char in token)
     return None

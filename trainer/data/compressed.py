@@ -26,10 +26,12 @@ ALWAYS_ALLOWED = 64 << 20
 def decompressed(path: Path, cache_dir: Path) -> Path:
     """Return the decompressed file in the cache; `path` if it is not compressed.
 
-    Its name is that of the compressed file without the suffix, and gives its format.
+    Its name is that of the compressed file without .gz or .zst, so that the rest of the
+    name gives its format.
 
     Raises:
-      UserError: damaged or out of proportion, or the cache cannot be written.
+      UserError: the file is damaged or holds too much text for its size, or the cache
+          cannot be written.
     """
     codec = CODECS.get(path.suffix.lower())
     if codec is None:
@@ -38,7 +40,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
     key = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     name = path.stem.lstrip(".") or "text"
-    # The dot keeps a directory of texts that holds the cache from reading it.
+    # Names with a dot are not read, so the cache may lie inside a directory of texts.
     target = cache_dir / ".decompressed" / key / name
     record = target.with_name(".digest")
     if is_intact(target, record):
@@ -83,7 +85,8 @@ def is_intact(target: Path, record: Path) -> bool:
 def open_stream(path: Path, codec: str) -> Any:
     """Return a stream of the content of a compressed file."""
     if codec == "gzip":
-        # Arrow refuses the zeros that tapes and block devices put behind a file.
+        # Unlike Arrow's reader, Python's takes the zeros that tapes and block devices
+        # add behind the data.
         return gzip.open(path)
     import pyarrow
 
@@ -111,7 +114,7 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
 
 @contextmanager
 def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
-    """Let an error name the user's files, and not those of the cache.
+    """Replace the paths of the cache in an error by those of the user's files.
 
     Args:
       origins: the compressed file of each file in the cache.
@@ -127,10 +130,10 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
         raise
 
 
-def refuse_twins(paths: Collection[Path]) -> None:
-    """Refuse a compressed file that is given beside its own content, by their names.
+def refuse_compressed_duplicates(paths: Collection[Path]) -> None:
+    """Refuse a.txt.gz beside a.txt: by their names they hold one text.
 
-    One of the two could be validated on, while the other is trained on.
+    One file could be validated on while the other is trained on.
     """
     for path in paths:
         content = path.with_suffix("")

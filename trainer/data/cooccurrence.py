@@ -11,7 +11,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 WIDTH, WINDOW = 128, 5
-SMOOTHING = 0.75  # the power of the contexts' counts
+SMOOTHING = 0.75  # exponent of the contexts' counts
 MOST_TOKENS = 5_000_000
 OVERSAMPLING, ITERATIONS = 16, 4
 
@@ -33,23 +33,23 @@ def token_vectors(
     Args:
       tokens_N: ids in the order of the text; the first `MOST_TOKENS` are read.
       n_ids: the vocabulary's size.
-      end: the id that ends a document, across which tokens are no neighbors; None:
-          there is none.
-      width: of the vectors, which have zeros beyond the rank of the matrix.
-      window: the largest distance of neighbors; those n apart count 1/n.
+      end: the id that ends a document; tokens of two documents are no neighbors. None:
+          the text is one document.
+      width: length of a vector; its elements beyond the rank of the matrix are 0.
+      window: largest distance between neighbors; a pair at distance n counts 1/n.
 
     Returns:
-      FP32 [n_ids, width]; zeros for ids that the text lacks.
+      FP32 [n_ids, width]; the vectors of ids that the text lacks are 0.
     """
     counts = neighbors(np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window)
-    seen = np.flatnonzero(counts.sum(axis=1))
+    present = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((n_ids, width), np.float32)
-    rank = min(width, len(seen) - 1)
+    rank = min(width, len(present) - 1)
     if rank < 1:
         return vectors
-    information = positive_information(counts[seen][:, seen])
+    information = positive_information(counts[present][:, present])
     left, values = truncated_svd(information, rank)
-    vectors[seen, :rank] = left * np.sqrt(values)
+    vectors[present, :rank] = left * np.sqrt(values)
     return vectors
 
 
@@ -80,8 +80,9 @@ def neighbors(
     for distance in range(1, min(window, len(tokens_N) - 1) + 1):
         left, right = tokens_N[:-distance], tokens_N[distance:]
         if end is not None:
-            inside = (left != end) & (document_N[:-distance] == document_N[distance:])
-            left, right = left[inside], right[inside]
+            same_text = document_N[:-distance] == document_N[distance:]
+            is_pair = (left != end) & same_text
+            left, right = left[is_pair], right[is_pair]
         weight = np.full(len(left), 1 / distance, np.float32)
         pairs = sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids))
         counts = counts + pairs.tocsr()
@@ -89,7 +90,7 @@ def neighbors(
 
 
 def positive_information(counts: sparse.csr_array) -> sparse.csr_array:
-    """Return max(0, log p(token, context) / p(token) q(context)) of nonempty rows."""
+    """Return max(0, log p(token, context) / p(token) q(context)); no row is empty."""
     pairs = counts.tocoo()
     token_counts = np.asarray(counts.sum(axis=1)).ravel()
     smoothed = np.asarray(counts.sum(axis=0)).ravel() ** SMOOTHING

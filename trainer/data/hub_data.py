@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from trainer.data.corpus import HubSource
 
 DOCUMENTATION = re.compile(r"(?i)(readme|license)(\.(txt|rst))?|.*\.md")
-# what `datasets.save_to_disk` writes beside the rows: splits, columns, names of files
+# Files that `datasets.save_to_disk` writes beside the rows: splits, columns, names of
+# data files.
 DICT, STATE = "dataset_dict.json", "state.json"
 SAVED_TO_DISK = (DICT, "dataset_info.json", STATE)
 # Builders that cast tables, in the reference version of `datasets`.
@@ -35,9 +36,9 @@ INDEX = "__index_level_0__"  # the column of pandas' index in Arrow
 
 
 def refuse_builder(name: str) -> None:
-    """Raise UserError for `text`, `json` and other readers of `datasets`.
+    """Raise UserError for `text`, `json` and other file formats of `datasets`.
 
-    `datasets` lets them read whatever is in the working directory.
+    By such a name, `datasets` would read all files in the working directory.
     """
     if name.isidentifier() and find_spec(f"datasets.packaged_modules.{name}"):
         raise UserError(
@@ -47,26 +48,27 @@ def refuse_builder(name: str) -> None:
 
 
 def local_files(folder: Path) -> list[Path]:
-    """Return the files below a directory; none if it is none.
+    """Return the files below `folder`; an empty list if it is no directory.
 
     Raises:
-      UserError: a link that `datasets` would not follow, or read a second time.
+      UserError: a link that `datasets` would not follow, or by which it would read a
+          file twice.
     """
-    instead = f"remove it, or read data=text data.paths=[{folder}/]"
+    advice = f"remove it, or read data=text data.paths=[{folder}/]"
     files: dict[Path, Path] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir() and path.is_symlink():
             raise UserError(
                 f"data.name={folder}: {path} is a link to a directory, which data=hf"
-                f" does not follow; {instead}"
+                f" does not follow; {advice}"
             )
         if not path.is_file():
             continue
-        first = files.setdefault(path.resolve(), path)
-        if first != path:
+        same_file = files.setdefault(path.resolve(), path)
+        if same_file != path:
             raise UserError(
-                f"data.name={folder}: {path} is {first} by a link, and would be read"
-                f" twice; {instead}"
+                f"data.name={folder}: {path} is {same_file} by a link, and would be"
+                f" read twice; {advice}"
             )
     return list(files.values())
 
@@ -78,11 +80,11 @@ def open_builder(
 
     Args:
       source: the data set.
-      local: the files of a directory.
-      content: the fingerprint of these files.
+      local: the files of a local directory; empty for a data set of the hub.
+      content: the fingerprint of the corpus.
 
     Raises:
-      UserError: its README.md names files elsewhere.
+      UserError: the data set's README.md names files elsewhere.
     """
     import datasets
 
@@ -97,15 +99,17 @@ def open_builder(
     )
     builder = load_builder()
     if builder.name == "csv":
-        # Otherwise pandas reads texts such as NA and null as missing, and turns 10,000
-        # rows of numbers or truth values into other texts: 007 into 7, True into true.
+        # Otherwise pandas reads texts such as NA and null as missing. And it rewrites
+        # 10,000 rows that all are numbers or truth values: 007 as 7, True as true.
         converters = {source.column: str}
         builder = load_builder(keep_default_na=False, converters=converters)
-        builder.info.features = None  # They would be the README.md's, of all columns.
+        # Drop the README.md's types: they name all columns, and only one is read.
+        builder.info.features = None
     check_tables(builder, source.column)
     data_files = builder.config.data_files or {}
     splits = data_files.values()
     folder = path_of(source.name)
+    # os.path.normpath turns hf:// into hf:/.
     prefix = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
     for file in itertools.chain(*splits):
         if not os.path.normpath(file).startswith(prefix):
@@ -123,15 +127,16 @@ def open_builder(
         refuse_joined_splits(folder, data_files)
     if local:
         check_numbered_files(map(Path, itertools.chain(*splits)))
-        say_unread_files(source.name, local, itertools.chain(*splits))
+        note_unread_files(source.name, local, itertools.chain(*splits))
     return builder
 
 
 def check_tables(builder: "DatasetBuilder", column: str) -> None:
     """Have a builder raise UserError for a table that it would read wrongly.
 
-    Each table passes `_cast_table` after it is read, streaming or not. That turns the
-    numbers, dates and objects of a later file into text, where the first file has text.
+    Each table passes `_cast_table` after it is read, streaming or not. If the first
+    file has text, `_cast_table` turns the numbers, dates and objects of later files
+    into text.
 
     Raises:
       UserError: the method is private to `datasets`, and this version lacks it.
@@ -143,16 +148,16 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
         return
 
     def checked(table: "pyarrow.Table", **settings: Any) -> "pyarrow.Table":
-        # pandas takes the first of too many fields for the names of rows.
+        # If a row has too many fields, pandas takes the first for the row's name.
         if builder.name == "csv" and INDEX in table.column_names:
             raise UserError(
                 "a row of the CSV file has more fields than its header has names; put"
                 " fields that hold commas in double quotes"
             )
-        # `datasets` turns values of several types into JSON, also texts, in quotes.
+        # `datasets` writes a column of several types as JSON, its texts in quotes.
         if any(path[0] == column for path in settings.get("json_field_paths", ())):
             raise UserError(not_text_column(column, "a mix of types"))
-        if table.column_names:  # none: a JSON file whose rows are {}
+        if table.column_names:  # A JSON file whose rows are {} has none.
             check_text_column(table, column)
         if builder.name == "csv":  # Other columns may differ in type and in order.
             table = table.select([column])
@@ -163,10 +168,11 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
 
 @contextmanager
 def exact_json(format: str) -> Iterator[None]:
-    """Have `datasets` read JSON by Python's reader where it would by pandas'.
+    """Have `datasets` read JSON by Python's reader where it would use pandas'.
 
-    It does so for lists and for columns of several types. pandas' reader leaves out
-    half a character, which Arrow's refuses, and takes texts for numbers and dates.
+    `datasets` uses pandas' reader for lists and for columns of several types. That
+    reader drops an unpaired surrogate, which Arrow's refuses, and reads texts as
+    numbers and dates.
 
     Raises:
       UserError: the functions are private to `datasets`, and this version lacks one.
@@ -178,20 +184,20 @@ def exact_json(format: str) -> Iterator[None]:
 
     from pandas import DataFrame
 
-    exact: Any = {"ujson_loads": json.loads, "ujson_dumps": json.dumps}
-    with ExitStack() as replaced:
+    readers: Any = {"ujson_loads": json.loads, "ujson_dumps": json.dumps}
+    with ExitStack() as patches:
         try:
-            replaced.enter_context(patch.multiple("datasets.utils.json", **exact))
-            exact["pandas_read_json"] = lambda file: DataFrame(json.load(file))
+            patches.enter_context(patch.multiple("datasets.utils.json", **readers))
+            readers["pandas_read_json"] = lambda file: DataFrame(json.load(file))
             builder = "datasets.packaged_modules.json.json"
-            replaced.enter_context(patch.multiple(builder, **exact))
+            patches.enter_context(patch.multiple(builder, **readers))
         except (AttributeError, ImportError):
             raise unknown_version(format) from None
         yield
 
 
 def unknown_version(format: str) -> UserError:
-    """Return the error of a version of `datasets` with another reader of a format."""
+    """Return the error of a version of `datasets` that reads a format differently."""
     return UserError(
         f"`datasets` {version('datasets')} reads {format} in a way that is not known"
         " here, and could change texts unnoticed; install datasets==5.2.0"
@@ -199,7 +205,7 @@ def unknown_version(format: str) -> UserError:
 
 
 def check_text_column(table: "pyarrow.Table", column: str) -> None:
-    """Raise UserError if a column is missing, or holds something else than text."""
+    """Raise UserError if a column is missing, or does not hold text."""
     from pyarrow import types
 
     if column not in table.column_names:
@@ -212,12 +218,14 @@ def check_text_column(table: "pyarrow.Table", column: str) -> None:
         raise UserError(message)
 
 
-def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> None:
+def refuse_unsaved(
+    folder: Path, read_files: Iterable[str], local: Sequence[Path]
+) -> None:
     """Raise UserError for an Arrow file that is no part of a saved data set.
 
-    `datasets` reads all files in its directory, also those that `map` writes there and
-    those of a larger data set that was saved there before. The state.json names those
-    that `load_from_disk` reads.
+    `datasets` reads all files in the directory: also those that `map` wrote there, and
+    those of a larger data set that was saved there before. The state.json names the
+    files of the saved data set.
     """
     saved_states = [path for path in local if path == folder / STATE]
     states = saved_states or [path for path in local if path.name == STATE]
@@ -226,7 +234,7 @@ def refuse_unsaved(folder: Path, read: Iterable[str], local: Sequence[Path]) -> 
         for state in states
         for entry in read_json_or_empty(state).get("_data_files", [])
     }
-    for file in read:
+    for file in read_files:
         is_foreign = Path(file).name.startswith("cache-")
         if states:
             is_foreign = os.path.realpath(file) not in saved
@@ -246,21 +254,24 @@ def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) 
     if not (folder / DICT).is_file():
         return
     for split, files in data_files.items():
-        first, *others = dict.fromkeys(Path(file).parent for file in files)
+        directory, *others = dict.fromkeys(Path(file).parent for file in files)
         if others:
             raise UserError(
-                f"data.name={folder}: `datasets` reads {first.name} and"
+                f"data.name={folder}: `datasets` reads {directory.name} and"
                 f" {others[0].name} as one split, {str(split)!r}; choose one by"
-                f" {override('data.name', folder / first.name)}"
+                f" {override('data.name', folder / directory.name)}"
             )
 
 
-def say_unread_files(name: str, local: Sequence[Path], read: Iterable[str]) -> None:
+def note_unread_files(
+    name: str, local: Sequence[Path], read_files: Iterable[str]
+) -> None:
     """Print which files of a directory `datasets` leaves out.
 
-    It reads one format, and finds splits, patterns and URLs in names.
+    `datasets` reads one format, and takes splits, patterns and URLs from names of
+    files.
     """
-    known, folder = set(map(os.path.realpath, read)), path_of(name)
+    read_paths, folder = set(map(os.path.realpath, read_files)), path_of(name)
     data = [
         path
         for path in local
@@ -268,7 +279,7 @@ def say_unread_files(name: str, local: Sequence[Path], read: Iterable[str]) -> N
         and not DOCUMENTATION.fullmatch(path.name)
         and not any(part[0] == "." for part in path.relative_to(folder).parts)
     ]
-    unread = [path for path in data if os.path.realpath(path) not in known]
+    unread = [path for path in data if os.path.realpath(path) not in read_paths]
     if unread:
         note(
             f"data.name={name}: `datasets` leaves out {unread[0]} ({len(unread):,} of"
@@ -324,10 +335,12 @@ def hub_errors(source: "HubSource") -> Iterator[None]:
         ) from error
     except UserError:
         raise
-    except Exception as error:  # `datasets` raises any class for files of others.
+    # `datasets` raises errors of any class for a file that it cannot read.
+    except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        instead = f"; data=text data.paths=[{source.name}] reads files of any names"
+        advice = ""
+        if path_of(source.name).is_dir():
+            advice = f"; data=text data.paths=[{source.name}] reads files of any names"
         raise UserError(
-            f"data set {source.name!r}, split {source.split!r}: {lines[0]}"
-            f"{instead if path_of(source.name).is_dir() else ''}"
+            f"data set {source.name!r}, split {source.split!r}: {lines[0]}{advice}"
         ) from error

@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from trainer.data.bpe_files import TokenIds, is_bpe, special_in
+from trainer.data.bpe_files import TokenIds, added_ids, is_bpe
 from trainer.data.byte_spelling import unspell
 from trainer.data.line_cuts import is_line_safe
 from trainer.data.settings_beside import (
     ENDS,
     SETTINGS,
+    check_added_flags,
     check_added_later,
     check_overrides,
-    check_words,
     end_token,
     read_json,
 )
@@ -31,13 +31,13 @@ from trainer.data.tokenizer_bounds import check_tree
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
-FILE = "tokenizer.json"
+TOKENIZER_JSON = "tokenizer.json"
 SPACE = "\u2581"  # how SentencePiece writes a space
 BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class NoToken(UserError):
-    """The error of a text with a character for which a tokenizer has no token."""
+    """The error of a text with a character or word that has no token."""
 
 
 class JSONTokenizer:
@@ -47,8 +47,8 @@ class JSONTokenizer:
 
     Args:
       name: as the user gave it.
-      tree: the content of the file, by `read_tree`.
-      tokenizer: the library's, by `parse`.
+      tree: the content of the file, from `read_tokenizer_json`.
+      tokenizer: the library's tokenizer, from `parse_tokenizer`.
       end: the token that ends a document.
     """
 
@@ -59,7 +59,7 @@ class JSONTokenizer:
     ) -> None:
         self.name, self.tree, self.end = name, tree, end
         self._tokenizer = tokenizer
-        added = special_in(tree)
+        added = added_ids(tree)
         self.eot = added[end]
         self.special_tokens: dict[str, int] = {}
         for token in tree["added_tokens"]:
@@ -73,12 +73,12 @@ class JSONTokenizer:
         self.vocab_size = 1 + max(
             [*self.tokens.values(), *self.special_tokens.values()]
         )
-        # Other tokens have marks that only the decoder removes, such as ## and </w>.
+        # The tokens of all other tokenizers have marks, such as ## and </w>, that only
+        # the decoder removes.
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
         self._has_unknown = has_unknown(tree["model"])
-        # Byte-pair encoding drops characters without a token; other models raise an
-        # error.
+        # Byte-pair encoding drops bytes without a token; other models raise an error.
         self._lost_bytes: set[int] = set()
         if is_bpe(tree["model"]) and not self._has_unknown:
             self._lost_bytes = {
@@ -93,7 +93,7 @@ class JSONTokenizer:
         ):
             # Otherwise a document would end where a text spells this token.
             tokenizer.add_special_tokens([end])
-        make_ordinary(tokenizer, tree, self.special_tokens)
+        disable_special_tokens(tokenizer, tree, self.special_tokens)
         self.line_safe = is_line_safe(tree, tokenizer)
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
@@ -117,7 +117,8 @@ class JSONTokenizer:
         )
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         ids = np.array(encoding.ids, np.uint32)
-        # A space that the tokenizer adds may begin at the end of the text.
+        # At the text's end nothing is cut: a space that the tokenizer adds may start
+        # there.
         inside = starts >= len(preceding)
         if following:
             inside &= starts < len(preceding) + len(text)
@@ -140,7 +141,7 @@ class JSONTokenizer:
         return encoding
 
     def _refuse_lost(self, text: str) -> None:
-        """Raise NoToken for the first character of which a byte has no token."""
+        """Raise NoToken for the first character with a byte that has no token."""
         normalizer = self._tokenizer.normalizer
         text = text if normalizer is None else normalizer.normalize_str(text)
         for char in text:
@@ -149,10 +150,9 @@ class JSONTokenizer:
 
     def _no_token(self, what: str) -> NoToken:
         return NoToken(
-            f"tokenizer {self.name} has no token for {what}, and none for what is"
-            " unknown, so that it would vanish from a text; train it with an unk_token,"
-            " or with all bytes (initial_alphabet=ByteLevel.alphabet()), or remove the"
-            " character"
+            f"tokenizer {self.name} has no token for {what}, and no unknown token, so"
+            " that it would vanish from a text; train it with an unk_token, or with all"
+            " bytes (initial_alphabet=ByteLevel.alphabet()), or remove the character"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -173,19 +173,22 @@ class JSONTokenizer:
         return [text]
 
     def save(self, directory: Path) -> None:
-        """See Tokenizer: the file, and beside it the token that ends a document."""
-        for name, tree in ((FILE, self.tree), (SETTINGS, {"eos_token": self.end})):
+        """See Tokenizer. The token that ends a document has a file of its own."""
+        for name, tree in (
+            (TOKENIZER_JSON, self.tree),
+            (SETTINGS, {"eos_token": self.end}),
+        ):
             write_atomically(
                 directory / name, json.dumps(tree, ensure_ascii=False) + "\n"
             )
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+def read_tokenizer_json(path: Path) -> dict[str, Any]:
     """Return the content of a tokenizer.json, without truncation and padding."""
     return read_json(path) | {"truncation": None, "padding": None}
 
 
-def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
+def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
     """Return the library's tokenizer of a file's content.
 
     Raises UserError for what the library does not read.
@@ -202,7 +205,8 @@ def parse(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises this class only
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"{path}: {reason}; valid: a {FILE} that Hugging Face's `tokenizers` reads"
+            f"{path}: {reason}; valid: a {TOKENIZER_JSON} that Hugging Face's"
+            " `tokenizers` reads"
         ) from None
 
 
@@ -211,20 +215,20 @@ def has_unknown(model: dict[str, Any]) -> bool:
     return model.get("unk_id") is not None or model.get("unk_token") in model["vocab"]
 
 
-def make_ordinary(
+def disable_special_tokens(
     tokenizer: tokenizers.Tokenizer, tree: dict[str, Any], special: dict[str, int]
 ) -> None:
     """Let a tokenizer encode text that spells a special token as ordinary text.
 
     With `encode_special_tokens` the library does not look for special tokens in a text.
-    But a model that has them in its vocabulary may still find them, and Unigram prefers
-    them. The model is replaced by a copy without them.
+    But a model with special tokens in its vocabulary may still find them, and Unigram
+    prefers them. So the model is replaced by a copy without special tokens.
 
     Args:
-      tokenizer: is changed; it still decodes special tokens.
-      tree: its content.
-      special: ids of the special tokens. The unknown token is kept, which the model
-        names, or whose id it gives (Unigram).
+      tokenizer: the tokenizer, which is changed. It still decodes special tokens.
+      tree: the content of its tokenizer.json.
+      special: ids of the special tokens. The unknown token stays, by the model's
+        `unk_token` or `unk_id` (Unigram).
     """
     tokenizer.encode_special_tokens = True
     model = tree["model"]
@@ -238,7 +242,8 @@ def make_ordinary(
     if isinstance(vocabulary, list):
         if removed.isdisjoint(token for token, _ in vocabulary):
             return
-        # An id is a place in the list, and no text matches the empty piece.
+        # An id is an index of the list, so the empty piece, which no text matches,
+        # replaces a token.
         ordinary: Any = [
             ["" if token in removed else token, score] for token, score in vocabulary
         ]
@@ -255,19 +260,19 @@ def make_ordinary(
             if removed.isdisjoint((left, right, left + right))
         ]
     copy = tree | {"model": model | changes, "added_tokens": []}
-    tokenizer.model = parse(Path(FILE), copy).model
+    tokenizer.model = parse_tokenizer(Path(TOKENIZER_JSON), copy).model
 
 
-def check_added(
+def check_added_ids(
     path: Path, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer
 ) -> None:
     """Raise UserError for an added token to which the library gives another id.
 
-    The library does so where another token has the id, or where ids have a gap. Added
-    tokens that only the files beside have raise it too, and so do settings there that
-    change the tokenizer.json.
+    The library does so where another token has the id, or where ids have a gap. Also
+    raise UserError for an added token that only the files beside the tokenizer.json
+    list, and for a setting in these files that overrides it.
     """
-    for token, i in special_in(tree).items():
+    for token, i in added_ids(tree).items():
         library_id = tokenizer.token_to_id(token)
         if library_id != i:
             raise UserError(
@@ -276,7 +281,7 @@ def check_added(
             )
     check_added_later(path.parent, path.name, tokenizer.get_vocab())
     words = {token["content"]: token for token in tree.get("added_tokens") or ()}
-    check_words(path.parent, path.name, words)
+    check_added_flags(path.parent, path.name, words)
     check_overrides(path.parent, path.name, tree)
 
 
@@ -284,9 +289,9 @@ def end_of_document(path: Path, tree: dict[str, Any]) -> str:
     """Return the token that ends a document, one of the added tokens of a file.
 
     Raises:
-      UserError: there is none.
+      UserError: no added token ends a document.
     """
-    added = special_in(tree)
+    added = added_ids(tree)
     end = end_token(path.parent, added)
     if end in added:
         return str(end)
@@ -309,9 +314,9 @@ def end_of_document(path: Path, tree: dict[str, Any]) -> str:
 def ids_of(tree: dict[str, Any]) -> TokenIds | None:
     """Return the ids of a tokenizer.json by the bytes of its tokens.
 
-    None: it has no vocabulary. Bytes may be spelled as GPT-2 or SentencePiece spell
-    them. SentencePiece's `<0x41>` is the byte 0x41, unless another token is that byte;
-    then it stands for its own spelling.
+    None: the file has no vocabulary. Bytes may be spelled as GPT-2 or SentencePiece
+    spell them. SentencePiece's `<0x41>` is the byte 0x41. If another token is that
+    byte, `<0x41>` stands for its own six characters.
     """
     model = tree.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -321,11 +326,11 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
         return None
     added = {
         token.encode(): i
-        for token, i in special_in(tree).items()
+        for token, i in added_ids(tree).items()
         if token not in vocabulary or not stands_for_other_text(tree, token)
     }
-    added_ids = set(added.values())
-    tokens = {token: i for token, i in vocabulary.items() if i not in added_ids}
+    added_values = set(added.values())
+    tokens = {token: i for token, i in vocabulary.items() if i not in added_values}
     if is_byte_level(tree):
         return spelled_ids(tokens) | added
     ids: TokenIds = {}
@@ -342,8 +347,8 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
 def stands_for_other_text(tree: dict[str, Any], token: str) -> bool:
     """Return whether an added token stands for another text than its own spelling.
 
-    Bytes and runs of spaces may be marked as special, but the model encodes text with
-    them. `<0x0A>` stands for a line feed, not for the text `<0x0A>`.
+    `<0x0A>` stands for a line feed, not for the text `<0x0A>`. Such bytes and runs of
+    spaces may be marked as special, but the model encodes text to them.
     """
     if BYTE_FALLBACK_TOKEN.fullmatch(token):
         return bool(tree["model"].get("byte_fallback"))
@@ -358,7 +363,10 @@ def is_byte_level(tree: dict[str, Any]) -> bool:
 
 
 def spelled_ids(vocabulary: dict[str, int]) -> TokenIds:
-    """Return ids by the bytes of tokens that are spelled as GPT-2's, or as they are."""
+    """Return ids by the bytes of tokens.
+
+    A token that is not in GPT-2's spelling stands for its own UTF-8.
+    """
     ids: TokenIds = {}
     for token, i in vocabulary.items():
         raw = unspell(token)
@@ -367,7 +375,7 @@ def spelled_ids(vocabulary: dict[str, int]) -> TokenIds:
 
 
 def has_part(part: Any, kind: str) -> bool:
-    """Return whether a part of a tokenizer.json is of this kind, or holds one."""
+    """Return whether a part of a tokenizer.json is, or holds, one of type `kind`."""
     if isinstance(part, dict):
         return part.get("type") == kind or has_part(list(part.values()), kind)
     return isinstance(part, list) and any(has_part(inner, kind) for inner in part)

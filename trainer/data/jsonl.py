@@ -1,6 +1,6 @@
-"""Documents in JSON lines, and in files with one JSON list of objects, with one object,
-or with an object that has one such list.
+"""Documents in JSON lines, or in a file of one JSON value.
 
+That value is a list of objects, an object, or an object that has one list of objects.
 Rows may have different keys, and only the text column is checked. A reader of tables,
 such as Arrow's, would need one schema for all rows.
 """
@@ -16,9 +16,9 @@ from trainer.errors import UserError
 from trainer.text import note
 
 BOM = b"\xef\xbb\xbf"
-MAX_ROWS_WITHOUT_COLUMN = 1000  # from the start of a file
-# A row, a function that returns its place in words, and the position after it. The
-# function reads the file again to count lines, so it is only called for a message.
+MAX_ROWS_WITHOUT_COLUMN = 1000  # counted from the start of a file
+# A row, a function that returns its line or row number in words, and the position after
+# it. The function reads the file again to count lines: it is only called for a message.
 JsonRow = tuple[dict[str, Any], Callable[[], str], int]
 
 
@@ -38,28 +38,28 @@ def read_jsonl(
       column: the key of the text.
       max_documents: stop after this many.
       position: where to continue, as it was yielded; None: the start.
-      rows: texts at a time.
+      rows: number of texts at a time.
 
     Raises:
       UserError: a row that is not an object, a value that is not text, or a file whose
           first `MAX_ROWS_WITHOUT_COLUMN` rows lack the column.
     """
-    # the number of the file, the position in it, documents left
-    first, start, left = position or (0, 0, max_documents)
+    # A position is the number of a file, the position in it, and the documents left.
+    first_file, start, remaining = position or (0, 0, max_documents)
     texts: list[str] = []
-    for number, path in enumerate(files[first:], first):
-        if left == 0:
+    for number, path in enumerate(files[first_file:], first_file):
+        if remaining == 0:
             return
-        for value, after in _values(path, column, start if number == first else 0):
-            if left == 0:
+        for value, after in _values(path, column, start if number == first_file else 0):
+            if remaining == 0:
                 break
-            left = None if left is None else left - 1
+            remaining = None if remaining is None else remaining - 1
             texts.append(value)
             if len(texts) == rows:
-                yield texts, [number, after, left]
+                yield texts, [number, after, remaining]
                 texts = []
-        if texts:  # the rest of the file
-            yield texts, [number + 1, 0, left]
+        if texts:  # No batch spans two files, so a position names one file.
+            yield texts, [number + 1, 0, remaining]
             texts = []
 
 
@@ -75,7 +75,9 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
             rows = _rows_of_list(path, file, column, start)
         else:
             rows = _rows_of_lines(path, file, start)
-        keys: dict[str, None] = {}  # of rows without the column
+        keys: dict[str, None] = {}  # all keys of the rows that lack the column
+        # A resumed file counts as one with the column: its first rows are not read
+        # again.
         has_column, number = start > 0, 0
         for row, place, after in rows:
             has_column, number = has_column or column in row, number + 1
@@ -87,7 +89,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
             if value is not None and (problem := _text_problem(value)):
                 raise UserError(f"{path}, {place()}: column {column!r} holds {problem}")
             yield value or "", after
-        # Without this check all texts of the file would be empty.
+        # Otherwise all texts of the file would be empty.
         if number and not has_column:
             raise NoColumn(column, keys, f"{path}: ")
 
@@ -118,7 +120,10 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
 def _rows_of_list(
     path: Path, file: BinaryIO, column: str, start: int
 ) -> Iterator[JsonRow]:
-    """Yield the objects of a list from an index on; an object is a row or has them."""
+    """Yield the objects of a file's list from an index on.
+
+    A file of one object has one row, or a list of rows in the object.
+    """
     try:
         rows = json.load(file)
     except (ValueError, RecursionError) as error:
@@ -149,9 +154,9 @@ def _only_list(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
     return value[lists[0]]
 
 
-@cache  # once for all files, which are read twice
+@cache  # print once, not for every file and not again when they are read again
 def _note_list(rows: str, column: str) -> None:
-    """Print that a text of an object is left out, beside the list that is read."""
+    """Print that a text beside the list of an object is left out."""
     note(
         f"data.paths: a JSON file of one object is read by its list {rows!r}, without"
         f" {column!r} beside that; data.column={column} would read {column!r} alone"
@@ -162,7 +167,7 @@ def _is_single_value(file: BinaryIO, column: str) -> bool:
     """Return whether the file is one JSON value and not JSON lines; rewind the file.
 
     A line that is an object with the column is a row, whatever lists it has. A line
-    that is a list of something else than objects is a broken JSON line.
+    that is a list, but not of objects, is a broken JSON line.
     """
     begin = file.tell()
     line = next((line for line in file if line.strip()), b"")
@@ -172,8 +177,8 @@ def _is_single_value(file: BinaryIO, column: str) -> bool:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        # The first line of a value over several lines. But a line from { to } is a
-        # broken JSON line.
+        # The line begins a value over several lines. But a line from { to } is a broken
+        # JSON line.
         return line.lstrip().startswith(b"[") or not line.rstrip().endswith(b"}")
     if isinstance(value, dict):
         has_list = column not in value and any(map(_is_list_of_objects, value.values()))
@@ -187,7 +192,7 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def _is_only_line(file: BinaryIO, line: bytes) -> bool:
-    """Return whether no other line than this has content; rewind the file."""
+    """Return whether `line` is the only one with content; rewind the file."""
     begin = file.tell()
     lines = (line for line in file if line.strip())
     is_only = next(lines, b"") == line and next(lines, b"") == b""
@@ -196,13 +201,13 @@ def _is_only_line(file: BinaryIO, line: bytes) -> bool:
 
 
 def _text_problem(value: Any) -> str:
-    """Describe a value that should be text and is not; empty: it is text."""
+    """Describe a value that should be text and is not; "" if it is text."""
     if not isinstance(value, str):
         return f"{kind_of(value)}, not text; choose another data.column"
     try:
         value.encode()
     except UnicodeEncodeError:
-        return "half a character (a surrogate without its other); leave this row out"
+        return "half a character (an unpaired surrogate); leave this row out"
     return ""
 
 
@@ -220,10 +225,10 @@ def kind_of(value: Any) -> str:
 
 def _line(path: Path, end: int) -> str:
     """Return "line N" for the line that ends at an offset."""
-    count, left, last = 0, end, b""
+    line_ends, remaining, last_byte = 0, end, b""
     with path.open("rb") as file:
-        while left > 0 and (block := file.read(min(left, 1 << 20))):
-            count += block.count(b"\n")
-            left -= len(block)
-            last = block[-1:]
-    return f"line {count + (last != b'\n')}"
+        while remaining > 0 and (block := file.read(min(remaining, 1 << 20))):
+            line_ends += block.count(b"\n")
+            remaining -= len(block)
+            last_byte = block[-1:]
+    return f"line {line_ends + (last_byte != b'\n')}"

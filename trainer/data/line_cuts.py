@@ -11,17 +11,16 @@ from typing import Any
 
 import tokenizers
 
-from trainer.data.bpe_files import is_bpe, known_settings, special_in
+from trainer.data.bpe_files import added_ids, is_bpe, known_settings
 from trainer.data.word_patterns import for_hugging_face
 
-# Between a line that ends in a printable ASCII character and one that starts with a
-# letter, no token of a line-safe pattern crosses the boundary. No token holds a newline
-# followed by a letter, and a newline alone is matched alike before a letter and at the
-# end of the text.
+# The start of a line with an ASCII letter, after a line that ends in a printable ASCII
+# character. No token of a line-safe pattern crosses it: no token has a letter after a
+# newline, and a newline is matched alike before a letter and at the end of the text.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# Llama 3's and Qwen2's patterns, which no encoding of tiktoken has
+# Llama 3's and Qwen2's patterns, which no encoding of tiktoken has.
 HUB_PATTERNS = tuple(
     CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -30,15 +29,16 @@ HUB_PATTERNS = tuple(
     for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
 
-# Normalizers that look at neighboring characters only, or at a run of spaces
+# Normalizers that only look at neighboring characters, or at a run of spaces.
 NORMALIZERS = {
     *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"),
     *("BertNormalizer", "Precompiled", "Prepend", "Strip", "Replace"),
 }
 SPLIT_AT_LINES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 LOCAL_PRE_TOKENIZERS = {"Metaspace", "Punctuation", "Digits", "ByteLevel", "Split"}
-CROSSING = re.compile("[\n\u010a][^\n\u010a]")  # a newline, also GPT-2's, in a token
-SPACES = " {2,}"  # the regular expression of transformers' converters
+# A newline, or GPT-2's spelling of one, before another character.
+CROSSING = re.compile("[\n\u010a][^\n\u010a]")
+SPACES = " {2,}"  # the pattern that transformers' converters write for a run of spaces
 
 
 def cut_at_lines(text: str, size: int) -> list[str]:
@@ -54,38 +54,41 @@ def cut_at_lines(text: str, size: int) -> list[str]:
 def line_safe_patterns() -> frozenset[str]:
     """Return the word patterns for which `LINE_START` is a token boundary."""
     names = ("r50k_base", "cl100k_base", "o200k_base")
-    *others, gpt4o = (known_settings(name, {})["pat_str"] for name in names)
+    *gpt_patterns, gpt4o = (known_settings(name)["pat_str"] for name in names)
     mistral = gpt4o.replace(f"{CONTRACTIONS}?", "").replace("{1,3}", "")
-    return frozenset([*HUB_PATTERNS, *others, gpt4o, mistral])
+    return frozenset([*HUB_PATTERNS, *gpt_patterns, gpt4o, mistral])
 
 
 def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     """Return whether pieces that begin at LINE_STARTs have the ids of the whole text.
 
-    The pieces are encoded with some text around them.
+    Each piece is encoded together with some of the text around it.
     """
     normalizers = list(parts_of(tree.get("normalizer")))
-    words = list(parts_of(tree.get("pre_tokenizer")))
-    if any(map(CROSSING.search, special_in(tree))):
+    pre_tokenizers = list(parts_of(tree.get("pre_tokenizer")))
+    if any(map(CROSSING.search, added_ids(tree))):
         return False
     if not all(is_local(part, NORMALIZERS) for part in normalizers):
         return False
-    if not all(is_local(part, SPLIT_AT_LINES | LOCAL_PRE_TOKENIZERS) for part in words):
+    known_types = SPLIT_AT_LINES | LOCAL_PRE_TOKENIZERS
+    if not all(is_local(part, known_types) for part in pre_tokenizers):
         return False
+    # See what the normalizer makes of a line end: nothing, a space or a newline.
     normalizer = tokenizer.normalizer
     text = "a\nb" if normalizer is None else normalizer.normalize_str("a\nb")
     line_end = re.search("a([\n \u2581])b", text)
-    # The normalizer drops line ends, so a word may span two lines.
-    if line_end is None:
+    if line_end is None:  # A word may span two lines.
         return False
-    if any(map(splits_at_lines, words)):
+    if any(map(splits_at_lines, pre_tokenizers)):
         return True
     if line_end[1] != "\n":
+        # A line end is a space, and only Metaspace ends a word there.
         return any(
-            part["type"] == "Metaspace" and part.get("split", True) for part in words
+            part["type"] == "Metaspace" and part.get("split", True)
+            for part in pre_tokenizers
         )
-    # A word may span lines. But if no token has a newline before its end, no merge
-    # crosses a line's end.
+    # A word may span lines. But no merge crosses a line's end if no token has a newline
+    # before another character.
     return is_bpe(tree["model"]) and not any(
         map(CROSSING.search, tree["model"]["vocab"])
     )
@@ -104,8 +107,8 @@ def parts_of(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def is_local(part: dict[str, Any], types: set[str]) -> bool:
-    """Return whether a part is of these types, and looks at neighboring characters
-    only.
+    """Return whether a part has one of these types, and a pattern that is known to look
+    only at neighboring characters.
     """
     pattern = part.get("pattern", {})
     if regex := pattern.get("Regex"):
@@ -121,8 +124,8 @@ def splits_at_lines(part: dict[str, Any]) -> bool:
     """Return whether a pre-tokenizer ends a word at each LINE_START."""
     if part["type"] == "Split":
         known = {for_hugging_face(pattern) for pattern in line_safe_patterns()}
-        kind = (part["behavior"], bool(part["invert"]))
-        keeps_words = kind in (("Isolated", False), ("Removed", True))
+        behavior = (part["behavior"], bool(part["invert"]))
+        keeps_words = behavior in (("Isolated", False), ("Removed", True))
         return keeps_words and part["pattern"].get("Regex") in known
     by_regex = part["type"] == "ByteLevel" and part.get("use_regex", True)
     return by_regex or part["type"] in SPLIT_AT_LINES

@@ -1,11 +1,12 @@
 """Batches as a pure function of (seed, step).
 
 No state is saved: a resumed run computes its next batch without reading the earlier
-ones. Any number of processes reads the same batches. A window is T+1 consecutive
-tokens, inputs and targets. Windows start every T tokens; tokens after the last full
-window are not read. Sample g of a run (g = step * B + row) is window `permute(seed, g
-// N, g % N)` of N. Each epoch takes each window exactly once, and a batch may hold the
-end of one epoch and the start of the next.
+ones. Any number of processes reads the same batches.
+
+A window is T+1 consecutive tokens, inputs and targets. Windows start every T tokens;
+tokens after the last full window are not read. Sample g of a run, g = step * B + row,
+is window `permute(seed, g // N, g % N, N)`. Each epoch has each window exactly once. A
+batch may hold the end of one epoch and the start of the next.
 
 Legend: B sequences of the global batch, b those of this process, T context, N windows.
 """
@@ -28,12 +29,12 @@ from trainer.errors import UserError
 
 
 class Batch(NamedTuple):
-    """Tokens of some rows.
+    """The tokens of a batch, or of some of its rows.
 
     Attributes:
       tokens: int32 [b, T+1]; inputs are [:, :-1], targets [:, 1:].
-      segments: int32 [b, T+1] or None; the document of each token, counted from 0 in
-        each row. An end-of-text token belongs to the document that it ends.
+      segments: int32 [b, T+1] or None; the number of each token's document, counted
+        from 0 in each row. An end-of-text token belongs to the document that it ends.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -48,9 +49,10 @@ class Loader:
       split: "train" or "val".
       context: T, in tokens.
       batch_size: B, sequences of the global batch over all processes.
-      seed: of the shuffle, at least 0.
+      seed: the seed of the shuffle, at least 0.
       document_mask: whether batches have segments.
-      shuffle: False reads the windows in the order of the text, for validation.
+      shuffle: whether windows are shuffled in each epoch; else they come in the order
+        of the text.
 
     Attributes:
       tokens: tokens of the split.
@@ -78,7 +80,7 @@ class Loader:
         self._seed = seed
         self.document_mask = document_mask
         self._shuffle = shuffle
-        self.tokens = self.manifest.tokens(split)
+        self.tokens = self.manifest.token_count(split)
         self.windows = (self.tokens - 1) // context
         if self.windows < 1:
             raise UserError(
@@ -92,14 +94,15 @@ class Loader:
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
-        """Return the first `tokens` tokens of a split as documents with end-of-text.
+        """Return the first `tokens` tokens of a split, a list of documents.
 
-        The last one is cut.
+        `split` need not be the loader's. Each document ends with end-of-text; the last
+        one is cut.
         """
-        parts, left = [], tokens
+        parts, remaining = [], tokens
         for shard in self.manifest.open(split):
-            parts.append(np.asarray(shard[:left], np.int64))
-            left -= len(parts[-1])
+            parts.append(np.asarray(shard[:remaining], np.int64))
+            remaining -= len(parts[-1])
         ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
         ends = np.flatnonzero(ids == self.manifest.eot) + 1
         return [document for document in np.split(ids, ends) if len(document)]
@@ -117,14 +120,14 @@ class Loader:
 
         Args:
           step: at least 0.
-          rows: those of this process; None: all B.
+          rows: the rows of this process; None: all B.
         """
         return self.samples(
             step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)]
         )
 
     def samples(self, sample: npt.NDArray[np.int64]) -> Batch:
-        """Return the samples of these numbers [b], counted over all epochs from 0."""
+        """Return the samples with the numbers `sample` [b], counted over all epochs."""
         epoch, window = np.divmod(sample, self.windows)
         if self._shuffle:
             window = permute(self._seed, epoch, window, self.windows)
@@ -141,7 +144,8 @@ class Loader:
         filled = 0
         while filled < len(out):
             if self.manifest.stamp(self._files[shard]) != self._stamps[shard]:
-                # Reading a truncated shard would end the process with SIGBUS.
+                # Reading a memory map of a truncated file would end the process with
+                # SIGBUS.
                 self.manifest.verify_shard(self._files[shard])
                 self._stamps[shard] = self.manifest.stamp(self._files[shard])
             offset = start + filled - int(self._starts[shard])
@@ -158,14 +162,14 @@ def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
 
-def validation_rows(windows: int, batch_size: int, batch_parts: int, text: str) -> int:
-    """Return the rows of a validation batch, in which no window counts twice.
+def validation_rows(windows: int, batch_size: int, batch_parts: int, name: str) -> int:
+    """Return the number of rows of a validation batch, in which no window is repeated.
 
     Args:
-      windows: of the validation.
-      batch_size: of the training, a multiple of `batch_parts`.
+      windows: number of validation windows.
+      batch_size: rows of a training batch, a multiple of `batch_parts`.
       batch_parts: micro-batches times devices, over which a batch is split.
-      text: which text it is, for the message.
+      name: names the text in the message.
 
     Raises:
       UserError: there are fewer windows than parts.
@@ -173,7 +177,7 @@ def validation_rows(windows: int, batch_size: int, batch_parts: int, text: str) 
     rows = min(batch_size, windows // batch_parts * batch_parts)
     if not rows:
         raise UserError(
-            f"{text} has {windows} windows of model.context + 1 tokens, fewer than the"
+            f"{name} has {windows} windows of model.context + 1 tokens, fewer than the"
             f" {batch_parts} parts of a batch (train.grad_accum_steps x devices); use"
             " more text, or a larger data.val_fraction"
         )
@@ -181,10 +185,10 @@ def validation_rows(windows: int, batch_size: int, batch_parts: int, text: str) 
 
 
 def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
-    """Return the mean bytes of text of the tokens that batches predict.
+    """Return the mean bytes of text per target of these batches.
 
-    Special tokens stand for no text. Ids without a text count as a byte each.
-    NaN: there is no text.
+    Special tokens stand for no text. If the tokenizer lists no tokens
+    (NumberTokenizer), each id counts as a byte. NaN if the targets have no text.
     """
     unknown_size = 0 if tokenizer.tokens else 1
     sizes = np.full(tokenizer.vocab_size, unknown_size)
@@ -207,9 +211,11 @@ def decoded_bytes(row: npt.NDArray[np.int32], tokenizer: Tokenizer) -> int:
     def size(ids: npt.NDArray[np.int32]) -> int:
         special = list(tokenizer.special_tokens.values())
         text = tokenizer.decode(ids[~np.isin(ids, special)].tolist())
-        # Bytes that spell SentencePiece's space stay as they are in the decoder.
+        # Byte tokens may spell U+2581, SentencePiece's space. The decoder leaves it as
+        # it is, three bytes, but it stands for a space.
         return len(text.replace(SPACE, " ").encode())
 
+    # Documents are decoded one by one: a decoder may drop the space at a text's start.
     documents = np.split(row, np.flatnonzero(row == tokenizer.eot))
     return sum(map(size, documents)) - size(row[:1])
 
@@ -219,8 +225,8 @@ def prefetch(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield (step, batch) for steps start..stop-1, up to `depth` batches ahead.
 
-    A background thread reads them. Its error is raised here, at its step. The thread
-    ends when the iterator is exhausted, closed or collected.
+    A background thread reads the batches. An error in it is raised here, at its step.
+    The thread ends when the iterator is exhausted, closed or garbage-collected.
     """
     ready: queue.Queue[tuple[int, Batch] | BaseException] = queue.Queue(depth)
     closed = threading.Event()

@@ -1,10 +1,10 @@
 """Mixtures of prepared texts in given shares, in stages.
 
 The source of a sample is a pure function of seed and step. The samples of a stage come
-in blocks; the last one ends with the stage. A block holds each source in its share, to
-within one sample over all blocks so far, in the order of a keyed permutation. So shares
-hold in any thousand batches, not only on average. Each source counts its own samples,
-and reads its windows like a `Loader` of its own.
+in blocks; the last block ends with the stage. At the end of each block, the samples of
+a source so far are within one of its share. A keyed permutation orders the samples of a
+block. So shares hold in any thousand batches, not only on average. Each source counts
+its own samples, and reads its windows like a `Loader` of its own.
 
 Legend: K sources, B sequences of the global batch, b those of this process.
 """
@@ -25,7 +25,7 @@ from trainer.data.permutation import permute
 from trainer.data.shards import Manifest, Shard, Split
 from trainer.errors import UserError
 
-# Samples of a block. A smallest share that gets fewer than two needs a larger block.
+# Samples of a block; more if the smallest share would get fewer than two.
 MIN_BLOCK = 256
 MIN_SHARE = 1e-4
 
@@ -45,9 +45,9 @@ def parse_stages(
     """Return the stages of a configuration.
 
     Args:
-      weights: from step 0 on.
+      weights: the weights of the sources from step 0 on.
       later: the first step and the weights of each further stage.
-      names: of the sources.
+      names: the names of the sources.
 
     Raises:
       UserError: a wrong number of weights, a weight that is not positive (later stages
@@ -72,7 +72,7 @@ def parse_stages(
 
 
 def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
-    """Raise UserError for weights of a stage that are not usable."""
+    """Raise UserError for weights of a stage that cannot be used."""
     step, weights = stage
     key = f"data.stages from step {step} on" if step else "data.weights"
     if len(weights) != len(names):
@@ -104,12 +104,12 @@ def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
 
 
 class StageSampler:
-    """A sampler that draws each source by the weights of the stage.
+    """A sampler that draws each source by its weight in the stage.
 
     Args:
-      stages: the first from step 0 on.
+      stages: the stages, the first of which starts at step 0.
       batch_size: B.
-      seed: of the order inside blocks.
+      seed: the seed of the order inside blocks.
     """
 
     def __init__(
@@ -118,25 +118,29 @@ class StageSampler:
         self._seed, self._batch_size = seed, batch_size
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
         self._lengths = [*np.diff(self._starts), np.iinfo(np.int64).max]
-        self._bounds = [
+        self._cumulative_shares = [
             np.cumsum([0.0, *(w / math.fsum(stage.weights) for w in stage.weights)])
             for stage in stages
         ]
-        for bounds in self._bounds:
-            bounds[-1] = 1.0
-        smallest = [min(filter(None, np.diff(bounds))) for bounds in self._bounds]
-        self._blocks = [max(MIN_BLOCK, math.ceil(2 / share)) for share in smallest]
-        # For each stage, the samples of each source in all earlier stages.
-        self._earlier = [np.zeros(len(stages[0].weights), np.int64)]
+        self._block_sizes: list[int] = []
+        for shares in self._cumulative_shares:
+            shares[-1] = 1.0
+            smallest = min(filter(None, np.diff(shares)))
+            self._block_sizes.append(max(MIN_BLOCK, math.ceil(2 / smallest)))
+        # The samples of each source in all earlier stages, for each stage.
+        self._earlier_samples = [np.zeros(len(stages[0].weights), np.int64)]
         for i, length in enumerate(self._lengths[:-1]):
             counts = np.diff(self._cumulative(i, length))
-            self._earlier.append(self._earlier[-1] + counts)
+            self._earlier_samples.append(self._earlier_samples[-1] + counts)
 
     def _cumulative(self, stage: int, samples: npt.ArrayLike) -> Ints:
-        """Return cumulative counts by source, [..., K + 1], of a stage's samples."""
-        return np.floor(
-            np.asarray(samples, np.float64)[..., None] * self._bounds[stage] + 0.5
-        ).astype(np.int64)
+        """Return how many of a stage's first `samples` have a source below k.
+
+        Shape [..., K + 1], for k = 0 to K.
+        """
+        column = np.asarray(samples, np.float64)[..., None]
+        counts = column * self._cumulative_shares[stage]
+        return np.floor(counts + 0.5).astype(np.int64)
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:
         """Return the source of each sample [b] of the run, and its index among the
@@ -152,36 +156,39 @@ class StageSampler:
         return source, index
 
     def _assign_in_stage(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
-        """Return `assign` of samples that are counted from the start of a stage."""
-        block, position = np.divmod(sample, self._blocks[stage])
-        start = block * self._blocks[stage]
-        end = np.minimum(start + self._blocks[stage], self._lengths[stage])
+        """Do as `assign` for samples that are counted from the start of a stage."""
+        block, position = np.divmod(sample, self._block_sizes[stage])
+        start = block * self._block_sizes[stage]
+        end = np.minimum(start + self._block_sizes[stage], self._lengths[stage])
         # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
         # A permutation maps positions to slots.
-        before = self._cumulative(stage, start)  # samples before the block, [b, K + 1]
-        slot_bounds = self._cumulative(stage, end) - before
+        at_start = self._cumulative(stage, start)  # at the block's start, [b, K + 1]
+        slot_bounds = self._cumulative(stage, end) - at_start
         slot = np.empty_like(sample)
-        for size in np.unique(end - start):  # the last block of a stage is shorter
+        for size in np.unique(end - start):  # The last block of a stage is shorter.
             has_size = end - start == size
             slot[has_size] = permute(
                 self._seed + stage, block[has_size], position[has_size], int(size)
             )
         source = np.sum(slot[:, None] >= slot_bounds[:, 1:], axis=1)
         rows = np.arange(len(sample))
-        earlier = self._earlier[stage][source] + np.diff(before, axis=1)[rows, source]
-        return source, earlier + slot - slot_bounds[rows, source]
+        # Samples of the source in earlier stages, in earlier blocks, and in this block.
+        in_stages = self._earlier_samples[stage][source]
+        in_blocks = np.diff(at_start, axis=1)[rows, source]
+        in_block = slot - slot_bounds[rows, source]
+        return source, in_stages + in_blocks + in_block
 
-    def count(self, step: int) -> Ints:
+    def samples_per_source(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` steps, [K]."""
-        counts = np.zeros(len(self._earlier[0]), np.int64)
+        counts = np.zeros(len(self._earlier_samples[0]), np.int64)
         end = step * self._batch_size
         for i, (start, after) in enumerate(itertools.pairwise([*self._starts, end])):
             samples = min(int(after), end) - int(start)
             if samples > 0:
-                in_blocks = samples // self._blocks[i] * self._blocks[i]
-                last_block = np.arange(in_blocks, samples, dtype=np.int64)
+                in_full_blocks = samples // self._block_sizes[i] * self._block_sizes[i]
+                last_block = np.arange(in_full_blocks, samples, dtype=np.int64)
                 sources, _ = self._assign_in_stage(i, last_block)
-                counts += np.diff(self._cumulative(i, in_blocks))
+                counts += np.diff(self._cumulative(i, in_full_blocks))
                 counts += np.bincount(sources, minlength=len(counts))
         return counts
 
@@ -189,28 +196,28 @@ class StageSampler:
 class ReplicaSampler:
     """A sampler for DiLoCo replicas that each read one source.
 
-    Of the K equal parts of a micro-batch, part k is of source k.
+    A micro-batch has K equal parts, and part k is of source k.
 
     Args:
       replicas: K.
       batch_size: B.
-      accum: micro-batches of a batch, consecutive in it.
+      accum: number of micro-batches of a batch, which are consecutive rows.
     """
 
     def __init__(self, replicas: int, batch_size: int, accum: int) -> None:
         self._replicas, self._batch_size = replicas, batch_size
         self._micro_batch = batch_size // accum
-        self._rows = self._micro_batch // replicas  # of each replica
+        self._replica_rows = self._micro_batch // replicas
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:
         """Return the source of each sample [b] of the run, and its index among the
         samples of that source.
         """
         micro_batch, row = np.divmod(sample, self._micro_batch)
-        source, replica_row = np.divmod(row, self._rows)
-        return source, micro_batch * self._rows + replica_row
+        source, replica_row = np.divmod(row, self._replica_rows)
+        return source, micro_batch * self._replica_rows + replica_row
 
-    def count(self, step: int) -> Ints:
+    def samples_per_source(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` steps, [K]."""
         count = step * self._batch_size // self._replicas
         return np.full(self._replicas, count, np.int64)
@@ -219,13 +226,13 @@ class ReplicaSampler:
 class ValidationSampler:
     """A sampler for validation, the same for every seed.
 
-    Each source reads its windows in their order. The first n samples, for any n, hold
-    each source in its share, to within a sample or two.
+    Each source reads its windows in their order. Among the first n samples, for any n,
+    each source has its share, to within a sample or two.
 
     Args:
-      weights: of the sources.
+      weights: the weights of the sources.
       batch_size: B.
-      batches: how many there are; then they repeat.
+      batches: number of batches, after which they repeat.
     """
 
     def __init__(self, weights: Sequence[float], batch_size: int, batches: int) -> None:
@@ -246,7 +253,7 @@ class ValidationSampler:
         sample = sample % len(self._source)
         return self._source[sample], self._index[sample]
 
-    def count(self, step: int) -> Ints:
+    def samples_per_source(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` batches, [K]."""
         sources = self._source[: step * self._batch_size]
         return np.bincount(sources, minlength=self._sources)
@@ -256,37 +263,37 @@ class ValidationSampler:
 class MixedManifest(Manifest):
     """The manifest of several prepared directories, `parts`, as if they were one.
 
-    `directory` is that of the first.
+    `directory` is the first part's.
     """
 
     parts: tuple[Manifest, ...]
 
     @classmethod
     def merge(cls, parts: Mapping[str, Manifest]) -> Self:
-        """Return the manifest of directories by source name.
+        """Return one manifest for the manifests in `parts`, by source name.
 
         Raises:
-          UserError: they were not made with one tokenizer.
+          UserError: the directories were not made with one tokenizer.
         """
-        name, first = next(iter(parts.items()))
+        first_name, first_part = next(iter(parts.items()))
         for part_name, part in parts.items():
-            if part.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            if part.tokenizer_fingerprint != first_part.tokenizer_fingerprint:
                 raise UserError(
                     f"data.sources: {part_name} was made with tokenizer"
-                    f" {part.tokenizer}, {name} with {first.tokenizer}; prepare them"
-                    " with one"
+                    f" {part.tokenizer}, {first_name} with {first_part.tokenizer};"
+                    " prepare them with one"
                 )
         digest = hashlib.blake2b(digest_size=16)
         for part_name, part in parts.items():
             digest.update(f"{part_name}\0{part.fingerprint}\0".encode())
         sources = {name: part.source for name, part in parts.items()}
-        fields = vars(first) | {
+        fields = vars(first_part) | {
             "fingerprint": digest.hexdigest(),
             "source": {"kind": "mix", "sources": sources},
             "skipped": sum(part.skipped for part in parts.values()),
             "splits": {
                 split: sum_of_splits([part.splits[split] for part in parts.values()])
-                for split in first.splits
+                for split in first_part.splits
             },
         }
         return cls(**fields, parts=tuple(parts.values()))
@@ -316,12 +323,12 @@ class Mixture(Loader):
 
     Args:
       parts: loaders of the split by source name.
-      manifest: of all parts.
+      manifest: the manifest of all parts.
       split: "train" or "val".
-      stages: of `parse_stages`.
-      seed: None for a validation.
-      sampler: assigns samples to sources; None: by `stages`.
-      batch_size: B; None: that of the parts.
+      stages: the stages of `parse_stages`.
+      seed: the seed of `StageSampler`; None for validation.
+      sampler: assigns samples to sources; None: `stages` do.
+      batch_size: B; None: the batch size of the parts.
       batch_parts: see `validation_rows`.
     """
 
@@ -338,11 +345,11 @@ class Mixture(Loader):
         batch_parts: int = 1,
     ) -> None:
         self.parts = dict(parts)
-        first = next(iter(parts.values()))
-        self.manifest, self.context = manifest, first.context
-        self.batch_size = batch_size or first.batch_size
-        self.document_mask = first.document_mask
-        self.tokens = manifest.tokens(split)
+        first_part = next(iter(parts.values()))
+        self.manifest, self.context = manifest, first_part.context
+        self.batch_size = batch_size or first_part.batch_size
+        self.document_mask = first_part.document_mask
+        self.tokens = manifest.token_count(split)
         self.windows = sum(part.windows for part in parts.values())
         stage_shares = [
             np.array(stage.weights) / math.fsum(stage.weights) for stage in stages
@@ -350,17 +357,19 @@ class Mixture(Loader):
         self._mean_shares = np.mean(stage_shares, axis=0).tolist()
         if sampler is not None:
             self._mean_shares = [1 / len(parts)] * len(parts)
-        # samples until the first source is exhausted
-        samples = min(
+        samples_per_epoch = min(
             part.windows / share
             for part, share in zip(parts.values(), stage_shares[-1], strict=True)
             if share
         )
         if seed is None:
             self.batch_size = validation_rows(
-                int(samples), self.batch_size, batch_parts, "the validation of data=mix"
+                int(samples_per_epoch),
+                self.batch_size,
+                batch_parts,
+                "the validation of data=mix",
             )
-        self._steps_per_epoch = max(1, int(samples) // self.batch_size)
+        self._steps_per_epoch = max(1, int(samples_per_epoch) // self.batch_size)
         self.sampler: ReplicaSampler | StageSampler | ValidationSampler
         if sampler is not None:
             self.sampler = sampler
@@ -377,7 +386,7 @@ class Mixture(Loader):
         return self._steps_per_epoch
 
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
-        """See Loader: each source in its mean share over the stages, interleaved."""
+        """See Loader. Sources are interleaved, by their mean shares over the stages."""
         documents = []
         for share, part in zip(self._mean_shares, self.parts.values(), strict=True):
             if not share:
@@ -405,10 +414,10 @@ class Mixture(Loader):
                     segments[part_rows] = batch.segments
         return Batch(tokens, segments)
 
-    def seen(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
-        """Return share and epochs of each source after so many samples of each.
+    def source_progress(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Return the share and the epochs of each source, of which `counts` were read.
 
-        `share` is of all samples; `epochs` is the number of passes over the source.
+        `share` is its part of all samples; `epochs` is the number of passes over it.
         """
         total = max(1, sum(counts))
         return {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.files import File, NoColumn, reading
+from trainer.data.files import NoColumn, SourceFile, read_errors
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,21 +17,21 @@ ROWS_PER_READ = 256
 # entry has no bound.
 MAX_EXPANSION = 1000
 ALWAYS_ALLOWED = 64 << 20
-BYTES_PER_ROW = 8  # beside its text
+BYTES_PER_ROW = 8  # memory of a row beside its text
 
 
-def check_parquet(file: File, column: str) -> None:
+def check_parquet(file: SourceFile, column: str) -> None:
     """Check that a file is Parquet with a text column of a plausible size.
 
-    Each file is opened before the first is read, and each may have another type of
-    text: strings of any kind, a dictionary of them (pandas' categories), or nulls only.
+    Files may differ in the type of their text: strings of any kind, a dictionary of
+    strings (pandas' categories), or nulls only.
 
     Raises:
-      UserError: it is not.
+      UserError: the file is no such Parquet file.
     """
     import pyarrow.parquet
 
-    with reading([file], "parquet"):
+    with read_errors([file], "parquet"):
         schema = pyarrow.parquet.read_schema(file.path)
     if column not in schema.names:
         raise NoColumn(column, schema.names, f"{file.path}: ")
@@ -40,7 +40,7 @@ def check_parquet(file: File, column: str) -> None:
     kind = schema.field(column).type
     if not is_text(kind):
         raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")
-    with reading([file], "parquet"), open_column(file, column) as parquet:
+    with read_errors([file], "parquet"), open_column(file, column) as parquet:
         limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * file.size)
         if claimed_bytes(parquet.metadata, column) > limit:
             raise too_large(file, limit)
@@ -51,10 +51,10 @@ def check_parquet(file: File, column: str) -> None:
                 raise too_large(file, limit)
 
 
-def open_column(file: File, column: str) -> "pyarrow.parquet.ParquetFile":
-    """Open a file with a column dictionary-encoded, where the file has it so.
+def open_column(file: SourceFile, column: str) -> "pyarrow.parquet.ParquetFile":
+    """Open a file, and keep a column dictionary-encoded if the file has it so encoded.
 
-    Repeated text then takes no memory. Arrow cannot do so for delta-encoded text.
+    Repeated text then takes no memory. Arrow cannot open delta-encoded text that way.
     """
     import pyarrow.parquet
 
@@ -81,30 +81,31 @@ def is_text(kind: "pyarrow.DataType") -> bool:
 
 
 def read_parquet(
-    files: Sequence[File], column: str, max_documents: int | None, position: Any
+    files: Sequence[SourceFile], column: str, max_documents: int | None, position: Any
 ) -> Iterator[tuple[list[str], Any]]:
-    """Yield the texts of a column, and the position after them; null is empty.
+    """Yield the texts of a column, and the position after them; null is an empty text.
 
-    A position is the number of the file, that of the next of its batches of rows, and
-    how many documents are left of `max_documents` (None: no limit).
+    A position is the number of a file, the number of its next batch of rows, and the
+    number of documents left of `max_documents` (None: no limit).
     """
     import pyarrow.parquet
 
-    first, first_batch, left = position or (0, 0, max_documents)
-    for number, file in enumerate(files[first:], first):
+    first_file, first_batch, remaining = position or (0, 0, max_documents)
+    for number, file in enumerate(files[first_file:], first_file):
         if not file.size:
             continue
-        start = first_batch if number == first else 0
+        start = first_batch if number == first_file else 0
         with pyarrow.parquet.ParquetFile(file.path) as parquet:
             for i, batch in enumerate(
                 parquet.iter_batches(ROWS_PER_READ, columns=[column])
             ):
                 if i < start:
                     continue
-                texts = [text or "" for text in batch.column(column).to_pylist()][:left]
-                left = None if left is None else left - len(texts)
-                yield texts, [number, i + 1, left]
-                if left == 0:
+                values = batch.column(column).to_pylist()
+                texts = [text or "" for text in values[:remaining]]
+                remaining = None if remaining is None else remaining - len(texts)
+                yield texts, [number, i + 1, remaining]
+                if remaining == 0:
                     return
 
 
@@ -128,7 +129,7 @@ def chunks_of(
 
 
 def text_bytes(rows: "pyarrow.Array") -> int:
-    """Return the bytes of all rows of a column, shared text counted for each."""
+    """Return the bytes of a column's rows; text that rows share counts for each row."""
     import pyarrow
     import pyarrow.compute
 
@@ -143,8 +144,8 @@ def text_bytes(rows: "pyarrow.Array") -> int:
     return size + (pyarrow.compute.sum(lengths).as_py() or 0)
 
 
-def too_large(file: File, limit: int) -> UserError:
-    """Return the error of a file whose text is out of proportion."""
+def too_large(file: SourceFile, limit: int) -> UserError:
+    """Return the error of a file with too much text for its size."""
     return UserError(
         f"{file.path}: {file.size:,} bytes hold more than {limit:,} bytes of text;"
         " if this is intended, give the text as jsonl"

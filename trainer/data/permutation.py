@@ -1,9 +1,9 @@
 """A keyed bijection of [0, n): the shuffle of an epoch in constant memory and time.
 
-A Feistel network is a bijection of a power of two, whatever its round function is.
-Values outside [0, n) are mapped again until they are inside (cycle walking), which
-gives a bijection of [0, n). The power of two is less than twice n, so two passes are
-needed at most on average.
+A Feistel network is a bijection of [0, 2^k), whatever its round function is. Values
+outside [0, n) are mapped again until they are inside (cycle walking), which gives a
+bijection of [0, n). For n > 2, 2^k is less than twice n, so a value needs fewer than
+two passes on average.
 
 References:
   Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
@@ -17,8 +17,8 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-# Multiples of the golden ratio: one constant per round, as arrays because only their
-# arithmetic wraps silently.
+# Multiples of the golden ratio, one for each round. They are arrays, because NumPy
+# warns when a scalar wraps around.
 _ROUND_KEYS = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * np.array(
     [0x9E3779B97F4A7C15], np.uint64
 )
@@ -30,6 +30,7 @@ def permute(
     """Return the place of `position` in the shuffle of `epoch`.
 
     For each epoch it is a permutation of range(n).
+
     Args:
       seed: at least 0.
       epoch: integers [B], at least 0.

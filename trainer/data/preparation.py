@@ -2,9 +2,9 @@
 
 The text is cut into chunks of about `shard_bytes`. Each chunk gives one shard per
 split, written under its final name only when complete. Then a line of `journal.jsonl`
-records counts and the position in the source. A killed process leaves at most one chunk
-undone; the next process continues after the last line. The ends of chunks depend on the
-content alone, so an interruption does not change a byte of the result.
+records counts and the position in the source. A killed process loses at most one chunk;
+the next process continues after the last line. The ends of chunks depend on the content
+alone, so an interruption does not change a byte of the result.
 """
 
 import fcntl
@@ -56,9 +56,10 @@ from trainer.files import (
 )
 from trainer.text import note
 
-SHARD_BYTES = 64 << 20  # of text
-MIN_EXPECTED_VAL = 5  # with fewer expected, the hash may choose no document
-MAX_COUNTED = 1000  # documents to read for that estimate
+SHARD_BYTES = 64 << 20  # bytes of text
+# Expected number of validation documents. With fewer the hash may choose none.
+MIN_EXPECTED_VAL = 5
+MAX_COUNTED = 1000  # Read no more documents than this to count them.
 COMMON_END = "<|endoftext|>"  # separates documents in many files
 
 log = logging.getLogger("trainer")
@@ -68,12 +69,12 @@ class Progress(NamedTuple):
     """The progress of a preparation.
 
     Attributes:
-      documents: of both splits, including those before an interruption.
-      tokens: likewise.
-      bytes: likewise, of text.
-      new_tokens: of this process.
-      seconds: since this process started.
-      fraction: of the source; None where its size is unknown.
+      documents: documents of both splits, including those before an interruption.
+      tokens: their tokens.
+      bytes: the bytes of their text.
+      new_tokens: tokens that this process made.
+      seconds: seconds since this process started.
+      fraction: fraction of the source; None if its size is unknown.
     """
 
     documents: int
@@ -105,13 +106,13 @@ class Preparation:
 
     Attributes:
       directory: the output.
-      fingerprint: of source, tokenizer and settings.
+      fingerprint: a digest of source, tokenizer and settings.
       corpus: the source.
-      encoder: of its texts.
-      position: in the source, after the last written chunk.
-      chars: of the text, up to there.
-      skipped: empty documents.
-      chunks: written chunks.
+      encoder: encodes its texts.
+      position: where reading continues after the last written chunk.
+      chars: characters of the source up to there.
+      skipped: number of empty documents.
+      chunks: number of written chunks.
       splits: counts by split.
     """
 
@@ -143,9 +144,9 @@ def prepare(
 ) -> Path:
     """Tokenize a source into `cache_dir`, or find the result there.
 
-    The validation part is made of documents, chosen by a hash of their text, so equal
-    documents stay together. It is the end of the text for a single text, and for so few
-    documents that the hash might choose none.
+    A hash of a document's text decides whether it is for validation, so equal documents
+    stay together. If there is a single text, or so few documents that the hash might
+    choose none, the validation part is the end of the text.
 
     Args:
       source: the text. A PreparedSource is checked and returned.
@@ -153,8 +154,9 @@ def prepare(
       cache_dir: has one directory per content, named by a hash of source, tokenizer
           and settings.
       val_fraction: share of the validation part.
-      workers: encoding threads; None: one per core.
-      shard_bytes: text per pair of shards, the most that an interruption loses.
+      workers: number of encoding threads; None: one per core.
+      shard_bytes: bytes of text of a pair of shards, the most that an interruption
+          loses.
       progress: called after every batch of texts.
 
     Returns:
@@ -192,7 +194,7 @@ def prepare(
         )
         if (directory / MANIFEST).is_file():
             return directory
-        with alone_in(directory):
+        with exclusive_lock(directory):
             # Another process may just have finished it.
             if (directory / MANIFEST).is_file():
                 return directory
@@ -220,8 +222,8 @@ def prepare(
 def validation_start(corpus: Corpus, val_fraction: float) -> int | None:
     """Return the character where the validation part of a corpus starts.
 
-    None: it has enough documents for a hash to choose. With a bound on tokens the end
-    is unknown beforehand, so the hash always chooses.
+    None: a hash of each document decides, because there are enough documents. It also
+    decides if a number of tokens ends the corpus, whose length is then unknown.
     """
     if corpus.length is not None:
         return int(corpus.length * (1 - val_fraction))
@@ -248,7 +250,11 @@ def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
-    """Return a prepared directory if it is valid and made with that tokenizer."""
+    """Return a prepared directory after checking it and its tokenizer.
+
+    Raises:
+      UserError: it is damaged, or was made with another tokenizer.
+    """
     manifest = Manifest.load(directory)
     if tokenizer_name is not None:
         tokenizer = get_tokenizer(tokenizer_name)
@@ -264,7 +270,7 @@ def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
 def run(
     job: Preparation, shard_bytes: int, progress: Callable[[Progress], None]
 ) -> None:
-    """Do the remaining part of a job."""
+    """Prepare the rest of the source."""
     resume(job)
     resumed_tokens, started = job.tokens, time.monotonic()
     budget = job.corpus.max_tokens
@@ -290,10 +296,10 @@ def run(
 def note_special_tokens(
     batches: Iterator[TextBatch], tokenizer: Tokenizer
 ) -> Iterator[TextBatch]:
-    """Yield batches, and print which special tokens the texts of the first one spell.
+    """Yield batches, and print which special tokens the first batch spells.
 
-    Other trainers encode them as those tokens, which end a document or a turn of a
-    chat.
+    Other trainers encode such text as special tokens, which end a document or a turn of
+    a chat.
     """
     # `byte` ends documents with NUL, and encodes a NUL in a text as U+FFFD.
     names = {*tokenizer.special_tokens, COMMON_END} - {"", "\0"}
@@ -349,7 +355,7 @@ def progress_of(
 ) -> Progress:
     """Return the progress of written shards and `chunk`.
 
-    `resumed_tokens` were there when the process started.
+    `resumed_tokens` is the number of tokens before this process started.
     """
     counts = [*job.splits.values(), *chunk.splits.values()]
     tokens = sum(c.tokens for c in counts)
@@ -365,7 +371,7 @@ def progress_of(
 
 
 def commit(job: Preparation, chunk: Chunk) -> None:
-    """Write a chunk's shards, then the journal line that makes them count.
+    """Write a chunk's shards, and then the journal line that records them.
 
     Raises:
       UserError: a file has changed, and the chunk may hold its new text under the
@@ -392,15 +398,15 @@ def commit(job: Preparation, chunk: Chunk) -> None:
             entry |= {"name": name, "crc32": zlib.crc32(data)}
         line["splits"][split] = entry
     with open(job.directory / JOURNAL, "ab", opener=no_follow) as file:
-        signed = line | {"digest": digest(line)}
-        file.write(json.dumps(signed).encode() + b"\n")
+        with_digest = line | {"digest": digest(line)}
+        file.write(json.dumps(with_digest).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     apply_line(job, line)
 
 
 def apply_line(job: Preparation, line: dict[str, Any]) -> None:
-    """Add the counts of a journal line to the job, and set its position."""
+    """Add the counts of a journal line to the preparation, and set its position."""
     job.position, job.chars = line["position"], line["chars"]
     job.skipped += line["skipped"]
     job.chunks += 1
@@ -461,7 +467,7 @@ def finish(job: Preparation) -> None:
         val_fraction=job.encoder.val_fraction,
         skipped=job.skipped,
         splits={
-            # The parts of a single text count as one document each.
+            # A split of a single text counts as one document.
             split: Split(
                 1 if corpus.length else c.documents, c.tokens, c.bytes, tuple(c.shards)
             )
@@ -472,12 +478,12 @@ def finish(job: Preparation) -> None:
 
 
 def slug(name: str) -> str:
-    """Return the end of a name as a part of a directory name."""
+    """Return the last 40 characters of a name, as a part of a directory name."""
     return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[-40:]
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def exclusive_lock(directory: Path) -> Iterator[None]:
     """Wait until no other process prepares `directory`, and lock it.
 
     The lock ends with the process, however it ends.
@@ -496,7 +502,7 @@ def alone_in(directory: Path) -> Iterator[None]:
 def disk_errors(directory: Path) -> Iterator[None]:
     """Turn an OSError into a UserError that names the directory.
 
-    Finished chunks stay, and the next call continues.
+    Finished chunks stay, and the next `prepare` continues after them.
     """
     try:
         yield

@@ -1,5 +1,7 @@
-"""Read the files beside a vocabulary: the token that ends a document, and tokens that
-were added later.
+"""Read the files beside a vocabulary.
+
+They name the token that ends a document, tokens that were added later, and settings
+that transformers puts in the place of those in tokenizer.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +14,13 @@ from tiktoken_ext.openai_public import ENDOFTEXT
 from trainer.errors import UserError
 from trainer.files import read_file, read_object
 
-MAX_BYTES = 1 << 28  # of a file; those of the largest vocabularies have some 40 MB
+MAX_BYTES = 1 << 28  # of a file; the largest vocabularies take some 40 MB
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 MODEL_CONFIGS = ("generation_config.json", "config.json")  # the first has priority
-# tokenizer_config.json key: the part and field of tokenizer.json that transformers
-# overwrites
+# Keys of tokenizer_config.json, and the part and the field of tokenizer.json that
+# transformers overwrites by them.
 OVERRIDES = {
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
@@ -26,10 +28,10 @@ OVERRIDES = {
     "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
 }
 # Classes of transformers that take a tokenizer.json as it is.
-AS_IT_IS = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+UNCHANGED_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
-NUL = "\0"  # ends a document where ids are bytes
-# common end tokens, for files that name none
+NUL = "\0"  # the token that ends a document where ids are bytes
+# Common end tokens, for files that name none.
 ENDS = (ENDOFTEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", NUL)
 
 SAVE_AGAIN = (
@@ -39,7 +41,7 @@ SAVE_AGAIN = (
 
 
 def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
-    """Return the token that ends a document, or None; for all readers of tokenizers.
+    """Return the token that ends a document, or None.
 
     It is the first of these that exists, as in transformers:
     - `eos_token` of tokenizer_config.json, then of special_tokens_map.json; in the
@@ -48,9 +50,9 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
     - the first of `ENDS` that is a special token.
 
     Args:
-      directory: of the tokenizer.
-      special: ids of its special tokens. An `eos_token` need not be among them, an
-          `eos_token_id` must be.
+      directory: the directory of the tokenizer.
+      special: the ids of its special tokens. An `eos_token_id` must be among them, an
+          `eos_token` need not be.
     """
     settings, legacy = read_beside(directory, SETTINGS), read_beside(directory, SPECIAL)
     trees = [settings, legacy]
@@ -72,7 +74,7 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
 
 
 def added_later(directory: Path) -> dict[str, int]:
-    """Return the ids of tokens that transformers adds to those of a vocabulary."""
+    """Return the ids of tokens that transformers adds to a vocabulary."""
     listed = read_beside(directory, SETTINGS).get("added_tokens_decoder") or {}
     return read_beside(directory, ADDED) | {
         token["content"]: int(i) for i, token in listed.items()
@@ -83,12 +85,12 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> Non
     """Refuse a vocabulary to which transformers adds tokens.
 
     Args:
-      directory: of the tokenizer.
-      file: name of the file of the vocabulary.
-      ids: of its tokens.
+      directory: the directory of the tokenizer.
+      file: name of the file that holds the vocabulary.
+      ids: the ids of its tokens.
 
     Raises:
-      UserError: a token has no id there, or another one.
+      UserError: an added token has no id, or another id, in the vocabulary.
     """
     for token, i in added_later(directory).items():
         if ids.get(token) != i:
@@ -98,30 +100,33 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> Non
             )
 
 
-def check_words(directory: Path, file: str, words: Mapping[str, Any]) -> None:
+def check_added_flags(
+    directory: Path, file: str, added_tokens: Mapping[str, Any]
+) -> None:
     """Refuse a vocabulary whose added words transformers finds elsewhere in a text.
 
-    Special tokens are not checked: no text is encoded to them here.
+    Special tokens are not checked, since no text is encoded to them.
 
     Args:
-      directory: of the tokenizer.
-      file: name of the file of the vocabulary.
-      words: its added tokens by their texts, as a tokenizer.json has them.
+      directory: the directory of the tokenizer.
+      file: name of the file that holds the vocabulary.
+      added_tokens: its added tokens by their texts, as a tokenizer.json has them.
 
     Raises:
-      UserError: a word is listed beside it only, or with other flags.
+      UserError: only tokenizer_config.json lists a word, or lists it with other flags.
     """
     listed = read_beside(directory, SETTINGS).get("added_tokens_decoder") or {}
     for token in listed.values():
-        text, word = token["content"], words.get(token["content"])
-        if word is None and not token.get("special"):
+        text = token["content"]
+        added_token = added_tokens.get(text)
+        if added_token is None and not token.get("special"):
             raise UserError(
                 f"{directory}: {SETTINGS} adds the word {text!r}, which is none of the"
                 f" added_tokens of {file}; {SAVE_AGAIN}"
             )
-        if word is None or word.get("special"):
+        if added_token is None or added_token.get("special"):
             continue
-        listed_flags, flags = flags_of(token), flags_of(word)
+        listed_flags, flags = flags_of(token), flags_of(added_token)
         for flag in FLAGS:
             if listed_flags[flag] != flags[flag]:
                 raise UserError(
@@ -132,7 +137,7 @@ def check_words(directory: Path, file: str, words: Mapping[str, Any]) -> None:
 
 
 def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
-    """Return how an added token is found in a text, with transformers' defaults."""
+    """Return the flags that say how a token is found, with transformers' defaults."""
     defaults = {"normalized": not token.get("special")}
     return {flag: bool(token.get(flag, defaults.get(flag))) for flag in FLAGS}
 
@@ -141,12 +146,12 @@ def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None
     """Refuse a tokenizer.json that transformers changes by the settings beside it.
 
     Args:
-      directory: of the tokenizer.
+      directory: the directory of the tokenizer.
       file: name of the file.
       tree: its content.
 
     Raises:
-      UserError: a setting differs.
+      UserError: a setting beside the file differs from it.
     """
     settings = read_beside(directory, SETTINGS)
     for key, (part, name) in OVERRIDES.items():
@@ -156,7 +161,7 @@ def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None
                 f"{directory}: {SETTINGS} has {key}={setting}, and {file}"
                 f" {name}={value} in its {part}; make them equal, or {SAVE_AGAIN}"
             )
-    is_unchanged = settings.get("tokenizer_class") in AS_IT_IS
+    is_unchanged = settings.get("tokenizer_class") in UNCHANGED_CLASSES
     has_no_prefix = settings.get("add_prefix_space") is False
     if has_no_prefix and not is_unchanged and prepends(tree):
         raise UserError(
@@ -186,20 +191,20 @@ def read_beside(directory: Path, name: str) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the bytes of a file, or raise UserError."""
-    with missing_files(path):
+    with tokenizer_file_errors(path):
         return read_file(path, MAX_BYTES)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise UserError."""
-    with missing_files(path):
+    with tokenizer_file_errors(path):
         return read_object(path, MAX_BYTES)
 
 
 @contextmanager
-def missing_files(path: Path) -> Iterator[None]:
+def tokenizer_file_errors(path: Path) -> Iterator[None]:
     """Turn the error of a file that cannot be read into a UserError."""
     try:
         yield

@@ -32,14 +32,14 @@ from trainer.files import (
 )
 
 MANIFEST_VERSION = 2
-SHARD_VERSION = 1  # of the ids themselves, a part of fingerprints
+SHARD_VERSION = 1  # changes when a text would get other ids; a part of fingerprints
 READABLE_VERSIONS = (1, MANIFEST_VERSION)  # Version 1 has no digest of its content.
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
-# Records of verified shards, in the user's cache: records inside the data directory
-# could be forged by whoever made it.
+# Records of verified shards, in the user's cache: whoever made a data directory could
+# forge records inside it.
 VERIFIED = "~/.cache/scalify-trainer/verified"
-JOURNAL = "journal.jsonl"  # of an unfinished preparation
+JOURNAL = "journal.jsonl"  # progress of an unfinished preparation
 # Types of the fields of Manifest.source; lists hold strings.
 SOURCE_TYPES = {
     "kind": str,
@@ -58,8 +58,8 @@ REQUIRED_SOURCE_FIELDS = {
     "mix": ("sources",),
     "python": ("implementation", "version", "digest", "files", "bytes"),
 }
-# Up to this many bytes all shards are verified at every opening, which takes a tenth of
-# a second.
+# Shards of up to so many bytes in all are verified at every opening, which takes a
+# tenth of a second.
 ALWAYS_VERIFY = 256 << 20
 
 
@@ -76,7 +76,7 @@ class Shard:
 class Split:
     """A split of a corpus; `bytes` is the size of its text as UTF-8.
 
-    A part of a single text counts as one document.
+    A split of a single text counts as one document.
     """
 
     documents: int
@@ -90,12 +90,12 @@ class Manifest:
     """The content of `manifest.json`.
 
     Attributes:
-      directory: its directory.
-      fingerprint: of source, tokenizer and settings; directories with equal
+      directory: the prepared directory.
+      fingerprint: a digest of source, tokenizer and settings; directories with equal
           fingerprints hold equal tokens.
-      source: the description of the source, as JSON.
-      tokenizer: its name.
-      tokenizer_fingerprint: of all that decides the ids.
+      source: the description of the source, JSON values.
+      tokenizer: the tokenizer's name.
+      tokenizer_fingerprint: a digest of all that decides its ids.
       vocab_size: ids are below it.
       eot: the id that follows each document.
       dtype: "uint16" or "uint32".
@@ -185,7 +185,8 @@ class Manifest:
                     raise ValueError(f"a shard of {name} is in another directory")
             tokens = sum(shard.tokens for shard in split.shards)
             is_empty = any(shard.tokens < 1 for shard in split.shards)
-            if split.tokens != tokens or is_empty or split.bytes < bool(tokens):
+            has_no_text = tokens > 0 and split.bytes < 1
+            if split.tokens != tokens or is_empty or has_no_text:
                 raise ValueError(
                     f"{name} has {split.tokens} tokens of {split.bytes} bytes, its"
                     f" shards {tokens}"
@@ -198,11 +199,11 @@ class Manifest:
         tree["digest"] = digest(tree)
         write_atomically(self.directory / MANIFEST, json.dumps(tree, indent=1) + "\n")
 
-    def tokens(self, split: str) -> int:
+    def token_count(self, split: str) -> int:
         """Return the token count of a split, end-of-text included."""
         return self.splits[split].tokens
 
-    def bytes(self, split: str) -> int:
+    def byte_count(self, split: str) -> int:
         """Return the bytes of a split's text as UTF-8."""
         return self.splits[split].bytes
 
@@ -213,16 +214,16 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """A digest of the tokens. A data set of the hub may change under its name."""
+        """A digest of the tokens: a data set of the hub may change under its name."""
         return digest([asdict(shard) for shard in self.shards])
 
     @property
     def validation_content(self) -> str:
-        """A digest of the validation tokens: a text may change without its length."""
+        """A digest of the validation tokens, which may change and keep their number."""
         return digest([asdict(shard) for shard in self.splits["val"].shards])
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer from the directory's own files."""
+        """Return the tokenizer from its files in the directory."""
         tokenizer = load_saved(self.tokenizer, self.directory)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
             raise UserError(
@@ -232,7 +233,7 @@ class Manifest:
         return tokenizer
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
-        """Return the shards of a split as read-only record maps [tokens]."""
+        """Return the shards of a split as read-only memory maps, each [tokens]."""
         # Shards are little-endian, whatever the machine that reads them.
         dtype = np.dtype(self.dtype).newbyteorder("<")
         return [
@@ -243,21 +244,21 @@ class Manifest:
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that differs from the manifest."""
         stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
-        small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
+        is_small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
         name = hashlib.blake2b(bytes(self.directory.resolve()), digest_size=16)
         record = path_of(VERIFIED) / f"{name.hexdigest()}.json"
-        known = {} if small or thorough else read_json_or_empty(record)
-        unknown = [
+        verified = {} if is_small or thorough else read_json_or_empty(record)
+        unverified = [
             shard
             for shard in self.shards
-            if known.get(shard.name) != stamps[shard.name]
+            if verified.get(shard.name) != stamps[shard.name]
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             # An error of a worker is only raised when its result is read.
-            for _ in pool.map(self._check_crc, unknown):
+            for _ in pool.map(self._check_crc, unverified):
                 pass
-        if unknown and not small:
-            # If they cannot be recorded, they are verified again at the next start.
+        if unverified and not is_small:
+            # Shards that cannot be recorded are verified again at the next start.
             with contextlib.suppress(OSError):
                 record.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(record, json.dumps(stamps))
@@ -271,7 +272,7 @@ class Manifest:
             stat = (self.directory / shard.name).stat()
         except FileNotFoundError:
             return None
-        # The change time too: a copy may keep the modification time.
+        # A copy may keep the modification time, so take the change time too.
         return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
     def verify_shard(self, shard: Shard) -> None:
@@ -334,7 +335,7 @@ def digest(tree: Any) -> str:
 
 
 def repair(directory: Path) -> str:
-    """Return the advice for damaged data."""
+    """Return the advice for a damaged directory, as the end of a message."""
     return f"remove it (rm -r {shlex.quote(str(directory))}) and prepare the data again"
 
 

@@ -1,9 +1,9 @@
 """The source text of the running Python's standard library, which every machine has.
 
 Each file is a document, in the order of the paths within the library, so that the same
-installation gives the same tokens everywhere. Installations differ, by version and by
-whether they have the library's tests. So the manifest records version, number of files,
-bytes and a digest.
+installation gives the same tokens everywhere. Installations differ: by version, and
+some lack the library's tests. So the manifest records version, number of files, bytes
+and a digest.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from trainer.errors import UserError
 
-# Not part of the library: installed packages, the bundled pip, caches, and the module
-# with the build's paths.
+# These are not part of the library: installed packages, the bundled pip, caches, and
+# the module with the build's paths.
 LEFT_OUT = ("site-packages", "dist-packages", "_bundled", "__pycache__")
 BUILD = "_sysconfigdata"
 
@@ -26,10 +26,11 @@ class Library(NamedTuple):
     """The files of a standard library.
 
     Attributes:
-      paths: of the files that hold text, in their order.
-      bytes: of their text, as UTF-8 with line feeds.
-      left_out: files that are not UTF-8 or hold NUL, such as tests of bad encodings.
-      digest: of names and texts, hexadecimal.
+      paths: the files that hold text, sorted.
+      bytes: size of their text, as UTF-8 with line feeds.
+      left_out: number of files that are not UTF-8 or hold NUL, such as tests of bad
+        encodings.
+      digest: a digest of names and texts, hexadecimal.
     """
 
     paths: list[Path]
@@ -51,7 +52,7 @@ class Library(NamedTuple):
 
 
 def find_library(folder: Path | None = None) -> Library:
-    """Read the library in `folder`; None: that of the running Python.
+    """Read the library in `folder`; None: the running Python's.
 
     Raises:
       UserError: the folder has no Python source.

@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes, tiktoken's encodings, and encodings in local files.
+"""Tokenizers: UTF-8 bytes, tiktoken's encodings, and encodings in local files.
 
 Encoding never makes special tokens: the characters "<|endoftext|>" in a text are
 encoded as ordinary text, so that no document can pretend to end. Only the preparation
@@ -21,20 +21,20 @@ import numpy.typing as npt
 import tiktoken
 
 from trainer.data.bpe_files import (
-    PAIRS,
-    byte_level,
+    MERGES_AND_IDS_FILES,
     encoding,
     read_tiktoken,
+    tiktoken_settings,
     tree_of_merges,
 )
-from trainer.data.json_tokenizer import FILE as HF_FILE
 from trainer.data.json_tokenizer import (
+    TOKENIZER_JSON,
     JSONTokenizer,
     NoToken,
-    check_added,
+    check_added_ids,
     end_of_document,
-    parse,
-    read_tree,
+    parse_tokenizer,
+    read_tokenizer_json,
 )
 from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
 from trainer.errors import UserError
@@ -46,10 +46,11 @@ Ids = npt.NDArray[np.unsignedinteger]
 UNUSED_CHARACTER = "\U0010fffd"
 COPY_AGAIN = "download or copy it again"
 REPLACEMENT = "\ufffd"  # Unicode's replacement character
-# Ids may have gaps, where a model's table is padded. But a file of a few bytes with the
-# id 10^9 would need an embedding table of that size.
-MAX_ID = 1 << 20  # any tokenizer may use ids up to this
-MAX_IDS_PER_TOKEN = 64  # or, if larger, up to this many times the number of tokens
+# Ids must be below MAX_ID, or below MAX_IDS_PER_TOKEN times the number of tokens if
+# that is more. Ids may have gaps, where a model's table is padded. But a file of a few
+# bytes with the id 10^9 would need an embedding table of that size.
+MAX_ID = 1 << 20
+MAX_IDS_PER_TOKEN = 64
 
 
 class Tokenizer(Protocol):
@@ -59,11 +60,11 @@ class Tokenizer(Protocol):
       name: the argument of `get_tokenizer`.
       vocab_size: ids are below it.
       eot: the id that ends a document.
-      fingerprint: of everything that decides the ids; equal for equal tokenizers,
-          whatever their names are.
-      pattern: of the words that are encoded one by one; None: there is no pattern.
-      tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its
-          merges.
+      fingerprint: a digest of everything that decides the ids; equal for equal
+          tokenizers, whatever their names are.
+      pattern: matches the words that are encoded one by one; None: there is no pattern.
+      tokens: ids of ordinary tokens. In a byte-pair encoding they are in the order of
+          the merges.
       special_tokens: ids of tokens that no text is encoded to, `eot` among them.
       line_safe: whether a text that is cut at LINE_STARTs gets the same ids as in one
           piece.
@@ -84,9 +85,9 @@ class Tokenizer(Protocol):
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """Return `encode` as an array [n]; other threads run meanwhile.
 
-        For a piece of a longer text, it returns the ids that begin in the piece, if the
-        tokenizer is line-safe. `preceding` and `following` are the text around the
-        piece, as far as that can change its ids.
+        For a piece of a longer text, a line-safe tokenizer returns the ids that begin
+        in the piece. `preceding` and `following` are the text around the piece that can
+        change its ids.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -138,7 +139,7 @@ class ByteTokenizer:
         return [text[i : i + size] for i in range(0, len(text), size)]
 
     def save(self, directory: Path) -> None:
-        """See Tokenizer. The name suffices, so there is no file."""
+        """See Tokenizer. No file is needed: `load_saved` knows the name."""
 
 
 class BPETokenizer:
@@ -181,7 +182,7 @@ class BPETokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
-        # Some vocabularies have gaps, which an untrained model samples.
+        # An untrained model also samples ids in the gaps of a vocabulary.
         parts = (self._bytes.get(int(i), REPLACEMENT.encode()) for i in ids)
         return b"".join(parts).decode(errors="replace")
 
@@ -191,7 +192,7 @@ class BPETokenizer:
         return special | {i: token for token, i in self.tokens.items()}
 
     def cut_up(self, text: str, size: int) -> list[str]:
-        """See Tokenizer. A text stays uncut where the word pattern is unknown."""
+        """See Tokenizer. A text stays uncut if the pattern is not line-safe."""
         if self.line_safe:
             return cut_at_lines(text, size)
         return [text]
@@ -199,7 +200,8 @@ class BPETokenizer:
     def save(self, directory: Path) -> None:
         """See Tokenizer.
 
-        `tokenizer.tiktoken` has the ranks, `tokenizer.json` pattern and special tokens.
+        `tokenizer.tiktoken` has the ranks, `tokenizer.json` the pattern and the special
+        tokens.
         """
         write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self.tokens))
         write_atomically(
@@ -226,7 +228,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         - a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by
           tiktoken (TIKTOKEN_CACHE_DIR);
         - a `.tiktoken` file: pattern and special tokens are in a `.json` file beside it
-          (`pat_str`, `special_tokens`), or are those of the encoding it is named after;
+          (`pat_str`, `special_tokens`), or are those of the encoding with its name;
         - a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt`
           and `vocab.json`, or the first file of such a pair: GPT-2's pattern, and the
           ids of the .json file if there is one;
@@ -234,7 +236,7 @@ def get_tokenizer(name: str) -> Tokenizer:
           Byte-level encodings like GPT-2's are read by tiktoken, all others by Hugging
           Face's library (`json_tokenizer`).
 
-    An encoding whose files have no end-of-text gets the first free id for it.
+    If an encoding's files have no end-of-text, it gets the first free id.
 
     Raises:
       UserError: unknown name, missing or malformed file, or an encoding that cannot be
@@ -249,14 +251,14 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer after a trial.
+    """Check the ids of a tokenizer, try it on a text, and return it.
 
     Raises:
-      UserError: ids that no model could have, or an end that a text is encoded to.
+      UserError: ids that no model could have, or text that is encoded to end-of-text.
     """
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
     limit = max(MAX_ID, MAX_IDS_PER_TOKEN * len(ids))
-    # a bool is an int, but not an id
+    # isinstance would take a bool for an id.
     bad = next((i for i in ids if type(i) is not int or not 0 <= i < limit), None)
     if bad is not None:
         raise UserError(
@@ -265,7 +267,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
         )
     end = tokenizer.eot
     name = next(name for name, i in tokenizer.special_tokens.items() if i == end)
-    with contextlib.suppress(NoToken):  # It may lack these characters.
+    with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.
         ids = tokenizer.encode(f"A text, of 2 lines, and {name}.\n{UNUSED_CHARACTER}")
         tokenizer.decode(ids)
         if end in ids:
@@ -285,7 +287,7 @@ def changed_characters(tokenizer: Tokenizer) -> str:
     """
     changed = []
     for char in string.printable:
-        with contextlib.suppress(NoToken):  # A text with it is refused.
+        with contextlib.suppress(NoToken):  # A text with `char` is refused.
             ids = tokenizer.encode(f"{char}a{char}a{char}")
             if tokenizer.decode(ids).count(char) < 3:
                 changed.append(char)
@@ -296,21 +298,23 @@ def from_files(name: str) -> Tokenizer:
     """Read a tokenizer from files; see `get_tokenizer`."""
     path, names = path_of(name), tiktoken.list_encoding_names()
     if path.is_dir():
-        # First the .tiktoken file: a run has its settings in a file named like HF_FILE.
-        # Pairs last: only HF_FILE has words that were added to a pair's vocabulary.
-        files = ["tokenizer.tiktoken", HF_FILE, *(merges for merges, _ in PAIRS)]
+        # The .tiktoken file comes first: `save` puts its settings in a tokenizer.json
+        # beside it, which is not Hugging Face's. Merges come last: only Hugging Face's
+        # tokenizer.json has the words that were added to them.
+        merges_files = (merges for merges, _ in MERGES_AND_IDS_FILES)
+        files = ["tokenizer.tiktoken", TOKENIZER_JSON, *merges_files]
         for file in files:
             if (path / file).is_file():
                 return from_files(str(path / file))
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(files)}")
     if path.suffix == ".tiktoken":
         return BPETokenizer(name, read_tiktoken(path))
-    for merges, ids in PAIRS:
+    for merges, ids in MERGES_AND_IDS_FILES:
         if path.name == merges:
             tree = tree_of_merges(path, path.with_name(ids))
             return from_tree(name, path, tree)
-    if path.name == HF_FILE:
-        return from_tree(name, path, read_tree(path))
+    if path.name == TOKENIZER_JSON:
+        return from_tree(name, path, read_tokenizer_json(path))
     if path.name != name and not path.exists():
         raise UserError(
             f"there is no tokenizer directory or file {name} (looked from"
@@ -320,20 +324,21 @@ def from_files(name: str) -> Tokenizer:
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UserError(
         f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a"
-        f" .tiktoken file, a {HF_FILE}, or a directory with"
-        f" {' or '.join(merges for merges, _ in PAIRS)}"
+        f" .tiktoken file, a {TOKENIZER_JSON}, or a directory with"
+        f" {' or '.join(merges for merges, _ in MERGES_AND_IDS_FILES)}"
     )
 
 
 def from_tree(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of the content of a tokenizer.json, read from `path`."""
-    tokenizer = parse(path, tree)
-    check_added(path, tree, tokenizer)
+    """Return the tokenizer of `tree`, the content of the tokenizer.json `path`."""
+    tokenizer = parse_tokenizer(path, tree)
+    check_added_ids(path, tree, tokenizer)
     end = end_of_document(path, tree)
-    like_gpt2 = byte_level(tree, end)
-    if like_gpt2 is None:
+    for_tiktoken = tiktoken_settings(tree, end)
+    if for_tiktoken is None:
         return JSONTokenizer(name, tree, tokenizer, end)
-    ranks, settings = like_gpt2
+    ranks, settings = for_tiktoken
+    # Its ids are the bytes, as `save_hf` writes a ByteTokenizer.
     if settings["special_tokens"] == ByteTokenizer().special_tokens:
         return ByteTokenizer()
     return BPETokenizer(name, encoding(path, ranks, **settings))
@@ -349,7 +354,7 @@ def is_missing(name: str) -> bool:
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
     """Return the text that `new` adds to the text of `ids`.
 
-    Decoded alone it may differ: SentencePiece drops the space before a first token.
+    `new` is not decoded alone: SentencePiece drops the space before a first token.
     """
     start, text = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
     return text[len(start) :] if text.startswith(start) else tokenizer.decode(new)
@@ -361,33 +366,34 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
         return ByteTokenizer()
     file = vocabulary_file(directory)
     with well_formed(file, COPY_AGAIN):
-        if file.name == HF_FILE:
-            tree = read_tree(file)
+        if file.name == TOKENIZER_JSON:
+            tree = read_tokenizer_json(file)
             end = end_of_document(file, tree)
-            return check_tokenizer(JSONTokenizer(name, tree, parse(file, tree), end))
+            tokenizer = parse_tokenizer(file, tree)
+            return check_tokenizer(JSONTokenizer(name, tree, tokenizer, end))
         return check_tokenizer(BPETokenizer(name, read_tiktoken(file)))
 
 
 def vocabulary_file(directory: Path) -> Path:
     """Return the file into which `save` wrote the vocabulary."""
     file = directory / "tokenizer.tiktoken"
-    return file if file.is_file() else directory / HF_FILE
+    return file if file.is_file() else directory / TOKENIZER_JSON
 
 
 class DownloadFailed(UserError):
     """The error of an encoding that could not be downloaded.
 
     Attributes:
-      what: which one, and why.
-      advice: how to get it; a sentence of its own.
+      problem: names the encoding, and the reason.
+      advice: says how to get it, in a sentence of its own.
     """
 
-    def __init__(self, what: str, advice: str) -> None:
-        super().__init__(what, advice)
-        self.what, self.advice = what, advice
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(problem, advice)
+        self.problem, self.advice = problem, advice
 
     def __str__(self) -> str:
-        return f"{self.what}. {self.advice}"
+        return f"{self.problem}. {self.advice}"
 
 
 def download(name: str) -> tiktoken.Encoding:

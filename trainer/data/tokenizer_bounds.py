@@ -1,7 +1,8 @@
-"""Bounds on the length and the time of encoding by a tokenizer that others wrote.
+"""Limits for a tokenizer that others wrote: how much longer it makes a text, and how
+long its word patterns may search.
 
-Its normalizers may make a text longer, and its word patterns are searched by
-backtracking.
+Normalizers may make a text longer. Word patterns are searched by backtracking, which
+may take exponential time.
 """
 
 import base64
@@ -14,31 +15,33 @@ from typing import Any
 from trainer.errors import UserError
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-# The texts of these keys replace a character or a word, or are inserted.
+# The texts of these keys are inserted, or replace a character or a word.
 INSERTED = (
     "content", "prepend", "prefix", "replacement",
     "continuing_subword_prefix", "end_of_word_suffix",
 )  # fmt: skip
 CHARSMAP = "precompiled_charsmap"
-MAX_GROWTH = 64  # characters for one; Llama 2 has 1, and Unicode's own forms up to 18
-MAX_PATTERN_CHARS = 4000  # characters; the longest of the hub has some 600
-MAX_REPEATS = 1000  # of an atom, nested quantifiers multiplied
-MAX_VARIABLE, MAX_UNBOUNDED = 8, 3  # quantifiers of an alternative; GPT-4o's has 4, 2
+# Characters that replace one. Llama 2 has 1, and Unicode's own forms up to 18.
+MAX_GROWTH = 64
+MAX_PATTERN_CHARS = 4000  # The longest pattern on the hub has some 600.
+MAX_REPEATS = 1000  # of an atom; the numbers of nested quantifiers are multiplied
+# Quantifiers of an alternative with a variable number of repeats, and with an unbounded
+# one. GPT-4o's pattern has 4 and 2.
+MAX_VARIABLE, MAX_UNBOUNDED = 8, 3
 
 # Simple patterns that match at least one character, such as transformers' ` {2,}`.
 TAKES_TEXT = re.compile(
     r"(\\A)?(\\s|[^\\^$.|?*+()\[\]{}])(\+|\{[1-9]\d*(,\d*)?\})?", re.DOTALL
 )
-# It repeats a group of variable length, but the next character decides which group
-# goes on: a letter begins the outer group, and a space the inner one.
+# This pattern repeats a group of variable length, but the next character decides which
+# group goes on: a letter begins the outer group, and a space the inner one.
 EXAONE_WORD = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
 
-# An escape, a group's beginning, a quantifier, or a character.
 REGEX_TOKEN = re.compile(
     r"""(?P<refers>\\[1-9kg]|\(\?[~(&R0-9])
     |(?P<escape>\\[pPx]\{[^}]*\}|\\.)
     |(?P<group>\(\?(?:[:=!>]|<[=!]|P?<\w+>|[a-zA-Z-]*[:)])|\()
-    |(?P<repeat>[*+?]|\{(?P<least>\d*)(?P<comma>,?)(?P<most>\d*)\})(?P<kind>[?+]?)
+    |(?P<repeat>[*+?]|\{(?P<min>\d*)(?P<comma>,?)(?P<max>\d*)\})(?P<kind>[?+]?)
     |(?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -48,11 +51,11 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
     """Refuse a tokenizer.json that may make texts much longer, or search for ever.
 
     Args:
-      path: of the file.
+      path: the file.
       tree: its content.
 
     Raises:
-      UserError: the texts that it inserts are too long, or a pattern is too slow.
+      UserError: the texts that it inserts are too long, or a pattern may be too slow.
     """
     pairs = [
         pair
@@ -74,7 +77,7 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
 
 
 def longest_form(charsmap: str) -> int:
-    """Return the characters of the longest text in SentencePiece's table of forms.
+    """Return the length of the longest text in SentencePiece's table of normal forms.
 
     The table, in base64, has the size of a trie, the trie, and texts that end with NUL.
     """
@@ -85,7 +88,7 @@ def longest_form(charsmap: str) -> int:
 
 
 def texts_in(part: Any) -> list[tuple[str, str]]:
-    """Return the key and the text of each text in a part, but not its vocabulary."""
+    """Return all texts in a part with their keys, except for vocabulary and merges."""
     if isinstance(part, list):
         return [pair for inner in part for pair in texts_in(inner)]
     if not isinstance(part, dict):
@@ -94,7 +97,8 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
     pairs = []
     for key, value in part.items():
         if isinstance(value, str):
-            # Where a pattern matches nothing, the content comes on top of a character.
+            # If the pattern matches the empty text, the content is inserted beside a
+            # character.
             is_inserted = may_insert and key == "content"
             pairs.append((key, f" {value}" if is_inserted else value))
         elif key not in ("vocab", "merges"):
@@ -115,7 +119,7 @@ class PatternGroup:
     """An open group of a pattern, or an atom.
 
     Attributes:
-      has_variable_length: whether it may match one text in several ways.
+      has_variable_length: whether it may match texts of several lengths.
       repeats: the largest repeat count inside; counts of nested quantifiers are
           multiplied.
     """
@@ -132,7 +136,7 @@ def check_pattern(path: Path, pattern: str) -> None:
     may still take a time that grows with a power of the text's length.
 
     Args:
-      path: the file that it is in.
+      path: the file that has the pattern.
       pattern: a regular expression of Oniguruma or of fancy-regex.
     """
 
@@ -146,12 +150,13 @@ def check_pattern(path: Path, pattern: str) -> None:
         raise refusal(f"has more than {MAX_PATTERN_CHARS:,} characters")
     pattern = pattern.replace(EXAONE_WORD, r"\p{L}+")
     open_groups = [PatternGroup()]
-    atom: PatternGroup | None = None  # what a quantifier would repeat; None: nothing
+    # The atom that a quantifier would repeat; None: there is none.
+    atom: PatternGroup | None = None
     variable_quantifiers = unbounded_quantifiers = brackets = 0
     for part in REGEX_TOKEN.finditer(pattern):
         text = part[0]
         if brackets or text == "[":
-            # A set of characters. In Oniguruma it may hold further sets.
+            # This is a set of characters. In Oniguruma it may hold further sets.
             brackets += (text == "[") - (text == "]")
             atom = PatternGroup()
         elif part["refers"]:
@@ -176,21 +181,21 @@ def check_pattern(path: Path, pattern: str) -> None:
                 open_groups[-1].has_variable_length = True
             atom = None
         elif part["repeat"] and atom is not None:
-            least, most = bounds_of(part)
-            repeats = most is None or most > 1
+            minimum, maximum = bounds_of(part)
+            repeats = maximum is None or maximum > 1
             # To Oniguruma, `{1,3}+` is the repetition of a repetition.
-            is_double = part["kind"] == "+" and part["least"] is not None
+            is_double = part["kind"] == "+" and part["min"] is not None
             is_at_end = pattern[part.end() :][:1] in ("", "|")
             if (repeats and atom.has_variable_length) or (is_double and not is_at_end):
                 raise refusal("repeats a group of several lengths")
-            if least != most:
+            if minimum != maximum:
                 variable_quantifiers += 1
-                unbounded_quantifiers += most is None
+                unbounded_quantifiers += maximum is None
                 open_groups[-1].has_variable_length = True
-            atom.repeats *= max(1, least, most or 0)
+            atom.repeats *= max(1, minimum, maximum or 0)
             open_groups[-1].repeats = max(open_groups[-1].repeats, atom.repeats)
             # One more quantifier would repeat this repetition.
-            atom = PatternGroup(least != most, atom.repeats)
+            atom = PatternGroup(minimum != maximum, atom.repeats)
         else:
             atom = PatternGroup()
         if variable_quantifiers > MAX_VARIABLE or unbounded_quantifiers > MAX_UNBOUNDED:
@@ -201,9 +206,9 @@ def check_pattern(path: Path, pattern: str) -> None:
 
 def bounds_of(part: re.Match[str]) -> tuple[int, int | None]:
     """Return how often a quantifier repeats, at least and at most (None: no limit)."""
-    if part["least"] is None:
+    if part["min"] is None:
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[part["repeat"]]
-    least = int(part["least"] or 0)
+    minimum = int(part["min"] or 0)
     if not part["comma"]:
-        return least, least
-    return least, int(part["most"]) if part["most"] else None
+        return minimum, minimum
+    return minimum, int(part["max"]) if part["max"] else None

@@ -27,13 +27,14 @@ PROBE_TEXTS = (
 )
 UNNAMED = ("Cs", "Co", "Cn")  # surrogates, private use, unassigned
 FIRST_IDEOGRAPH = "\u3400"  # from here on most characters are ideographs
-# Pairs of letters that equal a single one without regard to case: in "straße",
-# `(?i:ss)` has a match in Oniguruma, and none in Rust's engine.
+# Pairs of letters that equal a single letter without regard to case. `(?i:ss)` matches
+# the ß of "straße" in Oniguruma, and not in Rust's engine.
 LIGATURES = re.compile("(?i)ss|st|f[fil]")
-CHARACTERS_PER_TEXT = 16  # A search may take the square of a text's length.
+# A search may take time quadratic in a text's length, so texts are short.
+CHARACTERS_PER_TEXT = 16
 
-# Merges of a probe tokenizer: of an ASCII byte with the first or the last byte of a
-# character beyond ASCII, and of two letters or digits. In `character_texts` they do not
+# Merges of a probe tokenizer. Each joins two letters or digits, or an ASCII byte and
+# the first or last byte of a character beyond ASCII. In `character_texts` merges do not
 # overlap, so a merge is applied exactly where no word ends inside it.
 PROBE_MERGES = [
     *(b"ab", b"12"),
@@ -45,62 +46,64 @@ PROBE_MERGES = [
 def for_hugging_face(pattern: str) -> str:
     """Return a pattern in the spelling of tokenizer.json.
 
-    Its regex engine reads `{1,3}+` as a repetition of the repetition. Where tiktoken
-    writes it, at the end of an alternative, the plus can be left out.
+    Oniguruma reads `{1,3}+` as a repetition of the repetition. tiktoken has it only at
+    the end of an alternative, where the plus can be left out.
     """
     return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
 
 
 @functools.cache
 def splitting_difference(
-    pattern: str, hf_pattern: str, *, matches: bool = False
+    pattern: str, hf_pattern: str, *, keeps_only_matches: bool = False
 ) -> str | None:
     """Return a text that a pattern splits differently in Hugging Face's library.
 
     Args:
-      pattern: tiktoken's. tiktoken drops the text that it does not match.
-      hf_pattern: the same pattern in that library's spelling.
-      matches: whether that library drops the text that is not matched, too.
+      pattern: tiktoken's pattern. tiktoken drops text that it does not match.
+      hf_pattern: the same pattern in the spelling of Hugging Face's library.
+      keeps_only_matches: whether that library drops such text too.
 
     Returns:
-      the text, an engine's error, or a reason why there is such a text. None: short
-      texts and the characters of Unicode are split alike.
+      the text, an engine's error, or a reason why such a text exists. None:
+      `PROBE_TEXTS` and the characters of Unicode are split alike.
     """
     if bound := re.search(r"\\[bB]", pattern):
-        # The engines differ in the characters of a word. The probe texts have few ends
-        # of words.
+        # The engines disagree on which characters belong to a word, and the probe texts
+        # have few ends of words.
         return f"{bound[0]} beside a superscript digit"
     if "(?i" in pattern and (pair := LIGATURES.search(pattern)):
         return f"{pair[0]} without regard to case"
     try:
-        words = pre_tokenizers.Split(
-            tokenizers.Regex(hf_pattern), "removed" if matches else "isolated", matches
+        splitter = pre_tokenizers.Split(
+            tokenizers.Regex(hf_pattern),
+            "removed" if keeps_only_matches else "isolated",
+            keeps_only_matches,
         )
-        text = short_text_difference(pattern, words)
-        return text or character_difference(pattern, words)
+        text = short_text_difference(pattern, splitter)
+        return text or character_difference(pattern, splitter)
     except Exception as error:  # tokenizers raises this class only
         return str(error).splitlines()[0]
 
 
 def short_text_difference(
-    pattern: str, words: pre_tokenizers.PreTokenizer
+    pattern: str, splitter: pre_tokenizers.PreTokenizer
 ) -> str | None:
-    """Return a text of `PROBE_TEXTS` or a word of the pattern that is split
-    differently, or None.
+    """Return a short text that is split differently, or None.
 
-    In tiktoken each substring of the texts is a token, so that each word is one token.
+    The texts are `PROBE_TEXTS`, all ASCII characters, and the words in the pattern. In
+    tiktoken each substring of them is a token, so that each word is one token.
     """
-    ascii_ = [f" {chr(i)}a{chr(i)}1{chr(i)}." for i in range(0x80)]
-    texts = [*PROBE_TEXTS, *map("".join, itertools.batched(ascii_, 8))]
+    ascii_texts = [f" {chr(i)}a{chr(i)}1{chr(i)}." for i in range(0x80)]
+    texts = [*PROBE_TEXTS, *map("".join, itertools.batched(ascii_texts, 8))]
     for word in set(re.findall(r"[^\W\d_]+", pattern)):
         texts += [word[:64], word[:64].upper()]
     ranks = {bytes([byte]): byte for byte in range(256)}
     for text in texts:
         for start, end in itertools.combinations(range(len(text) + 1), 2):
             ranks.setdefault(text[start:end].encode(), len(ranks))
-    tiktoken_encoding = encoding(pattern, ranks)
+    tiktoken_encoding = probe_encoding(pattern, ranks)
     for text in texts:
-        their_words = [word.encode() for word, _ in words.pre_tokenize_str(text)]
+        their_words = [word.encode() for word, _ in splitter.pre_tokenize_str(text)]
         ids = tiktoken_encoding.encode_ordinary(text)
         if tiktoken_encoding.decode_tokens_bytes(ids) != their_words:
             return text
@@ -116,24 +119,24 @@ def characters() -> list[str]:
 
 
 def character_difference(
-    pattern: str, words: pre_tokenizers.PreTokenizer
+    pattern: str, splitter: pre_tokenizers.PreTokenizer
 ) -> str | None:
     """Return a text with a character that is split differently, or None."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     merges = [(spell(pair[:1]), spell(pair[1:])) for pair in PROBE_MERGES]
     for pair in PROBE_MERGES:
         ranks[pair] = len(ranks)
-    tiktoken_encoding = encoding(pattern, ranks)
+    tiktoken_encoding = probe_encoding(pattern, ranks)
     hf_tokenizer = tokenizers.Tokenizer(
         models.BPE({spell(token): i for token, i in ranks.items()}, merges)
     )
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    hf_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
-    beside_others, alone = character_texts()
-    for text in beside_others:
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, to_bytes])
+    in_context, isolated = character_texts()
+    for text in in_context:
         if tiktoken_encoding.encode_ordinary(text) != hf_tokenizer.encode(text).ids:
             return text
-    for text in alone:
+    for text in isolated:
         ids = tiktoken_encoding.encode_ordinary(text)
         if tiktoken_encoding.decode_bytes(ids) != text.encode():
             return text
@@ -143,21 +146,21 @@ def character_difference(
 @functools.cache
 def character_texts() -> tuple[list[str], list[str]]:
     """Return texts with most characters beside several others, and with the rest."""
-    beside_others, alone = [], []
+    in_context, isolated = [], []
     for i, char in enumerate(characters()):
         if char < FIRST_IDEOGRAPH or i % 64 == 0:
-            beside_others.append(f" {char}cab. abc{char} 123{char}312.\n")
+            in_context.append(f" {char}cab. abc{char} 123{char}312.\n")
         else:
-            alone.append(f" {char}")
+            isolated.append(f" {char}")
     return (
-        [*map("".join, itertools.batched(beside_others, CHARACTERS_PER_TEXT))],
-        [*map("".join, itertools.batched(alone, CHARACTERS_PER_TEXT * 8))],
+        [*map("".join, itertools.batched(in_context, CHARACTERS_PER_TEXT))],
+        [*map("".join, itertools.batched(isolated, CHARACTERS_PER_TEXT * 8))],
     )
 
 
-def encoding(pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    """Return tiktoken's encoding of words by `ranks`."""
-    # A pattern may match nothing, which tiktoken can only encode as a token.
+def probe_encoding(pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
+    """Return the encoding of tiktoken with this pattern and these ranks."""
+    # A pattern may match the empty text, which tiktoken encodes only if it is a token.
     ranks = ranks | {b"": len(ranks)}
     return tiktoken.Encoding(
         "probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}

@@ -108,8 +108,8 @@ def facts_of(w: Workload) -> dict[str, str]:
         "wide layers": (" ".join(w.model.skipped) or "none") if narrow else "all",
         "text": text_of(manifest.source),
         "tokenizer": w.data.tokenizer.name,
-        "training tokens": f"{manifest.tokens('train'):,}",
-        "validation tokens": f"{manifest.tokens('val'):,}",
+        "training tokens": f"{manifest.token_count('train'):,}",
+        "validation tokens": f"{manifest.token_count('val'):,}",
         VALIDATION_DIGEST: manifest.validation_content,
     }
 
@@ -280,7 +280,7 @@ def describe_precision(model: Model) -> str:
 
 def describe_data(manifest: Manifest) -> str:
     """Return a line about the text, its tokens, and the share for validation."""
-    train, val = manifest.tokens("train"), manifest.tokens("val")
+    train, val = manifest.token_count("train"), manifest.token_count("val")
     tokens = f"{train:,} training and {val:,} validation tokens"
     if not manifest.val_fraction:  # batches of the user's own program
         return tokens

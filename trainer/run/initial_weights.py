@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import (
     encoding_difference,
-    ids_beside,
     token_difference,
-    tokenizer_beside,
+    token_ids_in,
+    tokenizer_in,
 )
 from trainer.data.settings_beside import MODEL_CONFIGS
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
@@ -256,7 +256,7 @@ def has_tokenizer(directory: Path, ours: Tokenizer) -> bool:
     """Return whether a Hugging Face directory has this tokenizer beside its weights."""
     if not (directory / CONFIG).is_file():
         return False
-    theirs = tokenizer_beside(directory)
+    theirs = tokenizer_in(directory)
     return theirs is not None and theirs.fingerprint == ours.fingerprint
 
 
@@ -267,12 +267,12 @@ def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> lis
     of the vocabularies decide: at most 1% of the rows may have no id.
     """
     directory = huggingface.directory_of(source)
-    ids = ids_beside(directory)
+    ids = token_ids_in(directory)
     if ids is not None:
         difference = token_difference(ids, tokenizer)
         if difference is None:
             # A vocabulary does not say how a text is split or normalized.
-            theirs = tokenizer_beside(directory)
+            theirs = tokenizer_in(directory)
             if theirs is not None:
                 difference = encoding_difference(theirs, tokenizer)
         if difference is None:
@@ -320,12 +320,12 @@ def describe_init(
         theirs = SPECS[name].keys_of_huggingface(config)["context"]
         context = context_difference(theirs, spec)
     directory = huggingface.directory_of(source)
-    if ids_beside(directory) is None:
+    if token_ids_in(directory) is None:
         beside = (
             "there is no tokenizer beside them, so nobody checked whether their ids are"
             f" those of data.tokenizer={tokenizer.name}"
         )
-    elif tokenizer_beside(directory) is None:
+    elif tokenizer_in(directory) is None:
         beside = (
             f"the vocabulary beside them is that of the data, {tokenizer.name}, but"
             " their tokenizer cannot be read, so nobody checked whether it splits texts"

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.bpe_files import special_in
+from trainer.data.bpe_files import added_ids
 from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
 from trainer.data.dataset import Dataset
-from trainer.data.hf_tokenizer import ids_beside
-from trainer.data.json_tokenizer import FILE
+from trainer.data.hf_tokenizer import token_ids_in
+from trainer.data.json_tokenizer import TOKENIZER_JSON
 from trainer.data.settings_beside import ENDS, end_token, read_beside
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -63,7 +63,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
         size = meta["model"]["vocab_size"]
         return Vocabulary(with_special(tokenizer), tokenizer.eot, size)
     directory = huggingface.directory_of(source)
-    tokens = ids_beside(directory)
+    tokens = token_ids_in(directory)
     if tokens is None:
         raise UserError(
             f"init.embeddings needs the tokenizer of init_from={source}, and there is"
@@ -94,8 +94,8 @@ def end_of(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
       directory: of the weights.
       tokens: those that have a row.
     """
-    tree = read_beside(directory, FILE)
-    special = special_in(tree)
+    tree = read_beside(directory, TOKENIZER_JSON)
+    special = added_ids(tree)
     if not tree:  # a vocab.json does not say which tokens are special
         special = {t: tokens[t.encode()] for t in ENDS if t.encode() in tokens}
     special = {token: i for token, i in special.items() if token.encode() in tokens}

@@ -21,9 +21,9 @@ from trainer.cli.arguments import run_main
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare, shards
-from trainer.data.files import beginning, begins_like_json
-from trainer.data.hf_tokenizer import ids_beside
-from trainer.data.json_tokenizer import parse
+from trainer.data.files import begins_like_json, first_bytes
+from trainer.data.hf_tokenizer import token_ids_in
+from trainer.data.json_tokenizer import parse_tokenizer
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError, complain
@@ -223,7 +223,7 @@ def test_a_tokenizer_json(tokenizers_json, which, count):
     folder = tokenizers_json[which]
     check(
         folder / "tokenizer.json",
-        lambda: (get_tokenizer(str(folder)), ids_beside(folder)),
+        lambda: (get_tokenizer(str(folder)), token_ids_in(folder)),
         count,
     )
 
@@ -468,13 +468,13 @@ def test_layers_without_positions_are_as_many_as_the_layers(rotated):
 
 def test_a_tokenizer_with_dropout_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"dropout=0\.5"):
-        parse(tmp_path / "tokenizer.json", {"model": {"dropout": 0.5}})
+        parse_tokenizer(tmp_path / "tokenizer.json", {"model": {"dropout": 0.5}})
 
 
 def test_a_text_of_deeply_nested_lists_is_no_json_lines(tmp_path):
     path = tmp_path / "deep.txt"
     path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
-    assert not begins_like_json(beginning(path))
+    assert not begins_like_json(first_bytes(path))
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):

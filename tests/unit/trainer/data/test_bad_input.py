@@ -161,7 +161,7 @@ def test_a_directory_with_something_else_is_told_all_of_it(tmp_path, capsys):
         f"error: 2 files are not text: {folder}/img/photo.png (byte 0x89 at offset 0 is"
         f" not UTF-8), {folder}/img/scan.bz2 (bzip2: byte 0xcb at offset 10 is not"
         " UTF-8); convert them to UTF-8, or leave them out of data.paths, by patterns:"
-        " 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt files below one\n"
+        " 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt files below DIRECTORY\n"
     )
 
 

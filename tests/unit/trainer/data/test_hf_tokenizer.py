@@ -25,10 +25,10 @@ from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING
 from trainer.data.hf_tokenizer import (
-    ids_beside,
     save_hf,
     token_difference,
-    tokenizer_beside,
+    token_ids_in,
+    tokenizer_in,
 )
 from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
@@ -81,7 +81,7 @@ def ours(request, small, small_dir, tmp_path):
         return small
     encoding = tiktoken.Encoding(
         "own",
-        pat_str=known_settings(request.param, {})["pat_str"],
+        pat_str=known_settings(request.param)["pat_str"],
         mergeable_ranks=small.tokens,
         special_tokens={"<|endoftext|>": 50256, "<|other|>": 50300},
     )
@@ -109,9 +109,9 @@ def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
 def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, small, tmp_path):
     directory = tmp_path / "export"
     directory.mkdir()
-    assert ids_beside(directory) is None
+    assert token_ids_in(directory) is None
     save_hf(directory, ours, 1024)
-    beside = ids_beside(directory)
+    beside = token_ids_in(directory)
     assert token_difference(beside, ours) is None
     other = small if ours.name == "byte" else get_tokenizer("byte")
     assert token_difference(beside, other) is not None
@@ -123,19 +123,19 @@ def test_a_directory_named_as_an_encoding_has_its_own_tokenizer(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
     save_hf(Path("gpt2"), get_tokenizer("byte"), None)
-    assert tokenizer_beside(Path("gpt2")).name == "byte"
+    assert tokenizer_in(Path("gpt2")).name == "byte"
 
 
 def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(
     small, small_dir, tmp_path
 ):
     (tmp_path / "vocab.json").write_bytes((small_dir / "encoder.json").read_bytes())
-    assert token_difference(ids_beside(tmp_path), small) is None
+    assert token_difference(token_ids_in(tmp_path), small) is None
     ids = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     ids["Ġthe"], ids["Ġa"] = ids["Ġa"], ids["Ġthe"]
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     assert (
-        token_difference(ids_beside(tmp_path), small)
+        token_difference(token_ids_in(tmp_path), small)
         == "id 257 is ' the' there, ' a' here"
     )
 

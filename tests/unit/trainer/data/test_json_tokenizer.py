@@ -16,7 +16,7 @@ from tokenizers import (
 )
 
 from trainer.cli.train_tokenizer import train_bpe
-from trainer.data.hf_tokenizer import ids_beside, save_hf, token_difference
+from trainer.data.hf_tokenizer import save_hf, token_difference, token_ids_in
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
 from trainer.data.loader import Batch, bytes_per_target
 from trainer.data.tokenizer import (
@@ -128,7 +128,7 @@ def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
     ):
         assert again.fingerprint == ours.fingerprint
         assert again.encode(TEXTS[1]) == ours.encode(TEXTS[1])
-    assert token_difference(ids_beside(directory), ours) is None
+    assert token_difference(token_ids_in(directory), ours) is None
 
 
 def test_tokens_stand_for_bytes_however_they_are_spelt(made):

@@ -68,7 +68,7 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
             assert sorted(before) == list(range(len(before)))
     for step in (0, 1, steps // 3, steps):
         np.testing.assert_array_equal(
-            sampler.count(step),
+            sampler.samples_per_source(step),
             np.bincount(source[: step * batch_size], minlength=len(weights)),
         )
 
@@ -93,7 +93,7 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
             index[source == k], np.arange((source == k).sum())
         )
     np.testing.assert_array_equal(
-        sampler.count(batches), np.bincount(source, minlength=len(weights))
+        sampler.samples_per_source(batches), np.bincount(source, minlength=len(weights))
     )
 
 
@@ -207,7 +207,7 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
             for row in alone[name].batch(i).tokens
         }
         assert set(seen_rows) <= known
-    actual = mixed.seen(mixed.sampler.count(500).tolist())
+    actual = mixed.source_progress(mixed.sampler.samples_per_source(500).tolist())
     assert abs(actual["lower"]["share"] - 0.75) < 0.01
     assert actual["upper"]["epochs"] == pytest.approx(
         len(seen["upper"]) / alone["upper"].windows
@@ -244,13 +244,17 @@ def test_no_window_counts_twice_in_the_validation_of_a_mixture(parts):
 def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
     manifests = manifests_of(parts)
     mixed, merge = MixedManifest.merge(manifests), MixedManifest.merge
-    assert mixed.tokens("train") == sum(m.tokens("train") for m in manifests.values())
-    assert mixed.bytes("val") == sum(m.bytes("val") for m in manifests.values())
+    assert mixed.token_count("train") == sum(
+        m.token_count("train") for m in manifests.values()
+    )
+    assert mixed.byte_count("val") == sum(
+        m.byte_count("val") for m in manifests.values()
+    )
     assert mixed.fingerprint != merge(dict(reversed(manifests.items()))).fingerprint
-    assert sum(map(len, mixed.open("train"))) == mixed.tokens("train")
+    assert sum(map(len, mixed.open("train"))) == mixed.token_count("train")
     edited = text_of("abcdefgh")[:-1] + "!"  # of the same length
     other = manifests_of(made(tmp_path, {"lower.txt": edited}))
-    assert other["lower"].tokens("val") == manifests["lower"].tokens("val")
+    assert other["lower"].token_count("val") == manifests["lower"].token_count("val")
     assert merge(manifests | other).validation_content != mixed.validation_content
     write(tmp_path, {"vocab.bpe": "a b"})
     other = manifests_of(made(tmp_path, {"other.txt": edited}, str(tmp_path)))
@@ -273,7 +277,9 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
         for k in range(replicas):
             seen[k] += index[source == k].tolist()
     assert seen == [list(range(steps * batch_size // replicas))] * replicas
-    np.testing.assert_array_equal(sampler.count(steps), [len(of) for of in seen])
+    np.testing.assert_array_equal(
+        sampler.samples_per_source(steps), [len(of) for of in seen]
+    )
 
 
 def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):

@@ -67,7 +67,7 @@ def test_the_embedded_corpus_is_one_text_whose_last_tenth_is_for_validation(tmp_
     assert len(train) == int(0.9 * len(train + val))
     assert len(train + val) == 4_137_451
     assert "\0" not in train + val
-    assert manifest.bytes("train") == manifest.tokens("train") == len(train)
+    assert manifest.byte_count("train") == manifest.token_count("train") == len(train)
     assert (manifest.vocab_size, manifest.eot, manifest.dtype) == (256, 0, "uint16")
 
 
@@ -124,7 +124,7 @@ def test_a_single_text_keeps_its_lines_over_all_chunks(
     tokenizer = get_tokenizer(str(small_dir))
     assert tokens(manifest, "train").tolist() == tokenizer.encode(text[:cut])
     assert tokens(manifest, "val").tolist() == tokenizer.encode(text[cut:])
-    assert manifest.bytes("train") == len(text[:cut].encode())
+    assert manifest.byte_count("train") == len(text[:cut].encode())
 
 
 def test_a_large_vocabulary_takes_32_bits(small_dir, jsonl, tmp_path):

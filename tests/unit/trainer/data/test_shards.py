@@ -97,10 +97,10 @@ def test_a_torn_memory_or_no_place_for_it_only_costs_time(directory, memory):
     Manifest.load(directory)
     (file,) = memory.iterdir()
     file.write_text('{"train-000')
-    assert Manifest.load(directory).tokens("train") > 0
+    assert Manifest.load(directory).token_count("train") > 0
     shutil.rmtree(memory)
     memory.write_text("no directory")
-    assert Manifest.load(directory).tokens("train") > 0
+    assert Manifest.load(directory).token_count("train") > 0
 
 
 def test_a_directory_does_not_vouch_for_its_own_shards(directory, memory):

@@ -46,7 +46,7 @@ def test_its_files_come_by_path_without_packages_and_what_the_build_decides(libr
     ]
     assert (actual.left_out, actual.bytes) == (2, len("x = 1\n# json\nimport a\n"))
     read = [
-        text for rows in corpus.open_python(actual).read(None) for text in rows.texts
+        text for rows in corpus.python_corpus(actual).read(None) for text in rows.texts
     ]
     assert read == ["", "x = 1\n", "# json\n", "import a\n"]
 
@@ -61,7 +61,7 @@ def test_its_digest_is_that_of_names_and_texts_and_of_no_place(library, tmp_path
 
 def test_reading_goes_on_from_every_position(monkeypatch, library):
     monkeypatch.setattr(corpus, "FILES_PER_READ", 1)
-    opened = corpus.open_python(find_library(library))
+    opened = corpus.python_corpus(find_library(library))
     whole = list(opened.read(None))
     for i, rows in enumerate(whole):
         assert list(opened.read(rows.position)) == whole[i + 1 :]

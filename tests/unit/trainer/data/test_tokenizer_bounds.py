@@ -62,7 +62,7 @@ def test_patterns_of_known_tokenizers_are_accepted(tmp_path, name):
 
 def test_tiktoken_s_own_patterns_are_accepted(tmp_path):
     for name in tiktoken.list_encoding_names():
-        pattern = known_settings(name, {}).get("pat_str", "")
+        pattern = known_settings(name).get("pat_str", "")
         check_pattern(tmp_path, pattern)
         check_pattern(tmp_path, for_hugging_face(pattern))
 
