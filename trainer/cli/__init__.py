@@ -1,4 +1,4 @@
 """The command line: `scalify-trainer COMMAND key=value ...`, a file for each command.
 
-`arguments` reads the keys of the commands that have their own.
+`arguments` parses a command's own keys, and `composing` adds the keys of training.
 """

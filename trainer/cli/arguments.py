@@ -18,14 +18,14 @@ from trainer.errors import UserError, run_and_flush
 from trainer.text import nearest, refuse_twice, show
 
 HELP_WIDTH = 79
-KEY_COLUMNS = 26  # of HELP_WIDTH
+KEY_COLUMNS = 26  # part of HELP_WIDTH that shows the keys
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 HELP = ("--help", "-h")
 STEP = "the checkpoint: newest, best (lowest validation loss), or its number of steps"
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:
-    """Return a field of a command's arguments."""
+    """Return the dataclass field of one argument of a command."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -76,9 +76,7 @@ def at_least(arguments: object, **bounds: int) -> None:
 
 
 def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
-    """Return the value as its annotated type; `null` is None if the annotation allows
-    it.
-    """
+    """Return the value as its annotated type; `null` is None for `X | None`."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:  # X | None
         return None if value == "null" else _convert(choices[0], key, value)
@@ -104,8 +102,7 @@ def without_dashes(
     keys: Callable[[], Sequence[str]],
     flags: Collection[str] = (),
 ) -> list[str]:
-    """Return the arguments with `--key=value`, which W&B's sweeps write, as
-    `key=value`.
+    """Return the arguments with `--key=value`, W&B's form, as `key=value`.
 
     Args:
       argv: the arguments.
@@ -113,14 +110,14 @@ def without_dashes(
       flags: names of options that stay as they are.
 
     Raises:
-      UserError: `--key value`; it names the nearest of the valid keys.
+      UserError: `--key value`; the message names the nearest of the valid keys.
     """
-    plain = []
+    converted = []
     for text, following in itertools.pairwise([*argv, ""]):
         if not re.match("--[a-zA-Z]", text) or text.partition("=")[0] in flags:
-            plain.append(text)
+            converted.append(text)
         elif "=" in text:
-            plain.append(text.lstrip("-"))
+            converted.append(text.lstrip("-"))
         else:
             has_value = following and "=" not in following and following[0] != "-"
             value = following if has_value else "VALUE"
@@ -131,24 +128,26 @@ def without_dashes(
                 f"{typed}: arguments are key=value;"
                 f" {f'use {names}' if names else '--help lists the keys'}"
             )
-    return plain
+    return converted
 
 
 def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
-    """Return the dotted keys whose last part is the name or the most similar to it.
+    """Return up to three dotted keys whose last part is most similar to `name`.
 
     Keys of train and optimizer come first.
     """
-    by_last: dict[str, list[str]] = {}
-    for key in keys:
-        by_last.setdefault(key.rpartition(".")[2], []).append(key)
     if name in keys:
         return [name]
-    close = difflib.get_close_matches(name, list(by_last), n=1, cutoff=0.6)
-    order = ("train.", "optimizer.")
+    by_last_part: dict[str, list[str]] = {}
+    for key in keys:
+        by_last_part.setdefault(key.rpartition(".")[2], []).append(key)
+    close = difflib.get_close_matches(name, list(by_last_part), n=1, cutoff=0.6)
     if not close:
         return []
-    return sorted(by_last[close[0]], key=lambda k: not k.startswith(order))[:3]
+    preferred = ("train.", "optimizer.")
+    return sorted(
+        by_last_part[close[0]], key=lambda key: not key.startswith(preferred)
+    )[:3]
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -163,7 +162,7 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def wrapped(about: str) -> str:
-    """Return a docstring with its paragraphs wrapped; indented lines stay."""
+    """Return a docstring with wrapped paragraphs; indented lines are code and stay."""
     paragraphs = []
     for paragraph in about.strip().split("\n\n"):
         is_code = any(line.startswith(" ") for line in paragraph.splitlines())
@@ -174,7 +173,7 @@ def wrapped(about: str) -> str:
 
 
 def command_help(cls: type) -> Iterator[str]:
-    """Yield the lines of a command's keys."""
+    """Return the lines that explain a command's keys."""
     hints: Mapping[str, typing.Any] = typing.get_type_hints(cls)
     rows = []
     for field in dataclasses.fields(cls):
@@ -232,7 +231,8 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 def run_main(main: Callable[[], None]) -> int:
     """Call `main`, and return the exit code.
 
-    It is 0, that of a UserError after a line on stderr, or 141 for a broken pipe.
+    It is 0, the error's own after a UserError, which is printed, or 141 for a broken
+    pipe.
     """
 
     def call() -> int:

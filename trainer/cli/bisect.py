@@ -4,12 +4,12 @@
 
 It takes the model of the run's newest checkpoint, one batch of its training data, and
 four casts of every FP8 matmul: of activations, weights, the output's gradient, and the
-weight gradient for the optimizer. One compiled program has a switch for each cast.
-Switched off are: one cast of one layer, all casts of one layer, one cast of all layers,
-and the compute format of everything else. Loss and gradient are compared with FP32.
-Master weights are those of the checkpoint; no wider ones exist.
+weight gradient for the optimizer. One compiled program has a switch for each cast. It
+runs without one cast of one layer, all casts of one layer, one cast of all layers, and
+the compute format of everything else. Each time, loss and gradient are compared with
+FP32. Master weights are those of the checkpoint; no wider ones exist.
 
-Prints the remaining error of the gradient, the lowest first, and writes it as JSON.
+Prints the remaining errors of the gradient, the lowest first, and writes them as JSON.
 """
 
 import dataclasses

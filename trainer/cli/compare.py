@@ -25,14 +25,16 @@ class Arguments:
         " as 'runs/*'"
     )
     out: str = argument(
-        "the file for curves and table (default: compare.html where the runs are,"
-        " numbered beside others); no: none",
+        "the file for curves and table (default: compare.html where the runs are, or"
+        " compare-2.html if another comparison has that name); out=no writes none",
         "",
     )
 
 
-def directories(text: str) -> list[Path]:
-    """Return the runs of the list; of patterns and directories those with a log.
+def run_directories(text: str) -> list[Path]:
+    """Return the run directories that `text` lists.
+
+    A pattern or a directory of runs stands for its runs with a metrics.jsonl.
 
     Raises:
       UserError: a directory that does not exist, or fewer than two runs.
@@ -50,10 +52,10 @@ def directories(text: str) -> list[Path]:
                     f" {Path.cwd()})"
                 )
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
-                runs.append(path)  # its reader reports a missing log
+                runs.append(path)  # `write_comparison` reports a missing log.
                 continue
             pattern = os.path.join(glob.escape(pattern), "*")
-        for match in map(Path, sorted(glob.glob(pattern), key=natural)):
+        for match in map(Path, sorted(glob.glob(pattern), key=by_number)):
             if (match / "metrics.jsonl").exists():
                 runs.append(match)
             else:
@@ -72,8 +74,8 @@ def directories(text: str) -> list[Path]:
     return runs
 
 
-def natural(path: str) -> tuple[int, str]:
-    """Return the sort key of a path, which orders numbered directories by number."""
+def by_number(path: str) -> tuple[int, str]:
+    """Return the sort key of a path: numbered directories are ordered by number."""
     name = os.path.basename(path)
     return (int(name) if name.isdecimal() else -1, path)
 
@@ -82,7 +84,7 @@ def main(args: Arguments) -> None:
     """Print the table, and write the page."""
     from trainer.report.comparing import free_page, write_comparison
 
-    paths = directories(args.runs)
+    paths = run_directories(args.runs)
     out: Path | None = None
     if args.out and args.out != "no":
         out = path_of(args.out)

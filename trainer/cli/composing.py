@@ -1,4 +1,4 @@
-"""Commands that take the keys of training beside their own."""
+"""Commands that take the keys of training beside keys of their own."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from trainer.config.reference import Group, reference
 from trainer.errors import UserError
 from trainer.text import key_of, note, refuse_twice, show
 
-CONFIG = "config"  # config=FILE, which is no key of the schema
+CONFIG = "config"  # config=FILE names a file of keys; the schema has no such key.
 
 
 def training_keys() -> list[str]:
@@ -39,8 +39,8 @@ def run_with_training_keys[T](
 ) -> int:
     """Call `main` with a command's own arguments and the keys of training.
 
-    Returns the exit code. `group_name` names the one group of keys that the command
-    takes; None: it takes all.
+    Return the exit code. The command takes the keys of group `group_name`, or of all
+    groups if that is None.
     """
 
     def call() -> None:
@@ -69,11 +69,11 @@ def run_with_data_keys[T](
     about: str,
     main: Callable[[T, list[str]], None],
     argv: Sequence[str],
-    stopped: str,
+    after_interrupt: str,
 ) -> int:
     """Run a command that takes the keys of the group `data`, and return the exit code.
 
-    `stopped` tells the user after a Ctrl-C what became of the result.
+    After a Ctrl-C, `after_interrupt` tells the user what became of the result.
     """
     logger = logging.getLogger("trainer")
     logger.setLevel(logging.INFO)
@@ -81,23 +81,23 @@ def run_with_data_keys[T](
     try:
         return run_with_training_keys(cls, program, about, main, argv, "data")
     except KeyboardInterrupt:
-        note(f"stopped; {stopped}")
+        note(f"stopped; {after_interrupt}")
         return 130
 
 
 def split_arguments[T](
     cls: type[T], argv: Sequence[str], group_name: str | None = None
 ) -> tuple[T, list[str]]:
-    """Return a command's own arguments, and the others, which are keys of training.
+    """Return a command's own arguments, and the overrides of training's keys.
 
     Raises:
-      UserError: a key that is neither.
+      UserError: a key that is neither the command's nor training's.
     """
     command_keys = names_of(cls)
     argv = without_dashes(argv, lambda: [*command_keys, *_keys_in(group_name)])
-    own = [text for text in argv if key_of(text) in command_keys]
-    others = [text for text in argv if key_of(text) not in command_keys]
-    for text in others:
+    command_argv = [text for text in argv if key_of(text) in command_keys]
+    overrides = [text for text in argv if key_of(text) not in command_keys]
+    for text in overrides:
         if not is_override(text):
             raise UserError(f"{text!r}: expected key=value; --help lists the keys")
         key = key_of(text)
@@ -115,7 +115,7 @@ def split_arguments[T](
                 f"unknown key {key}; {hint}Valid: {', '.join(command_keys)}, and keys"
                 f" of {group_name or 'training'}; --help explains them"
             )
-    return parse(cls, own), others
+    return parse(cls, command_argv), overrides
 
 
 def _keys_in(group_name: str | None) -> list[str]:
@@ -128,8 +128,9 @@ def _keys_in(group_name: str | None) -> list[str]:
 def training_help(
     overrides: Sequence[str], group_name: str | None = None
 ) -> Iterator[str]:
-    """Yield the lines that explain the keys of training, with their values under these
-    overrides. Raises UserError for an override that is not valid.
+    """Yield the lines that explain the keys of training, with their values.
+
+    The values are those under `overrides`. Raises UserError for an invalid override.
     """
     for group in reference(overrides):
         if group_name is None or group.name == group_name:
@@ -138,7 +139,7 @@ def training_help(
 
 
 def _group_lines(group: Group) -> Iterator[str]:
-    """Yield the lines of a group."""
+    """Yield the lines that explain a group and its keys."""
     if group.choices:
         chosen = f"{group.name}={group.chosen}"
         yield from table([(chosen, f"{group.about}: {', '.join(group.choices)}")])
@@ -151,7 +152,7 @@ def _group_lines(group: Group) -> Iterator[str]:
 
 
 def _with_choices(about: str, choices: Sequence[str]) -> str:
-    """Return a comment with the choices, unless it names them all."""
+    """Return `about` with the choices added, unless it names all of them."""
     if all(choice in about for choice in choices):
         return about
     return f"{about} ({', '.join(choices)})"

@@ -6,8 +6,8 @@
 The first form takes a run's newest checkpoint and a batch of its training data. The
 second takes a fresh model and the keys of training.
 
-Prints by source line what underflows, what saturates, how far scales are from the sizes
-of their values, and the first place where values are lost.
+Prints for each source line how many values underflow or saturate, and how far scales
+are from the sizes of their values. Then prints the first place where values are lost.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ def explain_step(
     """Explain the loss and its gradient in the model's precision, without dropout.
 
     Args:
-      model: in its precision.
-      params: as the run stores them.
-      tokens: [B, T+1].
-      segments: of the same shape, or None.
+      model: the model, whose policy is the precision.
+      params: parameters as the run stores them.
+      tokens: ids [B, T+1].
+      segments: document numbers [B, T+1], or None.
 
     Raises:
       UserError: the precision propagates no scales.
@@ -80,7 +80,7 @@ def explain_step(
 def load(
     arguments: Arguments, overrides: Sequence[str]
 ) -> "tuple[Model, Any, jax.Array, jax.Array | None]":
-    """Return the arguments of `explain_step`, of a run or of a fresh model."""
+    """Return the arguments of `explain_step`, from a run or for a fresh model."""
     if arguments.run_dir and overrides:
         raise UserError(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
@@ -134,7 +134,7 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
         raise UserError(f"out={out}: expected a file in a directory that exists")
     explained = explain_step(*load(arguments, overrides))
     if arguments.out:
-        # Before printing, which a broken pipe may end.
+        # A broken pipe may end the process while it prints, so write before.
         write(out, explained)
     show(explained.text(arguments.top))
     if arguments.out:

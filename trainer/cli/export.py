@@ -38,10 +38,10 @@ def check_out(out: Path) -> None:
     """Refuse a directory whose files would mix with the export's.
 
     A reader would take shards or a tokenizer of an earlier export for a part of this
-    one. Hidden files, such as a clone's `.git`, are no part of a model.
+    one. Hidden files, such as a clone's `.git`, are accepted.
 
     Raises:
-      UserError: there are other files, or `out` is no directory.
+      UserError: `out` has other files, or is no directory.
     """
     if not out.is_dir():
         if out.exists() or out.is_symlink():
@@ -59,22 +59,22 @@ def check_out(out: Path) -> None:
 def original_directory(
     c: "schema.Config", run_dir: Path, ours: "Tokenizer"
 ) -> Path | None:
-    """Return the directory with the tokenizer files of the weights that a run started
-    from: the run's copy, or the original directory for a run of an earlier version.
+    """Return the directory with the tokenizer files of a run's initial weights.
 
-    None: it started without weights, the directory is gone, or its tokenizer differs
-    from the run's.
+    It is the run's copy, or the original directory for a run of an earlier version.
+    None: the run started without weights, the directory is gone, or its tokenizer
+    differs from the run's.
     """
     from trainer.assembly.data import start_directory
     from trainer.run.initial_weights import has_tokenizer
 
-    directories = [run_dir / ORIGIN]
+    candidates = [run_dir / ORIGIN]
     if c.init_from is not None:
-        directories.append(start_directory(c, run_dir) / path_of(c.init_from))
-    return next((path for path in directories if has_tokenizer(path, ours)), None)
+        candidates.append(start_directory(c, run_dir) / path_of(c.init_from))
+    return next((path for path in candidates if has_tokenizer(path, ours)), None)
 
 
-def ids_in(directory: Path, name: str) -> dict[str, Any]:
+def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
     """Return the ids of special tokens in a model's configuration file."""
     from trainer.data.settings_beside import read_beside
 
@@ -86,37 +86,39 @@ def ids_in(directory: Path, name: str) -> dict[str, Any]:
 def special_ids(origin: Path | None, eot: int) -> dict[str, Any]:
     """Return the ids with which a generated text begins and ends, and is padded.
 
-    A model may end its turns of a chat with another token than a document, which only
-    its original directory names.
+    A model may end a turn of a chat with another token than a document. Only its
+    original directory names that token.
     """
     from trainer.data.settings_beside import MODEL_CONFIGS
 
     if origin is None:
         return {"bos_token_id": eot, "eos_token_id": eot}
     original_ids = [
-        ids_in(origin, name) for name in MODEL_CONFIGS if (origin / name).is_file()
+        special_ids_in(origin, name)
+        for name in MODEL_CONFIGS
+        if (origin / name).is_file()
     ]
     ends = [eot]
     for ids in original_ids:
         value = ids.get("eos_token_id")
         listed = value if isinstance(value, list) else [value]
         ends += [i for i in listed if isinstance(i, int) and i not in ends]
-    first = original_ids[0] if original_ids else {}
-    return first | {"eos_token_id": ends if len(ends) > 1 else eot}
+    preferred_ids = original_ids[0] if original_ids else {}
+    return preferred_ids | {"eos_token_id": ends if len(ends) > 1 else eot}
 
 
 def with_ids_of(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return an export's config.json with the ids of special tokens of the original.
+    """Return an export's config.json with the original's ids of special tokens.
 
-    Without an id of the original, `bos_token_id` is left out, for transformers'
-    default, and `eos_token_id` stays the one that ends the run's documents.
+    If the original has no `bos_token_id`, it is left out, so that transformers' default
+    holds. If it has no `eos_token_id`, the run's end-of-text stays.
     """
     fields = {key: value for key, value in config.items() if key != "bos_token_id"}
-    return fields | ids_in(origin, "config.json")
+    return fields | special_ids_in(origin, "config.json")
 
 
 def describe_origin(origin: Path, files: Sequence[Path]) -> str:
-    """Return a line about what an export has of the original directory."""
+    """Return a line that says which settings an export has from the original."""
     from trainer.data.settings_beside import SETTINGS, read_beside
 
     names = [file.name for file in files]
@@ -133,17 +135,15 @@ def describe_origin(origin: Path, files: Sequence[Path]) -> str:
 def tokenizer_class(out: Path) -> str:
     """Return the class of transformers that reads the exported tokenizer as it is.
 
-    AutoTokenizer builds some tokenizers anew, with a word pattern of its own: in
-    transformers 5 every tokenizer beside a Qwen2 model.
+    AutoTokenizer builds some tokenizers anew, with a word pattern of its own.
+    transformers 5 does so for every tokenizer beside a Qwen2 model.
     """
     has_file = (out / "tokenizer.json").is_file()
     return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
 
 
 def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
-    """Return the content of generation_config.json: the original's settings, with
-    `special_ids`.
-    """
+    """Return generation_config.json: the original's settings, with `special_ids`."""
     from trainer.data.settings_beside import read_beside
 
     ids = special_ids(origin, eot)
@@ -172,12 +172,12 @@ def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     steps = f"{model.step:,} steps"
     if model.tokens == model.step * c.train.batch_tokens:
         steps += f" of {c.train.batch_tokens:,} tokens"
-    began = ""
+    origin = ""
     if c.init_from is not None:
-        began += f"- It began with the weights of `{path_of(c.init_from).name}`.\n"
+        origin += f"- It began with the weights of `{path_of(c.init_from).name}`.\n"
     if model.forked is not None:
         source, step = path_of(model.forked["run"]).name, model.forked["step"]
-        began += f"- It is a fork of the run `{source}` after step {step:,}.\n"
+        origin += f"- It is a fork of the run `{source}` after step {step:,}.\n"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -191,7 +191,7 @@ weights in {dtype}.
 
 - Trained by scalify-trainer {__version__}: {steps}, {model.tokens:,} \
 tokens in all.
-{began}\
+{origin}\
 - Precision of the training: `{c.precision.name}`; optimizer `{c.optimizer.name}`.
 - Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
 
@@ -234,17 +234,17 @@ def main(args: Arguments) -> None:
     # A tokenizer that cannot be exported is refused before the weights are written.
     if origin is None:
         check_hf_pattern(model.tokenizer)
-        carried = []
+        original_files = []
     else:
-        carried = tokenizer_files(origin)
+        original_files = tokenizer_files(origin)
     weights = save(args.out, model.spec, params, eot)
     write_object(out / "generation_config.json", generation_config(origin, eot))
     if origin is None:
-        others = save_hf(out, model.tokenizer, model.spec.context)
+        tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
     else:
         config = with_ids_of(origin, read_object(out / "config.json"))
         write_object(out / "config.json", config)
-        others = carry_tokenizer(carried, out)
+        tokenizer_paths = carry_tokenizer(original_files, out)
         limit_lengths(out, model.spec.context)
     reader = tokenizer_class(out)
     write_text(out / "README.md", model_card(model, args.dtype, reader))
@@ -253,11 +253,11 @@ def main(args: Arguments) -> None:
         "config.json",
         "generation_config.json",
         "README.md",
-        *(path.name for path in others),
+        *(path.name for path in tokenizer_paths),
     ]
     show(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
     if origin is not None:
-        show(describe_origin(origin, others))
+        show(describe_origin(origin, tokenizer_paths))
     elif model.config.init_from is not None:
         show(
             f"init_from={model.config.init_from} is not here, is no Hugging Face"

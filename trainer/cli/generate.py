@@ -4,8 +4,8 @@
     scalify-trainer generate run_dir=runs/mine prompts=prompts.txt count=3
     scalify-trainer generate run_dir=runs/mine prompts=-
 
-prompts=FILE has a prompt per line. prompts=- reads prompts as you type them, in a
-terminal until an empty line.
+prompts=FILE has a prompt per line. prompts=- reads prompts as you type them; in a
+terminal, an empty line ends them.
 """
 
 import sys
@@ -42,7 +42,7 @@ class Arguments:
 
 
 def prompts_of(args: Arguments) -> Iterator[str]:
-    """Yield the prompts, as they come."""
+    """Yield the prompts, those from standard input as they are typed."""
     if not args.prompts:
         yield args.prompt
     elif args.prompts == "-":
@@ -50,7 +50,7 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     else:
         file = path_of(args.prompts)
         try:
-            # `splitlines` would split at form feeds, too.
+            # `splitlines` would split at form feeds too.
             lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
@@ -61,7 +61,7 @@ def prompts_of(args: Arguments) -> Iterator[str]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield lines of standard input, in a terminal up to an empty one."""
+    """Yield lines of standard input; in a terminal, an empty line ends them."""
     is_terminal = sys.stdin.isatty()
     while True:
         if is_terminal:
@@ -73,12 +73,12 @@ def typed_lines() -> Iterator[str]:
 
 
 def main(args: Arguments) -> None:
-    """Print each prompt and its continuations, with an empty line between two texts."""
+    """Print each prompt with its continuations, and an empty line between two texts."""
     if args.prompt and args.prompts:
         raise UserError("prompt and prompts: give one of them")
     at_least(args, count=1)
     if args.prompts not in ("", "-"):
-        # A missing file is reported before the model is loaded.
+        # Report a missing file before the model is loaded.
         list(prompts_of(args))
     from trainer.assembly.saved_model import restore_run
     from trainer.data.tokenizer import continuation

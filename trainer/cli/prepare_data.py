@@ -36,7 +36,7 @@ class Arguments:
 
 
 def describe(manifest: Manifest) -> list[str]:
-    """Return counts by split, the tokenizer and the directory, in lines."""
+    """Return lines with counts by split, the tokenizer and the directory."""
     lines = [
         f"{name}: {split.documents:,} documents, {split.tokens:,} tokens,"
         f" {split.bytes:,} bytes of text, {len(split.shards)} shards"
@@ -52,7 +52,7 @@ def describe(manifest: Manifest) -> list[str]:
 
 
 def text_settings(overrides: Sequence[str]) -> Data:
-    """Return the settings of a source of text. Raises UserError for another source."""
+    """Return the settings of the data. Raises UserError for a source without a text."""
     data = compose_config(overrides).data
     if data.source in ("prepared", "mix"):
         raise UserError(
@@ -72,11 +72,11 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
             )
         manifest = Manifest.load(Path(args.verify), thorough=True)
     else:
-        manifest = prepared(text_settings(overrides))
+        manifest = prepare_text(text_settings(overrides))
     show("\n".join(describe(manifest)))
 
 
-def prepared(c: Data) -> Manifest:
+def prepare_text(c: Data) -> Manifest:
     """Prepare the text, and return the manifest."""
     from trainer.assembly.data import build_source
     from trainer.data import prepare

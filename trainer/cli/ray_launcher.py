@@ -1,12 +1,12 @@
 """Run a training on a Ray cluster: `launcher=ray`.
 
-Ray Train places the workers, watches them, and starts all of them again when one is
-lost, with as many as the cluster then has. It does no more than that. Each worker is
-the trainer, joined to the others by `trainer.parallel.processes`; Ray's JAX backend,
-which would start `jax.distributed` itself, is not used. The checkpoints of the run
-directory are all that one start leaves to the next.
+Ray Train places the workers and watches them. When one is lost, it starts all of them
+again, as many as the cluster then has room for. It does no more than that. Each worker
+is the trainer, joined to the others by `trainer.parallel.processes`; Ray's JAX backend,
+which would start `jax.distributed` itself, is not used. One start leaves the next only
+the checkpoints in the run directory.
 
-Nothing else knows of Ray, and this module is imported only for `launcher=ray`.
+No other module of the trainer imports Ray. It is imported only for `launcher=ray`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain
 from trainer.text import override, show
 
-# The beginnings of the lines of Ray's log, and of its messages about lost processes.
+# The start of a line of Ray's log, or of a message of Ray about a lost process.
 RAY_LINE = (
     r"(?:\[\d{4}-\d\d-\d\d |\s*\[state-dump\]|Raylet is terminated"
     r"|The node with node id|A worker died or was killed)"
@@ -39,15 +39,14 @@ RAY_LINE = (
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Seconds that Ray waits for a worker group of the old size before it starts a
-    # smaller one: it may still count a lost machine. Its default is 60.
+    # smaller one, because it may still count a lost machine. Ray's default is 60.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # Print the trainer's lines unchanged: without a worker prefix, and without
-    # deduplication. Drop Ray's own lines; `Events` reports what they say.
+    # deduplication. Drop Ray's own lines; `WorkerCallbacks` reports what they say.
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_DEDUP_LOGS_ALLOW_REGEX": f"^(?!{RAY_LINE})",
     "RAY_DEDUP_LOGS_SKIP_REGEX": f"^{RAY_LINE}",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # No actor that polls for preemption notices.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Workers work in the directory of the command.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -86,11 +85,11 @@ except ImportError as missing:
         " install 'scalify-trainer[ray]', on all machines"
     ) from missing
 
-# Seconds until Ray frees the machines of a killed command for its next call. Ray's
-# default is 180; a running command renews its request every 20 s.
+# Seconds after which Ray frees what a killed command requested, for the next command.
+# Ray's default is 180; a running command renews its request every 20 s.
 autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 40
-# Beginnings of the environment variables that the workers get from the command. Others
-# may be secrets, which Ray would log; workers have those of their node.
+# Prefixes of the environment variables that workers get from the command. Ray logs
+# them, and others may be secrets. For all others, workers have those of their node.
 PASSED_ON = ("JAX_", "XLA_", "PYTHONPATH")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -99,9 +98,10 @@ class WorkerJob(NamedTuple):
     """The training, as every worker gets it.
 
     Attributes:
-      config: nested plain values.
-      overrides: what the user set, for the report.
-      fixed: keys and groups that a run in this directory must have as they are here.
+      config: the configuration as nested plain values.
+      overrides: the user's overrides, for the report.
+      fixed: keys and groups that must equal those of the run to resume, see
+        RunDir.check.
       folder: the directory of the command.
       stop: handle of a `StopRequest`.
     """
@@ -114,45 +114,45 @@ class WorkerJob(NamedTuple):
 
 
 class StopRequest:
-    """Stops the workers after a step, with a checkpoint; a Ray actor.
+    """A Ray actor that stops the workers after a step, with a checkpoint.
 
     Rank 0 receives the signal; the training loop makes all ranks agree.
     """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._signal = 0
         self._wake, self._stopped = asyncio.Event(), asyncio.Event()
 
     async def send(self, number: int) -> None:
-        """Send the number of a signal, for these workers and all later ones."""
-        self._number = number
+        """Send a signal's number to these workers and all later ones."""
+        self._signal = number
         self._wake.set()
 
     async def interrupt(self) -> None:
-        """Stop these workers, and wait until they have."""
+        """Stop these workers for a resize, and wait until they have stopped."""
         self._stopped.clear()
-        # Wake those that wait now; later workers wait for a new event, unless a signal
-        # came.
+        # Wake the workers that wait now. Unless a signal came, later workers wait
+        # again.
         self._wake.set()
-        if not self._number:
+        if not self._signal:
             self._wake.clear()
         await self._stopped.wait()
 
     async def receive(self) -> int:
-        """Wait for the number."""
+        """Wait until workers must stop. Return the signal, or SIGTERM for a resize."""
         await self._wake.wait()
-        return self._number or signal.SIGTERM
+        return self._signal or signal.SIGTERM
 
     async def stopped(self) -> None:
-        """Tell that the workers have stopped, or have ended."""
+        """Note that the workers have stopped, or have ended."""
         self._stopped.set()
 
 
 class Trainer(DataParallelTrainer):
     """Ray's trainer without an actor that would outlive a killed command.
 
-    It frees what workers had reserved, which Ray itself does at the end of a job, and
-    needs package ray[default] for that.
+    That actor frees the workers' reservations, and needs package ray[default]. Ray
+    itself frees the reservations at the end of a job.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -163,17 +163,19 @@ class Trainer(DataParallelTrainer):
         ]
 
 
-class Events(ControllerCallback, WorkerGroupCallback):
-    """Prints what happens to workers; runs in Ray's controller, beside the command.
+class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
+    """Callbacks that print what happens to workers.
+
+    Ray calls them in its controller, a process beside the command.
 
     Args:
       stop: handle of the `StopRequest`.
-      seconds: that workers may take to stop; None: no limit.
+      stop_seconds: seconds that workers may take to stop; None: no limit.
     """
 
-    def __init__(self, stop: Any, seconds: float | None) -> None:
-        self.stop, self.seconds = stop, seconds
-        self.at_work = False
+    def __init__(self, stop: Any, stop_seconds: float | None) -> None:
+        self.stop, self.stop_seconds = stop, stop_seconds
+        self.is_training = False
         self.places: list[str] = []
 
     def after_worker_group_start(self, worker_group: Any) -> None:
@@ -185,12 +187,12 @@ class Events(ControllerCallback, WorkerGroupCallback):
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         """Note that workers train."""
-        self.at_work = True
+        self.is_training = True
 
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any
     ) -> None:
-        """Print that workers did not start, and are asked for again."""
+        """Print that workers did not start, if Ray will ask for them again."""
         if isinstance(current_state, ReschedulingState):
             show(
                 "the cluster has not started them, perhaps because it still counts a"
@@ -201,18 +203,19 @@ class Events(ControllerCallback, WorkerGroupCallback):
         """Print which workers have failed.
 
         Raises:
-          UserError: that of a worker, if all answer: it would come again.
+          UserError: a worker raised it, and all processes live. After a restart, the
+              worker would raise it again.
         """
         errors = worker_group_status.errors
         refusals = [error for error in errors.values() if isinstance(error, UserError)]
-        if refusals and not any(map(is_gone, errors.values())):
+        if refusals and not any(map(is_lost, errors.values())):
             raise refusals[0]
-        if errors and self.at_work:
-            self.at_work = False
-            ranks, first = ", ".join(str(rank) for rank in sorted(errors)), min(errors)
+        if errors and self.is_training:
+            self.is_training = False
+            ranks, lowest = ", ".join(str(rank) for rank in sorted(errors)), min(errors)
             show(
                 f"worker {ranks} of {len(worker_group_status.worker_statuses)} has"
-                f" failed ({self.places[first]}: {describe(errors[first])}): starting"
+                f" failed ({self.places[lowest]}: {describe(errors[lowest])}): starting"
                 " again from the newest checkpoint, with the workers that the cluster"
                 " has"
             )
@@ -220,25 +223,25 @@ class Events(ControllerCallback, WorkerGroupCallback):
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         """Print how many workers start; let those that train save a checkpoint."""
         count = resize_decision.num_workers
-        if self.at_work:
-            self.at_work = False
+        if self.is_training:
+            self.is_training = False
             show(
                 f"the cluster has room for {count} workers: saving a checkpoint, and"
                 " starting again with them"
             )
             with contextlib.suppress(GetTimeoutError):
-                ray.get(self.stop.interrupt.remote(), timeout=self.seconds)
+                ray.get(self.stop.interrupt.remote(), timeout=self.stop_seconds)
         show(f"asking the cluster for {count} worker{'s' * (count != 1)}")
 
 
-def is_gone(error: Exception) -> bool:
-    """Return whether Ray raised the error, for a worker that does not answer."""
+def is_lost(error: Exception) -> bool:
+    """Return whether Ray raised the error, because a worker does not answer."""
     return type(error).__module__.startswith("ray.")
 
 
 def describe(error: Exception) -> str:
-    """Return a worker's error in a line."""
-    if is_gone(error):
+    """Describe a worker's error in a line."""
+    if is_lost(error):
         return "its process or its machine has ended"
     if LOST_PROCESS.search(str(error)):
         return "its connection to another worker is gone"
@@ -252,16 +255,17 @@ def launch(
 
     Args:
       config: the checked configuration.
-      overrides: what the user set, for the report.
-      fixed: keys and groups that a run in this directory must have as they are here.
+      overrides: the user's overrides, for the report.
+      fixed: keys and groups that must equal those of the run to resume, see
+        RunDir.check.
 
     Raises:
-      UserError: there is no cluster; or a worker's.
+      UserError: there is no cluster, or a worker raised it.
     """
     connect()
     with tempfile.TemporaryDirectory() as storage:
         stop = ray.remote(num_cpus=0)(StopRequest).options(
-            # It ends with the command, and not with another machine.
+            # On the command's machine it does not end with another machine.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
@@ -276,16 +280,16 @@ def launch(
             scaling_config=scaling(config.launcher),
             run_config=RunConfig(
                 name="run",
-                storage_path=storage,  # nothing is stored: workers report nothing
+                storage_path=storage,  # stays empty: workers report nothing
                 failure_config=FailureConfig(max_failures=config.launcher.restarts),
-                callbacks=[Events(stop, config.watchdog.stop_seconds or None)],
+                callbacks=[WorkerCallbacks(stop, config.watchdog.stop_seconds or None)],
                 logging_config=LoggingConfig("CRITICAL"),
             ),
         )
-        least, _ = config.launcher.workers or ()
+        min_workers, _ = config.launcher.workers or ()
         show(
-            f"waiting until the Ray cluster has room for {least} workers or more; `ray"
-            " status` says what it has"
+            f"waiting until the Ray cluster has room for {min_workers} workers or more;"
+            " `ray status` says what it has"
         )
         try:
             code = fit(trainer, stop)
@@ -309,21 +313,22 @@ def connect() -> None:
 
 
 def passed_on() -> dict[str, str]:
-    """Return the command's variables that its workers get."""
+    """Return the command's environment variables that its workers get."""
     return {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
 
 
 def scaling(launcher: Launcher) -> ScalingConfig:
-    """Return how many workers Ray starts, and with what."""
+    """Return how many workers Ray starts, and the resources of each."""
     assert launcher.workers is not None
-    least, most = launcher.workers
+    min_workers, max_workers = launcher.workers
+    # For a fixed number, unlike a range, Ray holds no machines after a killed command.
+    workers = max_workers if min_workers == max_workers else launcher.workers
     gpus = launcher.worker_gpus
     if gpus is None:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
     resources = {"CPU": launcher.worker_cpus or 1} | ({"GPU": gpus} if gpus else {})
     return ScalingConfig(
-        # With a number Ray keeps no machines for a command that was killed.
-        num_workers=most if least == most else (least, most),
+        num_workers=workers,
         use_gpu=gpus > 0,
         resources_per_worker=resources,
         elastic_resize_monitor_interval_s=float(launcher.resize_seconds or 0),
@@ -334,17 +339,17 @@ def fit(trainer: Trainer, stop: Any) -> int:
     """Train until the end, or until workers have stopped after a signal.
 
     Raises:
-      UserError: that of a worker.
+      UserError: a worker raised it.
     """
     signals: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > 1:
-            os._exit(128 + number)  # Ray ends the workers of a command that is gone
+            os._exit(128 + number)  # Ray ends the workers of a command that has ended.
 
-    # Ray would end the workers at the first Ctrl-C, if it saw the main thread.
-    with handlers(handle), ThreadPoolExecutor(1) as pool:
+    # In the main thread, Ray would end the workers at the first Ctrl-C.
+    with signal_handlers(handle), ThreadPoolExecutor(1) as pool:
         running: Future[Any] = pool.submit(trainer.fit)
         sent = 0
         while not wait([running], timeout=0.5).done:
@@ -359,8 +364,8 @@ def fit(trainer: Trainer, stop: Any) -> int:
 
 
 @contextlib.contextmanager
-def handlers(handle: Any) -> Iterator[None]:
-    """Handle signals by a function while the context is open."""
+def signal_handlers(handle: Any) -> Iterator[None]:
+    """Handle `SIGNALS` by a function while the context is open."""
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
@@ -373,7 +378,7 @@ def exit_code(done: Future[Any]) -> int:
     """Return the exit code of a training that has ended.
 
     Raises:
-      UserError: that of a worker.
+      UserError: a worker raised it.
     """
     try:
         code: int = done.result().return_value
@@ -392,7 +397,7 @@ def exit_code(done: Future[Any]) -> int:
 
 def work(settings: Mapping[str, Any]) -> int:
     """Train as one worker of several; return the exit code. Ray calls it in each."""
-    # JAX is imported in workers alone: the command may not take a GPU from them.
+    # JAX is imported in workers only: in the command it would take a GPU from them.
     import jax
 
     from trainer.assembly.hooks import Hooks
@@ -409,8 +414,9 @@ def work(settings: Mapping[str, Any]) -> int:
     config = with_workers(from_tree(Config, job.config), count)
     received: list[int] = []
     if rank == 0:
-        waiting = (job.stop, received)
-        threading.Thread(target=receive_signal, args=waiting, daemon=True).start()
+        threading.Thread(
+            target=receive_signal, args=(job.stop, received), daemon=True
+        ).start()
     hooks = Hooks(stop_requested=lambda: received[0] if received else 0)
     try:
         code, _ = run(config, job.overrides, hooks, job.fixed)
@@ -429,12 +435,12 @@ def work(settings: Mapping[str, Any]) -> int:
 
 def receive_signal(stop: Any, received: list[int]) -> None:
     """Wait for a signal to the command, and append its number to `received`."""
-    with contextlib.suppress(RayError):  # the command is gone
+    with contextlib.suppress(RayError):  # The command may have ended.
         received.append(ray.get(stop.receive.remote()))
 
 
 def change_directory(folder: str) -> None:
-    """Work in the directory of the command, where relative paths mean the same."""
+    """Enter the command's directory, where relative paths mean the same."""
     try:
         os.chdir(folder)
     except OSError as error:

@@ -54,10 +54,10 @@ from trainer.config.fields import flatten, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave, run_and_flush
 from trainer.run.allocator import keep_freed_memory
-from trainer.run.shutdown import EARLY, NOTHING_TRAINED
+from trainer.run.shutdown import EARLY_INTERRUPT, NOTHING_TRAINED
 from trainer.text import key_of, refuse_twice, show
 
-# Hydra's flags, which are passed on unchanged
+# Hydra's flags, which are passed on unchanged.
 FLAGS = (
     "--cfg",
     "--config-dir",
@@ -72,12 +72,12 @@ FLAGS = (
     "--run",
     "--shell-completion",
 )
-STOPPED = (130, 143)  # exit codes after a signal
+STOPPED = (130, 143)  # exit codes after Ctrl-C and SIGTERM
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
 RESUME_ALL = "start all processes again with the same run_dir to resume"
-LEAVE_SECONDS = 15  # to wait for processes that end for the same reason
+LEAVE_SECONDS = 15  # Wait so long for processes that end for the same reason.
 NO_BEST = (
     "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
     " tracker=jsonl"
@@ -86,13 +86,13 @@ NO_BEST = (
 
 @dataclass
 class HydraJob:
-    """A training that Hydra starts: one, or one of a sweep.
+    """A training that Hydra starts: the only one, or one of a sweep.
 
     Attributes:
       run_dir: its directory.
-      sweep_overrides: of the keys that the sweep varies.
-      exit_code: None until it has ended.
-      error: a bug or the loss of another process, which ended it.
+      sweep_overrides: the overrides of the keys that the sweep varies.
+      exit_code: its exit code; None until it has ended.
+      error: the exception that ended it: a bug, or another process was lost.
     """
 
     run_dir: Path
@@ -106,7 +106,9 @@ class HydraJob:
         return " ".join(self.sweep_overrides)
 
 
-def load(tree: DictConfig, line: CommandLine, sweep_overrides: Sequence[str]) -> Config:
+def load(
+    tree: DictConfig, command_line: CommandLine, sweep_overrides: Sequence[str]
+) -> Config:
     """Return the checked configuration of a job.
 
     In a sweep the run directory is the numbered one that Hydra made. A run without a
@@ -115,14 +117,14 @@ def load(tree: DictConfig, line: CommandLine, sweep_overrides: Sequence[str]) ->
     changes = {}
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
-    config = build_config(tree, line.saved, **changes)
+    config = build_config(tree, command_line.saved, **changes)
     if config.has_processes and not overrides_of(["run_dir"]):
         raise UserError(
             "a run of several processes needs run_dir=DIRECTORY: every process writes"
             " to the same one"
         )
     used = dict(flatten(to_tree(config)))
-    for key, value in line.not_taken.items():
+    for key, value in command_line.not_taken.items():
         if value != used.get(key):
             show(
                 f"{key}={value} of that run is ignored, because a run directory may"
@@ -149,23 +151,21 @@ def is_search() -> bool:
 
 
 def overrides_of(keys: Collection[str]) -> list[str]:
-    """Return the job's overrides of these keys, without those of a continued run."""
+    """Return the job's overrides of these keys, without those that a run has saved."""
     overrides = HydraConfig.get().overrides.task
     return [override for override in overrides if key_of(override) in keys]
 
 
 def remove_empty_output_dir() -> None:
     """Remove the directory that Hydra made for a job, unless the job has used it."""
-    # It fails if training began here, or if another process was faster.
+    # rmdir fails if training began here, or if another process removed it before.
     with contextlib.suppress(OSError):
         os.rmdir(HydraConfig.get().runtime.output_dir)
 
 
 @contextlib.contextmanager
 def report_errors(job: HydraJob) -> Iterator[None]:
-    """Print the error of a user or of the disk in one line, and set the job's exit
-    code.
-    """
+    """Print a UserError or a file's OSError in a line, and set the job's exit code."""
     try:
         yield
     except UserError as error:
@@ -185,13 +185,13 @@ def report_errors(job: HydraJob) -> Iterator[None]:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the file that the operating system refused, and its reason."""
+    """Return the file of an error of the operating system, and the reason."""
     return f"{str(error.filename)[:300]}: {error.strerror}"
 
 
 def announce(job: HydraJob, number: int, sweep: Sweep) -> None:
     """Print which job of a sweep starts."""
-    # The jobs of an interval of values cannot be counted in advance.
+    # The jobs of a sweep over an interval cannot be counted in advance.
     count = f" of {len(sweep.jobs)}" if sweep.jobs else ""
     show(
         f"\nrun {job.run_dir.name} (job {number}{count}): {job.label}, in"
@@ -200,8 +200,9 @@ def announce(job: HydraJob, number: int, sweep: Sweep) -> None:
 
 
 def report_sweep(jobs: Sequence[HydraJob]) -> None:
-    """Print a table of the jobs, the best first, and write it to sweep.html; then name
-    the jobs that failed.
+    """Print a table of the jobs, the best first, and write it to sweep.html.
+
+    Then print the jobs that failed.
     """
     from trainer.report.comparing import write_comparison
 
@@ -221,20 +222,20 @@ def report_sweep(jobs: Sequence[HydraJob]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Train, once or as often as a sweep asks for.
+    """Train once, or each job of a sweep.
 
     Returns:
-      The first exit code that is not zero.
+      The first exit code that is not zero, or zero.
     """
-    # Hydra then raises exceptions instead of printing tracebacks.
+    # Let Hydra raise exceptions instead of printing tracebacks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    EARLY.begun = False
+    EARLY_INTERRUPT.guard_entered = False
     try:
         argv = without_dashes(argv, training_keys, FLAGS)
         refuse_config_name_flags(argv)
-        line = expand_arguments(argv)
-        sweep = Sweep.parse(line.overrides)
-        problems = sweep.problems(line.saved)
+        command_line = expand_arguments(argv)
+        sweep = Sweep.parse(command_line.overrides)
+        problems = sweep.problems(command_line.saved)
     except UserError as error:
         complain(error)
         return error.exit_code
@@ -245,9 +246,9 @@ def main(argv: list[str]) -> int:
         complain(problem)
     if problems:
         return 2
-    if line.saved and prints_configuration(argv):
-        # Hydra would print it without the saved settings.
-        show(resolved_yaml(line), end="")
+    if command_line.saved and prints_configuration(argv):
+        # Hydra would print the configuration without the saved settings.
+        show(resolved_yaml(command_line), end="")
         return 0
     jobs: list[HydraJob] = []
     user_keys = {key_of(argument) for argument in long_forms(argv)}
@@ -258,7 +259,7 @@ def main(argv: list[str]) -> int:
             remove_empty_output_dir()
             return None  # The signal or the error ends the whole sweep.
         if not jobs and in_sweep():
-            tracker = with_saved(tree, line.saved)["tracker"]
+            tracker = with_saved(tree, command_line.saved)["tracker"]
             if tracker["kind"] == "none":
                 show(NO_BEST)
         run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -268,7 +269,7 @@ def main(argv: list[str]) -> int:
             announce(job, len(jobs), sweep)
         try:
             with report_errors(job):
-                config = load(tree, line, job.sweep_overrides)
+                config = load(tree, command_line, job.sweep_overrides)
                 user_overrides = [*config_files, *overrides_of(user_keys)]
                 # A sweep must not resume a run of an earlier sweep with other values.
                 fixed = ["train.steps", *sweep.keys] if in_sweep() else []
@@ -279,19 +280,19 @@ def main(argv: list[str]) -> int:
                     check_same_text(job, completed[0])
                 return loss
         except Exception as error:
-            # Raised by `main`: here Hydra would print a line of its own above it.
+            # `main` raises it: here Hydra would print a line of its own above it.
             job.error = error
         # A search continues after a refused run.
         return math.inf if job.exit_code else None
 
-    sys.argv = [sys.argv[0], *with_seed(line.overrides)]
+    sys.argv = [sys.argv[0], *with_seed(command_line.overrides)]
     try:
         decorate = hydra.main(
             config_path=CONFIGS, config_name="config", version_base=None
         )
         decorate(run_job)()
     except KeyboardInterrupt:
-        if EARLY.begun:
+        if EARLY_INTERRUPT.guard_entered:
             complain("interrupted while ending; re-run the same command to resume")
         else:
             complain(NOTHING_TRAINED)
@@ -321,8 +322,9 @@ def start(config: Config, overrides: Sequence[str], fixed: Collection[str]) -> i
 
     Args:
       config: the checked configuration.
-      overrides: the user's, for the report.
-      fixed: keys and groups that a run in this directory must have as they are here.
+      overrides: the user's overrides, for the report.
+      fixed: keys and groups that must equal those of the run to resume, see
+        RunDir.check.
     """
     if config.launcher.kind is not None:
         from trainer.cli.ray_launcher import launch
@@ -331,7 +333,7 @@ def start(config: Config, overrides: Sequence[str], fixed: Collection[str]) -> i
     keep_freed_memory()
     from trainer.assembly.run import run
 
-    EARLY.imported = True
+    EARLY_INTERRUPT.imported = True
     code, _ = run(config, overrides, fixed=fixed)
     return code
 
@@ -353,7 +355,7 @@ def with_seed(overrides: Sequence[str]) -> list[str]:
 def validation_loss(job: HydraJob) -> float | None:
     """Return the last validation loss of a job, which Hydra's sweepers minimize.
 
-    It is infinite if the training diverged, and None without a log.
+    It is infinite if the job failed, and None without a log.
     """
     if job.exit_code:
         return math.inf
@@ -364,20 +366,20 @@ def validation_loss(job: HydraJob) -> float | None:
     return next((row["val/loss"] for row in rows[::-1] if "val/loss" in row), None)
 
 
-def check_same_text(job: HydraJob, first: HydraJob) -> None:
-    """Refuse a job of a search whose loss cannot be compared with that of the first.
+def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
+    """Refuse a job of a search whose loss cannot be compared with the first job's.
 
     Raises:
-      UserError: they validated on other texts, or other amounts of one.
+      UserError: the two jobs validated on different texts, or amounts of text.
     """
     from trainer.report.comparing import last_validated
     from trainer.report.history import History
 
-    texts = {last_validated(History.read(run.run_dir)) for run in (first, job)}
+    texts = {last_validated(History.read(run.run_dir)) for run in (first_job, job)}
     if len(texts) > 1:
         raise UserError(
             f"{job.run_dir} ({job.label}) validated on another text than"
-            f" {first.run_dir}, or on more or less of it, so its loss counts as"
+            f" {first_job.run_dir}, or on more or less of it, so its loss counts as"
             " infinite in this search; search over keys that leave the validation as"
             " it is"
         )
@@ -414,11 +416,11 @@ def command(arguments: list[str]) -> NoReturn:
     """Train, and exit."""
     if asks_for_help(arguments):
         leave(run_main(lambda: show_help(arguments)))
-    EARLY.install()
+    EARLY_INTERRUPT.install()
+    # resume= is short for resume.source=.
     full_keys = [re.sub("^resume=", "resume.source=", text) for text in arguments]
 
     def call() -> int:
-        # The shell turns `paths=[*.{a,b}]` into two arguments.
         refuse_twice(full_keys)
         return main(arguments)
 
@@ -435,32 +437,30 @@ def command(arguments: list[str]) -> NoReturn:
         else:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
-        leave_alone(1)
+        exit_without_waiting(1)
     if code and is_distributed():
-        # All processes that end leave together. One that fails alone does not wait for
-        # the others, because they wait for it.
+        # The others usually end for the same reason, so wait for them. If they do not
+        # end, this process failed alone, and they wait for it.
         shutdown = threading.Thread(
             target=sys.modules["jax"].distributed.shutdown, daemon=True
         )
         shutdown.start()
         shutdown.join(LEAVE_SECONDS)
         if shutdown.is_alive():
-            leave_alone(code)
+            exit_without_waiting(code)
     leave(code)
 
 
 def is_distributed() -> bool:
-    """Return whether this is one of several processes, for which JAX would wait at
-    exit.
-    """
+    """Return whether this is one of several processes, which JAX awaits at exit."""
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
-def leave_alone(code: int) -> NoReturn:
+def exit_without_waiting(code: int) -> NoReturn:
     """Exit at once, without waiting for the other processes.
 
-    A launcher that watches all processes could not tell which one failed while all of
-    them wait.
+    If all processes waited, a launcher that watches them could not tell which one
+    failed.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a closed pipe

@@ -35,15 +35,15 @@ class EarlyInterrupt:
       imported: whether JAX is imported. A KeyboardInterrupt during that aborts the
         process with a trace of C++; before, a Ctrl-C ends it without an exception.
       received: whether one came.
-      begun: whether a `Guard` was entered since `install`.
+      guard_entered: whether a `Guard` was entered since `install`.
     """
 
     def __init__(self) -> None:
-        self.imported = self.received = self.begun = False
+        self.imported = self.received = self.guard_entered = False
 
     def install(self) -> None:
         """Catch Ctrl-C from now on, in the main thread of a program."""
-        self.received = self.begun = False
+        self.received = self.guard_entered = False
         signal.signal(signal.SIGINT, self._caught)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
@@ -55,12 +55,12 @@ class EarlyInterrupt:
 
     def take(self) -> bool:
         """Return whether a Ctrl-C came, and forget it."""
-        self.begun = True
+        self.guard_entered = True
         received, self.received = self.received, False
         return received
 
 
-EARLY = EarlyInterrupt()
+EARLY_INTERRUPT = EarlyInterrupt()
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Guard:
             self._handlers = {
                 number: signal.signal(number, self._caught) for number in SIGNALS
             }
-            if EARLY.take():
+            if EARLY_INTERRUPT.take():
                 signal.raise_signal(signal.SIGINT)
         self._last = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)

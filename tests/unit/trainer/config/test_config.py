@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from trainer.__main__ import command
 from trainer.assembly.build import build_model
 from trainer.bounds import Positive, at_least
-from trainer.cli.train import EARLY
+from trainer.cli.train import EARLY_INTERRUPT
 from trainer.config.combinations import validate
 from trainer.config.composition import (
     CONFIGS,
@@ -49,7 +49,7 @@ def command_line(tmp_path, monkeypatch, capsys):
         # Hydra's handlers would outlive this test's output.
         monkeypatch.setattr(logging.root, "handlers", [])
         # Of the whole process.
-        monkeypatch.setattr(EARLY, "install", lambda: None)
+        monkeypatch.setattr(EARLY_INTERRUPT, "install", lambda: None)
         monkeypatch.setattr(sys, "argv", ["trainer", *args])
         with pytest.raises(SystemExit) as ended:
             command()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from trainer.cli.compare import Arguments, directories, main
+from trainer.cli.compare import Arguments, main, run_directories
 from trainer.errors import UserError
 from trainer.report.charts import Choice, ChoiceChart, color_number
 from trainer.report.comparing import (
@@ -146,11 +146,13 @@ def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
 def test_runs_are_directories_or_patterns_in_the_order_of_numbers(sweep, monkeypatch):
     monkeypatch.chdir(sweep.parent)
     for pattern in ("sweep/*", f"{sweep}/*"):
-        assert [path.name for path in directories(pattern)] == [*map(str, range(12))]
-    assert directories(f"{sweep}/3,{sweep}/1") == [sweep / "3", sweep / "1"]
+        assert [path.name for path in run_directories(pattern)] == [
+            *map(str, range(12))
+        ]
+    assert run_directories(f"{sweep}/3,{sweep}/1") == [sweep / "3", sweep / "1"]
     # a directory whose name is a pattern is that directory
     (sweep / "1").rename(sweep / "lr[2]")
-    runs = directories(f"{sweep}/lr[2],{sweep}/[34]")
+    runs = run_directories(f"{sweep}/lr[2],{sweep}/[34]")
     assert runs == [sweep / "lr[2]", sweep / "3", sweep / "4"]
 
 

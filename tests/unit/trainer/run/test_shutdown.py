@@ -173,7 +173,7 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
     tmp_path, monkeypatch
 ):
     early = EarlyInterrupt()
-    monkeypatch.setattr(shutdown, "EARLY", early)
+    monkeypatch.setattr(shutdown, "EARLY_INTERRUPT", early)
     before = signal.getsignal(signal.SIGINT)
     try:
         early.install()
@@ -190,8 +190,8 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
 def test_a_ctrl_c_during_the_imports_ends_the_process_without_an_exception():
     code = """
 import signal
-from trainer.run.shutdown import EARLY
-EARLY.install()
+from trainer.run.shutdown import EARLY_INTERRUPT
+EARLY_INTERRUPT.install()
 try:
     signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt:
