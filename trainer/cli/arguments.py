@@ -145,9 +145,8 @@ def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
     if not close:
         return []
     preferred = ("train.", "optimizer.")
-    return sorted(
-        by_last_part[close[0]], key=lambda key: not key.startswith(preferred)
-    )[:3]
+    similar = by_last_part[close[0]]
+    return sorted(similar, key=lambda key: not key.startswith(preferred))[:3]
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:

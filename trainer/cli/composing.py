@@ -19,7 +19,8 @@ from trainer.config.reference import Group, reference
 from trainer.errors import UserError
 from trainer.text import key_of, note, refuse_twice, show
 
-CONFIG = "config"  # config=FILE names a file of keys; the schema has no such key.
+# config=FILE names a file of keys; the schema has no such key.
+CONFIG = "config"
 
 
 def training_keys() -> list[str]:

@@ -280,7 +280,8 @@ def launch(
             scaling_config=scaling(config.launcher),
             run_config=RunConfig(
                 name="run",
-                storage_path=storage,  # stays empty: workers report nothing
+                # The directory stays empty: workers report nothing.
+                storage_path=storage,
                 failure_config=FailureConfig(max_failures=config.launcher.restarts),
                 callbacks=[WorkerCallbacks(stop, config.watchdog.stop_seconds or None)],
                 logging_config=LoggingConfig("CRITICAL"),
@@ -346,7 +347,8 @@ def fit(trainer: Trainer, stop: Any) -> int:
     def handle(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > 1:
-            os._exit(128 + number)  # Ray ends the workers of a command that has ended.
+            # Ray ends the workers of a command that has ended.
+            os._exit(128 + number)
 
     # In the main thread, Ray would end the workers at the first Ctrl-C.
     with signal_handlers(handle), ThreadPoolExecutor(1) as pool:
@@ -405,7 +407,8 @@ def work(settings: Mapping[str, Any]) -> int:
     from trainer.parallel.processes import PROCESS_VARIABLES
 
     job: WorkerJob = settings["job"]
-    logging.getLogger("jax").setLevel(logging.WARNING)  # Ray shows more of all loggers
+    # Ray shows more of all loggers.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     change_directory(job.folder)
     context = ray.train.get_context()
     count, rank = context.get_world_size(), context.get_world_rank()

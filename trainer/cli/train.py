@@ -77,7 +77,8 @@ LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
 RESUME_ALL = "start all processes again with the same run_dir to resume"
-LEAVE_SECONDS = 15  # Wait so long for processes that end for the same reason.
+# Wait so long for processes that end for the same reason.
+LEAVE_SECONDS = 15
 NO_BEST = (
     "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
     " tracker=jsonl"

@@ -36,7 +36,8 @@ from trainer.text import override, show
 
 END = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
-PIECE_CHARS = 1 << 20  # A longer text is split into words piece by piece.
+# A longer text is split into words piece by piece.
+PIECE_CHARS = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,8 @@ def tiktoken_settings(
     )
     if not is_bytes and not is_like_gpt2:
         return None
-    pattern = pattern_of(tree)  # may take a second, so the other checks come first
+    # This may take a second, so the other checks come first.
+    pattern = pattern_of(tree)
     if pattern is None or (pattern == "" and not is_bytes):
         return None
     return ids, {"pat_str": pattern, "special_tokens": added}

@@ -54,8 +54,10 @@ Position = Any  # JSON values that say where reading continues
 
 DOCUMENTS_PER_READ = 256
 FILES_PER_READ = 16
-PIECE_CHARS = 1 << 21  # A single text is read in pieces of about this size.
-PRECEDING_CHARS = 1 << 12  # The tokens of a piece may depend on so much text before it.
+# A single text is read in pieces of about this size.
+PIECE_CHARS = 1 << 21
+# The tokens of a piece may depend on so much text before it.
+PRECEDING_CHARS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -497,7 +499,8 @@ def read_text(file: SourceFile, position: Position) -> Iterator[TextBatch]:
             if size >= PIECE_CHARS and LINE_START.search(piece[-1][-2:] + line[:1]):
                 text = "".join(piece)
                 yield TextBatch([text], number, preceding, line)
-                preceding, piece, size = (preceding + text)[-PRECEDING_CHARS:], [], 0
+                preceding = (preceding + text)[-PRECEDING_CHARS:]
+                piece, size = [], 0
             piece.append(line)
             size += len(line)
     if piece:

@@ -114,8 +114,9 @@ class Encoder:
                 if ahead and (next_batch is None or len(ahead) == BATCHES_AHEAD):
                     batch, encoded = ahead.popleft()
                     if budget is not None:
-                        arrays = [a for part in encoded.parts for a in part.arrays()]
-                        size = sum(map(len, arrays))
+                        size = 0
+                        for part in encoded.parts:
+                            size += sum(map(len, part.arrays()))
                         if size >= budget:
                             # Encode the batch again, up to the document that reaches
                             # the budget.
@@ -140,8 +141,10 @@ class Encoder:
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
         # The text around a piece must be of its own split. A cut below 0 lies in
         # `preceding`, and a cut beyond the texts in `following`.
-        cut_offset = 0 if cut is None else cut  # documents have no text around them
-        train_following = batch.following[: max(0, cut_offset - sum(map(len, texts)))]
+        # Documents have no text around them.
+        cut_offset = 0 if cut is None else cut
+        following_chars = max(0, cut_offset - sum(map(len, texts)))
+        train_following = batch.following[:following_chars]
         val_preceding = batch.preceding[cut_offset:] if cut_offset < 0 else ""
         train = self._part(pool, "train", train_texts, batch.preceding, train_following)
         val = self._part(pool, "val", val_texts, val_preceding, batch.following)

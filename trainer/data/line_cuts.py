@@ -38,7 +38,8 @@ SPLIT_AT_LINES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 LOCAL_PRE_TOKENIZERS = {"Metaspace", "Punctuation", "Digits", "ByteLevel", "Split"}
 # A newline, or GPT-2's spelling of one, before another character.
 CROSSING = re.compile("[\n\u010a][^\n\u010a]")
-SPACES = " {2,}"  # the pattern that transformers' converters write for a run of spaces
+# transformers' converters write this pattern for a run of spaces.
+SPACES = " {2,}"
 
 
 def cut_at_lines(text: str, size: int) -> list[str]:

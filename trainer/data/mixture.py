@@ -162,7 +162,7 @@ class StageSampler:
         end = np.minimum(start + self._block_sizes[stage], self._lengths[stage])
         # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
         # A permutation maps positions to slots.
-        at_start = self._cumulative(stage, start)  # at the block's start, [b, K + 1]
+        at_start = self._cumulative(stage, start)  # [b, K + 1]
         slot_bounds = self._cumulative(stage, end) - at_start
         slot = np.empty_like(sample)
         for size in np.unique(end - start):  # The last block of a stage is shorter.

@@ -14,7 +14,8 @@ from tiktoken_ext.openai_public import ENDOFTEXT
 from trainer.errors import UserError
 from trainer.files import read_file, read_object
 
-MAX_BYTES = 1 << 28  # of a file; the largest vocabularies take some 40 MB
+# Of a file; the largest vocabularies take some 40 MB.
+MAX_BYTES = 1 << 28
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"

@@ -32,8 +32,10 @@ from trainer.files import (
 )
 
 MANIFEST_VERSION = 2
-SHARD_VERSION = 1  # changes when a text would get other ids; a part of fingerprints
-READABLE_VERSIONS = (1, MANIFEST_VERSION)  # Version 1 has no digest of its content.
+# A part of fingerprints, which changes when a text would get other ids.
+SHARD_VERSION = 1
+# Version 1 has no digest of its content.
+READABLE_VERSIONS = (1, MANIFEST_VERSION)
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 # Records of verified shards, in the user's cache: whoever made a data directory could
