@@ -22,7 +22,7 @@ from trainer.cli import evaluate, train_tokenizer
 from trainer.cli import export as export_run
 from trainer.cli.arguments import parse
 from trainer.cli.composing import split_arguments
-from trainer.cli.train import STOPPED, main
+from trainer.cli.train import SIGNAL_EXIT_CODES, main
 from trainer.config.composition import (
     Sweep,
     compose_config,
@@ -112,7 +112,7 @@ def test_every_exit_code_is_documented():
         0,
         1,
         HUNG,
-        *STOPPED,
+        *SIGNAL_EXIT_CODES,
         *(128 + number for number in SIGNALS),
         128 + signal.SIGPIPE,
     }

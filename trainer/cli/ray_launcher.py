@@ -36,7 +36,7 @@ RAY_LINE = (
     r"|The node with node id|A worker died or was killed)"
 )
 # Ray reads these when it is imported, or when it starts workers.
-SETTINGS = {
+RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Seconds that Ray waits for a worker group of the old size before it starts a
     # smaller one, because it may still count a lost machine. Ray's default is 60.
@@ -51,7 +51,7 @@ SETTINGS = {
     # Workers work in the directory of the command.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-for _name, _value in SETTINGS.items():
+for _name, _value in RAY_VARIABLES.items():
     os.environ.setdefault(_name, _value)
 
 try:
@@ -90,7 +90,7 @@ except ImportError as missing:
 autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 40
 # Prefixes of the environment variables that workers get from the command. Ray logs
 # them, and others may be secrets. For all others, workers have those of their node.
-PASSED_ON = ("JAX_", "XLA_", "PYTHONPATH")
+PASSED_PREFIXES = ("JAX_", "XLA_", "PYTHONPATH")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -304,7 +304,9 @@ def launch(
 def connect() -> None:
     """Connect to the cluster of this machine. Raises UserError if there is none."""
     try:
-        ray.init("auto", logging_level="ERROR", runtime_env={"env_vars": passed_on()})
+        ray.init(
+            "auto", logging_level="ERROR", runtime_env={"env_vars": passed_variables()}
+        )
     except ConnectionError as error:
         raise UserError(
             "launcher=ray found no Ray cluster on this machine; start one by `ray start"
@@ -313,9 +315,9 @@ def connect() -> None:
         ) from error
 
 
-def passed_on() -> dict[str, str]:
+def passed_variables() -> dict[str, str]:
     """Return the command's environment variables that its workers get."""
-    return {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+    return {k: v for k, v in os.environ.items() if k.startswith(PASSED_PREFIXES)}
 
 
 def scaling(launcher: Launcher) -> ScalingConfig:

@@ -72,7 +72,7 @@ FLAGS = (
     "--run",
     "--shell-completion",
 )
-STOPPED = (130, 143)  # exit codes after Ctrl-C and SIGTERM
+SIGNAL_EXIT_CODES = (130, 143)  # exit codes after Ctrl-C and SIGTERM
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
     config_files = [argument for argument in argv if argument.startswith("config=")]
 
     def run_job(tree: DictConfig) -> float | None:
-        if jobs and (jobs[-1].exit_code in STOPPED or jobs[-1].error):
+        if jobs and (jobs[-1].exit_code in SIGNAL_EXIT_CODES or jobs[-1].error):
             remove_empty_output_dir()
             return None  # The signal or the error ends the whole sweep.
         if not jobs and in_sweep():

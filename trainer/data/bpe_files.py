@@ -40,7 +40,7 @@ CLASS_OF_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Prefixes of transformers' classes that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 # Functions of tiktoken that download the ranks of an encoding.
-LOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
+DOWNLOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
 # With these keys a character has another token inside a word than at its end.
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -100,12 +100,12 @@ def known_settings(name: str) -> dict[str, Any]:
     """
     tiktoken.list_encoding_names()  # fills the registry
     constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
-    if constructor is None or not LOADERS & set(constructor.__code__.co_names):
+    if constructor is None or not DOWNLOADERS & set(constructor.__code__.co_names):
         return {}
     # tiktoken defines them only inside functions that also download the ranks. Call a
     # copy of the function, whose globals replace the download.
     names = constructor.__globals__ | {
-        loader: lambda *_, **__: {} for loader in LOADERS
+        loader: lambda *_, **__: {} for loader in DOWNLOADERS
     }
     return types.FunctionType(constructor.__code__, names)()
 

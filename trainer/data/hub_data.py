@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 DOCUMENTATION = re.compile(r"(?i)(readme|license)(\.(txt|rst))?|.*\.md")
 # Files that `datasets.save_to_disk` writes beside the rows: splits, columns, names of
 # data files.
-DICT, STATE = "dataset_dict.json", "state.json"
-SAVED_TO_DISK = (DICT, "dataset_info.json", STATE)
+DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
 # Builders that cast tables, in the reference version of `datasets`.
-CASTING = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")
-INDEX = "__index_level_0__"  # the column of pandas' index in Arrow
+CASTING_BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")
+PANDAS_INDEX = "__index_level_0__"  # the column of pandas' index in Arrow
 
 
 def refuse_builder(name: str) -> None:
@@ -142,14 +142,14 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
       UserError: the method is private to `datasets`, and this version lacks it.
     """
     cast = getattr(builder, "_cast_table", None)
-    if cast is None and builder.name in CASTING:
+    if cast is None and builder.name in CASTING_BUILDERS:
         raise unknown_version(builder.name)
     if cast is None:
         return
 
     def checked(table: "pyarrow.Table", **settings: Any) -> "pyarrow.Table":
         # If a row has too many fields, pandas takes the first for the row's name.
-        if builder.name == "csv" and INDEX in table.column_names:
+        if builder.name == "csv" and PANDAS_INDEX in table.column_names:
             raise UserError(
                 "a row of the CSV file has more fields than its header has names; put"
                 " fields that hold commas in double quotes"
@@ -227,8 +227,8 @@ def refuse_unsaved(
     those of a larger data set that was saved there before. The state.json names the
     files of the saved data set.
     """
-    saved_states = [path for path in local if path == folder / STATE]
-    states = saved_states or [path for path in local if path.name == STATE]
+    saved_states = [path for path in local if path == folder / STATE_FILE]
+    states = saved_states or [path for path in local if path.name == STATE_FILE]
     saved = {
         os.path.realpath(state.parent / entry["filename"])
         for state in states
@@ -251,7 +251,7 @@ def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) 
 
     `datasets` finds splits by the words train, validation and test in names.
     """
-    if not (folder / DICT).is_file():
+    if not (folder / DICT_FILE).is_file():
         return
     for split, files in data_files.items():
         directory, *others = dict.fromkeys(Path(file).parent for file in files)

@@ -37,7 +37,7 @@ NORMALIZERS = {
 SPLIT_AT_LINES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 LOCAL_PRE_TOKENIZERS = {"Metaspace", "Punctuation", "Digits", "ByteLevel", "Split"}
 # A newline, or GPT-2's spelling of one, before another character.
-CROSSING = re.compile("[\n\u010a][^\n\u010a]")
+NEWLINE_INSIDE = re.compile("[\n\u010a][^\n\u010a]")
 # transformers' converters write this pattern for a run of spaces.
 SPACES = " {2,}"
 
@@ -67,7 +67,7 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     """
     normalizers = list(parts_of(tree.get("normalizer")))
     pre_tokenizers = list(parts_of(tree.get("pre_tokenizer")))
-    if any(map(CROSSING.search, added_ids(tree))):
+    if any(map(NEWLINE_INSIDE.search, added_ids(tree))):
         return False
     if not all(is_local(part, NORMALIZERS) for part in normalizers):
         return False
@@ -91,7 +91,7 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     # A word may span lines. But no merge crosses a line's end if no token has a newline
     # before another character.
     return is_bpe(tree["model"]) and not any(
-        map(CROSSING.search, tree["model"]["vocab"])
+        map(NEWLINE_INSIDE.search, tree["model"]["vocab"])
     )
 
 

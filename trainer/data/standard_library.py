@@ -18,8 +18,8 @@ from trainer.errors import UserError
 
 # These are not part of the library: installed packages, the bundled pip, caches, and
 # the module with the build's paths.
-LEFT_OUT = ("site-packages", "dist-packages", "_bundled", "__pycache__")
-BUILD = "_sysconfigdata"
+EXCLUDED_FOLDERS = ("site-packages", "dist-packages", "_bundled", "__pycache__")
+BUILD_MODULE = "_sysconfigdata"
 
 
 class Library(NamedTuple):
@@ -83,9 +83,9 @@ def files_below(folder: Path) -> Iterator[Path]:
     """Yield the library's Python files, sorted by their paths within it."""
     files: list[Path] = []
     for directory, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in names:
-            if name.endswith(".py") and not name.startswith(BUILD):
+            if name.endswith(".py") and not name.startswith(BUILD_MODULE):
                 files.append(Path(directory, name))
     yield from sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 

@@ -30,7 +30,7 @@ MAX_REPEATS = 1000  # of an atom; the numbers of nested quantifiers are multipli
 MAX_VARIABLE, MAX_UNBOUNDED = 8, 3
 
 # Simple patterns that match at least one character, such as transformers' ` {2,}`.
-TAKES_TEXT = re.compile(
+NONEMPTY_PATTERN = re.compile(
     r"(\\A)?(\\s|[^\\^$.|?*+()\[\]{}])(\+|\{[1-9]\d*(,\d*)?\})?", re.DOTALL
 )
 # This pattern repeats a group of variable length, but the next character decides which
@@ -111,7 +111,7 @@ def may_match_empty(pattern: dict[str, str]) -> bool:
     regex = pattern.get("Regex")
     if regex is None:
         return not pattern.get("String")
-    return not TAKES_TEXT.fullmatch(regex)
+    return not NONEMPTY_PATTERN.fullmatch(regex)
 
 
 @dataclass
