@@ -57,14 +57,20 @@ from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import (
     Kernels,
     gpu_options,
+    has_constant_fp8_scales,
     marked_attention,
     takes_any_layout,
-    takes_scales,
 )
 from trainer.step.moments import stacks_of, store_moments
 from trainer.step.state import TrainState
 from trainer.step.state_tree import subtree_like
-from trainer.step.step import Hyper, StepReductions, Tokens, Update, make_train_step
+from trainer.step.step import (
+    Hyper,
+    OptimizerSetup,
+    StepReductions,
+    Tokens,
+    make_train_step,
+)
 
 if TYPE_CHECKING:  # its tokenizers take long to import
     from trainer.data.dataset import Dataset
@@ -280,7 +286,7 @@ class TrainTask(NamedTuple):
     plain_optimizer: OptimizerFor
     mesh: Mesh
     reduce: GradReduceConfig = GradReduceConfig()
-    kernels: Kernels = Kernels.KEPT
+    kernels: Kernels = Kernels.CACHED
     trainable: tuple[str, ...] = ()
     diloco: DiLoCoSettings | None = None
 
@@ -351,7 +357,7 @@ class TrainTask(NamedTuple):
         Equal FP8 products become one kernel, and attention sums in one order.
         """
         with contextlib.ExitStack() as contexts:
-            if takes_scales(self.model.policy):
+            if has_constant_fp8_scales(self.model.policy):
                 contexts.enter_context(compiler_hints.scales_in_products())
             if self.mesh.devices.flat[0].platform == "gpu":
                 contexts.enter_context(marked_attention(self.kernels))
@@ -552,7 +558,7 @@ def lower_step(
     stacks = task.stacks(like.params)
     step = make_train_step(
         task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
-        Update(
+        OptimizerSetup(
             make_optimizer=lambda seed: task.optimizer(seed, stacks),
             trained=task.trained,
             store_gradients=task.model.store_gradients,

@@ -45,7 +45,7 @@ def on_cpu(fun, *args):
     return jax.jit(fun)(*jax.device_put(args, cpu))
 
 
-def options(on_gpu, kernels=Kernels.KEPT):
+def options(on_gpu, kernels=Kernels.CACHED):
     policy = compose_config(["precision=scalify_fp8_fp16"]).precision.policy
     return gpu_options(policy, kernels) if on_gpu else None
 
@@ -146,7 +146,7 @@ def test_random_bits_and_what_they_round_to_are_those_of_a_cpu(on_gpu):
     ).all()
 
 
-def task(preset, on_gpu, kernels=Kernels.KEPT):
+def task(preset, on_gpu, kernels=Kernels.CACHED):
     spec = GPT2Spec(64, 32, n_layer=1, n_head=2, d_model=32)
     if on_gpu:
         spec = GPT2Spec(50257, 1024, n_layer=2, n_head=12, d_model=768)
@@ -215,7 +215,7 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
 
 # on a CPU golden runs have the same bits; it clears the caches that all tests share
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [Kernels.KEPT, Kernels.FIXED][: 1 + FOR_GPU])
+@pytest.mark.parametrize("kernels", [Kernels.CACHED, Kernels.FIXED][: 1 + FOR_GPU])
 @pytest.mark.parametrize("preset", ["bf16", "scalify_fp8_fp16"][: 1 + FOR_GPU])
 def test_the_same_steps_give_the_same_bits(on_gpu, preset, kernels):
     """Of two compilations: the second takes over what the first has measured, or

@@ -11,7 +11,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
-from trainer.step.clip_and_decay import make_optimizer
+from trainer.step.clip_and_decay import optimizer_from_roles
 from trainer.step.step import Hyper
 from trainer.workload import (
     Model,
@@ -50,7 +50,7 @@ def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
     )
     model = Model.make(spec, policy(preset, **changes))
     return TrainTask(
-        model, name, make_optimizer(name, **settings), make_mesh(1, devices)
+        model, name, optimizer_from_roles(name, **settings), make_mesh(1, devices)
     )
 
 

@@ -36,7 +36,7 @@ from trainer.run.metadata import Totals
 from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
-from trainer.step.clip_and_decay import OptimizerFor, make_optimizer
+from trainer.step.clip_and_decay import OptimizerFor, optimizer_from_roles
 from trainer.step.kernels import Kernels
 from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
@@ -87,7 +87,7 @@ def build_optimizer(c: Optimizer) -> OptimizerFor:
     """
     settings = dataclasses.asdict(c)
     del settings["lr"]
-    return make_optimizer(**settings)
+    return optimizer_from_roles(**settings)
 
 
 def build_task(

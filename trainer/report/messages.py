@@ -18,7 +18,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.report.history import VALIDATION_DIGEST
 from trainer.run.session import Run
-from trainer.step.kernels import promise
+from trainer.step.kernels import determinism_message
 from trainer.text import key_of, override, program_command
 from trainer.workload import Model, TrainTask, Workload
 
@@ -64,7 +64,7 @@ def describe(
             f" tokens; micro-batches: {accum}"
         ),
         describe_devices(w.task),
-        promise(
+        determinism_message(
             w.task.kernels,
             w.mesh.devices.flat[0].platform,
             jax.config.jax_compilation_cache_dir,

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.step.optimizers import OPTIMIZERS
 
 Params = Any
-# Makes an optimizer from the roles of the parameters.
+# A function from the roles of the parameters to an optimizer.
 OptimizerFor = Callable[[Any], optax.GradientTransformation]
 
 
@@ -56,7 +56,7 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def make_optimizer(
+def optimizer_from_roles(
     name: str, *, weight_decay: float, clip_norm: float, **settings: float
 ) -> OptimizerFor:
     """Return a function from the parameters' roles to an optax transformation.

@@ -23,7 +23,8 @@ def make_eval_step(
     """
 
     def eval_step(state: TrainState, batch: Tokens) -> jax.Array:
-        # Micro-batches as in training, so that a run that trains has enough memory.
+        # One micro-batch at a time, so that validation needs no more memory than
+        # training.
         def loss(micro: Tokens) -> jax.Array:
             return eval_loss(state, micro.tokens_AxBxT1, micro.segments_AxBxT1)
 
@@ -90,7 +91,8 @@ def evaluate(
 def xz_bits_per_byte(text: str) -> float:
     """Return the bits per byte of a text compressed by xz, a baseline for a model.
 
-    NaN for an empty text. xz has no prior knowledge, so a short text compresses badly.
+    An empty text gives NaN. xz has no prior knowledge, so a short text compresses
+    badly.
     """
     raw = text.encode()
     return 8 * len(lzma.compress(raw)) / len(raw) if raw else math.nan

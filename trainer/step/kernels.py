@@ -23,13 +23,13 @@ class Kernels(StrEnum):
 
     Attributes:
       FASTEST: autotuned at each compilation, nondeterministic kernels among them.
-      KEPT: autotuned among deterministic kernels; the compilation cache keeps the
+      CACHED: autotuned among deterministic kernels; the compilation cache keeps the
         choice.
       FIXED: the first deterministic kernel of each library, without autotuning.
     """
 
     FASTEST = "fastest"
-    KEPT = "kept"
+    CACHED = "cached"
     FIXED = "fixed"
 
     @classmethod
@@ -42,10 +42,10 @@ class Kernels(StrEnum):
             return cls.FASTEST
         if deterministic == "true" or not cached:
             return cls.FIXED
-        return cls.KEPT
+        return cls.CACHED
 
 
-def takes_scales(policy: Policy) -> bool:
+def has_constant_fp8_scales(policy: Policy) -> bool:
     """Return whether the precision has FP8 matmuls with constant scales
     (`compiler_hints.scales_in_products`).
     """
@@ -62,12 +62,12 @@ def takes_any_layout(device: Any) -> bool:
     return major in ("10", "11")
 
 
-def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, Any]:
+def gpu_options(policy: Policy, kernels: Kernels = Kernels.CACHED) -> dict[str, Any]:
     """Return the options of XLA's GPU compiler that differ from its defaults."""
-    # By default XLA may store FP32 in place of a rounding to 16 bits that is widened
-    # again.
+    # By default XLA may remove a cast to 16 bits and back to FP32, and with it the
+    # rounding.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if takes_scales(policy):
+    if has_constant_fp8_scales(policy):
         # Imported here: the schema of the configuration must not import JAX.
         from scalify_core.numerics import compiler_hints
 
@@ -113,7 +113,7 @@ def marked_attention(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
+def determinism_message(kernels: Kernels, platform: str, cache: str | None) -> str:
     """Return a line that says whether a run is deterministic, and why.
 
     Args:
@@ -129,7 +129,7 @@ def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
                 "deterministic: no, with deterministic=false: kernels sum in any order,"
                 " and each start measures anew which kernels are the fastest"
             )
-        case Kernels.KEPT:
+        case Kernels.CACHED:
             return (
                 f"deterministic: yes (also across resume) while compile_cache={cache}"
                 " is kept, which has the fastest kernels; deterministic=true needs no"
@@ -143,6 +143,6 @@ def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
             if cache:
                 return line
             return (
-                f"{line}; compile_cache=null, so nothing is measured: slower than with"
-                " a cache"
+                f"{line}; compile_cache=null, so kernels are not autotuned, which is"
+                " slower"
             )

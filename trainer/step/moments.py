@@ -25,7 +25,7 @@ from trainer.step.optimizers import (
 def store_moments(
     tx: optax.GradientTransformation, name: str, policy: Policy, seed: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer with the storage of moments and the update of a policy.
+    """Wrap an optimizer, so that a policy decides how it stores moments and computes.
 
     Args:
       tx: the optimizer.
@@ -34,8 +34,8 @@ def store_moments(
       seed: seed of stochastic rounding, an integer or an integer scalar.
 
     Raises:
-      UserError: the policy has a format for a moment that the optimizer lacks; from
-        `init`: the state differs from the entry.
+      UserError: the optimizer cannot store its moments as the policy says, see
+        `check_moments`; from `init`: the state differs from the entry.
     """
     check_moments(name, policy)
 
@@ -63,7 +63,10 @@ def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
     """Return the small parameters that the optimizer `name` updates together.
 
     There are none if the optimizer is not elementwise. There are none in FP32 either:
-    an update without rounding is cheap, and arrays of one shape share a kernel.
+    an update without rounding is cheap, and arrays of one shape share a kernel. Nor are
+    there any for a propagated update: it computes one scale for each array, but a stack
+    has one for each row.
+
     `params` may be shapes.
     """
     is_narrow = policy.weights != "fp32" or any(
@@ -89,24 +92,24 @@ def check_state_fields(name: str, entry: type[Optimizer], state: Any) -> None:
     moments = {moment.field for moment in entry.moments}
     for field in sorted(float_fields - moments - set(entry.unquantized)):
         raise UserError(
-            f"optimizer={name} keeps {field!r} in its state, of which its entry"
-            f" {entry.__name__} in trainer.step.optimizers says nothing; add it to"
+            f"optimizer={name} has a state field {field!r} that its entry"
+            f" {entry.__name__} in trainer.step.optimizers does not declare; add it to"
             " `moments`, or to `unquantized`"
         )
     required = {moment.field for moment in entry.moments if moment.required}
     for field in sorted(required - float_fields):
         raise UserError(
-            f"optimizer={name} has no {field!r} in its state, which its entry"
-            f" {entry.__name__} in trainer.step.optimizers names among its `moments`;"
-            f" there are {', '.join(sorted(float_fields)) or 'none'}"
+            f"optimizer={name} has no state field {field!r}, which its entry"
+            f" {entry.__name__} in trainer.step.optimizers declares in `moments`; its"
+            f" fields are {', '.join(sorted(float_fields)) or 'none'}"
         )
 
 
 def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.Stored]:
-    """Return the storage of each moment in an optimizer's state, `fields` of
-    `scalify_core.optim`.
+    """Return the storage of each moment of an optimizer's state, by its field.
 
-    The state of a part of the parameters may lack a moment; `state` may be shapes.
+    It is the argument `fields` of `scalify_core.optim.scaled_state`. Moments that the
+    state lacks, or that are FP32, are left out. `state` may be shapes.
     """
     present = {
         key.name

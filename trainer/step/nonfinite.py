@@ -23,24 +23,25 @@ class NonFinite:
     """The first operation that made a number that is not finite.
 
     Attributes:
-      what: the primitive, or `argument`.
-      where: name scopes, with the iteration of every loop on the way.
+      operation: the primitive, or `argument`.
+      path: name scopes, with the iteration of every loop on the way, or the argument's
+        name.
       source: file, line and function; empty if unknown.
       result: shape, dtype, and the numbers of nan, inf and -inf.
       operands: shape, dtype and amax of each operand.
     """
 
-    what: str
-    where: str
+    operation: str
+    path: str
     source: str
     result: str
     operands: tuple[str, ...]
 
     def __str__(self) -> str:
         operands = f" from {', '.join(self.operands)}" if self.operands else ""
-        where = f" in {self.where}" if self.where else ""
+        path = f" in {self.path}" if self.path else ""
         source = f" ({self.source})" if self.source else ""
-        return f"{self.what}{where}{source}: {self.result}{operands}"
+        return f"{self.operation}{path}{source}: {self.result}{operands}"
 
 
 def first_nonfinite_operation(
@@ -54,7 +55,8 @@ def first_nonfinite_operation(
     Descends into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other
     primitive is one operation. A result that is not finite because an operand is not (a
     mask of -inf) does not count. A NaN from infinite operands counts if there is no
-    other finding. Takes seconds to minutes, and the memory of all live intermediates.
+    other finding. The search takes seconds to minutes, and the memory of all live
+    intermediates.
 
     Args:
       fn: the function.
@@ -96,7 +98,7 @@ class _Search:
         values = dict(zip(inner.constvars, jaxpr.consts, strict=True)) | dict(
             zip(inner.invars, args, strict=True)
         )
-        results = {v for v in inner.outvars if not isinstance(v, core.Literal)}
+        result_vars = {v for v in inner.outvars if not isinstance(v, core.Literal)}
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, core.Literal) else values[v]
@@ -105,7 +107,7 @@ class _Search:
             outputs = self.eval_eqn(eqn, [read(v) for v in eqn.invars], path)
             values |= zip(eqn.outvars, outputs, strict=True)
             for v in [v for v in eqn.invars if not isinstance(v, core.Literal)]:
-                if last_use[v] == n and v not in results:
+                if last_use[v] == n and v not in result_vars:
                     values.pop(v, None)  # bounds the memory to live values
         return [read(v) for v in inner.outvars]
 
@@ -118,8 +120,8 @@ class _Search:
             return self.run(params["branches"][index], inputs[1:], path)
         if name in CALLED_JAXPR:
             return self.run(params[CALLED_JAXPR[name]], inputs, path)
-        # A loop is evaluated whole first, and searched by iteration only if its result
-        # is not finite.
+        # Searching a loop iteration by iteration is slow, so it is first evaluated as
+        # one operation.
         with eqn.ctx.manager:
             outputs = self.operation(
                 eqn.primitive, eqn.primitive.get_bind_params(params)
@@ -131,7 +133,7 @@ class _Search:
         if name == "scan":
             self.scan(params, inputs, path)
         elif name == "while":
-            self.loop(params, inputs, path)
+            self.while_loop(params, inputs, path)
         finding = NonFinite(
             name,
             path,
@@ -157,10 +159,10 @@ class _Search:
         )
         key = (primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
         try:
-            known = key in self._compiled
+            is_compiled = key in self._compiled
         except TypeError:  # a parameter is not hashable
             return compile_()
-        if not known:
+        if not is_compiled:
             self._compiled[key] = compile_()
         return self._compiled[key]
 
@@ -176,7 +178,9 @@ class _Search:
                 params["jaxpr"], arguments, f"{path}/scan[{i}]".lstrip("/")
             )[: len(carry)]
 
-    def loop(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
+    def while_loop(
+        self, params: Mapping[str, Any], inputs: list[Any], path: str
+    ) -> None:
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, inputs = inputs[:n_cond], inputs[n_cond:]
         body_consts, carry = inputs[:n_body], inputs[n_body:]
@@ -190,6 +194,7 @@ class _Search:
             i += 1
 
 
+# Primitive -> the name of its parameter with the jaxpr that it calls.
 CALLED_JAXPR = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
@@ -206,8 +211,8 @@ def _is_float(x: Any) -> bool:
 @jax.jit
 def _counts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
-    return jnp.sum(jnp.isnan(x)), jnp.sum(x == jnp.inf), jnp.sum(x == -jnp.inf), largest
+    amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
+    return jnp.sum(jnp.isnan(x)), jnp.sum(x == jnp.inf), jnp.sum(x == -jnp.inf), amax
 
 
 def _is_finite(x: Any) -> bool:
@@ -221,16 +226,18 @@ def _has_nan(x: Any) -> bool:
 
 
 def _describe(x: Any) -> str:
-    """`float32[4,8] with 3 nan of 32, else |x| <= 1.5`."""
-    kind = f"{jnp.result_type(x).name}[{','.join(map(str, jnp.shape(x)))}]"
+    """Describe an array: `float32[4,8] with 3 nan of 32`, or `float32[4,8] |x| <= 1.5`
+    if all elements are finite.
+    """
+    dtype_and_shape = f"{jnp.result_type(x).name}[{','.join(map(str, jnp.shape(x)))}]"
     if not _is_float(x):
-        return kind
-    *counts, largest = _counts(jnp.asarray(x))
+        return dtype_and_shape
+    *counts, amax = _counts(jnp.asarray(x))
     bad = [
         f"{int(count)} {name}"
         for count, name in zip(counts, ("nan", "inf", "-inf"), strict=True)
         if int(count)
     ]
     if bad:
-        return f"{kind} with {', '.join(bad)} of {jnp.size(x)}"
-    return f"{kind} |x| <= {float(largest):.3g}"
+        return f"{dtype_and_shape} with {', '.join(bad)} of {jnp.size(x)}"
+    return f"{dtype_and_shape} |x| <= {float(amax):.3g}"

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Keys of `precision` for the storage of first and second moments.
 MOMENT_KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")
 
-# With 0 a weight whose gradients were all zero becomes 0/0. FP32 flushes smaller values
-# to 0.
+# With eps=0 a weight whose gradients were all zero becomes 0/0. XLA may flush FP32
+# values below 2^-126 to 0.
 Epsilon = Annotated[
     float, Bound(lambda x: x >= 2**-126, "at least 2^-126, such as 1e-8")
 ]
@@ -38,8 +38,8 @@ class Moment(NamedTuple):
         are never negative.
       relative_to: the field of the second moment by whose square root this moment is
         divided in FP8; None: it is not divided.
-      required: whether the state of any parameters has it; False: that of some
-        parameters does not.
+      required: whether every state has it; False: it is absent if no updated parameter
+        needs it, such as Muon's `nu` if only kernels are trained.
     """
 
     field: str
@@ -198,8 +198,9 @@ class Muon(Optimizer):
     unquantized = ("ns_coeffs",)  # coefficients of the Newton-Schulz iteration
 
     def scale_by(self, roles: Any) -> "optax.GradientTransformation":
-        """Return Muon over the last two axes of kernels (others are layers), Adam (b1,
-        b2) elsewhere.
+        """Return Muon for kernels, and Adam (b1, b2) for the other parameters.
+
+        Muon acts on the last two axes; an earlier axis counts layers.
         """
         import jax
         import optax
@@ -241,20 +242,20 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def check_moments(name: str, policy: Policy) -> None:
-    """Raise UserError if the optimizer `name` cannot have a policy's formats.
+    """Raise UserError if an optimizer cannot store its moments as a policy says.
 
-    The policy may have a format for a moment that the optimizer lacks, or moments wider
-    than a propagated update.
+    The errors are a format for a moment that the optimizer lacks, and an FP32 moment
+    with `precision.update=propagate`.
     """
     for key in MOMENT_KEYS:
-        stored_in = getattr(policy, key)
+        fmt = getattr(policy, key)
         has_moment = any(moment.key == key for moment in OPTIMIZERS[name].moments)
-        if stored_in != "fp32" and not has_moment:
+        if fmt != "fp32" and not has_moment:
             raise UserError(
-                f"precision.{key}={stored_in}, but optimizer={name} has no such moment;"
+                f"precision.{key}={fmt}, but optimizer={name} has no such moment;"
                 f" set precision.{key}=fp32, or choose another optimizer"
             )
-        if stored_in == "fp32" and has_moment and policy.propagated_update:
+        if fmt == "fp32" and has_moment and policy.propagated_update:
             raise UserError(
                 f"precision.{key}=fp32, but precision.update=propagate computes in"
                 f" {policy.compute}; set precision.{key}={policy.compute} or narrower"

@@ -24,10 +24,10 @@ def learning_rates(
 ) -> np.ndarray:
     """Return the learning rate of every step, FP32 `[steps]`.
 
-    After a linear warm-up all but `constant` decay. They would reach `min_ratio * peak`
-    one step after the last: the last step is slightly above it. wsd (warm-up, stable,
-    decay) stays at the peak until the last `decay_fraction` of the steps, then falls
-    linearly.
+    After a linear warm-up all schedules but `constant` decay. They would reach
+    `min_ratio * peak` one step after the last, so the last rate is slightly above it.
+    wsd (warm-up, stable, decay) stays at the peak until the last `decay_fraction` of
+    the steps, then falls linearly.
     """
     # Imported here: the schema of the configuration must not import JAX.
     import jax
@@ -35,7 +35,7 @@ def learning_rates(
 
     warmup = round(warmup_fraction * steps)
     decay_steps = max(1, steps - warmup)
-    floor = min_ratio * peak
+    min_rate = min_ratio * peak
     decayed_rate: Callable[[ArrayLike], ArrayLike]
     match name:
         case "cosine":
@@ -43,24 +43,24 @@ def learning_rates(
                 peak, decay_steps, alpha=min_ratio
             )
         case "linear":
-            decayed_rate = optax.linear_schedule(peak, floor, decay_steps)
+            decayed_rate = optax.linear_schedule(peak, min_rate, decay_steps)
         case "constant":
             decayed_rate = optax.constant_schedule(peak)
         case "wsd":
             decay = max(1, round(decay_fraction * steps))
             decayed_rate = optax.linear_schedule(
-                peak, floor, decay, transition_begin=max(0, decay_steps - decay)
+                peak, min_rate, decay, transition_begin=max(0, decay_steps - decay)
             )
         case _:
             raise UserError(
                 f"schedule.name={name!r} is not a choice; valid:"
                 f" {', '.join(get_args(ScheduleName))}"
             )
-    count = np.arange(steps)
+    step = np.arange(steps)
     # Step i of the warm-up has (i + 1) / warmup of the peak: at a rate of 0 the first
     # batch would be wasted.
-    ramp = peak * (count + 1) / max(1, warmup)
+    ramp = peak * (step + 1) / max(1, warmup)
     decayed = np.broadcast_to(
-        np.asarray(jax.vmap(decayed_rate)(np.maximum(count - warmup, 0))), (steps,)
+        np.asarray(jax.vmap(decayed_rate)(np.maximum(step - warmup, 0))), (steps,)
     )
-    return np.where(count < warmup, ramp, decayed).astype(np.float32)
+    return np.where(step < warmup, ramp, decayed).astype(np.float32)

@@ -26,11 +26,11 @@ class Replicas:
     `trainer.parallel.diloco`.
 
     Attributes:
-      states: their TrainState, every array [K, ...], the optimizer's packed. The scales
-        of parameters are scalars, those of the outer weights.
-      residuals: the accumulated rounding error of the trained parameters, [K, ...] in
-        the storage of the weights, or ().
-      momentum: the outer optimizer's, in the storage of the weights, or ().
+      states: their TrainState; every array is [K, ...], and `opt_state` is packed. The
+        scales of parameters are scalars, those of the outer weights.
+      residuals: the accumulated rounding error of the trained parameters, [K, ...],
+        stored as the weights are, or ().
+      momentum: the outer optimizer's momentum, stored as the weights are, or ().
     """
 
     states: Any
@@ -49,8 +49,8 @@ class TrainState:
     Attributes:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static:
         constants of compiled steps.
-      opt_state: the optax transformation's; its count is the number of applied
-        updates. In training it is packed (`scalify_core.array.tree.Packed`).
+      opt_state: the state of the optax transformation; its count is the number of
+        applied updates. In training it is packed (`scalify_core.array.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: state of the scaling method: amax histories, a loss scale, or ().
       diloco: `Replicas` of a run with DiLoCo, else ().
@@ -68,8 +68,9 @@ class TrainState:
     def __repr__(self) -> str:
         """Return the numbers of parameters and bytes, without values."""
         params = sum(x.size for x in jax.tree.leaves(self.params))
-        held = sum(x.nbytes for x in jax.tree.leaves((self.params, self.opt_state)))
-        return f"TrainState({params:,} parameters, {held:,} bytes with moments)"
+        leaves = jax.tree.leaves((self.params, self.opt_state))
+        num_bytes = sum(x.nbytes for x in leaves)
+        return f"TrainState({params:,} parameters, {num_bytes:,} bytes with moments)"
 
 
 def first_nonfinite_array(state: TrainState) -> str | None:
@@ -93,25 +94,26 @@ def init_state(
 
 
 def to_checkpoint_form(state: TrainState) -> TrainState:
-    """Return the state with every scale as an array, on all devices of its data."""
+    """Return the state with every scale as an array, replicated over the devices of its
+    data.
+    """
 
-    def place(x: Any) -> Any:
+    def replicate_scale(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
             return x
-        on_all_devices = NamedSharding(x.data.sharding.mesh, PartitionSpec())
-        scale = x.scale
-        if scale.sharding == on_all_devices:
+        replicated = NamedSharding(x.data.sharding.mesh, PartitionSpec())
+        if x.scale.sharding == replicated:
             return x
-        number = np.asarray(scale.addressable_data(0))
+        scale = np.asarray(x.scale.addressable_data(0))
         return ScaledArray(
             x.data,
             jax.make_array_from_callback(
-                number.shape, on_all_devices, lambda index: number[index]
+                scale.shape, replicated, lambda index: scale[index]
             ),
         )
 
     def in_checkpoint_form(part: Any) -> Any:
-        return tree.map_arrays(place, tree.with_dynamic_scales(part))
+        return tree.map_arrays(replicate_scale, tree.with_dynamic_scales(part))
 
     diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
     # The replicas' moments stay packed: their scales have a row for each replica.

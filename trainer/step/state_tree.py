@@ -36,12 +36,13 @@ def subtree_like(tree: Any, like: Any) -> Any:
     return {key: subtree_like(x, like[key]) for key, x in tree.items() if key in like}
 
 
-def with_subtree(tree: Any, part: Any) -> Any:
-    """Return `tree` with the leaves of `part`, a `subtree_like` of it."""
-    if not isinstance(part, dict):
-        return part
+def with_subtree(tree: Any, subtree: Any) -> Any:
+    """Return `tree` with the leaves of `subtree`, which `subtree_like` selected."""
+    if not isinstance(subtree, dict):
+        return subtree
     return {
-        key: with_subtree(x, part[key]) if key in part else x for key, x in tree.items()
+        key: with_subtree(x, subtree[key]) if key in subtree else x
+        for key, x in tree.items()
     }
 
 
@@ -70,27 +71,31 @@ Description = Mapping[str, Mapping[str, Any]]
 def mismatch(wanted: Description, saved: Description, *, partial: bool) -> str | None:
     """Return the first difference between two `describe`d trees; None if there is none.
 
-    `partial`: `saved` may have more leaves.
+    The text is a clause about `saved`, such as "it has no leaf params/wte, expected
+    ...". `partial`: `saved` may have more leaves.
     """
 
-    def text(leaf: Mapping[str, Any]) -> str:
+    def dtype_and_shape(leaf: Mapping[str, Any]) -> str:
         return f"{leaf['dtype']}{leaf['shape']}"
 
     for name, leaf in wanted.items():
+        expected = dtype_and_shape(leaf)
         if name not in saved:
-            return f"it has no leaf {name}, expected {text(leaf)}"
-        if text(saved[name]) != text(leaf):
-            return f"leaf {name} is {text(saved[name])}, expected {text(leaf)}"
+            return f"it has no leaf {name}, expected {expected}"
+        actual = dtype_and_shape(saved[name])
+        if actual != expected:
+            return f"leaf {name} is {actual}, expected {expected}"
     for name, leaf in saved.items():
         if name not in wanted and not partial:
-            return f"it has a leaf {name}, {text(leaf)}, that is not expected"
+            actual = dtype_and_shape(leaf)
+            return f"it has a leaf {name}, {actual}, that is not expected"
     return None
 
 
 def as_saved(like: Any, saved: Description) -> Any:
     """Return a tree like `like` with the dtypes and ScaledArrays of the saved leaves.
 
-    Leaves that were not saved stay unchanged, for `mismatch` to name.
+    Leaves that were not saved stay unchanged: `mismatch` reports them.
     """
 
     def dtype(name: str) -> np.dtype:
@@ -138,13 +143,14 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
         for axis, size in enumerate(bits.shape):
             factors = _odd_numbers(size, start[axis] if start else 0, axis, sum_index)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
-            words = _parts(x, axis)
+            # Split for `_sum`, which adds parts elementwise.
+            parts = _parts(x, axis)
             if axis == 0:  # later axes add sums, which are not scrambled again
-                words = [_scrambled(part, sum_index) for part in words]
+                parts = [_scrambled(part, sum_index) for part in parts]
             x = _sum(
                 [
                     part * factor
-                    for part, factor in zip(words, _parts(column, axis), strict=True)
+                    for part, factor in zip(parts, _parts(column, axis), strict=True)
                 ],
                 axis,
             )
@@ -175,7 +181,8 @@ def _odd_numbers(size: int, start: Any, axis: int, sum_index: int) -> jax.Array:
 def _scrambled(bits: jax.Array, sum_index: int) -> jax.Array:
     """Return the bits scrambled one-to-one.
 
-    Otherwise two changed signs, 2^31 times the sum of two odd numbers, would cancel.
+    Without it two flipped sign bits would cancel: together they change the sum by 2^31
+    times an even number, which is 0 modulo 2^32.
     """
     x = bits.astype(jnp.uint32)
     x = (x ^ (x >> (16, 15)[sum_index])) * np.uint32(
@@ -211,8 +218,8 @@ def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.
 
     def part_checksum(part: jax.Array) -> jax.Array:
         start = [
-            0 if e is None else jax.lax.axis_index(e) * n
-            for e, n in zip(entries, part.shape, strict=True)
+            0 if axes is None else jax.lax.axis_index(axes) * size
+            for axes, size in zip(entries, part.shape, strict=True)
         ]
         return checksum(part, start)[None]
 
@@ -229,7 +236,7 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
     this. Devices do not communicate: many small collective programs at once can
     deadlock.
     """
-    parts, owners = [], []
+    parts, leaf_indices = [], []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.sharding, NamedSharding):
             first_copies = {
@@ -246,9 +253,9 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
         else:
             leaf_parts = [_checksum(leaf)]
         parts += leaf_parts
-        owners += [i] * len(leaf_parts)
+        leaf_indices += [i] * len(leaf_parts)
     sums = np.zeros((len(leaves), 2), np.uint32)
-    for i, pair in zip(owners, jax.device_get(parts), strict=True):
+    for i, pair in zip(leaf_indices, jax.device_get(parts), strict=True):
         sums[i] += pair.reshape(2)
     if any(not leaf.is_fully_addressable for leaf in leaves):
         local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
@@ -274,20 +281,20 @@ def first_nonfinite_leaf(tree: Any) -> str | None:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
             shards = [s for s in leaf.addressable_shards if s.replica_id == 0]
         flags.append([_all_finite(shard.data) for shard in shards])
-    good = np.array(
+    is_finite = np.array(
         [all(flags_of_leaf) for flags_of_leaf in jax.device_get(flags)], bool
     )
     if any(
         isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves
     ):
-        good = np.all(multihost_utils.process_allgather(good), axis=0)
-    return None if good.all() else leaf_names(tree)[int(np.argmin(good))]
+        is_finite = np.all(multihost_utils.process_allgather(is_finite), axis=0)
+    return None if is_finite.all() else leaf_names(tree)[int(np.argmin(is_finite))]
 
 
 def check_scales(tree: Any, where: str, advice: str) -> None:
     """Raise UserError for a ScaledArray whose scale is not a power of two.
 
-    The message contains `where` the tree is from, and `advice` for the user.
+    The message begins with `where`, the origin of the tree, and ends with `advice`.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
     for path, x in with_paths:

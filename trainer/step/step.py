@@ -30,7 +30,8 @@ class Hyper(NamedTuple):
     Attributes:
       lr: learning rate, FP32.
       step: step number, int32.
-      seed: the run's seed, uint32.
+      seed: the run's seed, uint32, for stochastic rounding. Dropout uses
+        `TrainState.key`.
     """
 
     lr: jax.Array | np.floating
@@ -132,14 +133,14 @@ def _unchanged(params: Any) -> Any:
     return params
 
 
-class Update(NamedTuple):
-    """The optimizer, and what it updates.
+class OptimizerSetup(NamedTuple):
+    """The optimizer, the parameters that it updates, and their rounding.
 
     Attributes:
-      make_optimizer: makes the optimizer from the seed of its rounding, at a learning
-        rate of 1, such as `scalify_core.optim.scaled_state`. Its `update` takes plain
-        and scaled gradients, `accept` (false: the state stays unchanged), `grad_norm`
-        and `largest_of`.
+      make_optimizer: takes the seed of stochastic rounding, and returns an optimizer at
+        a learning rate of 1, such as `scalify_core.optim.scaled_state`. Its `update`
+        takes plain and scaled gradients, `accept` (false: the state stays unchanged),
+        `grad_norm`, `largest_of` and `leaf_indices`.
       trained: selects the trained parameters, in nested dictionaries.
       store_gradients: casts gradients to the formats in which the optimizer gets them.
       rounding: rounding of narrow weights.
@@ -156,7 +157,7 @@ class Update(NamedTuple):
 
 def make_train_step(
     loss_gradient: Differentiate,
-    update: Update,
+    update: OptimizerSetup,
     reductions: StepReductions = ONE_DEVICE,
 ) -> StepFn:
     """Return the pure function `(state, batch, hyper) -> (state, metrics)`.
@@ -168,7 +169,7 @@ def make_train_step(
 
     Args:
       loss_gradient: the loss and its gradient in the run's precision.
-      update: the optimizer, and what it updates.
+      update: the optimizer, the parameters that it updates, and their rounding.
       reductions: reductions over micro-batches and devices.
     """
     stacks, trained = update.stacks, update.trained
@@ -184,7 +185,11 @@ def make_train_step(
         grads = stacks.stack(update.store_gradients(trained(grads)))
         # Without the barrier XLA computes every gradient again for its square.
         squared_norms = compiler_hints.barrier(
-            stacks.each(weights.wide(grads), reductions.squared_norms, squares_of_rows),
+            stacks.each(
+                weights.wide(grads),
+                of_arrays=reductions.squared_norms,
+                of_rows=squares_of_rows,
+            )
         )
         grad_norm = jnp.sqrt(jnp.sum(squared_norms))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -198,8 +203,9 @@ def make_train_step(
             accept=finite,
             grad_norm=grad_norm,
             largest_of=reductions.amax,
-            # Random bits depend on the leaf's index: a row of a stack keeps that of its
-            # leaf. Only the state of `scaled_state` is stacked, in `inner_state`.
+            # Random bits depend on a leaf's index. A row of a stack gets the index that
+            # its leaf has without stacks. The moments are in `inner_state` of the state
+            # of `scaled_state`.
             leaf_indices=stacks.leaf_indices(getattr(opt_state, "inner_state", None)),
         )
         new_opt_state = stacks.unstack(new_opt_state, opt_state)

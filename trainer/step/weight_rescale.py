@@ -2,7 +2,7 @@
 jointly.
 
 The rules of scale propagation assume an RMS of 1 for every weight's data, so the errors
-of two weights multiply. If the RMS of each were rounded to a power of two alone, a
+of two weights multiply. If each weight were rescaled by its own nearest power of two, a
 hidden channel of SwiGLU, a product of two matmuls, would be off by up to a factor of 2.
 Training aligns the two branches, which multiplies it further: 9.4 times was measured
 (docs/lab.md, "Sizes multiply in a gated layer").
@@ -20,38 +20,42 @@ from scalify_core.numerics.formats import pow2_floor, pow2_round
 def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
     """Return the powers of two to divide the data of each weight by, by path.
 
-    It is the power nearest to the RMS, except in a gated layer. The second column
-    kernel's power is the one nearest to its RMS times the RMS that the first keeps, so
-    that the product of both is near 1. The row kernel's is the next power above its RMS
-    times the larger RMS that a column kernel keeps. That bounds the gradients, which
-    pass through both.
+    Outside gated layers it is the power nearest to the RMS. In a gated layer the
+    kernels are rescaled one after another:
+
+    - First column kernel: the power nearest to its RMS.
+    - Second column kernel: the power nearest to its RMS times the rescaled RMS of the
+      first, so that the product of both branches is near 1.
+    - Row kernel: the next power above its RMS times the larger rescaled RMS of a column
+      kernel. This bounds the gradients, which pass through the row kernel and the other
+      branch.
 
     Args:
       rms: RMS of the data, by path as from `jax.tree_util.keystr`. Weights whose RMS
         is zero or not finite are left out.
       roles: roles of the parameters.
     """
-    parameters = {
-        jax.tree_util.keystr(path): (path, role)
-        for path, role in jax.tree_util.tree_leaves_with_path(roles)
-    }
-    # Rows last: they depend on the columns of their layer.
-    rows_last = sorted(rms, key=lambda path: parameters[path][1].kind == "row")
+    role_by_path, layer_by_path = {}, {}
+    for keys, role in jax.tree_util.tree_leaves_with_path(roles):
+        path = jax.tree_util.keystr(keys)
+        role_by_path[path] = role
+        layer_by_path[path] = jax.tree_util.keystr(keys[:-2])
+    # Row kernels last: they depend on the column kernels of their layer.
+    rows_last = sorted(rms, key=lambda path: role_by_path[path].kind == "row")
     powers: dict[str, float] = {}
-    # The RMS of rescaled columns, by the path of their gated layer.
-    column_rms: dict[str, list[float]] = {}
+    # The RMS of rescaled column kernels, by the path of their gated layer.
+    column_rms_by_layer: dict[str, list[float]] = {}
     for path in rows_last:
         if not 0 < rms[path] < math.inf:
             continue
-        keys, role = parameters[path]
-        columns = []
+        role = role_by_path[path]
+        column_rms = []
         if role.gated:
-            columns = column_rms.setdefault(jax.tree_util.keystr(keys[:-2]), [])
-        if columns and role.kind == "row":
-            # The next power of two above bounds the gradients.
-            powers[path] = 2 * pow2_floor(rms[path] * max(columns))
+            column_rms = column_rms_by_layer.setdefault(layer_by_path[path], [])
+        if column_rms and role.kind == "row":
+            powers[path] = 2 * pow2_floor(rms[path] * max(column_rms))
         else:
-            powers[path] = pow2_round(rms[path] * math.prod(columns))
+            powers[path] = pow2_round(rms[path] * math.prod(column_rms))
         if role.gated and role.kind == "column":
-            columns.append(rms[path] / powers[path])
+            column_rms.append(rms[path] / powers[path])
     return powers

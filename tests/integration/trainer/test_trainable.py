@@ -19,7 +19,7 @@ from trainer.models.registry import family_of
 from trainer.models.roles import select_roles
 from trainer.parallel.distribute import GradReduceConfig
 from trainer.run.compatibility import check_same_trainable
-from trainer.step.clip_and_decay import make_optimizer
+from trainer.step.clip_and_decay import optimizer_from_roles
 from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.workload import abstract_state, compile_step, first_state
 
@@ -148,7 +148,7 @@ def test_what_is_trained_moves_as_if_all_were():
 
 
 def without_clip():
-    return make_optimizer(
+    return optimizer_from_roles(
         "adamw", b1=0.9, b2=0.99, eps=1e-3, weight_decay=0.1, clip_norm=0.0
     )
 

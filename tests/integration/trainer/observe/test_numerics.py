@@ -17,7 +17,7 @@ from scalify_core.debug.stats import FIGURES
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh
-from trainer.step.clip_and_decay import make_optimizer
+from trainer.step.clip_and_decay import optimizer_from_roles
 from trainer.workload import Model, TrainTask, first_state
 
 TWO = dataclasses.replace(SPEC, n_layer=2)
@@ -177,7 +177,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
     w = TrainTask(
         model,
         name,
-        make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]),
+        optimizer_from_roles(name, weight_decay=0.1, clip_norm=1.0, **settings[name]),
         make_mesh(1),
     )
     actual = make_numerics(w)(first_state(w, seed=0), batch(w), 0)

@@ -203,7 +203,7 @@ def found(fn, *args):
 
 def test_the_argument_that_is_not_finite_is_named():
     finding = found(lambda p: p["w"].sum(), {"w": jnp.array([1.0, jnp.inf])})
-    assert (finding.what, finding.where) == ("argument", "0/w")
+    assert (finding.operation, finding.path) == ("argument", "0/w")
     assert "1 inf of 2" in finding.result
 
 
@@ -250,8 +250,8 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_the_operation_is_found_inside(wrap):
     finding = found(nested(WRAPPERS[wrap]), jnp.ones(3))
-    assert finding.what == "log"
-    assert "bad" in finding.where
+    assert finding.operation == "log"
+    assert "bad" in finding.path
     assert "test_watchdog.py" in finding.source
     assert "float32[3] with 3 nan of 3" in finding.result
     assert finding.operands == ("float32[3] |x| <= 1",)
@@ -268,7 +268,7 @@ def test_the_iteration_of_a_scan_is_named_counted_from_the_front():
             lambda c, r=reverse: jax.lax.scan(body, c, jnp.ones(5), reverse=r)[1],
             jnp.float32(2.5),
         )
-        assert (finding.what, finding.where) == ("log", where)
+        assert (finding.operation, finding.path) == ("log", where)
 
 
 def test_the_iteration_of_a_while_loop_is_named():
@@ -278,7 +278,7 @@ def test_the_iteration_of_a_while_loop_is_named():
         ),
         jnp.float32(1.5),
     )
-    assert (finding.what, finding.where) == ("sqrt", "while[1]")
+    assert (finding.operation, finding.path) == ("sqrt", "while[1]")
 
 
 def test_the_backward_pass_is_searched_too():
@@ -286,13 +286,13 @@ def test_the_backward_pass_is_searched_too():
     finding = found(
         jax.jit(jax.value_and_grad(lambda x: jnp.sqrt(x).sum())), jnp.array([0.0, 1.0])
     )
-    assert finding.what == "div"
+    assert finding.operation == "div"
     assert "inf" in finding.result
 
 
 def test_an_overflowing_cast_is_found():
     finding = found(lambda x: x.astype(jnp.float16) * 2, jnp.array([7e4]))
-    assert finding.what == "convert_element_type"
+    assert finding.operation == "convert_element_type"
     assert "float16[1] with 1 inf of 1" in finding.result
 
 
@@ -309,7 +309,7 @@ def test_a_nan_from_a_mask_is_found_when_nothing_else_is():
     finding = found(
         lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), jnp.ones(3)
     )
-    assert finding.what == "sub"
+    assert finding.operation == "sub"
     assert "3 -inf of 3" in finding.operands[0]
 
 
@@ -319,7 +319,7 @@ def test_float8_integers_and_keys_are_understood():
         return (x.astype(jnp.float32) + noise * n) / 0.0
 
     finding = found(fn, jnp.ones(2, jnp.float8_e4m3fn), jnp.int32(3), jax.random.key(0))
-    assert finding.what == "div"
+    assert finding.operation == "div"
 
 
 def test_it_finds_the_bad_operation_of_a_sharded_function():

@@ -31,7 +31,7 @@ from trainer.plan.aot import (
     no_compilation_cache,
 )
 from trainer.plan.targets import get_target
-from trainer.step.kernels import Kernels, gpu_options, promise
+from trainer.step.kernels import Kernels, determinism_message, gpu_options
 from trainer.step.nonfinite import first_nonfinite_operation
 from trainer.workload import (
     Model,
@@ -74,9 +74,9 @@ def test_auto_measures_only_where_what_it_found_is_kept():
     }
     assert meaning == {
         ("auto", 0): Kernels.FIXED,
-        ("auto", 1): Kernels.KEPT,
+        ("auto", 1): Kernels.CACHED,
         (None, 0): Kernels.FIXED,
-        (None, 1): Kernels.KEPT,
+        (None, 1): Kernels.CACHED,
     }
     assert {Kernels.chosen("true", cached=cached) for cached in (False, True)} == {
         Kernels.FIXED
@@ -90,7 +90,7 @@ def test_what_promises_bits_excludes_kernels_without_an_order():
     assert "xla_gpu_exclude_nondeterministic_ops" not in gpu_options(
         FP8, Kernels.FASTEST
     )
-    for kernels in (Kernels.KEPT, Kernels.FIXED):
+    for kernels in (Kernels.CACHED, Kernels.FIXED):
         options = gpu_options(FP8, kernels)
         assert options["xla_gpu_exclude_nondeterministic_ops"]
         assert not options["xla_gpu_enable_triton_gemm"]
@@ -101,14 +101,18 @@ def test_what_promises_bits_excludes_kernels_without_an_order():
 
 
 def test_the_line_says_what_is_promised_and_why():
-    assert promise(Kernels.FASTEST, "cpu", None).startswith("deterministic: yes")
-    assert promise(Kernels.FASTEST, "gpu", "~/xla").startswith("deterministic: no")
-    assert "compile_cache=~/xla" in promise(Kernels.KEPT, "gpu", "~/xla")
-    assert "compile_cache=null" in promise(Kernels.FIXED, "gpu", None)
-    assert "compile_cache" not in promise(Kernels.FIXED, "gpu", "~/xla")
+    assert determinism_message(Kernels.FASTEST, "cpu", None).startswith(
+        "deterministic: yes"
+    )
+    assert determinism_message(Kernels.FASTEST, "gpu", "~/xla").startswith(
+        "deterministic: no"
+    )
+    assert "compile_cache=~/xla" in determinism_message(Kernels.CACHED, "gpu", "~/xla")
+    assert "compile_cache=null" in determinism_message(Kernels.FIXED, "gpu", None)
+    assert "compile_cache" not in determinism_message(Kernels.FIXED, "gpu", "~/xla")
 
 
-def small(mesh, kernels=Kernels.KEPT):
+def small(mesh, kernels=Kernels.CACHED):
     w = workload("scalify_fp8_fp16", spec=GPT2Spec(512, 128, 1, 1, 128))
     return w._replace(mesh=mesh, kernels=kernels)
 
@@ -183,7 +187,7 @@ def test_operations_with_options_find_the_same_and_are_compiled_once(told):
     assert len(told["bind"]) <= 4  # sin, mul, log, add: thrice each
 
 
-@pytest.mark.parametrize("kernels", [Kernels.KEPT, slow(Kernels.FASTEST)])
+@pytest.mark.parametrize("kernels", [Kernels.CACHED, slow(Kernels.FASTEST)])
 def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
     """Without a GPU: whether Triton may make products is seen in what is compiled."""
     w = small(make_target_mesh(get_target("h100"), 1, 1), kernels)
@@ -204,7 +208,7 @@ def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
     assert {instructions[gemm.name].shapes[0].dtype for gemm in fp8} == {"f16"}
 
 
-@pytest.mark.parametrize("kernels", [slow(Kernels.KEPT), Kernels.FASTEST])
+@pytest.mark.parametrize("kernels", [slow(Kernels.CACHED), Kernels.FASTEST])
 def test_every_backward_pass_of_attention_says_which_kernel_it_is(kernels):
     """XLA says so of the first of equal calls only, and then fails at the first step of
     a model of several layers: seen on an H100."""

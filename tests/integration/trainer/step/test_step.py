@@ -11,9 +11,9 @@ from trainer.data import Batch
 from trainer.models.roles import Role
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.precision.gradients import plain
-from trainer.step.clip_and_decay import make_optimizer
+from trainer.step.clip_and_decay import optimizer_from_roles
 from trainer.step.state import init_state
-from trainer.step.step import Hyper, Update, first_true, make_train_step
+from trainer.step.step import Hyper, OptimizerSetup, first_true, make_train_step
 
 V, T, B = 16, 8, 16
 ROLES = {
@@ -50,7 +50,9 @@ def make(devices=1, accum=1, name="adamw"):
         "head": {"kernel": jax.random.normal(keys[1], (32, V))},
         "gain": {"scale": jnp.ones(())},
     }
-    optimizer = scaled_state(make_optimizer(name, **COMMON | OWN[name])(ROLES), seed=0)
+    optimizer = scaled_state(
+        optimizer_from_roles(name, **COMMON | OWN[name])(ROLES), seed=0
+    )
     mesh = make_mesh(devices)
     state = jax.device_put(
         init_state(params, optimizer, jax.random.key(1)), replicated(mesh)
@@ -58,7 +60,9 @@ def make(devices=1, accum=1, name="adamw"):
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)
     return (
         state,
-        jax.jit(make_train_step(plain(loss_fn), Update(lambda seed: optimizer))),
+        jax.jit(
+            make_train_step(plain(loss_fn), OptimizerSetup(lambda seed: optimizer))
+        ),
         place_batch(Batch(tokens, None), accum=accum, mesh=mesh),
     )
 

@@ -12,7 +12,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.roles import Role
-from trainer.step.clip_and_decay import make_optimizer
+from trainer.step.clip_and_decay import optimizer_from_roles
 from trainer.step.moments import storage_by_field, store_moments
 from trainer.step.optimizers import OPTIMIZERS, AdamW, Lion, Moment, Optimizer
 
@@ -38,7 +38,9 @@ def select(whole, part):
 def plain(name, roles=ROLES):
     own = {field.name for field in dataclasses.fields(OPTIMIZERS[name])}
     settings = {key: value for key, value in SETTINGS.items() if key in own}
-    return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)(roles)
+    return optimizer_from_roles(name, weight_decay=0.1, clip_norm=1.0, **settings)(
+        roles
+    )
 
 
 def stored(name, **changes):
@@ -120,7 +122,7 @@ def test_what_an_entry_forgets_is_an_error_when_the_state_is_made(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "lion", Forgetful)
     with pytest.raises(
         UserError,
-        match="optimizer=lion keeps 'mu' in its state, of which its entry Forgetful",
+        match="optimizer=lion has a state field 'mu' that its entry Forgetful",
     ):
         stored("lion")
 
@@ -131,7 +133,7 @@ def test_a_moment_that_the_state_does_not_have_is_an_error_when_it_is_made(monke
 
     monkeypatch.setitem(OPTIMIZERS, "lion", Hopeful)
     with pytest.raises(
-        UserError, match=r"optimizer=lion has no 'nu' in its state, .* there are mu"
+        UserError, match=r"optimizer=lion has no state field 'nu', .* fields are mu"
     ):
         stored("lion")
 
@@ -168,5 +170,5 @@ def test_a_state_of_one_transformation_is_checked_whole(monkeypatch):
     """Not only the fields that the policy stores: what stays in FP32 is there too."""
     both = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
     tx = store_moments(both, "adamw", policy(), 0)
-    with pytest.raises(UserError, match="optimizer=adamw keeps 'trace'"):
+    with pytest.raises(UserError, match="optimizer=adamw has a state field 'trace'"):
         jax.eval_shape(tx.init, PARAMS)

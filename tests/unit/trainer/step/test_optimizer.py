@@ -10,7 +10,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.models.gpt2.family import FAMILY
 from trainer.models.roles import Role
-from trainer.step.clip_and_decay import make_optimizer, matrix_mask
+from trainer.step.clip_and_decay import matrix_mask, optimizer_from_roles
 from trainer.step.optimizers import OPTIMIZERS
 
 PARAMS = {
@@ -76,9 +76,9 @@ def test_decay_is_on_kernels_and_embeddings_only_stacked_or_not():
 def test_updates_times_the_learning_rate_are_those_of_optax(name, theirs):
     lr = 2.0**-7  # a power of two: multiplying by it rounds nothing
     decay = 0.0 if name == "adafactor" else 0.1
-    ours = make_optimizer(name, weight_decay=decay, clip_norm=1.0, **SETTINGS[name])(
-        ROLES
-    )
+    ours = optimizer_from_roles(
+        name, weight_decay=decay, clip_norm=1.0, **SETTINGS[name]
+    )(ROLES)
     reference = optax.chain(optax.clip_by_global_norm(1.0), theirs(lr))
     a, b = ours.init(PARAMS), reference.init(PARAMS)
     for _ in range(3):
@@ -90,9 +90,9 @@ def test_updates_times_the_learning_rate_are_those_of_optax(name, theirs):
 
 
 def test_muon_updates_hidden_matrices_orthogonally_and_the_rest_by_adam():
-    tx = make_optimizer("muon", weight_decay=0.0, clip_norm=0.0, **SETTINGS["muon"])(
-        ROLES
-    )
+    tx = optimizer_from_roles(
+        "muon", weight_decay=0.0, clip_norm=0.0, **SETTINGS["muon"]
+    )(ROLES)
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     singular = np.linalg.svd(updates["h"][0]["c_fc"]["kernel"], compute_uv=False)
     # Newton-Schulz brings all singular values near one another
@@ -108,7 +108,9 @@ def test_muon_updates_hidden_matrices_orthogonally_and_the_rest_by_adam():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_the_same_in_every_optimizer(name):
     with_decay, without = (
-        make_optimizer(name, weight_decay=decay, clip_norm=0.0, **SETTINGS[name])(ROLES)
+        optimizer_from_roles(name, weight_decay=decay, clip_norm=0.0, **SETTINGS[name])(
+            ROLES
+        )
         for decay in (0.1, 0.0)
     )
     zero = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -144,7 +146,7 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
         "h": {i: {"kernel": Role("column")} for i in range(2)},
         "wpe": {"embedding": Role("table")},
     }
-    make = make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **SETTINGS[name])
+    make = optimizer_from_roles(name, weight_decay=0.1, clip_norm=1.0, **SETTINGS[name])
 
     def updates(grads, params, roles):
         tx = make(roles)
@@ -168,4 +170,4 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
 
 def test_an_unknown_optimiser_lists_the_valid_ones():
     with pytest.raises(UserError, match="adamw"):
-        make_optimizer("adam", weight_decay=0.0, clip_norm=0.0)
+        optimizer_from_roles("adam", weight_decay=0.0, clip_norm=0.0)
