@@ -11,7 +11,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.files import read_file, read_mapping, well_formed
 from trainer.models.other_formats import check_format
-from trainer.models.registry import SPECS, named_family
+from trainer.models.registry import SPECS, family_name_of
 from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 
@@ -124,7 +124,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(read_file(file))
-        name = named_family(config)
+        name = family_name_of(config)
         theirs = SPECS[name].keys_of_huggingface(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

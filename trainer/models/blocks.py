@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# a function from a block's name ("*" for scanned blocks) and its key to the block
+# A function from a block's name ("*" for scanned blocks) and its key to the block.
 Make = Callable[[str, jax.Array], nnx.Module]
 
 
@@ -55,8 +55,8 @@ def apply_blocks(
 
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
-        # XLA cannot merge the forward pass with its recomputation in a scan; elsewhere
-        # `prevent_cse` keeps it from that.
+        # `prevent_cse` keeps XLA from merging the recomputation with the forward pass.
+        # In a scan XLA cannot merge them.
         run = jax.checkpoint(run, policy=policy, prevent_cse=not scan, static_argnums=0)
     if scan:
         graphdef, layers = nnx.split(blocks)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 
 class KVCache(NamedTuple):
-    """Keys and values, `[L, B, S, G, K]` in the compute dtype; a layer's have no L."""
+    """Keys and values in the compute dtype, `[L, B, S, G, K]`; no L for one layer."""
 
     k: jax.Array
     v: jax.Array
@@ -48,10 +48,11 @@ def cached_attention(
     position: jax.Array | int,
     window: int | None = None,
 ) -> jax.Array:
-    """Return attention of queries at `position + t` over cached positions up to theirs.
+    """Return the attention of queries to the cached positions up to their own.
 
-    A query sees only the last `window` of these positions, its own included. The
-    softmax is FP32. Each head of keys and values serves R successive query heads.
+    Query t is at `position + t`. It sees only the last `window` of these positions, its
+    own included. The softmax is FP32. Each head of keys and values serves R successive
+    query heads.
     """
     k_BxSxGxK, v_BxSxGxK = cache
     (B, T, _, K), (S, G) = q_BxTxHxK.shape, k_BxSxGxK.shape[1:3]

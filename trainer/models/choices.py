@@ -1,6 +1,7 @@
 """Choices in the specs of several families."""
 
-# The members of jax.checkpoint_policies that are policies; the others return policies.
+# The members of jax.checkpoint_policies that are policies; other members are functions
+# that return policies.
 REMAT_POLICIES = (
     "everything_saveable",
     "nothing_saveable",
@@ -11,4 +12,5 @@ REMAT_POLICIES = (
 )
 REMATS = ("none", "elementwise", "block", *REMAT_POLICIES)
 
-SAME_MLP = {"swiglu", "smooth_swiglu"}  # one function, rounded differently
+# MLPs that compute the same function, and differ only in roundings.
+EQUIVALENT_MLPS = {"swiglu", "smooth_swiglu"}

@@ -20,7 +20,7 @@ def number(
 ) -> float:
     """Return a number of a configuration, or raise UserError.
 
-    `use` ends the message: it tells what the number is needed for.
+    `use` is the end of the message, such as ", which rope_type='yarn' needs".
     """
     value = tree.get(key, default)
     if type(value) not in (int, float):
@@ -28,7 +28,7 @@ def number(
     return float(value)
 
 
-def truth(tree: Mapping[str, Any], key: str, default: bool) -> bool:
+def boolean(tree: Mapping[str, Any], key: str, default: bool) -> bool:
     """Return a boolean of a configuration, or raise UserError."""
     value = tree.get(key, default)
     if not isinstance(value, bool):
@@ -38,7 +38,7 @@ def truth(tree: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def check_unquantized(
     config: Mapping[str, Any],
-    keys: Sequence[str] = ("quantization_config", "quantization"),  # the second: MLX's
+    keys: Sequence[str] = ("quantization_config", "quantization"),  # MLX has the second
 ) -> None:
     """Raise UserError for a configuration of quantized weights."""
     for key in keys:

@@ -82,8 +82,8 @@ class CausalModel(nnx.Module):
         """Return the mean cross-entropy of the targets in nats, an FP32 scalar."""
         if segments_BxT is not None:
             raise UserError(
-                "data.document_mask=true needs a model that takes segments; leave it"
-                " out for your own"
+                "data.document_mask=true: a custom model takes no segments; set"
+                " data.document_mask=false"
             )
         logits_BxTxV = self(tokens_BxT)
         return cross_entropy(
@@ -100,7 +100,10 @@ class CausalModel(nnx.Module):
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Return logits `[B, T, V]`, which `logits` takes."""
+        """Return logits `[B, T, V]` in place of hidden states.
+
+        `logits` only casts them to FP32.
+        """
         del segments_BxT
         return self(tokens_BxT)
 
@@ -138,7 +141,7 @@ class CustomSpec:
     dropout: float = 0.0
     scan_layers: bool = False
     remat: str = "none"
-    n_layer: int = 0  # a custom model does not tell it
+    n_layer: int = 0  # unknown
 
     @property
     def padded_vocab(self) -> int:
@@ -147,7 +150,7 @@ class CustomSpec:
 
     @property
     def d_model(self) -> int:
-        """Width of the first table or head; 1 without any."""
+        """Width of the first table or head; 1 if there is neither."""
         for role, shape in parameters(self):
             if role.kind in ("table", "head"):
                 return shape[-1]
@@ -160,14 +163,17 @@ class CustomSpec:
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `family.Spec`: there is no such config."""
-        raise UserError("Hugging Face has no model of your own")
+        """Raise UserError: a custom model has no config.json."""
+        raise UserError(
+            "a custom model has no Hugging Face config.json; give init_from a run of"
+            " the same model"
+        )
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`.
 
-        Roles and shapes of the parameters stand for the function, which only the author
-        knows.
+        What the model computes is unknown here: roles and shapes of the parameters
+        stand for it.
         """
         digest = hashlib.blake2b(
             repr(parameters(self)).encode(), digest_size=8
@@ -200,7 +206,7 @@ def functional(spec: CustomSpec, **settings: Any) -> Functional[CausalModel]:
     """Return the model as pure functions; `settings` are those of `Factory`.
 
     Raises:
-      UserError: the model is no `CausalModel`, or a parameter has no role.
+      UserError: the model is not a `CausalModel`, or a parameter has no role.
     """
 
     def make(rngs: nnx.Rngs) -> CausalModel:
@@ -258,33 +264,33 @@ def forward_flops_per_token(spec: CustomSpec) -> int:
 
 
 def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
-    """Refuse tensor parallelism: it is unknown how the model could be split."""
+    """Raise UserError: it is unknown how tensor parallelism could split the model."""
     raise UserError(
-        f"parallel.tensor={devices}: a model of your own is not split; use"
-        " parallel.data or parallel.fsdp"
+        f"parallel.tensor={devices}: a custom model cannot be split; use parallel.data"
+        " or parallel.fsdp"
     )
 
 
-def no_files(*_: Any) -> NoReturn:
-    """Refuse to export: Hugging Face has no such model."""
-    raise UserError("a model of your own has no Hugging Face form")
+def refuse_export(*_: Any) -> NoReturn:
+    """Raise UserError: Hugging Face has no such model."""
+    raise UserError("a custom model cannot be exported: Hugging Face has no such model")
 
 
-def no_load(source: Path, spec: Any) -> NoReturn:
-    """Refuse to import: Hugging Face has no such model."""
+def refuse_import(source: Path, spec: Any) -> NoReturn:
+    """Raise UserError: Hugging Face has no such model."""
     raise UserError(
-        f"init_from={source}: Hugging Face weights are not those of a model of your"
-        " own; give a run of it"
+        f"init_from={source}: Hugging Face weights do not fit a custom model; give a"
+        " run of the same model"
     )
 
 
 CUSTOM = Family(
-    name="own",
+    name="own",  # checkpoints store it
     blocks_name="h",
     parts=("embedding", "scale", "kernel", "bias"),
     build=functional,
     linear_sizes=linear_sizes,
     forward_flops_per_token=forward_flops_per_token,
     check_tensor=check_tensor,
-    huggingface=HuggingFace(no_load, no_files),
+    huggingface=HuggingFace(refuse_import, refuse_export),
 )

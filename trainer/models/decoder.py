@@ -30,7 +30,7 @@ class Decoder(nnx.Module):
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
         """Return logits, FP32 `[N, vocab_size]`, without padding."""
-        # The logit of a padding row, which is zero, would be 0 rather than -inf.
+        # Padding rows are zero: their logits would be 0 rather than -inf.
         head_VxD = self.head_VxD[: self.spec.vocab_size].astype(self.compute_dtype)
         return jnp.einsum(
             "nd,vd->nv", h_NxD, head_VxD, preferred_element_type=jnp.float32

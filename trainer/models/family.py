@@ -50,7 +50,7 @@ class Spec(Protocol):
 
     @property
     def remat(self) -> str:
-        """What the backward pass recomputes; see `GPT2Spec`."""
+        """The values that the backward pass recomputes; see `GPT2Spec`."""
 
     @property
     def keep_fp8_weights(self) -> bool:
@@ -61,24 +61,30 @@ class Spec(Protocol):
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
-        """Return the names of the fields that decide the function of the parameters."""
+        """Return the names of the fields that decide what the model computes from its
+        parameters.
+        """
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `checkpoint_fields` of a Hugging Face config.json.
 
         Raises:
-          UserError: a field is missing, or the family lacks the function.
+          UserError: a field is missing, or the config asks for what the family does not
+            implement.
         """
 
     def architecture(self) -> dict[str, Any]:
         """Return the `checkpoint_fields` as JSON values, with defaults filled in."""
 
     def is_compatible(self, name: str, value: Any) -> bool:
-        """Return whether `value` of another spec's field gives the same function."""
+        """Return whether a spec with this value of a field computes the same."""
 
     def for_sampling(self) -> Self:
-        """Return the spec without smooth SwiGLU, with the same function."""
+        """Return the spec with SwiGLU in place of smooth SwiGLU.
+
+        Both compute the same function.
+        """
 
 
 class LanguageModel(Protocol):
@@ -127,8 +133,8 @@ class HuggingFace(NamedTuple):
 
     Attributes:
       load: `(source, spec) -> (spec, parameters)` of a directory or safetensors file.
-        The given spec, or None, completes the files. Parameters are NumPy arrays, with
-        unrolled layers and padded tables.
+        Without a config.json the given spec tells the sizes. Parameters are NumPy
+        arrays, with unrolled layers and padded tables.
       save: `(directory, spec, parameters, eot) -> paths of the weights`. Layers are
         unrolled; `eot` is the tokenizer's end-of-text id, or None.
     """
@@ -144,8 +150,8 @@ class Family:
     Attributes:
       name: the name in configurations, and Hugging Face's `model_type`.
       blocks_name: the name of the list of blocks among the parameters.
-      parts: names of layers and parameters in the order of a forward pass, which is
-        that of listed numerics.
+      parts: names of layers and parameters in the order of a forward pass; per-layer
+        numerics are listed in it.
       build: (spec, **settings) -> the model as pure functions. The settings are
         `compute_dtype`, `param_dtype`, `dot_general_for`, `rescale_grads` and
         `tensor_axis`; see `layers.Factory`. The bound model is a `LanguageModel`.
@@ -153,8 +159,9 @@ class Family:
         path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers.
       forward_flops_per_token: FLOPs of one token's forward pass at the full context;
           see `flops`.
-      check_tensor: (spec, devices, multiple) raises UserError where heads cannot be
-        split over the devices, or channels not into multiples.
+      check_tensor: (spec, devices, multiple) raises UserError if the number of heads is
+        not divisible by `devices`, or a device's number of channels is not a multiple
+        of `multiple`.
       huggingface: import and export of weights.
     """
 

@@ -37,7 +37,8 @@ def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
     """Return the FLOPs of one token's training step, 3 forward passes.
 
     A linear layer with a `frozen` kernel lacks the matmul of the kernel's gradient. The
-    head always counts, as do gradients of inputs below which nothing is trained.
+    head always counts. So do gradients of activations, even if no layer before them is
+    trained.
     """
     return 3 * forward_flops_per_token(spec) - linear_flops_per_token(spec, frozen)
 

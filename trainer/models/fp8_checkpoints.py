@@ -2,8 +2,8 @@
 
 A weight has a scale for each block, as in DeepSeek's and Qwen's checkpoints, for each
 row, or for the tensor. The scale's name ends in `weight_scale_inv` (DeepSeek,
-transformers) or in `weight_scale` (vLLM's compressed-tensors, AutoFP8). With both
-names, the weight is its E4M3 number times the scale.
+transformers) or in `weight_scale` (vLLM's compressed-tensors, AutoFP8). In both cases
+the weight is its E4M3 number times the scale.
 """
 
 import math
@@ -18,11 +18,11 @@ from trainer.errors import UserError
 
 QUANTIZATION = "quantization_config"
 SUPPORTED = (
-    "symmetric E4M3 (quant_method fp8 or compressed-tensors) with a scale for a block,"
-    " a row or the tensor is read, and no other"
+    "valid: symmetric E4M3 (quant_method fp8 or compressed-tensors) with one scale for"
+    " each block or row, or for the tensor"
 )
-SCALES = ("weight_scale_inv", "weight_scale")
-# by the names of safetensors
+SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
+# Name in safetensors -> NumPy's dtype.
 DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -32,7 +32,7 @@ DTYPES = {
     "I64": np.dtype(np.int64),
     "BOOL": np.dtype(np.bool_),
 }
-# suffixes of scales that only FP8 activations and caches need
+# Suffixes of scales that only FP8 activations and caches need.
 UNUSED_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale",
     ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
@@ -43,7 +43,8 @@ class Fp8Weights(NamedTuple):
     """The FP8 weights of a checkpoint.
 
     Attributes:
-      block: rows and columns that share a scale; None: the tensor or a row has one.
+      block: the numbers of rows and columns that share a scale; None: each row has a
+        scale, or the tensor has one.
     """
 
     block: tuple[int, int] | None
@@ -64,7 +65,7 @@ class Fp8Weights(NamedTuple):
         if method == "compressed-tensors":
             return cls(compressed_block(settings))
         raise UserError(
-            f"{QUANTIZATION}={{'quant_method': {method!r}, ...}} is not supported:"
+            f"{QUANTIZATION}={{'quant_method': {method!r}, ...}} is not supported;"
             f" {SUPPORTED}; give the weights before quantization, in float32, float16"
             " or bfloat16"
         )
@@ -75,7 +76,7 @@ class Fp8Weights(NamedTuple):
         """Return the tensors without their scales, in FP32 instead of FP8.
 
         Raises:
-          UserError: a scale is missing, of another shape, or not a positive number.
+          UserError: a scale is missing, of another shape, negative or not finite.
         """
         scales: set[str] = set()
         wide: dict[str, np.ndarray] = {}
@@ -83,17 +84,18 @@ class Fp8Weights(NamedTuple):
             if tensor.dtype != DTYPES["F8_E4M3"]:
                 wide[name] = tensor
                 continue
-            keys = [name.removesuffix("weight") + end for end in SCALES]
-            key = next((key for key in keys if key in tensors), None)
-            if key is None or not name.endswith("weight"):
+            stem = name.removesuffix("weight")
+            scale_names = [stem + suffix for suffix in SCALE_SUFFIXES]
+            scale_name = next((key for key in scale_names if key in tensors), None)
+            if scale_name is None or not name.endswith("weight"):
                 raise UserError(
-                    f"{file}: {name} is FP8, but it has no scale {' or '.join(keys)};"
-                    f" {SUPPORTED}"
+                    f"{file}: {name} is FP8, but it has no scale"
+                    f" {' or '.join(scale_names)}; {SUPPORTED}"
                 )
             wide[name] = tensor.astype(np.float32) * self._scale_of(
-                file, key, tensors[key], tensor.shape
+                file, scale_name, tensors[scale_name], tensor.shape
             )
-            scales.add(key)
+            scales.add(scale_name)
         return {
             name: tensor
             for name, tensor in wide.items()
@@ -106,7 +108,9 @@ class Fp8Weights(NamedTuple):
         """Return a scale that can multiply a weight of shape `shape`."""
         scale = scale.astype(np.float32)
         if not np.all(np.isfinite(scale) & (scale >= 0)):
-            raise UserError(f"{file}: {name} holds numbers that are no scales")
+            raise UserError(
+                f"{file}: {name} holds scales that are negative or not finite"
+            )
         if self.block is not None and len(shape) == 2:
             blocks = tuple(map(math.ceil, np.divide(shape, self.block)))
             valid = [blocks]
@@ -145,7 +149,7 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     for key in ("transform_config", "sparsity_config"):
         if settings.get(key):
-            raise UserError(f"{QUANTIZATION}: {key} is not supported: {SUPPORTED}")
+            raise UserError(f"{QUANTIZATION}: {key} is not supported; {SUPPORTED}")
     groups = settings.get("config_groups")
     blocks = set()
     for group in groups.values() if isinstance(groups, dict) else [{}]:
@@ -160,13 +164,13 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
         ):
             raise UserError(
                 f"{QUANTIZATION}: weights of {bits} bits, type={kind},"
-                f" strategy={strategy}, symmetric={symmetric} are not supported:"
+                f" strategy={strategy}, symmetric={symmetric} are not supported;"
                 f" {SUPPORTED}"
             )
         is_block = strategy == "block"
         blocks.add(block_of(weights, "block_structure") if is_block else None)
     if len(blocks) > 1:
         raise UserError(
-            f"{QUANTIZATION}: config_groups have different blocks: {SUPPORTED}"
+            f"{QUANTIZATION}: config_groups have different blocks; {SUPPORTED}"
         )
     return blocks.pop()

@@ -20,20 +20,20 @@ DIVISOR_RANGE = 2.0**-14, 2.0**14  # FP16 has these and their inverses
 
 
 def smooth_swiglu(
-    gate_NxF: jax.Array, linear_NxF: jax.Array, peak: float = 1.0
+    gate_NxF: jax.Array, linear_NxF: jax.Array, target_amax: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `swiglu` with a divided result for each channel, and the divisors `[F]`.
+    """Return `swiglu` with each channel divided by a power of two, and the divisors.
 
-    A channel's divisor is the power of two that brings the linear branch's amax over
-    the batch near `peak`, a power of two. The caller multiplies the rows of the next
-    kernel by the divisors before it quantizes the kernel.
+    A channel's divisor brings the linear branch's amax over the batch near
+    `target_amax`, a power of two. Divisors are `[F]`. The caller multiplies the rows of
+    the next kernel by them before it quantizes the kernel.
 
     Under `scalify` an amax is that of a scaled array's data, without its scale:
     divisors are near 1, and the static scales of hidden channels and kernel stay valid.
     """
     data_NxF, _ = get_data_scale(linear_NxF)
     amax_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
-    divisor_F = jnp.clip(pow2_round(amax_F) / peak, *DIVISOR_RANGE)
+    divisor_F = jnp.clip(pow2_round(amax_F) / target_amax, *DIVISOR_RANGE)
     divisor_F = jnp.where(amax_F > 0, divisor_F, 1.0)
     hidden_NxF = swiglu(gate_NxF, linear_NxF)
     hidden_NxF *= (1 / divisor_F)[None].astype(hidden_NxF.dtype)

@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.files import read_object, well_formed
 from trainer.models.family import Family, Spec
 from trainer.models.functional import Params
-from trainer.models.registry import SPECS, family_of, named_family
+from trainer.models.registry import SPECS, family_name_of, family_of
 from trainer.models.weight_files import config_beside
 
 
@@ -30,7 +30,7 @@ def family_at(source: Path) -> Family | None:
     if not file.is_file():
         return None
     try:
-        return family_of(SPECS[named_family(read_object(file))])
+        return family_of(SPECS[family_name_of(read_object(file))])
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -42,7 +42,8 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
 
     Args:
       source: the directory or file.
-      spec: the spec of the model that gets the weights; it completes a lone file.
+      spec: the spec of the model that gets the weights; it tells the sizes if there is
+        no config.json.
 
     Raises:
       UserError: missing or damaged files, or an unknown family.

@@ -41,7 +41,7 @@ def copy_to_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
 def sum_over_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
     """Return the sum over the devices of a mesh axis; each gets the sum's gradient.
 
-    None: nothing is split.
+    None: no tensor parallelism, so `x` is returned.
     """
     return x_NxD if axis is None else _sum_over_axis(x_NxD, axis)
 
@@ -210,18 +210,21 @@ class Factory:
         `kind`, `groups`, `gated` and `scaled_rows` are those of `Role`.
         """
         # A device's columns of several groups would not be contiguous; see `Role`.
-        by_rows = kind == "row" or groups > 1
+        split_by_rows = kind == "row" or groups > 1
         kernel_role = Role(
             kind,
             f"{self.path}.{name}",
             stacked=self.stacked,
-            split=-2 if by_rows else -1,
+            split=-2 if split_by_rows else -1,
             groups=groups,
             gated=gated,
             scaled_rows=scaled_rows,
         )
         bias_role = Role(
-            "bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups
+            "bias",
+            stacked=self.stacked,
+            split=None if split_by_rows else -1,
+            groups=groups,
         )
         linear = Linear(
             d_in,
@@ -291,7 +294,7 @@ class RMSNorm(nnx.Module):
             jnp.ones(d, factory.param_dtype), role=Role("gain", stacked=factory.stacked)
         )
         self.eps, self.probes, self.tensor_axis = eps, probes, tensor_axis
-        # `layer_norm` is the name of both kinds of norm.
+        # In `rescale_grads`, `layer_norm` means both kinds of norm.
         self.rescale_grad = "layer_norm" in factory.rescale_grads
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:

@@ -37,10 +37,10 @@ def named_leaves(
     roles = jax.tree.leaves(model.roles)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for role, (path, leaf) in zip(roles, leaves, strict=True):
-        *modules, last = (entry.key for entry in path)
+        *modules, leaf_name = (entry.key for entry in path)
         parts = [layout.names.get(module, str(module)) for module in modules]
-        kind = "bias" if last == "bias" else "weight"
-        yield layout.prefix + ".".join([*parts, kind]), role, leaf
+        parts.append("bias" if leaf_name == "bias" else "weight")
+        yield layout.prefix + ".".join(parts), role, leaf
 
 
 def to_params(

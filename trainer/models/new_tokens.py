@@ -1,6 +1,7 @@
 """New embedding rows for a model whose tokenizer is replaced.
 
-Tokens in both vocabularies keep their rows. A `Method` makes the other rows of those.
+Tokens in both vocabularies keep their rows, except in the method `random`. A `Method`
+decides how the other rows are made.
 The best known method is FOCUS (Dobler and de Melo 2023, arXiv 2305.14481): a weighted
 mean of the rows of similar shared tokens. The weights are the sparsemax (Martins and
 Astudillo 2016, arXiv 1602.02068) of cosines between token vectors of the new text.
@@ -35,7 +36,8 @@ class Shared(NamedTuple):
     ) -> Self:
         """Match ordinary tokens, and the ids that end a document.
 
-        The `ends` (new, old) match whatever their bytes are.
+        `ends`: the ids (new, old) that end a document; they match whatever their bytes
+        are.
         """
         pairs = [
             (i, old[token])
@@ -63,7 +65,10 @@ class RowMixture(NamedTuple):
 
     @classmethod
     def from_vectors(cls, vectors_VxW: Array, shared: Shared) -> Self:
-        """Return weights by the similarity of token vectors, without zero vectors."""
+        """Return mixtures weighted by the cosines of token vectors.
+
+        Tokens whose vector is zero are left out.
+        """
         length = np.linalg.norm(vectors_VxW, axis=1)
         unit = vectors_VxW / np.where(length > 0, length, 1).astype(np.float32)[:, None]
         has_vector = length[shared.new] > 0
@@ -71,19 +76,20 @@ class RowMixture(NamedTuple):
         count = len(ids) if has_vector.any() else 0
         weights = np.zeros((count, len(shared.new)), np.float32)
         for start in range(0, count, ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            cosines = unit[ids[part]] @ unit[shared.new[has_vector]].T
-            weights[part, has_vector] = sparsemax(cosines)
+            rows = slice(start, start + ROWS_AT_ONCE)
+            cosines = unit[ids[rows]] @ unit[shared.new[has_vector]].T
+            weights[rows, has_vector] = sparsemax(cosines)
         return cls(ids[:count], weights)
 
 
 def sparsemax(z_NxM: Array) -> Array:
     """Return the closest point of the simplex to each row: a sparse softmax."""
     ordered = -np.sort(-z_NxM, axis=1)
-    total = np.cumsum(ordered, axis=1) - 1
+    cumsum_minus_1 = np.cumsum(ordered, axis=1) - 1
     rank = np.arange(1, z_NxM.shape[1] + 1)
-    support = np.sum(ordered * rank > total, axis=1)
-    threshold = total[np.arange(len(z_NxM)), support - 1] / support
+    support = np.sum(ordered * rank > cumsum_minus_1, axis=1)
+    last = np.arange(len(z_NxM)), support - 1
+    threshold = cumsum_minus_1[last] / support
     return np.maximum(z_NxM - threshold[:, None], 0).astype(np.float32)
 
 
@@ -101,7 +107,8 @@ def new_rows(
       method: with `random` all rows are fresh. Otherwise shared tokens keep their rows,
         and other rows are fresh (`copy`), the mean of all old rows (`mean`), normal
         with the old rows' mean and deviation in each dimension (`gaussian`), or from
-        `mixture`, and as with `gaussian` where it has none (`focus`).
+        `mixture` (`focus`). With `focus`, tokens without a mixture are as in
+        `gaussian`.
       old_VxD: rows of the old vocabulary, without padding.
       fresh_NxD: initial rows of an untrained model.
       shared: tokens in both vocabularies.
@@ -113,8 +120,8 @@ def new_rows(
     """
     if method == "random":
         return fresh_NxD.astype(np.float32)
-    drawn = np.random.default_rng(seed).standard_normal(fresh_NxD.shape, np.float32)
-    gaussian = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * drawn
+    normal = np.random.default_rng(seed).standard_normal(fresh_NxD.shape, np.float32)
+    gaussian = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * normal
     if method == "copy":
         rows = fresh_NxD
     elif method == "mean":

@@ -12,22 +12,23 @@ PROGRAM_ADVICE = (
     " program that made it; for Meta's, transformers 4 has `python -m"
     " transformers.models.llama.convert_llama_weights_to_hf`"
 )
-# by suffix, the option of `from_pretrained` and the version that has it
+# Suffix -> the option of `from_pretrained`, and the version that has it.
 OPTIONS = {
     ".bin": ("", ""),
     ".gguf": ("gguf_file={0}", ""),
     ".msgpack": ("from_flax=True", " by transformers 4"),
     ".h5": ("from_tf=True", " by transformers 4"),
 }
+# Only the program that wrote these files can convert them.
 PROGRAM_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index")
-# suffixes of tensors in files of GPTQ, AWQ, bitsandbytes, MLX and FP8
+# Suffixes of tensor names in files of GPTQ, AWQ, bitsandbytes, MLX and FP8.
 QUANTIZED_SUFFIXES = (
     ".qweight", ".qzeros", ".scales", ".absmax", ".SCB", ".weight_scale",
     ".weight_scale_inv", ".weight_packed",
 )  # fmt: skip
 
 
-def convert(directory: Path, option: str) -> str:
+def convert_command(directory: Path, option: str) -> str:
     """Return the command that writes a directory's weights as safetensors."""
     # A JSON string is also a Python string. Its quotes are ", so the shell's can be '.
     source = json.dumps(str(directory), ensure_ascii=False)
@@ -40,7 +41,7 @@ def convert(directory: Path, option: str) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
-def merge(directory: Path) -> str:
+def merge_command(directory: Path) -> str:
     """Return the command that merges a LoRA adapter into its model."""
     source = json.dumps(str(directory), ensure_ascii=False)
     target = json.dumps(f"{directory}-merged", ensure_ascii=False)
@@ -65,19 +66,19 @@ def check_format(source: Path) -> None:
         if (directory / name).is_file():
             raise UserError(
                 f"{directory} is a LoRA adapter by its {name}; merge it into its model:"
-                f" {merge(directory)}, or remove {name} if the weights beside it"
-                " are whole"
+                f" {merge_command(directory)}, or remove {name} if the weights beside"
+                " it are complete"
             )
     if not source.is_dir():
         refuse_format(source)
     elif not any(directory.glob("*.safetensors")):
         for file in sorted(directory.iterdir()):
             refuse_format(file)
-        below = sorted(directory.glob("*/*.safetensors"))
-        if below:
+        in_subdirectories = sorted(directory.glob("*/*.safetensors"))
+        if in_subdirectories:
             raise UserError(
-                f"{directory} holds no weights itself, but {below[0].parent} does; give"
-                " that one"
+                f"{directory} holds no weights itself, but"
+                f" {in_subdirectories[0].parent} does; give that one"
             )
 
 
@@ -86,7 +87,7 @@ def refuse_format(file: Path) -> None:
     has_config = (file.parent / "config.json").is_file()
     if file.suffix in OPTIONS and (has_config or file.suffix not in PROGRAM_SUFFIXES):
         option, version = OPTIONS[file.suffix]
-        command = convert(file.parent, option.format(json.dumps(file.name)))
+        command = convert_command(file.parent, option.format(json.dumps(file.name)))
         raise UserError(
             f"{file} is no safetensors file; convert it{version}: {command}"
         )

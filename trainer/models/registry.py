@@ -35,7 +35,7 @@ SPECS: dict[str, type[Spec]] = {
 }
 
 
-def named_family(config: Mapping[str, Any]) -> str:
+def family_name_of(config: Mapping[str, Any]) -> str:
     """Return the name of the family of a Hugging Face config.json.
 
     Raises:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from trainer.errors import UserError
 
-# names of groups of kinds, to select parameters by
+# Names by which a user selects all parameters of some kinds.
 GROUPS = {
     "embeddings": ("table", "head"),
     "kernels": ("column", "row"),
@@ -44,8 +44,8 @@ class Role:
         bias is not split.
       gated: whether it belongs to a gated layer, where the outputs of the column
         kernels are multiplied and the row kernel takes the product.
-      scaled_rows: whether the rows of a kernel are multiplied by factors of the batch
-          before they are rounded.
+      scaled_rows: whether, before rounding, the kernel's rows are multiplied by factors
+        computed from the batch, as in smooth SwiGLU.
       padding: the number of rows at the end of a table or head that nothing reads.
     """
 

@@ -15,7 +15,8 @@ from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
 
-# positions; a longer cache is rounded up to a power of two, at most the context
+# The shortest cache, in positions. A longer one is rounded up to a power of two, at
+# most the context.
 MIN_CACHE = 256
 
 
@@ -59,7 +60,7 @@ def prefill(
 ) -> tuple[jax.Array, Any]:
     """Return logits [V] after the first `length` tokens, and the cache.
 
-    The tokens behind them are never attended to. The cache has `cache_length`
+    The tokens after them are never attended to. The cache has `cache_length`
     positions.
     """
     cache = model.init_cache(1, cache_length)
@@ -145,15 +146,15 @@ class Generator:
         """Return `max_new_tokens` ids that continue the prompt, deterministically.
 
         When the context is full, its later half is prefilled as the new beginning:
-        positions are absolute, so that a cache cannot slide. `before_window` is called
-        before each prefill; its exceptions propagate.
+        positions are absolute, so the cache cannot be shifted. `before_window` is
+        called before each prefill; its exceptions propagate.
 
         Raises:
           UserError: an empty prompt, or a number out of its range.
         """
         check(prompt, max_new_tokens, temperature, top_k, top_p, seed)
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
-        # The cache is only as large as needed: a saved context may have any size.
+        # The cache is only as large as needed: the spec's context may be very long.
         positions = max(len(prompt) + max_new_tokens, MIN_CACHE)
         S = min(self.spec.context, 1 << (positions - 1).bit_length())
         ids, sampled = list(prompt[-S:]), 0

@@ -15,9 +15,9 @@ from trainer.models.layers import DotGeneral, Factory, Linear, dense
 
 
 def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
-    """Start the first `channels` of two layers as training aligns them late.
+    """Give both layers the same first `channels` columns, as late training does.
 
-    Both get the columns of `linear`, `gain` times as large.
+    They are the columns of `linear`, `gain` times as large.
     Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
     """
     if channels:
@@ -27,7 +27,10 @@ def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
 
 
 class LastColumns(nnx.Module):
-    """A layer of the last columns of a `Linear`, whose parameters it multiplies."""
+    """A layer made of the last columns of a `Linear`.
+
+    It shares their parameters, and multiplies them by `gain`.
+    """
 
     probes: ClassVar[tuple[str, ...]] = ("in", "out")
 

@@ -33,7 +33,7 @@ CONFIG, INDEX, SINGLE = (
 HEAD = "lm_head.weight"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_BYTES = 1 << 28
-# files of a tokenizer: copies of them are the same tokenizer
+# A tokenizer consists of these files: a copy of them is the same tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "tokenizer.model", "vocab.json", "merges.txt",
@@ -75,13 +75,13 @@ def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndar
             file_tensors = load_file(file) if fp8 is None else load_fp8_file(file)
         except AttributeError as error:  # NumPy lacks the dtype
             raise UserError(
-                f"{file} holds tensors in a format that NumPy has not ({error});"
+                f"{file} holds tensors in a format that NumPy lacks ({error});"
                 " give weights in float32, float16 or bfloat16"
             ) from error
         except SafetensorError as error:
             raise UserError(
-                f"{file} is not a whole safetensors file ({error}); download or copy it"
-                " again"
+                f"{file} is not a complete safetensors file ({error}); download or copy"
+                " it again"
             ) from error
         repeated = sorted(file_tensors.keys() & file_of.keys())
         if repeated:
@@ -128,17 +128,17 @@ def with_prefix(
 ) -> dict[str, np.ndarray]:
     """Return tensors with a prefix before the names that begin with one of `roots`.
 
-    transformers writes a model without a head without the prefix.
+    transformers leaves out the prefix when it saves a model without its head.
 
     Raises:
       UserError: a tensor is there with and without the prefix.
     """
     named: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
-        full = prefix + name if name.startswith(roots) else name
-        if full in named:
-            raise UserError(f"{source} holds {full} with and without {prefix}")
-        named[full] = tensor
+        full_name = prefix + name if name.startswith(roots) else name
+        if full_name in named:
+            raise UserError(f"{source} holds {full_name} with and without {prefix}")
+        named[full_name] = tensor
     return named
 
 
@@ -159,10 +159,16 @@ def pop_tied_head(source: Path, tensors: dict[str, np.ndarray], table: str) -> N
 def missing(
     source: Path, name: str, shape: tuple[int, ...], unknown: Set[str]
 ) -> UserError:
-    """Return the error of a missing tensor, with the unknown ones that are there."""
+    """Return the error for a missing tensor.
+
+    `unknown`: names of tensors in the files that the model does not have.
+    """
     advice = "these are not all weights of the model"
     if unknown:
-        advice += f", but others, such as {min(unknown)} ({len(unknown)} in all)"
+        advice = (
+            f"the files hold unknown tensors instead, such as {min(unknown)}"
+            f" ({len(unknown)} in all)"
+        )
     elif name == HEAD:
         advice += (
             "; if its head is the token table, set tie_word_embeddings=true in"
@@ -199,16 +205,16 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
       UserError: the weights do not fit into the files.
     """
     files = [*source.glob("*.safetensors")] if source.is_dir() else [source]
-    present = sum(file.stat().st_size for file in files)
+    file_bytes = sum(file.stat().st_size for file in files)
     layers, width, ids = map(
         int, (sizes["n_layer"], sizes["d_model"], sizes["vocab_size"])
     )
-    needed = layers * width**2 + ids * width
-    if files and needed > present:
+    needed_bytes = layers * width**2 + ids * width
+    if files and needed_bytes > file_bytes:
         raise UserError(
             f"{config_beside(source)}: {layers:,} layers of width {width:,} and {ids:,}"
-            f" ids take at least {needed:,} bytes, but the weights beside it have"
-            f" {present:,}; download or copy both again"
+            f" ids take at least {needed_bytes:,} bytes, but the weights beside it have"
+            f" {file_bytes:,}; download or copy both again"
         )
 
 
@@ -270,11 +276,11 @@ def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
       UserError: the file cannot be written, such as on a full disk.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
-    mask = os.umask(0)
-    os.umask(mask)
+    umask = os.umask(0)  # reads it by setting it
+    os.umask(umask)
     try:
         save_file(tensors, partial, metadata={"format": "pt"})
-        partial.chmod(0o666 & ~mask)
+        partial.chmod(0o666 & ~umask)
         partial.replace(path)
     except SafetensorError as error:  # the library raises no OSError
         raise UserError(
@@ -344,10 +350,10 @@ def tokenizer_files(source: Path, more: Sequence[str] = ()) -> list[Path]:
       UserError: a file is a link to a place outside, whose content would be published
           with a copy.
     """
-    names = [source / name for name in TOKENIZER_FILES]
-    names += sorted((source / TEMPLATES).glob("*.jinja"))
-    names += [source / name for name in more]
-    files = [file for file in names if file.is_file()]
+    paths = [source / name for name in TOKENIZER_FILES]
+    paths += sorted((source / TEMPLATES).glob("*.jinja"))
+    paths += [source / name for name in more]
+    files = [path for path in paths if path.is_file()]
     # In the cache of Hugging Face's hub, snapshots/REVISION consists of links to files
     # in `blobs`.
     root = source.resolve()

@@ -177,5 +177,5 @@ def test_what_is_no_model_is_a_user_error(model, said):
 
 
 def test_a_mesh_that_cannot_split_it_is_a_user_error():
-    with pytest.raises(UserError, match="tensor=2: a model of your own is not split"):
+    with pytest.raises(UserError, match="tensor=2: a custom model cannot be split"):
         train(configuration("parallel.tensor=2"), model=Next, data=Walk())

@@ -30,8 +30,8 @@ class Attention(nnx.Module):
     """Causal multi-head self-attention.
 
     `rescale_grad`: under `scalify`, the gradient of queries, keys and values is
-    rescaled by its RMS, measured at run time. It is a sum over dependent positions,
-    which grows by more than shapes tell.
+    rescaled by its RMS, measured at run time. It is a sum over positions. They are
+    correlated, so it grows faster than static scales, computed from shapes, predict.
     """
 
     def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
@@ -53,12 +53,12 @@ class Attention(nnx.Module):
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Return this device's heads of queries, keys, values, `[B, T, H, K]` each."""
-        products = maybe_remat(
+        projections = maybe_remat(
             lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
-        heads = products[0].shape[1] // self.head_dim
-        return [part.reshape(batch, -1, heads, self.head_dim) for part in products]
+        heads = projections[0].shape[1] // self.head_dim
+        return [y.reshape(batch, -1, heads, self.head_dim) for y in projections]
 
     def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Return queries, keys and values, `[N, H*K]` each."""
@@ -115,9 +115,9 @@ class GeluMLP(nnx.Module):
             return self.c_fc(x_NxD, add_bias=False)
 
         hidden_NxF = maybe_remat(expand, self.recompute)(x_NxD)
-        return maybe_remat(self.contract, self.recompute)(hidden_NxF)
+        return maybe_remat(self.project_down, self.recompute)(hidden_NxF)
 
-    def contract(self, hidden_NxF: jax.Array) -> jax.Array:
+    def project_down(self, hidden_NxF: jax.Array) -> jax.Array:
         """Apply bias, GELU and the second matmul."""
         assert self.c_fc.bias is not None
         return self.c_proj(gelu(hidden_NxF, self.c_fc.bias[...]))
@@ -155,13 +155,13 @@ class SwigluMLP(nnx.Module):
             lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
-        return maybe_remat(self.contract, self.recompute)(branches)
+        return maybe_remat(self.project_down, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return gate and linear branch, `[N, F]` each."""
         return self.c_gate(x_NxD), self.c_fc(x_NxD)
 
-    def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Apply SwiGLU and the last matmul."""
         return self.c_proj(swiglu(*branches))
 
@@ -171,7 +171,7 @@ class SmoothSwigluMLP(SwigluMLP):
 
     scaled_rows: ClassVar[bool] = True
 
-    def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Apply smooth SwiGLU and the last matmul."""
         hidden_NxF, divisor_F = smooth_swiglu(*branches)
         return self.c_proj(hidden_NxF, factor=divisor_F[:, None])
@@ -206,7 +206,8 @@ class Block(nnx.Module):
         x_NxD += dropout(
             self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B
         )
-        # `materialized` stores 16 bits once; readers would otherwise keep an FP32 copy.
+        # Otherwise XLA may fuse the cast to 16 bits into each consumer, and store `x`
+        # in FP32.
         x_NxD = materialized(x_NxD)
         return materialized(
             x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B)

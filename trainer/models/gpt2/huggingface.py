@@ -29,8 +29,8 @@ from trainer.models.weight_files import (
     write_tensors,
 )
 
-# the values that a file must have where it has the key, so that this model computes the
-# same function
+# The valid values of keys that a config.json may have. With other values this model
+# would not compute the same function.
 REQUIRED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -41,7 +41,7 @@ REQUIRED = {
     "add_cross_attention": (False,),
     "is_causal": (True,),
 }
-# causal masks in old files, which are no weights
+# Causal masks in old files are not weights.
 BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
 TABLE = "transformer.wte.weight"
@@ -77,13 +77,14 @@ def load_gpt2(
             " weights"
         )
     else:
+        # Only the sizes are the given spec's: Hugging Face's GPT-2 always has gelu.
         spec = GPT2Spec(**spec.architecture() | {"mlp": "gelu"})
     tensors = named_tensors(path)
     return spec, to_params(path, tensors, functional(spec), Layout(prefix=PREFIX))
 
 
 def read_spec(file: Path) -> GPT2Spec:
-    """Return the spec of a config.json; UserError where it is not of this model."""
+    """Return the spec of a config.json; UserError for an unsupported variant."""
     config = read_object(file)
     for key, valid in REQUIRED.items():
         if key in config and config[key] not in valid:
@@ -100,7 +101,9 @@ def read_spec(file: Path) -> GPT2Spec:
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
     """Return all weights under `path` by their name with the prefix."""
     named = with_prefix(path, read_tensors(path), PREFIX, ROOTS)
-    tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
+    tensors = {
+        name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
+    }
     pop_tied_head(path, tensors, TABLE)
     return tensors
 

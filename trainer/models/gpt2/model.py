@@ -50,6 +50,8 @@ class GPT2(Decoder):
             spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs
         )
 
+        # The block is a plain `Block`, unless the spec asks for stress tests of narrow
+        # formats.
         def make_block(name: str, key: jax.Array) -> Block:
             return gpt2_block(
                 spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings)
@@ -137,6 +139,7 @@ class GPT2(Decoder):
 def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
     """Return the model as pure functions; `settings` are those of `Factory`.
 
+    >>> import jax.numpy as jnp
     >>> spec = GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8)
     >>> model = functional(spec)
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape

@@ -17,7 +17,7 @@ from trainer.bounds import (
     more_than,
 )
 from trainer.errors import UserError
-from trainer.models.choices import REMATS, SAME_MLP
+from trainer.models.choices import EQUIVALENT_MLPS, REMATS
 from trainer.models.config_values import whole_number
 
 CHECKPOINT_FIELDS = (
@@ -157,8 +157,8 @@ class GPT2Spec:
         """See `family.Spec`."""
         fields = {name: whole_number(config, key) for name, key in CONFIG_KEYS.items()}
         d_mlp = whole_number(config, "n_inner", 4 * fields["d_model"])
-        is_usual = d_mlp == 4 * fields["d_model"]
-        return fields | {"d_mlp": None if is_usual else d_mlp, "mlp": "gelu"}
+        is_default = d_mlp == 4 * fields["d_model"]
+        return fields | {"d_mlp": None if is_default else d_mlp, "mlp": "gelu"}
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
@@ -167,9 +167,9 @@ class GPT2Spec:
 
     def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
-        own_value = self.architecture()[name]
-        is_same_mlp = name == "mlp" and {own_value, value} == SAME_MLP
-        return bool(own_value == value or is_same_mlp)
+        current = self.architecture()[name]
+        is_same_mlp = name == "mlp" and {current, value} == EQUIVALENT_MLPS
+        return bool(current == value or is_same_mlp)
 
     def for_sampling(self) -> Self:
         """See `family.Spec`."""

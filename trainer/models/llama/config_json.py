@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainer.models.config_values import check_unquantized, number, truth, whole_number
+from trainer.models.config_values import (
+    boolean,
+    check_unquantized,
+    number,
+    whole_number,
+)
 from trainer.models.fp8_checkpoints import Fp8Weights
 from trainer.models.llama.rope import rope_of, rope_to_config
 
@@ -21,10 +26,11 @@ class ConfigFormat:
     Attributes:
       model_type: transformers' name of the family.
       architecture: transformers' class of the model.
-      fixed: the values that a file must have where it has the key, so that this model
-        computes the same function; exports write them.
+      fixed: the only valid values of keys that a file may have; exports write them.
+        With other values this model would not compute the same function.
       defaults: transformers' defaults of keys that a file may leave out.
-      modules: names of modules in the weights that are not Llama's, by those here.
+      modules: our names of modules -> their names in the weights, where these differ
+        from Llama's.
     """
 
     model_type: str
@@ -34,7 +40,7 @@ class ConfigFormat:
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-# required integers of a config.json, and their names in LlamaSpec
+# Required integers of a config.json -> their names in LlamaSpec.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -59,7 +65,8 @@ def fields_of(
         "is_causal": True,
         **config_format.fixed,
     }
-    required.pop("use_sliding_window", None)  # see `check_layers`
+    # `check_layers` refuses it, unless no layer has the window.
+    required.pop("use_sliding_window", None)
     for key, valid in required.items():
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
@@ -92,14 +99,14 @@ def fields_of(
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": number(config, "rms_norm_eps", 1e-6),
-        "tied": truth(config, "tie_word_embeddings", default=False),
+        "tied": boolean(config, "tie_word_embeddings", default=False),
     }
 
 
 def check_layers(
     config: Mapping[str, Any], config_format: ConfigFormat, layers: int
 ) -> None:
-    """Raise UserError for unsupported `layer_types`, or a window of some layers."""
+    """Raise UserError for unsupported `layer_types` or sliding windows."""
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
@@ -117,16 +124,18 @@ def check_layers(
                 f" weights whose layers are all {supported!r}"
             )
         return
+    # Only families that fix use_sliding_window=false refuse a window.
     if config.get("use_sliding_window") and "use_sliding_window" in config_format.fixed:
-        window, full_layers = config.get("sliding_window"), 0
+        window, full_attention_layers = config.get("sliding_window"), 0
         if "max_window_layers" in config_format.defaults:
-            # The first layers, that many, have no window.
-            full_layers = int(number(config, "max_window_layers"))
-        if window is not None and full_layers < layers:
+            # The first `max_window_layers` layers have no window.
+            full_attention_layers = int(number(config, "max_window_layers"))
+        if window is not None and full_attention_layers < layers:
+            window_layers = layers - full_attention_layers
             raise UserError(
                 f"use_sliding_window=True is not supported with sliding_window={window}"
-                f" in {layers - full_layers} of {layers} layers; for contexts of at"
-                f" most {window} tokens set it to false in the file, which is the same"
+                f" in {window_layers} of {layers} layers; for contexts of at most"
+                f" {window} tokens set it to false in the file, which is the same"
             )
 
 

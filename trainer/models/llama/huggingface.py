@@ -38,7 +38,7 @@ MODULES = {
 }
 ROOTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 TABLE = "model.embed_tokens.weight"
-# tensors of rotary positions in files of earlier transformers, which are no weights
+# Tensors of rotary positions in files of earlier transformers are not weights.
 BUFFERS = re.compile(
     r"model\.(layers\.\d+\.(self_attn\.)?)?rotary_emb"
     r"\.(inv_freq|original_inv_freq|cos_cached|sin_cached)"
@@ -68,7 +68,9 @@ def load_llama(
     check_sizes(path, {name: getattr(spec, name) for name in sizes})
     fp8 = Fp8Weights.of_config(read_object(config_beside(path)))
     named = with_prefix(path, read_tensors(path, fp8), "model.", ROOTS)
-    tensors = {k: tensor for k, tensor in named.items() if not BUFFERS.fullmatch(k)}
+    tensors = {
+        name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
+    }
     if spec.tied:
         pop_tied_head(path, tensors, TABLE)
     return spec, to_params(path, tensors, functional(spec), layout_of(spec))

@@ -3,7 +3,8 @@
 Families that are nearly Llama are this model, too: `LlamaSpec` says how they differ.
 
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads of queries, G
-heads of keys and values, K head dim, V padded vocabulary, L layers.
+heads of keys and values, K head dim, P = K / 2 channel pairs, V padded vocabulary, L
+layers.
 
 References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al. 2024,
 "The Llama 3 herd of models" (arXiv 2407.21783), and Meta's published code.
@@ -42,24 +43,27 @@ from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.stress import align
 
-# Under `scalify`, static scales assume independent numbers, as at initialization.
-# Training aligns vectors, so that data grow: in 200 steps of llama_nano 14 times
-# (queries, keys), 12 (attention's output), 40 (hidden channels), 55 (gradients of the
-# branches). Each factor is the largest power of two that keeps initial data above 1/4.
-# `rebalance` moves it from the data into the scale, exactly. docs/lab.md has the
-# remaining growth.
+# Under `scalify`, static scales assume independent numbers, as at initialization, where
+# data has an RMS of 1 to 5. Training correlates them: after 200 steps of llama_nano the
+# RMS was 14 (queries, keys), 12 (attention's output), 40 (hidden channels) and 55
+# (gradients of the branches). `rebalance` moves a power of two from the data into the
+# scale, exactly. Each power keeps the RMS of initial data above 1/4. docs/lab.md has
+# the growth that remains.
 QK_REBALANCE, ATTENTION_REBALANCE = 2.0, 4.0
 HIDDEN_REBALANCE, GRADIENT_REBALANCE = 4.0, 2.0
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of some positions, FP32 `[T, K/2]` each."""
+    """Cosines and sines of the angles of some positions, FP32 `[T, P]` each."""
 
     cos_TxP: jax.Array
     sin_TxP: jax.Array
 
     def masked(self, uses_rope: Any) -> "Rotation":
-        """Return this rotation where `uses_rope`, else angle 0; None: this rotation."""
+        """Return this rotation where `uses_rope` is true, and angle 0 elsewhere.
+
+        None: true everywhere.
+        """
         if uses_rope is None:
             return self
         return Rotation(
@@ -71,8 +75,9 @@ class Attention(nnx.Module):
     """Causal self-attention with grouped queries.
 
     `rescale_grad`: under `scalify`, the gradients of queries, keys and values are
-    rescaled by their RMS, measured at run time. They are sums over dependent positions,
-    which grow by more than shapes tell.
+    rescaled by their RMS, measured at run time. They are sums over positions. These are
+    correlated, so the sums grow faster than static scales, computed from shapes,
+    predict.
     """
 
     def __init__(
@@ -115,15 +120,16 @@ class Attention(nnx.Module):
 
         Queries are `[B, T, H, K]`, keys and values `[B, T, G, K]`.
         """
-        products = maybe_remat(
+        projections = maybe_remat(
             lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
         if self.qk_norm == "layer":
-            products = [self.q_norm(products[0]), self.k_norm(products[1]), products[2]]
+            q, k, v = projections
+            projections = [self.q_norm(q), self.k_norm(k), v]
         q, k, v = (
             y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim)
-            for y in products
+            for y in projections
         )
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -133,10 +139,10 @@ class Attention(nnx.Module):
 
     def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Return queries `[N, H*K]`, and keys and values, `[N, G*K]` each."""
-        products = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
+        projections = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
         if self.rescale_grad:
-            products = [dynamic_rescale_rms_grad(y) for y in products]
-        return products
+            projections = [dynamic_rescale_rms_grad(y) for y in projections]
+        return projections
 
     def __call__(
         self,
@@ -211,7 +217,7 @@ class MLP(nnx.Module):
             lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
             self.recompute,
         )(x_NxD)
-        return maybe_remat(self.contract, self.recompute)(branches)
+        return maybe_remat(self.project_down, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return gate and linear branch, `[N, F]` each."""
@@ -220,11 +226,11 @@ class MLP(nnx.Module):
             up_NxF, GRADIENT_REBALANCE
         )
 
-    def contract(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Apply SwiGLU and the last matmul."""
         if not self.smooth:
             return self.down_proj(rebalance(swiglu(*branches), HIDDEN_REBALANCE))
-        hidden_NxF, divisor_F = smooth_swiglu(*branches, peak=HIDDEN_REBALANCE)
+        hidden_NxF, divisor_F = smooth_swiglu(*branches, target_amax=HIDDEN_REBALANCE)
         return self.down_proj(
             rebalance(hidden_NxF, HIDDEN_REBALANCE), factor=divisor_F[:, None]
         )
@@ -261,7 +267,8 @@ class Block(nnx.Module):
         x_NxD += self.branch(
             self.attn, self.attn_norm, x_NxD, rotation, segments_BxT, batch
         )
-        # `materialized` stores 16 bits once; readers would otherwise keep an FP32 copy.
+        # Otherwise XLA may fuse the cast to 16 bits into each consumer, and store `x`
+        # in FP32.
         x_NxD = materialized(x_NxD)
         return materialized(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
 
@@ -305,6 +312,7 @@ class Llama(Decoder):
 
         def make_block(name: str, key: jax.Array) -> Block:
             block = Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
+            # For tests of narrow formats; 0 channels, the default, change nothing.
             align(
                 block.mlp.gate_proj,
                 block.mlp.up_proj,
@@ -330,7 +338,7 @@ class Llama(Decoder):
 
     @property
     def uses_rope_L(self) -> jax.Array | None:
-        """For each layer whether it has rotary positions; None: all have."""
+        """A flag for each layer: it has rotary positions; None: all have them."""
         layers = self.spec.rope_layers
         return None if layers is None else jnp.asarray(layers)
 

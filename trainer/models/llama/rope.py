@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.models.config_values import number, whole_number
 
 Kind = Literal["llama3", "linear", "yarn", "dynamic"]
-# for each kind, the field of `RopeScaling` for each config.json key
+# Kind -> config.json key -> field of `RopeScaling`.
 KEYS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
@@ -39,8 +39,8 @@ class RopeScaling:
 
     Attributes:
       factor: the ratio of the longer context to the original one. Frequencies are
-        divided by it: all of them (linear), or the slow ones (llama3, yarn), with a
-        ramp to those that stay.
+        divided by it: all of them (linear), or the low ones (llama3, yarn), with a
+        linear ramp between divided and unchanged frequencies.
       low_freq_factor: llama3 divides frequencies whose wavelength is longer than
         `original_context / low_freq_factor`.
       high_freq_factor: llama3 keeps frequencies whose wavelength is shorter than
@@ -48,7 +48,8 @@ class RopeScaling:
       original_context: the context before scaling in tokens, for llama3 and yarn.
       kind: llama3 (Grattafiori et al. 2024, arXiv 2407.21783), linear (Chen et al.
         2023, arXiv 2306.15595), yarn (Peng et al. 2023, arXiv 2309.00071) or dynamic,
-        which changes nothing up to the model's context and is for an export's readers.
+        which changes nothing within the model's context and is kept so that an export
+        writes it.
       beta_fast: yarn keeps pairs that turn more often than this in the original
         context.
       beta_slow: yarn divides pairs that turn less often than this.
@@ -99,7 +100,7 @@ class RopeScaling:
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the angles per position of the channel pairs, FP32 `[head_dim / 2]`.
+    """Return the angle per position of each channel pair P, FP32 `[head_dim / 2]`.
 
     The fastest pair comes first.
     """
@@ -132,7 +133,7 @@ def _kept_by_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.n
     return 1 - np.clip((np.arange(dim // 2) - start) / width, 0, 1)
 
 
-# by kind, the function that returns the kept share of each frequency, 0 to 1
+# Kind -> a function that returns the unchanged share of each frequency, 0 to 1.
 _KEPT_SHARES = {
     "linear": lambda s, frequency_P, theta: np.zeros_like(frequency_P),
     "dynamic": lambda s, frequency_P, theta: np.ones_like(frequency_P),
@@ -157,6 +158,8 @@ def rope_of(
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling={rope!r}: expected an object")
     scaling = config.get("rope_scaling") or rope
+    # If a file has both keys they must agree, except that rope_scaling may lack
+    # rope_theta.
     if scaling != rope and {"rope_theta": rope.get("rope_theta"), **scaling} != rope:
         raise UserError(
             f"rope_scaling={scaling!r} and rope_parameters={rope!r} contradict each"
@@ -192,7 +195,8 @@ def rope_of(
         raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
     if kind == "default":
         return theta, None
-    # `is not True`, as 1.0 == True: only the boolean is transformers' default.
+    # `truncate: true` is transformers' default, and supported. `is not True`, because
+    # 1.0 == True.
     unsupported = [
         key
         for key in YARN_UNSUPPORTED
@@ -204,18 +208,20 @@ def rope_of(
             f"{key}={rope[key]} of rope_type='yarn' is not supported; it changes what"
             " the model computes"
         )
-    if kind == "yarn" and rope.get("factor", 1) is None:  # the ratio of the contexts
+    # A factor that is null is the ratio of the contexts.
+    if kind == "yarn" and rope.get("factor", 1) is None:
         context = whole_number(config, "max_position_embeddings")
         original = whole_number(rope, "original_max_position_embeddings", context)
         rope = {**rope, "factor": context / original}
     fields: dict[str, Any] = {}
     for key, field_name in KEYS[kind].items():
+        # `number` refuses a file without a factor; the other keys have defaults.
         if key.endswith("freq_factor") or key == "factor" or rope.get(key) is not None:
             fields[field_name] = number(
                 rope, key, use=f", which rope_type={kind!r} needs"
             )
     if "original_context" in KEYS[kind].values() and "original_context" not in fields:
-        # This is transformers' default.
+        # transformers has this default.
         fields["original_context"] = whole_number(config, "max_position_embeddings")
     if "original_context" in fields:
         fields["original_context"] = int(fields["original_context"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
-from trainer.models.choices import REMATS, SAME_MLP
+from trainer.models.choices import EQUIVALENT_MLPS, REMATS
 from trainer.models.llama.config_json import ConfigFormat, fields_of
 from trainer.models.llama.rope import RopeScaling
 
@@ -144,7 +144,7 @@ class LlamaSpec:
 
     @property
     def rope_layers(self) -> tuple[bool, ...] | None:
-        """For each layer whether it has rotary positions; None: all have."""
+        """A flag for each layer: it has rotary positions; None: all have them."""
         return None
 
     @classmethod
@@ -163,14 +163,14 @@ class LlamaSpec:
         """Return the spec of a config.json, with transformers' defaults.
 
         Raises:
-          UserError: a key that is missing or damaged, or a variant that this model does
-            not compute.
+          UserError: a key is missing or damaged, or the model is a variant that is not
+            implemented.
         """
         return cls(**fields_of(config, cls.config_json), **cls.extra_fields(config))
 
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that this family adds to Llama's, of a config.json."""
+        """Return, from a config.json, the fields that this family adds to LlamaSpec."""
         return {}
 
     def extra_config(self) -> dict[str, Any]:
@@ -180,17 +180,17 @@ class LlamaSpec:
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
         fields = dataclasses.asdict(self)
-        filled = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
-        return {name: fields[name] for name in self.checkpoint_fields()} | filled
+        computed = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
+        return {name: fields[name] for name in self.checkpoint_fields()} | computed
 
     def is_compatible(self, name: str, value: Any) -> bool:
         """See `family.Spec`: both kinds of gated MLP are one function."""
-        own_value = self.architecture()[name]
+        current = self.architecture()[name]
         if name == "rope_scaling" and isinstance(value, Mapping):
             # Checkpoints of earlier versions have fewer keys.
             value = {**dataclasses.asdict(RopeScaling(factor=1)), **value}
-        is_same_mlp = name == "mlp" and {own_value, value} == SAME_MLP
-        return bool(own_value == value or is_same_mlp)
+        is_same_mlp = name == "mlp" and {current, value} == EQUIVALENT_MLPS
+        return bool(current == value or is_same_mlp)
 
     def for_sampling(self) -> Self:
         """See `family.Spec`."""

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys, and heads of a width of their own.
+"""Qwen3: Llama with norms of queries and keys, and heads of 128 channels.
 
 The model and its files are `trainer.models.llama`; `spec` says where it differs.
 """

@@ -59,19 +59,20 @@ class SmolLM3Spec(LlamaSpec):
         """See `LlamaSpec`; only every n-th layer may lack rotary positions."""
         config = {**cls.config_json.defaults, **config}
         layers = whole_number(config, "num_hidden_layers")
-        # Despite its name, 1 stands for a layer with rotary positions.
+        # Despite the key's name, 1 stands for a layer with rotary positions.
         flags = config.get("no_rope_layers")
-        intervals = [whole_number(config, "no_rope_layer_interval")]
+        interval = whole_number(config, "no_rope_layer_interval")
         if flags is None:
-            return {"unrotated_every": intervals[0]}
+            return {"unrotated_every": interval}
         if not isinstance(flags, list) or len(flags) < layers:
             raise UserError(
                 f"no_rope_layers is not a list of num_hidden_layers={layers} entries;"
                 " valid: 1 for each layer with rotary positions, 0 for each without"
             )
         flags = flags[:layers]  # transformers ignores further entries
-        intervals.append(flags.index(0) + 1 if 0 in flags else 0)
-        for every in intervals:
+        # The list wins over the interval: also try the one that the list shows.
+        interval_of_list = flags.index(0) + 1 if 0 in flags else 0
+        for every in (interval, interval_of_list):
             if flags == [int(uses_rope) for uses_rope in _rope_layers(layers, every)]:
                 return {"unrotated_every": every}
         raise UserError(
@@ -85,7 +86,7 @@ class SmolLM3Spec(LlamaSpec):
         return {
             "no_rope_layers": list(map(int, uses_rope)),
             "no_rope_layer_interval": self.unrotated_every or self.n_layer + 1,
-            "pad_token_id": None,  # transformers' own is beyond most vocabularies
+            "pad_token_id": None,  # transformers' default exceeds most vocabularies
         }
 
 

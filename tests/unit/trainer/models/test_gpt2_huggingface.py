@@ -84,7 +84,7 @@ def test_damaged_or_absent_files_are_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     (tmp_path / "empty").mkdir()
     for name, message in (
-        ("gpt2", "not a whole safetensors file"),
+        ("gpt2", "not a complete safetensors file"),
         ("nowhere", "does not exist"),
         ("empty", r"no \*\.safetensors"),
     ):

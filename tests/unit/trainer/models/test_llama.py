@@ -37,7 +37,7 @@ def test_smoothing_changes_no_more_than_roundings():
     np.testing.assert_allclose(
         jnp.log2(jnp.abs(linear).max(axis=0) / size), 0, atol=0.5
     )
-    larger, smaller = smooth_swiglu(gate, linear, peak=8.0)
+    larger, smaller = smooth_swiglu(gate, linear, target_amax=8.0)
     np.testing.assert_array_equal(larger, hidden * 8)
     np.testing.assert_array_equal(smaller, size / 8)
 

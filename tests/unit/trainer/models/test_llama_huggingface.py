@@ -157,5 +157,5 @@ def test_tensors_in_fp8_are_refused_in_a_line(tmp_path):
     tensor = {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}
     header = json.dumps({"a": tensor}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    with pytest.raises(UserError, match="a format that NumPy has not"):
+    with pytest.raises(UserError, match="a format that NumPy lacks"):
         read_tensors(file)

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from trainer.config.inherited import inherit
 from trainer.errors import UserError
-from trainer.models.other_formats import convert, merge
+from trainer.models.other_formats import convert_command, merge_command
 from trainer.models.weight_files import read_tensors
 from trainer.run.start import check_start
 
@@ -69,7 +69,7 @@ def test_other_formats_are_refused_with_what_converts_them(
 
 @pytest.mark.parametrize("name", ["mine", "mine (1)", 'it\'s "mine"'])
 def test_the_commands_are_those_of_any_directory(name):
-    for command in (convert(Path(name), ""), merge(Path(name))):
+    for command in (convert_command(Path(name), ""), merge_command(Path(name))):
         python, flag, code = shlex.split(command)
         assert (python, flag) == ("python", "-c")
         texts = [x.value for x in ast.walk(ast.parse(code)) if type(x) is ast.Constant]
