@@ -10,14 +10,14 @@ import numpy as np
 from trainer.errors import UserError
 from trainer.models.functional import Functional, Params
 from trainer.models.roles import Role
-from trainer.models.weight_files import check_shape, missing
+from trainer.models.weight_files import check_shape, missing_tensor
 
 
 class Layout(NamedTuple):
     """The differences of Hugging Face's tensors from parameters of unrolled layers.
 
     Attributes:
-      names: Hugging Face's names of modules, by our names, where they differ.
+      names: our names of modules -> Hugging Face's, where they differ.
       prefix: the prefix of all names.
       transposed: whether Hugging Face's kernels are [out, in]; ours are [in, out].
     """
@@ -59,7 +59,7 @@ def to_params(
         is_transposed = layout.transposed and role.is_kernel
         shape = shape[::-1] if is_transposed else shape
         if name not in unread:
-            raise missing(source, name, shape, unread.keys() - names)
+            raise missing_tensor(source, name, shape, unread.keys() - names)
         tensor = unread.pop(name)
         check_shape(source, name, tensor, shape)
         if role.padding:

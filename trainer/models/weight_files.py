@@ -156,7 +156,7 @@ def pop_tied_head(source: Path, tensors: dict[str, np.ndarray], table: str) -> N
         )
 
 
-def missing(
+def missing_tensor(
     source: Path, name: str, shape: tuple[int, ...], unknown: Set[str]
 ) -> UserError:
     """Return the error for a missing tensor.
