@@ -34,11 +34,11 @@ from trainer.parallel.replicas import (
     Storage,
     make_exchange,
     make_inner_step,
-    resized,
+    with_outer_state,
+    with_replica_count,
     with_replicas,
-    with_residuals,
 )
-from trainer.parallel.sharding import abstract, shardings
+from trainer.parallel.sharding import abstract_arrays, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
     abstract_weights,
@@ -375,16 +375,18 @@ class TrainTask(NamedTuple):
         return Storage(DTYPES[self.model.policy.weights], self.model.policy.scaled)
 
     def with_replicas(self, state: TrainState) -> TrainState:
-        """Return the first state, from that of the task without DiLoCo."""
+        """Return the state of this task's replicas before the first step, from that of
+        the task without DiLoCo.
+        """
         if self.diloco is None:
             return state
         return with_replicas(state, self.trained, self.diloco, self.storage)
 
-    def with_replicas_of(self, state: TrainState) -> TrainState:
+    def convert_replicas(self, state: TrainState) -> TrainState:
         """Return a state for this task's replicas, from one of another DiLoCo run."""
         assert self.diloco is not None
-        state = resized(state, self.diloco.replicas)
-        return with_residuals(state, self.trained, self.diloco, self.storage)
+        state = with_replica_count(state, self.diloco.replicas)
+        return with_outer_state(state, self.trained, self.diloco, self.storage)
 
     @property
     def frozen_layers(self) -> frozenset[str]:
@@ -502,7 +504,7 @@ def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
         params, opt_state, state.key, state.scaling, kahan_compensation=compensation
     )
     with_replicas = jax.eval_shape(task.with_replicas, state)
-    return abstract(with_replicas, task.mesh, task.model.roles)
+    return abstract_arrays(with_replicas, task.mesh, task.model.roles)
 
 
 def compile_step(
@@ -583,4 +585,4 @@ def lower_step(
 def _abstract_for_training(task: TrainTask, state: TrainState | None) -> TrainState:
     if state is None:
         return abstract_state(task, ASSUMED_SCALE)
-    return abstract(state, task.mesh, task.model.roles)
+    return abstract_arrays(state, task.mesh, task.model.roles)

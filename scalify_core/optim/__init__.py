@@ -1,6 +1,6 @@
 """Optimizer state, weights and stacks of layers in narrow formats, around Optax."""
 
-from scalify_core.optim.moment_storage import Largest, Stored, largest_of_arrays
+from scalify_core.optim.moment_storage import AmaxFn, Stored, largest_of_arrays
 from scalify_core.optim.scaled_optimizer import (
     ScaledOptState,
     narrow_state,
@@ -10,7 +10,7 @@ from scalify_core.optim.scaled_optimizer import (
 )
 
 __all__ = [
-    "Largest",
+    "AmaxFn",
     "ScaledOptState",
     "Stored",
     "largest_of_arrays",

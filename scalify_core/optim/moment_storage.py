@@ -46,7 +46,7 @@ _QUOTIENT_TOP = 28.0
 
 # Returns the largest magnitude of each array, FP32 [number of arrays]. Its arguments:
 # groups of arrays, each the moments of one parameter, and the parameters' paths.
-Largest = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
+AmaxFn = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
 
 
 def largest_of_arrays(
@@ -293,7 +293,7 @@ def new_scales(
     plans: list[Plan],
     old: list[Any],
     accept: Any = None,
-    largest_of: Largest = largest_of_arrays,
+    largest_of: AmaxFn = largest_of_arrays,
 ) -> Scales:
     """Return the scales at which new values are stored.
 

@@ -54,7 +54,7 @@ from scalify_core.numerics.formats import FP32, FloatFormat, is_float
 from scalify_core.numerics.scales import MIN_SCALE
 from scalify_core.ops.rescale import dynamic_rescale_rms
 from scalify_core.optim.moment_storage import (
-    Largest,
+    AmaxFn,
     Stored,
     flatten,
     largest_of_arrays,
@@ -108,7 +108,7 @@ def scaled_state(
 
         - `accept`, a boolean scalar: where it is false, the new state is the old one,
           at no extra cost (the old values are read in any case).
-        - `largest_of`, a `Largest`: for arrays that are split over devices, a function
+        - `largest_of`, an `AmaxFn`: for arrays that are split over devices, a function
           that moves only the maxima between them.
         - `leaf_indices`, a tree of integers like the inner state: they tell the random
           bits of its arrays apart (default: their positions). An array of integers
@@ -159,7 +159,7 @@ def scaled_state(
         params: Any = None,
         *,
         accept: Any = None,
-        largest_of: Largest = largest_of_arrays,
+        largest_of: AmaxFn = largest_of_arrays,
         leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledOptState]:

@@ -1,5 +1,5 @@
-"""Several devices and processes: the mesh, who holds what, and what is sent between
-them.
+"""Several devices and processes: the mesh, shardings of state and batches, and
+communication.
 
 Read `mesh` and `distribute` first; `diloco` and `replicas` are for `parallel=diloco`.
 """

@@ -12,7 +12,7 @@ all-gathers the mean, rounded again. Error feedback: a replica adds the error of
 rounding to its next outer gradient, and an owner also that of the mean. So rounding
 errors do not accumulate.
 
-Random bits depend on the numbers of replicas and pieces, so results do not depend on
+Random bits depend on the indices of replicas and pieces, so results do not depend on
 which device has which replica.
 
 Legend: K replicas, R of them on a device, N elements of all tensors, m of a piece.
@@ -43,7 +43,7 @@ from scalify_core.numerics.formats import (
     pow2_floor,
 )
 from trainer.parallel.mesh import REPLICA, STEP_AXES
-from trainer.parallel.reduction import as_bits, from_bits
+from trainer.parallel.reduction import as_bits, from_bits, upper_octave_scale
 
 # Not OCP's E2M1, where code 7 stands for 6.0. Here code 7 is NaN, so that a nonfinite
 # outer gradient arrives as NaN.
@@ -64,7 +64,7 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
 # `seed ^ (k * REPLICA_STREAM mod 2^32)`: no other constant may equal such a product.
 REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
 PIECE_STREAM, DRAW_STREAM = 0x85EBCA77, 0x27D4EB2F
-# Random bits have the counter `replica number * MAX_ARRAYS + array number`.
+# The counter of random bits is `replica index * MAX_ARRAYS + tensor index`.
 MAX_ARRAYS = 2**16
 
 
@@ -75,13 +75,13 @@ class DiLoCoSettings(NamedTuple):
       replicas: K.
       steps: number of steps between two exchanges of a fragment.
       format: format of sent data, a key of FORMATS.
-      lr, momentum: settings of the outer optimizer, SGD with Nesterov momentum; 1 and 0
-        average the weights.
-      feedback: whether rounding errors are sent later.
+      lr, momentum: settings of the outer optimizer, SGD with Nesterov momentum. With 1
+        and 0 the outer weights become the mean of the replicas' weights.
+      feedback: whether rounding errors are added to the next outer gradient.
       fragments: number of parts of the parameters, exchanged one after another in a
         round.
       participants: number of replicas that train in a round, drawn for each round.
-      last: the step after which all fragments are exchanged.
+      last: the last step, after which all fragments are exchanged.
     """
 
     replicas: int
@@ -145,11 +145,9 @@ def shared_scales(
     if fmt is FP32:
         return jnp.ones(len(tensors), jnp.float32)
     amax = jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tensors])
-    # At BF16's own maximum an FP32 sum would overflow, and the scale be subnormal.
-    top = min(fmt.max, FP16.max)
-    power = jnp.where(jnp.isfinite(amax), pow2_floor(amax * (2 / top)), jnp.inf)
+    scales = jnp.where(jnp.isfinite(amax), upper_octave_scale(amax, fmt), jnp.inf)
     exponents = lax.pmax(
-        (lax.bitcast_convert_type(power, jnp.uint32) >> 23).astype(jnp.uint8),
+        (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8),
         tuple(axes),
     )
     bits = exponents.astype(jnp.uint32) << 23
@@ -161,8 +159,8 @@ def shared_scales(
 def encode(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
     """Round FP32 [..., m] stochastically, and return the data to send; m is even.
 
-    These are integers of the format's width, or bytes of two FP4 numbers each. `bits`
-    are random bits; None: FP32 data is sent.
+    The result has integers of the format's width, or bytes of two FP4 numbers each.
+    `bits` are random bits; None: FP32 data, which is not rounded.
     """
     if bits is None:
         return x
@@ -193,8 +191,8 @@ class ExchangeResult(NamedTuple):
 
     Attributes:
       means: FP32, the same on every device.
-      residuals: FP32 [R, ...]: the rounding error of a participating replica; the whole
-        outer gradient of another.
+      residuals: FP32 [R, ...]: the rounding error if the replica participated, else its
+        whole outer gradient; empty without `feedback`.
       scales: FP32 [tensors], the divisors of the tensors.
     """
 
@@ -208,7 +206,7 @@ def exchange(
     diloco: DiLoCoSettings,
     seed: jax.Array,
     step: jax.Array,
-    numbers_in_model: Sequence[int],
+    tensor_indices: Sequence[int],
     axes: Sequence[str] = (REPLICA, *STEP_AXES),
 ) -> ExchangeResult:
     """Return the mean over the participating replicas; inside `shard_map` over `axes`.
@@ -219,14 +217,14 @@ def exchange(
       seed: seed of the random bits.
       step: number of steps taken. Participants are those of the last step, `step - 1`.
         Random bits differ by step, replica, piece and tensor.
-      numbers_in_model: the number of each tensor among all trained tensors, so that
+      tensor_indices: the index of each tensor among all trained tensors, so that
         fragments have different random bits.
       axes: all mesh axes that hold parts of a tensor, REPLICA among them.
     """
     fmt = FORMATS[diloco.format]
     local_replicas = diloco.replicas // lax.axis_size(REPLICA)
     first_replica = lax.axis_index(REPLICA) * local_replicas
-    replica_numbers = first_replica + jnp.arange(local_replicas, dtype=jnp.uint32)
+    replica_indices = first_replica + jnp.arange(local_replicas, dtype=jnp.uint32)
     all_participating = diloco.participating(seed, step - 1)
     participating = lax.dynamic_slice_in_dim(
         all_participating, first_replica, local_replicas
@@ -247,7 +245,7 @@ def exchange(
         words = counter_words(
             seed ^ jnp.uint32(SENT_STREAM),
             step,
-            replica_numbers * MAX_ARRAYS + numbers_in_model[tensor],
+            replica_indices * MAX_ARRAYS + tensor_indices[tensor],
         )
         return encode(flat, fmt, bits_of_words(flat.shape, words))
 
@@ -258,18 +256,20 @@ def exchange(
         all_participating,
         seed,
         step,
-        numbers_in_model[0],
+        tensor_indices[0],
     )
-    means, residuals, start = list[jax.Array](), list[jax.Array](), 0
+    means: list[jax.Array] = []
+    residuals: list[jax.Array] = []
+    start = 0
     for x, codes, scale in zip(tensors, sent, scales, strict=True):
         sent_values = decode(codes, fmt)
         size = math.prod(x.shape[1:])
-        part = slice(start, start + size)
+        columns = slice(start, start + size)
         start += sent_values.shape[1]
-        means.append(mean_flat[part].reshape(x.shape[1:]) * scale)
+        means.append(mean_flat[columns].reshape(x.shape[1:]) * scale)
         if diloco.feedback:
-            # What this replica did not send, and the error of the mean in its piece.
-            error = mean_error[:, part] - sent_values[:, :size]
+            # The replica's own rounding error, and the mean's error in its piece.
+            error = mean_error[:, columns] - sent_values[:, :size]
             residuals.append(x + error.reshape(x.shape) * scale)
     return ExchangeResult(means, residuals, scales)
 
@@ -280,7 +280,7 @@ def mean_of_pieces(
     participating: jax.Array,
     seed: jax.Array,
     step: jax.Array,
-    first_tensor: int,
+    first_tensor_index: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean of the sent data, FP32 [N], and its rounding error, FP32 [R, N].
 
@@ -295,9 +295,10 @@ def mean_of_pieces(
       participating: which replicas participate, booleans [K].
       seed: seed of the random bits.
       step: number of steps taken, for the random bits.
-      first_tensor: number of the fragment's first tensor, for the random bits.
+      first_tensor_index: index of the first tensor, for the random bits.
     """
-    fmt, mean_fmt = FORMATS[diloco.format], MEAN_FORMATS[diloco.format]
+    fmt = FORMATS[diloco.format]
+    mean_fmt = MEAN_FORMATS[diloco.format]
     local_replicas = sent.shape[0]
     sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % diloco.replicas))).reshape(
         local_replicas, diloco.replicas, -1
@@ -309,14 +310,14 @@ def mean_of_pieces(
         for k in range(diloco.replicas)
     ]
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / diloco.participants)
-    local_numbers = jnp.arange(local_replicas)
-    numbers = lax.axis_index(REPLICA) * local_replicas + local_numbers
+    local_indices = jnp.arange(local_replicas)
+    replica_indices = lax.axis_index(REPLICA) * local_replicas + local_indices
     random_bits = None
     if mean_fmt is not FP32:
         words = counter_words(
             seed ^ jnp.uint32(PIECE_STREAM),
             step,
-            numbers.astype(jnp.uint32) * MAX_ARRAYS + first_tensor,
+            replica_indices.astype(jnp.uint32) * MAX_ARRAYS + first_tensor_index,
         )
         random_bits = bits_of_words(mean.shape, words)
     # The mean of FP4 data is rounded to E4M3: move it to the top of that range.
@@ -324,11 +325,10 @@ def mean_of_pieces(
     piece = encode(mean * mean_scale, mean_fmt, random_bits)
     pieces = lax.all_gather(piece, REPLICA, axis=0, tiled=True)
     piece_error = mean - decode(piece, mean_fmt) * (1 / mean_scale)
-    # Replica k gets the error of piece k, and zeros for the other pieces.
     mean_error = jnp.zeros(
         (local_replicas, diloco.replicas, mean.shape[1]), jnp.float32
     )
-    mean_error = mean_error.at[local_numbers, numbers].set(
+    mean_error = mean_error.at[local_indices, replica_indices].set(
         piece_error * diloco.participants
     )
     all_means = decode(pieces, mean_fmt) * (1 / mean_scale)
@@ -348,7 +348,8 @@ def bytes_of_exchange(elements: int, tensors: int, diloco: DiLoCoSettings) -> fl
       tensors: number of tensors.
       diloco: the replicas and the format.
     """
-    fmt, mean_fmt = FORMATS[diloco.format], MEAN_FORMATS[diloco.format]
+    fmt = FORMATS[diloco.format]
+    mean_fmt = MEAN_FORMATS[diloco.format]
     bits = bits_per_number(fmt) + bits_per_number(mean_fmt)
     # An all-reduce of one byte a tensor is a reduce-scatter and an all-gather.
     scales = 0 if fmt is FP32 else 2 * tensors

@@ -6,8 +6,8 @@ reduced to the shards that the devices hold. All communication of parameters and
 gradients is here and in `reduction`. Activations and their gradients are only summed
 over `tensor`, around attention and MLP (`layers.sum_over_axis`).
 
-Legend: D model, F columns of queries, keys or values, n devices of the tensor-parallel
-group.
+Legend: A micro-batches, B sequences of a micro-batch, D model, F columns of queries,
+keys or values, n devices of the tensor-parallel group.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.array.tree import map_arrays
 from scalify_core.numerics.amax import largest_magnitudes
 from scalify_core.numerics.formats import E4M3, FP16, FloatFormat
-from scalify_core.optim import Largest, largest_of_arrays
+from scalify_core.optim import AmaxFn, largest_of_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import (
     BATCH_AXES,
@@ -67,8 +67,8 @@ class GradReduceConfig(NamedTuple):
     """The reduction of gradients over devices.
 
     Attributes:
-      format: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear
-        layers, FP16 for the rest.
+      format: fp32, bf16, fp16 or fp8. With fp8 the kernels of the blocks' linear layers
+        are reduced in E4M3, the rest in FP16.
       deterministic: whether FP32 gradients are summed in the order of the devices.
     """
 
@@ -81,8 +81,8 @@ class CommConfig(NamedTuple):
 
     Attributes:
       reduce: how gradients are reduced.
-      for_allgather: (role, parameter) -> the parameter in the format in which it is
-        all-gathered.
+      for_allgather: `(role, parameter) -> parameter` casts it to the format in which it
+        is all-gathered.
       roles: roles of the parameters, in their nested dictionaries.
     """
 
@@ -93,7 +93,7 @@ class CommConfig(NamedTuple):
     def wire_format(self, role: Role) -> WireFormat:
         """Return how the gradient of a parameter with this role is reduced."""
         if self.reduce.format == "fp8":
-            return WireFormat(E4M3 if role.is_kernel else FP16, False)
+            return WireFormat(E4M3 if role.is_kernel else FP16, deterministic=False)
         fmt = FloatFormat.parse(self.reduce.format)
         return WireFormat(fmt, self.reduce.deterministic)
 
@@ -138,7 +138,8 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
     """
 
     def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
-        axis, is_fused = fsdp_axis(spec), role.groups > 1
+        axis = fsdp_axis(spec)
+        is_fused = role.groups > 1
 
         def gather_array(x: jax.Array) -> jax.Array:
             x = x if axis is None else all_gather(x, axis, "fsdp")
@@ -154,12 +155,12 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
     return map_arrays(gather_leaf, params, specs, comm.roles)
 
 
-def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
+def reduce_gradients(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
     """Return this device's shards of the mean of the devices' gradients.
 
     Scaled gradients become plain FP32.
     """
-    leaf_numbers = itertools.count()
+    leaf_indices = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
         def arrange(x: jax.Array) -> jax.Array:
@@ -171,7 +172,7 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
                 fsdp_axis(spec),
                 comm.wire_format(role),
                 seed=seed,
-                leaf=next(leaf_numbers),
+                leaf=next(leaf_indices),
                 arrange=arrange,
             )
         return mean if is_scaled_array(grad) else mean.astype(grad.dtype)
@@ -187,8 +188,8 @@ def mean_of_scalars(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Arr
 
 
 def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
-    """Return `step.mean_gradient` over the devices of a mesh, for parameters that are
-    sharded as in `sharding`.
+    """Return a function like `step.mean_gradient` over the devices of a mesh, for
+    parameters sharded as in `sharding`.
 
     With `fsdp` the gradient of every micro-batch is reduce-scattered, so that a device
     keeps only its shard. Without `fsdp` the sum over micro-batches is reduced once.
@@ -211,7 +212,8 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
                 gather(params, specs, comm), scaling, tokens, segments, keys_B
             )
             if reduce_micro_batches:
-                grads = reduced(grads, specs, comm, random_word(keys_B))
+                seed = rounding_seed(keys_B)
+                grads = reduce_gradients(grads, specs, comm, seed)
             return loss, grads, observed
 
         def on_device(
@@ -221,7 +223,8 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
                 micro_gradient, params, scaling, batch, keys_AxB
             )
             if not reduce_micro_batches:
-                grads = reduced(grads, specs, comm, random_word(keys_AxB[0]))
+                seed = rounding_seed(keys_AxB[0])
+                grads = reduce_gradients(grads, specs, comm, seed)
             return (
                 mean_of_scalars(loss),
                 grads,
@@ -254,13 +257,13 @@ def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> StepRed
     return StepReductions(gradient, squared_norms, amax_over(mesh, comm.roles))
 
 
-def random_word(keys_B: jax.Array) -> jax.Array:
+def rounding_seed(keys_B: jax.Array) -> jax.Array:
     """Return the seed of a device's stochastic rounding, from its first key."""
     return jax.random.bits(keys_B[0], (), jnp.uint32)
 
 
 def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
-    """Return the mean of `loss(state, tokens, segments)` over the devices of a mesh.
+    """Return a function like `loss` that computes the mean over the devices of a mesh.
 
     Each device computes the loss of its rows.
     """
@@ -295,8 +298,8 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     return mean_loss
 
 
-def amax_over(mesh: Mesh, roles: Any) -> Largest:
-    """Return `largest_of_arrays` for a state that is sharded as in `sharding`.
+def amax_over(mesh: Mesh, roles: Any) -> AmaxFn:
+    """Return a function like `largest_of_arrays` for a state sharded as in `sharding`.
 
     Devices send only maxima.
     """
@@ -324,9 +327,8 @@ def amax_over(mesh: Mesh, roles: Any) -> Largest:
 
 
 def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
-    """Return `step.squared_norms_of_arrays` for a tree sharded as in `sharding`.
-
-    Parts are added in mesh order.
+    """Return a function like `step.squared_norms_of_arrays` for a tree sharded as in
+    `sharding`. It adds the devices' sums in mesh order.
     """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return squared_norms_of_arrays
@@ -340,15 +342,15 @@ def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
             groups: dict[tuple[str, ...], list[int]] = {}
             for i, spec in enumerate(jax.tree.leaves(specs)):
                 groups.setdefault(mesh_axes(spec), []).append(i)
-            parts = []
+            totals = []
             for axes, group in groups.items():
-                part = sums[np.array(group)]
+                group_sums = sums[np.array(group)]
                 if axes:
-                    part = jnp.sum(lax.all_gather(part, axes), axis=0)
-                parts.append(part)
-            # The parts are in the order of groups, the result in that of the leaves.
+                    group_sums = jnp.sum(lax.all_gather(group_sums, axes), axis=0)
+                totals.append(group_sums)
+            # The totals are in the order of groups, the result in that of the leaves.
             order = list(itertools.chain.from_iterable(groups.values()))
-            return jnp.concatenate(parts)[np.argsort(order)]
+            return jnp.concatenate(totals)[np.argsort(order)]
 
         return over_devices(on_device, mesh, in_specs=(specs,), out_specs=REPLICATED)(
             tree

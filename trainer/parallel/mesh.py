@@ -1,4 +1,7 @@
-"""The device mesh, the shardings of batches, and their arrays."""
+"""The device mesh, and batches: their shardings, and their arrays on the mesh.
+
+Legend: A micro-batches, B sequences of a micro-batch, N = A * B, T tokens.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -73,7 +76,7 @@ def make_mesh(
       tensor: see `MeshSizes`.
       replicas: number of DiLoCo replicas. They get an outermost axis, of size
         `replica_axis_size`; None: no such axis.
-      devices: available devices, of which the mesh takes the first; None: all devices.
+      devices: available devices; the mesh takes the first ones. None: all devices.
 
     Raises:
       UserError: the sizes do not fit the devices, or a process would have no device.
@@ -96,7 +99,8 @@ def make_mesh(
     shape: tuple[int, ...] = filled
     names: tuple[str, ...] = STEP_AXES
     if replicas is not None:
-        shape, names = (replica_axis, *shape), (REPLICA, *names)
+        shape = (replica_axis, *shape)
+        names = (REPLICA, *names)
     types = (AxisType.Auto,) * len(names)
     return Mesh(np.array(used).reshape(shape), names, axis_types=types)
 
@@ -104,8 +108,8 @@ def make_mesh(
 def replica_axis_size(replicas: int, sizes: MeshSizes, devices: int) -> int:
     """Return the size of the axis REPLICA.
 
-    It is the largest divisor of `replicas` for which as many meshes of `sizes` fit on
-    the devices. -1 in `sizes` counts as 1.
+    It is the largest divisor n of `replicas` for which n meshes of `sizes` fit on the
+    devices. -1 in `sizes` counts as 1.
     """
     mesh_devices = math.prod(size for size in sizes if size != -1)
     divisors = [n for n in range(1, replicas + 1) if replicas % n == 0]
@@ -120,7 +124,11 @@ def is_inside_replica() -> bool:
 def over_devices(
     fun: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` over a mesh; inside a DiLoCo replica over STEP_AXES."""
+    """Return `jax.shard_map` over a mesh.
+
+    Inside a DiLoCo replica REPLICA is already a manual axis: only STEP_AXES are mapped,
+    of the mesh that is being traced.
+    """
     settings: dict[str, Any] = {"mesh": mesh}
     if is_inside_replica():
         settings["mesh"] = jax.sharding.get_abstract_mesh()
@@ -158,23 +166,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def abstract_batch(
     accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh
 ) -> Tokens:
-    """Return shapes, dtypes and shardings of a batch of `batch_size` sequences."""
+    """Return shapes, dtypes and shardings of a batch of `batch_size` sequences, N."""
     shape = (accum, batch_size // accum, context + 1)
     tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return Tokens(tokens, tokens if document_mask else None)
 
 
 def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
-    """Return the global arrays [accum, B / accum, T+1] of a step.
+    """Return the global arrays [A, B, T+1] of a step from its host batch [N, T+1].
 
     Each process copies the rows of its devices.
     """
     sharding = batch_sharding(mesh)
 
-    def place(rows_BxT1: np.ndarray) -> jax.Array:
-        micro = rows_BxT1.reshape(accum, -1, rows_BxT1.shape[-1])
+    def place(rows_NxT1: np.ndarray) -> jax.Array:
+        rows_AxBxT1 = rows_NxT1.reshape(accum, -1, rows_NxT1.shape[-1])
         return jax.make_array_from_callback(
-            micro.shape, sharding, lambda index: micro[index]
+            rows_AxBxT1.shape, sharding, lambda index: rows_AxBxT1[index]
         )
 
     segments = None if batch.segments is None else place(batch.segments)

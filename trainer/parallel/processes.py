@@ -1,11 +1,13 @@
-"""Several processes of one run: they start, fail and agree on a number together."""
+"""The processes of one run: join them, raise an error in all of them, all-reduce a
+number.
+"""
 
 import contextlib
 import functools
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from trainer.errors import UserError
 from trainer.parallel.mesh import replicated
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# A process without a heartbeat for this long counts as lost, and the others exit. JAX's
-# default of 100 s would be most of the time of a recovery.
+# A process without a heartbeat for this long counts as lost, and the others exit. With
+# JAX's default, 100 s, most of a recovery's time would be spent waiting.
 HEARTBEAT_SECONDS = 10
 
 
@@ -55,7 +57,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
             f" {str(error).splitlines()[0]}; set {', '.join(PROCESS_VARIABLES)}, or run"
             " under Slurm"
         ) from error
-    check_same(config)
+    check_same_settings(config)
 
 
 # Keys whose values may differ between machines.
@@ -70,7 +72,7 @@ PATH_KEYS = {
 }
 
 
-def check_same(config: Mapping[str, Any]) -> None:
+def check_same_settings(config: Mapping[str, Any]) -> None:
     """Raise UserError in all processes if their settings differ.
 
     Processes with different programs would wait for each other forever.
@@ -114,10 +116,12 @@ def shared_name(prefix: str) -> str:
     return f"{prefix}-{suffix.tobytes().hex()}"
 
 
-def check_same_files(names: Sequence[str], process: int) -> None:
-    """Raise UserError if there are `names`, inputs that a process reads differently;
-    see `compare_processes`.
+def check_same_content(contents: Mapping[str, Any]) -> None:
+    """Raise UserError in all processes if they read different files.
+
+    `contents`: a checksum, or another value of the content, by the name of the input.
     """
+    names, process = compare_processes(contents)
     if names:
         raise UserError(
             f"{' and '.join(names)}: process {process} reads another content there than"

@@ -34,7 +34,7 @@ from scalify_core.numerics.formats import (
 from trainer.parallel.mesh import BATCH_AXES, STEP_AXES
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-# Added to an array's number for the random bits of the second rounding; larger than any
+# Added to an array's index for the random bits of the second rounding; larger than any
 # number of arrays.
 SECOND_ROUNDING = 2**16
 
@@ -90,8 +90,8 @@ def all_to_all(
     )
 
 
-def device_index() -> jax.Array:
-    """Return the index of this device over BATCH_AXES."""
+def batch_shard_index() -> jax.Array:
+    """Return which part of the batch this device has."""
     return lax.axis_index(BATCH_AXES)
 
 
@@ -108,6 +108,14 @@ def quantize(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
     return fmt.stochastic_round(x, counter_bits(x.shape, *counters))
 
 
+def upper_octave_scale(amax: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """Return the power of two that puts an amax into the upper octave of a format."""
+    # BF16 has FP32's range: at its maximum the FP32 sum would overflow, and the scale
+    # would be subnormal.
+    top = min(fmt.max, FP16.max)
+    return pow2_floor(amax * (2 / top))
+
+
 def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
     """Return the scale at which no device's data overflows the format.
 
@@ -117,10 +125,8 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
     if fmt is FP32:
         return 1.0
     amax = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), STEP_AXES)
-    # At BF16's own maximum an FP32 sum would overflow, and the scale be subnormal.
-    top = min(fmt.max, FP16.max)
     return jnp.where(
-        jnp.isfinite(amax) & (amax > 0), pow2_floor(amax * (2 / top)), jnp.float32(1)
+        jnp.isfinite(amax) & (amax > 0), upper_octave_scale(amax, fmt), jnp.float32(1)
     )
 
 
@@ -140,7 +146,7 @@ def mean_over_devices(
       split: the axis that is reduce-scattered over `fsdp`; None: all-reduce.
       wire: format and order.
       seed: seed of stochastic rounding.
-      leaf: number of the array; each has different random bits.
+      leaf: index of the array; each has different random bits.
       arrange: moves data inside the tensor-parallel group, before it is reduced.
     """
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
@@ -154,7 +160,8 @@ def mean_over_devices(
             part = lax.psum(part, "data")
         return part / devices
     scale = common_scale(x, wire.format)
-    data = arrange(quantize(x * (1 / scale), wire.format, seed, leaf, device_index()))
+    counters = (seed, leaf, batch_shard_index())
+    data = arrange(quantize(x * (1 / scale), wire.format, *counters))
     mean = mean_by_all_to_all(data, split, wire.format, seed=seed, leaf=leaf)
     return mean * scale
 
@@ -185,7 +192,7 @@ def mean_by_all_to_all(
     )
     mean = jnp.sum(received.astype(jnp.float32), axis=0) / devices
     if devices_per_part > 1:
-        # The scale stays: a mean is at most as large as the largest operand.
-        piece = quantize(mean, fmt, seed, leaf + SECOND_ROUNDING, device_index())
+        # The data keeps its scale: a mean is at most as large as the largest operand.
+        piece = quantize(mean, fmt, seed, leaf + SECOND_ROUNDING, batch_shard_index())
         mean = all_gather(piece, 0, part_axes).astype(jnp.float32)[:size]
     return mean.reshape(shape)

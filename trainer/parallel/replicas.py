@@ -113,23 +113,23 @@ def with_replicas(
         scaling,
     )
     replicas = Replicas(
-        states, *first_residuals(trained(state.params), diloco, storage)
+        states, *initial_outer_state(trained(state.params), diloco, storage)
     )
     return TrainState(state.params, (), state.key, state.scaling, replicas)
 
 
-def first_residuals(
+def initial_outer_state(
     params: Any, diloco: DiLoCoSettings, storage: Storage
 ) -> tuple[Any, Any]:
     """Return the residuals and the outer momentum before the first exchange.
 
     They are () if the run does not use them.
     """
+    # The scale that `diloco.shared_scales` gives to zeros.
+    scale = jnp.float32(2.0**-126)
 
     def zeros(p: Any, *axes: int) -> Any:
-        return storage.quantize(
-            jnp.zeros((*axes, *p.shape), jnp.float32), jnp.float32(2.0**-126)
-        )
+        return storage.quantize(jnp.zeros((*axes, *p.shape), jnp.float32), scale)
 
     residuals, momentum = (), ()
     if diloco.feedback:
@@ -139,7 +139,7 @@ def first_residuals(
     return residuals, momentum
 
 
-def with_residuals(
+def with_outer_state(
     state: TrainState,
     trained: Callable[[Any], Any],
     diloco: DiLoCoSettings,
@@ -147,11 +147,11 @@ def with_residuals(
 ) -> TrainState:
     """Return a state with the residuals and the momentum that `diloco` uses.
 
-    Missing ones start at zero, unused ones are dropped, and the number of replicas
-    stays.
+    Missing ones start at zero, unused ones are dropped. The state must already have
+    `diloco.replicas` replicas.
     """
     replicas: Replicas = state.diloco
-    residuals, momentum = first_residuals(trained(state.params), diloco, storage)
+    residuals, momentum = initial_outer_state(trained(state.params), diloco, storage)
     if jax.tree.leaves(residuals) and jax.tree.leaves(replicas.residuals):
         residuals = replicas.residuals
     if jax.tree.leaves(momentum) and jax.tree.leaves(replicas.momentum):
@@ -161,21 +161,23 @@ def with_residuals(
     )
 
 
-def resized(state: TrainState, count: int) -> TrainState:
-    """Return a state in checkpoint form with another number of replicas.
+def with_replica_count(state: TrainState, count: int) -> TrainState:
+    """Return a state in checkpoint form (see `to_checkpoint_form`) with another number
+    of replicas.
 
     A new replica has the outer weights, the optimizer state of an old replica, a new
     random key and no residual. The last replicas are removed, with their residuals.
     """
     replicas: Replicas = state.diloco
     old_count = replicas.states.key.shape[0]
-    numbers = np.arange(count)
-    index, is_new = numbers % old_count, numbers >= old_count
+    new_indices = np.arange(count)
+    old_indices = new_indices % old_count
+    is_new = new_indices >= old_count
 
     # Scalars are the scales of parameters, which all replicas share.
 
     def select_replicas(x: jax.Array) -> jax.Array:
-        return x[index] if x.ndim else x
+        return x[old_indices] if x.ndim else x
 
     def replace_new(x: jax.Array, value: Any) -> jax.Array:
         if not x.ndim:
@@ -217,7 +219,7 @@ def with_rescaled_params(state: TrainState, params: Any) -> TrainState:
 
 
 def without_replicas(state: TrainState) -> TrainState:
-    """Return the state as one without replicas: the outer weights, with the first
+    """Return the state of a run without replicas: the outer weights, with the first
     replica's optimizer state.
     """
     if not isinstance(state.diloco, Replicas):
@@ -232,12 +234,11 @@ def make_inner_step(
     """Return the step of all replicas: `(states, batch, hyper) -> (states, metrics)`.
 
     The batch is that of a run without replicas, [A, B, T+1]: replica k has the rows
-    that device k of K would have. Metrics are means over the participating replicas;
-    `finite` is true if all of them are.
+    that device k of K would have. `combine_metrics` makes the metrics.
     """
     replicas = diloco.replicas
-    # Without this jit, unused constants of the step become arguments of `shard_map`, on
-    # which XLA has crashed.
+    # Without this jit, unused constants of the step become arguments of `shard_map`;
+    # XLA has crashed on these.
     step = jax.jit(step)
 
     def rows_of_replicas(x_AxBxT1: jax.Array) -> jax.Array:
@@ -252,12 +253,12 @@ def make_inner_step(
     def replica_step(
         state: Any,
         batch: Tokens,
-        number: jax.Array,
+        index: jax.Array,
         participates: jax.Array,
         hyper: Hyper,
     ) -> Any:
         replica_hyper = hyper._replace(
-            seed=hyper.seed ^ (number * jnp.uint32(REPLICA_STREAM))
+            seed=hyper.seed ^ (index * jnp.uint32(REPLICA_STREAM))
         )
         if diloco.participants == replicas:
             return step(state, batch, replica_hyper)
@@ -273,23 +274,23 @@ def make_inner_step(
         def on_device(
             states: Any,
             batch: Tokens,
-            numbers: jax.Array,
+            indices: jax.Array,
             participating: jax.Array,
             hyper: Hyper,
         ) -> Any:
             def next_replica(_: None, replica: tuple[Any, ...]) -> tuple[None, Any]:
-                state, rows, number, participates = replica
-                return None, replica_step(state, rows, number, participates, hyper)
+                state, rows, index, participates = replica
+                return None, replica_step(state, rows, index, participates, hyper)
 
-            inputs = (states, batch, numbers, participating)
-            if len(numbers) > 1:
+            inputs = (states, batch, indices, participating)
+            if len(indices) > 1:
                 return lax.scan(next_replica, None, inputs)[1]
             only_replica = jax.tree.map(lambda x: x[0], inputs)
             _, result = next_replica(None, only_replica)
             return jax.tree.map(lambda x: x[None], result)
 
         by_replica = PartitionSpec(REPLICA)
-        numbers = jnp.arange(replicas, dtype=jnp.uint32)
+        indices = jnp.arange(replicas, dtype=jnp.uint32)
         participating = diloco.participating(hyper.seed, hyper.step)
         states, metrics = jax.shard_map(
             on_device,
@@ -298,7 +299,7 @@ def make_inner_step(
             out_specs=by_replica,
             axis_names={REPLICA},
             check_vma=False,
-        )(states, jax.tree.map(rows_of_replicas, batch), numbers, participating, hyper)
+        )(states, jax.tree.map(rows_of_replicas, batch), indices, participating, hyper)
         # Every device gets all metrics, so that the order of summation does not depend
         # on which device has which replica.
         metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
@@ -310,8 +311,8 @@ def make_inner_step(
 def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
     """Return the metrics of a step from those of the replicas, [K] each.
 
-    `finite` and `bad_leaf` are combined, other metrics are means over the participating
-    replicas.
+    Only participating replicas count. `finite` is true if it is for all of them,
+    `bad_leaf` is the largest index; other metrics are means.
     """
 
     def mean(x: jax.Array) -> jax.Array:
@@ -329,7 +330,7 @@ def exchange_over(
     mesh: Mesh,
     specs: list[PartitionSpec],
     diloco: DiLoCoSettings,
-    numbers_in_model: Sequence[int],
+    tensor_indices: Sequence[int],
 ) -> Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]:
     """Return `diloco.exchange` over a mesh: `(tensors, seed, step) -> ExchangeResult`.
 
@@ -339,7 +340,7 @@ def exchange_over(
     residual_specs = replica_specs if diloco.feedback else []
     return over_devices(
         lambda tensors, seed, step: tuple(
-            exchange(tensors, diloco, seed, step, numbers_in_model)
+            exchange(tensors, diloco, seed, step, tensor_indices)
         ),
         mesh,
         in_specs=(replica_specs, REPLICATED, REPLICATED),
@@ -360,7 +361,7 @@ def make_exchange(
     seed) -> state`.
 
     Args:
-      fragment: number of the fragment.
+      fragment: index of the fragment.
       mesh: the device mesh.
       roles: roles of the trained parameters, which determine their sharding.
       diloco: the settings.
@@ -373,48 +374,49 @@ def make_exchange(
         state: TrainState, step: jax.Array, seed: jax.Array
     ) -> TrainState:
         replicas: Replicas = state.diloco
-        outer, states = trained(state.params), replicas.states
+        outer = trained(state.params)
+        states = replicas.states
         outer_leaves = tree.leaves(outer)
         replica_leaves = tree.leaves(trained(states.params))
         residuals = tree.leaves(replicas.residuals)
         momenta = tree.leaves(replicas.momentum)
         sizes = [p.size for p in outer_leaves]
-        numbers = fragments_of(sizes, diloco.fragments)[fragment]
+        tensor_indices = fragments_of(sizes, diloco.fragments)[fragment]
         outer_gradients = []
-        for i in numbers:
+        for i in tensor_indices:
             gradient = weights.wide(outer_leaves[i])[None]
             gradient = gradient - weights.wide(replica_leaves[i])
             if diloco.feedback:
                 gradient = gradient + weights.wide(residuals[i])
             outer_gradients.append(gradient)
         all_specs = jax.tree.leaves(param_specs(outer, mesh, roles))
-        means, unsent, scales = exchange_over(
-            mesh, [all_specs[i] for i in numbers], diloco, numbers
+        means, new_residuals, scales = exchange_over(
+            mesh, [all_specs[i] for i in tensor_indices], diloco, tensor_indices
         )(outer_gradients, seed, step)
         # A mean that is not finite changes nothing: the replicas continue from the
         # outer weights, and keep their earlier residuals.
         accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
         updates = []
-        for j, i in enumerate(numbers):
+        for j, i in enumerate(tensor_indices):
             update = means[j]
             if diloco.momentum:  # Nesterov
                 velocity = diloco.momentum * weights.wide(momenta[i]) + update
                 update = update + diloco.momentum * velocity
                 momenta[i] = select(accept, storage.quantize(velocity), momenta[i])
             if diloco.feedback:
-                residual = storage.quantize(unsent[j], scales[j])
+                residual = storage.quantize(new_residuals[j], scales[j])
                 residuals[i] = select(accept, residual, zero_nonfinite(residuals[i]))
             updates.append(update)
         new_leaves = weights.apply_updates(
-            [outer_leaves[i] for i in numbers],
+            [outer_leaves[i] for i in tensor_indices],
             [-diloco.lr * update for update in updates],
             rounding=rounding,
             seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
             accept=accept,
-            leaf_indices=numbers,
+            leaf_indices=tensor_indices,
         )
-        for p, i in zip(new_leaves, numbers, strict=True):
+        for p, i in zip(new_leaves, tensor_indices, strict=True):
             outer_leaves[i] = p
             replica_leaves[i] = repeat_for_replicas(p, diloco.replicas)
         structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
@@ -425,6 +427,8 @@ def make_exchange(
         states = dataclasses.replace(
             states, params=with_subtree(states.params, build(replica_leaves))
         )
+        # `scaling` is for readers of the outer weights, such as an evaluation; each
+        # replica keeps its own in `states`.
         return dataclasses.replace(
             state,
             params=with_subtree(state.params, build(outer_leaves)),
@@ -450,7 +454,8 @@ class DiLoCoStep:
         exchanges: Sequence[jax.stages.Compiled],
         diloco: DiLoCoSettings,
     ) -> None:
-        self.inner_step, self.exchanges = inner_step, tuple(exchanges)
+        self.inner_step = inner_step
+        self.exchanges = tuple(exchanges)
         self.diloco = diloco
 
     def __call__(

@@ -1,13 +1,14 @@
 """Sharding of the state: which axis of each array is split over which axis of the mesh.
 
 `fsdp` splits every parameter, its gradient and its moments along the first axis that it
-divides. Scales, small arrays, and arrays of no parameter or moment stay whole. `tensor`
-splits attention and MLP as Megatron does: by heads and hidden channels, the columns of
-the first layer and the rows of the second. The parameter's role says which axis that
-is. A fused QKV kernel has all queries, then all keys, then all values in its columns,
-so that the columns of a device's heads are not contiguous. It is split by rows.
+divides. Arrays without such an axis stay whole; so do scales, and arrays that are
+neither parameters nor moments. `tensor` splits attention and MLP as Megatron does: by
+heads and hidden channels, the columns of the first layer and the rows of the second.
+The parameter's role says which axis that is. A fused QKV kernel has all queries, then
+all keys, then all values in its columns, so that the columns of a device's heads are
+not contiguous. It is split by rows.
 
-Legend: D model, F width of a layer's output, L layers.
+Legend: D model, F width of a layer's output.
 
 Reference: Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053.
 """
@@ -46,10 +47,10 @@ def partition_spec(
     first_axis = int(role.stacked)  # layers are not split
     local_shape = list(shape)
     if sizes["tensor"] > 1 and role.split is not None:
-        tensor = len(shape) + role.split
-        if tensor >= first_axis and local_shape[tensor] % sizes["tensor"] == 0:
-            axes[tensor] = "tensor"
-            local_shape[tensor] //= sizes["tensor"]
+        split = len(shape) + role.split
+        if split >= first_axis and local_shape[split] % sizes["tensor"] == 0:
+            axes[split] = "tensor"
+            local_shape[split] //= sizes["tensor"]
     if sizes["fsdp"] > 1:
         for axis in range(first_axis, len(shape)):
             if local_shape[axis] % sizes["fsdp"] == 0 and local_shape[axis]:
@@ -101,15 +102,15 @@ def map_specs(
         )
         if not isinstance(x, Packed):
             return make_array(path, x, by_replica)
-        paths = jax.tree_util.tree_leaves_with_path(
+        array_paths = jax.tree_util.tree_leaves_with_path(
             jax.tree.unflatten(x.structure, x.names)
         )
         arrays = {
             name: jax.tree.map(
-                functools.partial(make_array, path, by_replica=by_replica),
+                functools.partial(make_array, array_path, by_replica=by_replica),
                 x.arrays[name],
             )
-            for path, name in paths
+            for array_path, name in array_paths
         }
         return dataclasses.replace(
             x, arrays=arrays, scales=make_array((), x.scales, by_replica)
@@ -143,7 +144,7 @@ def param_specs(params: Any, mesh: Mesh, roles: Any) -> Any:
     )
 
 
-def abstract(tree: Any, mesh: Mesh, roles: Any) -> Any:
+def abstract_arrays(tree: Any, mesh: Mesh, roles: Any) -> Any:
     """Return a tree of arrays or shapes as ShapeDtypeStructs with shardings."""
     return map_specs(
         lambda x, spec: jax.ShapeDtypeStruct(

@@ -34,7 +34,7 @@ from trainer.models.weight_files import (
     config_beside,
     tokenizer_files,
 )
-from trainer.parallel.processes import check_same_files, compare_processes
+from trainer.parallel.processes import check_same_content
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
@@ -46,10 +46,10 @@ NEW_ROWS = ", or init.embeddings=focus to make table rows for the data's tokens"
 def restore_weights(
     checkpointer: Checkpointer, like: Params, step: int | None = None
 ) -> Params:
-    """Return the weights of a checkpoint in FP32, in any stored format.
+    """Return the weights of a checkpoint of any precision in FP32, placed as `like`.
 
-    They are placed as `like`. Raises UserError for one that is not finite. `step`: None
-    for the newest one.
+    `step` None: of the newest checkpoint. Raises UserError for a weight that is not
+    finite.
     """
     target = as_saved({"params": like}, checkpointer.described(step))
     checkpoint = checkpointer.restore(target, step, partial=True)
@@ -69,8 +69,8 @@ def initial_weights(
 
     Args:
       source: a run, a Hugging Face directory or a safetensors file.
-      spec: of the model that is to take them.
-      tokenizer: of the data, whose ids the weights must know.
+      spec: the model that loads them.
+      tokenizer: the data's, which must be that of the weights.
       like: the untrained parameters.
 
     Raises:
@@ -88,29 +88,32 @@ def saved_weights(
 ) -> Params:
     """Return weights as they were saved, in FP32; those of a run are placed as `like`.
 
-    Arguments and errors are those of `initial_weights`. `tokenizer` None: that of the
-    weights may be another one, and the tables have its rows.
+    Arguments and errors are those of `initial_weights`. With `tokenizer` None the
+    weights may have any tokenizer; their tables keep their own rows.
     """
     key = f"init_from={source}"
 
-    def check(saved: Mapping[str, Any], problem: Sequence[str]) -> None:
+    def check(saved: Mapping[str, Any], tokenizer_problem: Sequence[str]) -> None:
         fitted = fit_context(key, saved, spec)
         if tokenizer is None:
             fitted["vocab_size"] = spec.architecture()["vocab_size"]
-        check_same_model(key, fitted, spec, FROM_INIT, problem)
+        check_same_model(key, fitted, spec, FROM_INIT, tokenizer_problem)
 
+    tokenizer_problem: list[str] = []
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
-            problem = tokenizer and run_tokenizer_mismatch(source, meta, tokenizer)
-            check(meta["model"], problem or ())
             sizes = {"context": meta["model"]["context"]}
             if tokenizer is None:
                 sizes["vocab_size"] = meta["model"]["vocab_size"]
+            else:
+                tokenizer_problem = run_tokenizer_mismatch(source, meta, tokenizer)
+            check(meta["model"], tokenizer_problem)
             return restore_weights(checkpointer, of_sizes(spec, like, sizes))
     saved_spec, params = huggingface.load(source, spec)
-    problem = tokenizer and hf_tokenizer_mismatch(source, saved_spec, tokenizer)
-    check(architecture(saved_spec), problem or ())
+    if tokenizer is not None:
+        tokenizer_problem = hf_tokenizer_mismatch(source, saved_spec, tokenizer)
+    check(architecture(saved_spec), tokenizer_problem)
     if spec.scan_layers:
         params = family_of(spec).stack_layers(params)
     check_weights_finite(key, params)
@@ -118,7 +121,7 @@ def saved_weights(
 
 
 def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
-    """Return the architecture of weights with the context of the model that takes them.
+    """Return the architecture of weights with the context of the model that loads them.
 
     The context length is a limit and does not change what the model computes. But
     learned positions need a row for each position.
@@ -126,13 +129,14 @@ def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any
     Raises:
       UserError: the model has learned positions for more tokens than the weights.
     """
-    theirs, ours = saved["context"], spec.context
-    if ours > theirs and any(jax.tree.leaves(tables_of(spec, "context"))):
+    limit = saved["context"]
+    context = spec.context
+    if context > limit and any(jax.tree.leaves(tables_of(spec, "context"))):
         raise UserError(
-            f"{key} has learned positions for {theirs:,} tokens,"
-            f" model.context={ours}; valid: at most {theirs}"
+            f"{key} has learned positions for {limit:,} tokens,"
+            f" model.context={context}; valid: at most {limit}"
         )
-    return {**saved, "context": ours}
+    return {**saved, "context": context}
 
 
 def shapes_of(spec: Any, **sizes: int) -> Any:
@@ -142,20 +146,18 @@ def shapes_of(spec: Any, **sizes: int) -> Any:
 
 
 def tables_of(spec: Spec, key: str) -> Any:
-    """Return which parameters have a row for each position (`context`) or for each id
-    (`vocab_size`), as booleans in their structure. Axis 0 counts the rows.
+    """Return which parameters are tables, with a row for each position (`context`) or
+    for each id (`vocab_size`), as booleans in their structure. Axis 0 counts the rows.
     """
     # Many more rows: the shapes differ even if the rows are padded to a multiple.
-    more = 2 * getattr(spec, key) + 4096
-    return jax.tree.map(
-        lambda a, b: a.shape != b.shape, shapes_of(spec), shapes_of(spec, **{key: more})
-    )
+    larger = shapes_of(spec, **{key: 2 * getattr(spec, key) + 4096})
+    return jax.tree.map(lambda a, b: a.shape != b.shape, shapes_of(spec), larger)
 
 
 def of_sizes(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Params:
-    """Return `like` with the tables of these sizes, to restore.
+    """Return `like` with tables of these sizes, as the target of a restore.
 
-    Tables of another size are unsharded: the mesh need not divide their rows.
+    A table of another size than in `like` is unsharded: the mesh need not divide it.
     """
 
     def target(shape: Any, leaf: jax.Array) -> Any:
@@ -191,7 +193,7 @@ def check_weights_finite(key: str, params: Params) -> None:
             crc = zlib.crc32(
                 np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc
             )
-        check_same_files(*compare_processes({key: crc}))
+        check_same_content({key: crc})
 
 
 def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
@@ -213,7 +215,7 @@ def run_tokenizer_mismatch(
 ) -> list[str]:
     """Return how a run's tokenizer differs from the data's, and what to do about it.
 
-    Empty where it is the same.
+    The list is empty if they are the same.
     """
     if meta["tokenizer_fingerprint"] == tokenizer.fingerprint:
         return []
@@ -228,43 +230,49 @@ def run_tokenizer_mismatch(
     ]
 
 
-def keep_tokenizer(sources: Sequence[Path], run_dir: Path, ours: Tokenizer) -> None:
-    """Copy the tokenizer's files beside the weights into a run directory, for its
-    export.
+def keep_tokenizer(
+    sources: Sequence[Path], run_dir: Path, tokenizer: Tokenizer
+) -> None:
+    """Copy the tokenizer's files beside the weights into a run directory, for an export
+    of the run.
 
     The chat template and the generation settings are copied, too.
 
     Args:
-      sources: directories of weights, or runs; the first with the run's tokenizer is
-        used.
-      run_dir: of the run.
-      ours: the run's tokenizer.
+      sources: directories of weights, or runs. The first with the run's tokenizer,
+        beside the weights or in the run's own copy, is used.
+      run_dir: the run directory.
+      tokenizer: the run's.
     """
-    copy = run_dir / ORIGIN
-    if (copy / CONFIG).is_file():
+    target = run_dir / ORIGIN
+    if (target / CONFIG).is_file():
         return
-    for source in (path for given in sources for path in (given, given / ORIGIN)):
-        if has_tokenizer(source, ours):
-            # A link out of the directory is not copied; an export reports it.
+    directories: list[Path] = []
+    for source in sources:
+        directories += [source, source / ORIGIN]
+    for directory in directories:
+        if has_tokenizer(directory, tokenizer):
+            # A symlink to a file outside of the directory raises UserError. Then
+            # nothing is copied, and an export reports the link.
             with contextlib.suppress(UserError):
                 # CONFIG is copied last: its presence says that the copy is complete.
-                carry_tokenizer(tokenizer_files(source, MODEL_CONFIGS), copy)
+                carry_tokenizer(tokenizer_files(directory, MODEL_CONFIGS), target)
             return
 
 
-def has_tokenizer(directory: Path, ours: Tokenizer) -> bool:
+def has_tokenizer(directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether a Hugging Face directory has this tokenizer beside its weights."""
     if not (directory / CONFIG).is_file():
         return False
-    theirs = tokenizer_in(directory)
-    return theirs is not None and theirs.fingerprint == ours.fingerprint
+    saved = tokenizer_in(directory)
+    return saved is not None and saved.fingerprint == tokenizer.fingerprint
 
 
 def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> list[str]:
     """Return how the tokenizer of weights differs from the data's, and what to do.
 
-    Empty where no difference is seen. Without a tokenizer beside the weights the sizes
-    of the vocabularies decide: at most 1% of the rows may have no id.
+    The list is empty if no difference is seen. Without a tokenizer beside the weights
+    the sizes of the vocabularies decide: at most 1% of the rows may have no id.
     """
     directory = huggingface.directory_of(source)
     ids = token_ids_in(directory)
@@ -272,9 +280,9 @@ def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> lis
         difference = token_difference(ids, tokenizer)
         if difference is None:
             # A vocabulary does not say how a text is split or normalized.
-            theirs = tokenizer_in(directory)
-            if theirs is not None:
-                difference = encoding_difference(theirs, tokenizer)
+            saved = tokenizer_in(directory)
+            if saved is not None:
+                difference = encoding_difference(saved, tokenizer)
         if difference is None:
             return []
         return [
@@ -297,16 +305,17 @@ def describe_init(
     """Return a line about the weights that a run starts from.
 
     Args:
-      source: of the weights.
-      tokenizer: of the data, which was accepted.
-      spec: of the model.
+      source: a run, a Hugging Face directory or a safetensors file.
+      tokenizer: the data's, which was accepted.
+      spec: the model.
       params: the weights, ScaledArrays among them.
     """
     # Not the parameter count: the line about the model has it, without padding rows.
     size = f"{len(tree.leaves(params)):,} tensors"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            step, saved = checkpointer.newest(), checkpointer.meta()["model"]
+            step = checkpointer.newest()
+            saved = checkpointer.meta()["model"]
         return (
             f"weights from {source} after its step {step:,}: {size}; its tokenizer,"
             f" {tokenizer.name}, is that of the data"
@@ -317,32 +326,39 @@ def describe_init(
     context = ""
     if family is not None:
         config = read_object(config_beside(source))
-        theirs = SPECS[name].keys_of_huggingface(config)["context"]
-        context = context_difference(theirs, spec)
+        saved_context = SPECS[name].keys_of_huggingface(config)["context"]
+        context = context_difference(saved_context, spec)
     directory = huggingface.directory_of(source)
     if token_ids_in(directory) is None:
-        beside = (
+        tokenizer_text = (
             "there is no tokenizer beside them, so nobody checked whether their ids are"
             f" those of data.tokenizer={tokenizer.name}"
         )
     elif tokenizer_in(directory) is None:
-        beside = (
+        tokenizer_text = (
             f"the vocabulary beside them is that of the data, {tokenizer.name}, but"
             " their tokenizer cannot be read, so nobody checked whether it splits texts"
             " alike"
         )
     else:
-        beside = f"the tokenizer beside them is that of the data, {tokenizer.name}"
-    return f"weights from {source} (Hugging Face, {name}): {size}; {beside}{context}"
+        tokenizer_text = (
+            f"the tokenizer beside them is that of the data, {tokenizer.name}"
+        )
+    return (
+        f"weights from {source} (Hugging Face, {name}): {size};"
+        f" {tokenizer_text}{context}"
+    )
 
 
-def context_difference(theirs: int, spec: Spec) -> str:
-    """Return a clause about a context that differs from the weights'; else empty."""
-    if spec.context == theirs:
+def context_difference(saved_context: int, spec: Spec) -> str:
+    """Return a clause about a context that differs from the weights'; empty: it does
+    not.
+    """
+    if spec.context == saved_context:
         return ""
-    if spec.context < theirs:
-        return f"; model.context={spec.context} of the weights' {theirs}"
+    if spec.context < saved_context:
+        return f"; model.context={spec.context} of the weights' {saved_context}"
     return (
         f"; model.context={spec.context}: the weights were not trained on rotary"
-        f" positions beyond {theirs}, so model.rope_scaling may be needed"
+        f" positions beyond {saved_context}, so model.rope_scaling may be needed"
     )

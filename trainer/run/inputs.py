@@ -13,7 +13,7 @@ from trainer.config.schema import Config
 from trainer.data.dataset import Dataset
 from trainer.files import path_of, read_file, saved_steps
 from trainer.models.weight_files import CONFIG, TOKENIZER_BYTES, TOKENIZER_FILES
-from trainer.parallel.processes import check_same_files, compare_processes
+from trainer.parallel.processes import check_same_content
 
 
 def check_same_inputs(c: Config, data: Dataset) -> None:
@@ -31,15 +31,14 @@ def check_same_inputs(c: Config, data: Dataset) -> None:
         inputs["init_from"] = input_digest(path_of(c.init_from))
     if c.resume.source not in ("auto", "none"):
         inputs["resume"] = input_digest(path_of(c.resume.source), c.resume.step)
-    check_same_files(*compare_processes(inputs))
+    check_same_content(inputs)
 
 
 def input_digest(source: Path, step: int | None = None) -> str:
     """Return a digest that identifies a run's checkpoint, or a directory of weights.
 
     It is the digest of the checkpoint's manifest, or of the small files beside the
-    weights: their configuration and tokenizer. `step`: of the checkpoint; None: the
-    newest.
+    weights: their configuration and tokenizer. `step` None: the newest checkpoint.
     """
     steps = saved_steps(source)
     if steps:

@@ -34,7 +34,7 @@ from trainer.step.state import TrainState, first_nonfinite_array
 from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
 
-# Keys of meta that describe the log of the run that saved it; a fork drops them.
+# Keys of meta that describe the log of the run that saved it. A fork drops them.
 OWN_META = ("tracker_id", "log", "unfinished")
 
 
@@ -44,13 +44,14 @@ def check_start(
     """Raise UserError before data are prepared if there is nothing to start from.
 
     Args:
-      run_dir: of the run.
+      run_dir: the run directory.
       source: `resume.source`: `auto`, `none`, or another run's directory.
-      step: of the other run's checkpoint; None: the newest.
-      init_from: where the weights come from; None: from nowhere.
+      step: that of the other run's checkpoint; None: the newest.
+      init_from: the weights to start from; None: the run initializes its own.
 
     Raises:
-      UserError: `none` but there are checkpoints; no such run, checkpoint or weights.
+      UserError: `source` is `none`, but there are checkpoints; or there is no such run,
+        checkpoint or weights.
     """
     own_steps = saved_steps(run_dir)
     if own_steps and source == "none":
@@ -123,7 +124,7 @@ def check_weights(init_from: Path) -> None:
 
 
 def runs_below(directory: Path) -> str:
-    """Return advice about a directory that is no run: the runs in it, if any."""
+    """Return advice about a directory that is no run; it names the runs in it."""
     runs = sorted(
         (path.parent for path in directory.glob("*/checkpoints")),
         key=lambda path: (len(path.name), path.name),
@@ -135,11 +136,11 @@ def runs_below(directory: Path) -> str:
         )
     if not runs:
         return "valid: auto, none, or a run directory"
-    listed = ", ".join(str(path) for path in runs[:8])
+    paths = ", ".join(str(path) for path in runs[:8])
     if len(runs) > 8:
-        listed += ", ..."
+        paths += ", ..."
     return (
-        f"name one of the runs in it: {listed}; `scalify-trainer compare"
+        f"name one of the runs in it: {paths}; `scalify-trainer compare"
         f" {shlex.quote(f'runs={directory}')}` says which is the best"
     )
 
@@ -153,23 +154,25 @@ def starting_point(
 ) -> Restored:
     """Return the state to start from, with its step and meta.
 
-    Waits for the state, all of whose weights and moments are finite.
+    It waits until the state is computed, and checks that its weights and moments are
+    finite.
 
     Args:
-      resume: `source` `auto` continues `run_dir` where it holds a checkpoint; `none`
-        does not. Another run's directory is forked, if `run_dir` has no checkpoint:
-        from its step `step`, and converted to this precision if `convert`.
-        `check_start` has accepted it.
-      run_dir: of the run.
-      checkpointer: of the checkpoints of `run_dir`.
-      phases: what is trained, in its precisions.
-      first_state: makes the state before step 0.
+      resume: where to start; `check_start` has accepted it. If `run_dir` has
+        checkpoints, the newest one is continued. Otherwise `auto` and `none` start from
+        `first_state`. Any other `source` is a run, which is forked after its step
+        `step`, and converted to this precision if `convert` is true.
+      run_dir: the run directory.
+      checkpointer: that of `run_dir`.
+      phases: the phases of the run.
+      first_state: makes the state before the first step.
 
     Raises:
-      UserError: the state is of another model, in another precision, or not finite.
+      UserError: the state has another model or precision, or is not finite.
     """
     if not checkpointer.steps():
-        refuse_damaged(run_dir)  # set aside when they were opened
+        # `checkpointer` may have moved the damaged ones away when it was made.
+        refuse_damaged(run_dir)
     # The run's own checkpoints come first: the command that began a fork resumes it.
     if checkpointer.steps():
         check_fork(resume, run_dir, checkpointer.meta().get("forked"))
@@ -202,13 +205,13 @@ def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) 
     """Refuse to continue a run that is not a fork of the run that `resume` names.
 
     Args:
-      resume: of the command.
+      resume: the command's.
       run_dir: a run with checkpoints of its own.
-      forked: the run and the step of which it is a fork; None: it is no fork.
+      forked: the run and the step from which it was forked; None: it is no fork.
     """
     source, step = resume.source, resume.step
-    same = (os.path.realpath(path) for path in (source, run_dir))
-    if source in ("auto", "none") or len({*same}) == 1:
+    is_same_run = os.path.realpath(source) == os.path.realpath(run_dir)
+    if source in ("auto", "none") or is_same_run:
         return
     is_of_source = forked is not None and (
         os.path.realpath(forked["run"]) == os.path.realpath(source)
@@ -229,7 +232,7 @@ def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) 
 def check_state_finite(checkpoint: Restored, where: str, advice: str) -> None:
     """Refuse a state with weights or moments that are not finite.
 
-    `where` and `advice` say in the message where it is, and what to do instead.
+    The message names the state as `where`, and ends with `advice`.
     """
     name = first_nonfinite_array(checkpoint.state)
     if name is not None:
@@ -264,11 +267,11 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
                 task.model.policy,
                 "set resume.convert=true, which converts the state",
             )
-        saved_as = task.in_precision(policy)
+        source_task = task.in_precision(policy)
         if task.diloco is None:
-            checkpoint = checkpointer.restore(abstract_state(saved_as), step)
+            checkpoint = checkpointer.restore(abstract_state(source_task), step)
         else:
-            checkpoint = restore_replicas(checkpointer, saved_as, step)
+            checkpoint = restore_replicas(checkpointer, source_task, step)
     state = checkpoint.state
     if policy != task.model.policy:
         state = convert_state(task, state, policy, phases.seed)
@@ -298,13 +301,13 @@ def restore_replicas(
 ) -> Restored:
     """Restore a state for a task with DiLoCo replicas.
 
-    The saved run may have had another number of replicas, or none: then all replicas
+    The saved run may have had another number of replicas. If it had none, all replicas
     start from its weights, moments and steps.
 
     Args:
-      checkpointer: of the checkpoints.
-      task: to continue.
-      step: of the checkpoint; None: the newest.
+      checkpointer: that of the saved run.
+      task: the task that continues the state.
+      step: that of the checkpoint; None: the newest.
       order: steps to try instead, as in `Checkpointer.restore`.
     """
     assert task.diloco is not None
@@ -335,18 +338,18 @@ def restore_replicas(
     saved = saved_diloco(checkpoint.meta, diloco)
     if has_same_form(saved, diloco):
         return checkpoint
-    change = task.with_replicas if saved is None else task.with_replicas_of
-    placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
-    state = jax.jit(change, out_shardings=placed)(checkpoint.state)
+    convert = task.with_replicas if saved is None else task.convert_replicas
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(task))
+    state = jax.jit(convert, out_shardings=shardings)(checkpoint.state)
     return checkpoint._replace(state=state)
 
 
 def saved_diloco(
     meta: Mapping[str, Any], diloco: DiLoCoSettings
 ) -> DiLoCoSettings | None:
-    """Return `diloco` with the saved values that decide the form of a state.
+    """Return `diloco` with the saved settings that decide which arrays a state has.
 
-    None: the checkpoint was trained without replicas.
+    Returns None if the checkpoint was trained without replicas.
     """
     saved = saved_config(meta).diloco
     if saved.replicas is None:
@@ -360,7 +363,7 @@ def saved_diloco(
 
 
 def has_same_form(saved: DiLoCoSettings | None, diloco: DiLoCoSettings) -> bool:
-    """Return whether the states of both have the same arrays."""
+    """Return whether states of both settings have the same arrays."""
     return saved is not None and (
         (saved.replicas, saved.feedback, saved.momentum > 0)
         == (diloco.replicas, diloco.feedback, diloco.momentum > 0)

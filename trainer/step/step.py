@@ -16,7 +16,7 @@ import optax
 from scalify_core import tree, weights
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.amax import squares_of_rows, sums_of_squares
-from scalify_core.optim import Largest, largest_of_arrays
+from scalify_core.optim import AmaxFn, largest_of_arrays
 from scalify_core.optim.stacking import NONE as NO_STACKS
 from scalify_core.optim.stacking import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
@@ -123,7 +123,7 @@ class StepReductions(NamedTuple):
 
     gradient: GradientFn = mean_gradient
     squared_norms: Callable[[Any], jax.Array] = squared_norms_of_arrays
-    amax: Largest = largest_of_arrays
+    amax: AmaxFn = largest_of_arrays
 
 
 ONE_DEVICE = StepReductions()

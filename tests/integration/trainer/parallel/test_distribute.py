@@ -23,7 +23,7 @@ from trainer.parallel.distribute import (
     GradReduceConfig,
     amax_over,
     gather,
-    reduced,
+    reduce_gradients,
     squared_norms_over,
 )
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
@@ -114,7 +114,9 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
-        return reduced(wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7))
+        return reduce_gradients(
+            wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7)
+        )
 
     in_specs = (partition_specs(state.params, w.mesh, w.model.roles),)
     mapped = jax.shard_map(
