@@ -90,19 +90,19 @@ def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
     """Return the validation with slow batches, and a signal in the final one."""
 
     def slowly(context: StepContext) -> Mapping[str, float] | None:
-        ask = context.ask
+        should_stop = context.should_stop
 
         def wait(doing: str) -> bool:
             time.sleep(faults.get("validation", 0))
-            return ask(doing)
+            return should_stop(doing)
 
         if context.last and faults.get("terminate", False):
             os.kill(os.getpid(), signal.SIGTERM)
-        context.ask = wait
+        context.should_stop = wait
         try:
             return evaluation.run(context)
         finally:
-            context.ask = ask
+            context.should_stop = should_stop
 
     return dataclasses.replace(evaluation, run=slowly)
 

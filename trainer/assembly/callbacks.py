@@ -82,7 +82,7 @@ def build_callbacks(
         scores = log_first_duration(build_tasks(c, w), TASKS, say)
         callbacks.append(builtin.tasks(c.eval.tasks_every or 0, scores))
     if w.task.diloco:
-        callbacks.append(builtin.exchanged(eval_every, totals))
+        callbacks.append(builtin.exchanged_bytes(eval_every, totals))
     if c.sample.max_new_tokens:
         sample = log_first_duration(build_sample(c, w), SAMPLING, say)
         callbacks.append(builtin.samples(c.sample.every, sample))

@@ -229,7 +229,7 @@ def open_session(
         directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
         is_over = checkpoint.step >= config.train.steps
         if is_over and checkpoint.meta.get("unfinished") is None:
-            directory.check_ended(checkpoint.step, to_tree(config))
+            directory.check_no_effect_after_end(checkpoint.step, to_tree(config))
     with raise_together(), explain_full_disk(directory.path):
         directory.write_config(to_tree(config))
         final = tokens_read(workload.data.val, config.train.final_eval_batches)
@@ -247,7 +247,7 @@ def open_session(
                 directory.path,
                 workload.data.tokenizer,
             )
-    phase = phases.resumed_by(checkpoint)
+    phase = phases.phase_after(checkpoint)
     for line in [
         *describe_run(phase.config, workload._replace(task=phase.task)),
         *describe_idle(phase.task.model.policy, overrides),
@@ -369,7 +369,7 @@ def end_of_phase(training: Run) -> Restored:
 def build_run(experiment: Experiment, session: Session, checkpoint: Restored) -> Run:
     """Compile the step of the phase that continues a checkpoint, and build its run."""
     whole_config, workload, phases, hooks = experiment
-    phase = phases.resumed_by(checkpoint)
+    phase = phases.phase_after(checkpoint)
     config, task, mesh = phase.config, phase.task, workload.mesh
     workload = workload._replace(task=task)
     display, tracker = session.display, session.tracker

@@ -21,7 +21,7 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    # further arenas hold small blocks only and would map the large ones
+    # One arena: glibc's other arenas cannot hold large blocks, and would map them.
     libc.mallopt(M_ARENA_MAX, 1)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, -1)

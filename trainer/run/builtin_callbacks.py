@@ -1,5 +1,5 @@
-"""The built-in callbacks: numerics, evaluation, tasks, samples, rescale, pictures,
-checkpoint.
+"""The built-in callbacks: numerics, evaluation, mixture, tasks, exchanged bytes,
+samples, rescale, pictures, checkpoint.
 """
 
 import math
@@ -20,7 +20,7 @@ from trainer.step.step import StepFn, Tokens
 from trainer.step.weight_rescale import rescale_factors
 from trainer.workload import TrainTask, compile_step
 
-# A rollback finds the callback by this name.
+# `loop.roll_back` finds the callback by this name.
 CHECKPOINT = "checkpoint"
 # How many octaves a weight's scale may be off before all weights are rescaled. Matrices
 # are cast to FP8 at that scale, and in gated layers two such errors multiply; gains and
@@ -49,15 +49,15 @@ def evaluation(
 ) -> Callback:
     """Return the callback of the validation loss.
 
-    `evaluate` takes the state, whether it is the final time, and a function that says
-    whether to stop. It returns None if it was stopped.
+    `evaluate` takes the state, whether it is the evaluation after the last step, and a
+    function that returns whether to stop. It returns None if it was stopped.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
         result = evaluate(
             context.state,
             context.last,
-            lambda: context.ask(f"in the validation after step {context.step}"),
+            lambda: context.should_stop(f"in the validation after step {context.step}"),
         )
         if result is None:
             raise Interrupted
@@ -68,17 +68,17 @@ def evaluation(
 
 
 def mixture(
-    every: int, trained_on: Callable[[int], Mapping[str, Mapping[str, float]]]
+    every: int, source_metrics: Callable[[int], Mapping[str, Mapping[str, float]]]
 ) -> Callback:
     """Return the callback of each source's share and epochs so far.
 
-    Its metrics are `data/NAME/share` and `data/NAME/epochs`; `trained_on` takes the
+    Its metrics are `data/NAME/share` and `data/NAME/epochs`; `source_metrics` takes the
     step.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
         row = {}
-        for name, metrics in trained_on(context.step).items():
+        for name, metrics in source_metrics(context.step).items():
             for metric, value in metrics.items():
                 row[f"data/{name}/{metric}"] = value
         return row
@@ -93,17 +93,17 @@ def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Ca
     return Callback("tasks", every, lambda context: scores(context.state))
 
 
-def exchanged(every: int, totals: Callable[[int], Totals]) -> Callback:
+def exchanged_bytes(every: int, totals: Callable[[int], Totals]) -> Callback:
     """Return the callback of the bytes that DiLoCo's replicas have sent.
 
     Its metrics are `wire/exchanged_mib`, and `wire/times_fewer` than FP32 gradients.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
-        after = totals(context.step)
-        row = {"wire/exchanged_mib": after.exchanged / 2**20}
-        if after.exchanged:
-            row["wire/times_fewer"] = after.fp32_gradients / after.exchanged
+        sent = totals(context.step)
+        row = {"wire/exchanged_mib": sent.exchanged / 2**20}
+        if sent.exchanged:
+            row["wire/times_fewer"] = sent.fp32_gradients / sent.exchanged
         return row
 
     return Callback("exchanged", every, run)
@@ -112,8 +112,8 @@ def exchanged(every: int, totals: Callable[[int], Totals]) -> Callback:
 def samples(every: int, sample: Callable[[Any, Callable[[], object]], str]) -> Callback:
     """Return the callback of text samples.
 
-    `sample` takes the parameters, and a function that it calls now and then, which
-    raises Interrupted at a stop request.
+    `sample` takes the parameters, and a function that it calls before each window of
+    tokens. The function raises Interrupted after a stop request.
     """
 
     def run(context: StepContext) -> None:
@@ -133,13 +133,14 @@ def rescale(
     1.
 
     `new_scales` is a function of the state alone, so that resumed runs agree. It
-    returns the state with them, the step compiled for it, and a message; or None.
+    returns the state with new scales, the step compiled for it, and a message. None: no
+    weight needs a new scale.
     """
 
     def run(context: StepContext) -> None:
-        done = new_scales(context.state)
-        if done is not None:
-            context.replace(*done)
+        rescaled = new_scales(context.state)
+        if rescaled is not None:
+            context.replace(*rescaled)
 
     return Callback("rescale", every, run, CallbackKind.UPDATE)
 
@@ -155,28 +156,29 @@ def make_rescale(
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
-    def is_off(path: str, power: float) -> bool:
+    def is_off(path: str, factor: float) -> bool:
         octaves = MATRIX_OCTAVES if path in matrices else VECTOR_OCTAVES
-        return abs(math.log2(power)) >= octaves
+        return abs(math.log2(factor)) >= octaves
 
     def new_scales(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        powers = rescale_factors(weights.rms_of_params(state.params), task.model.roles)
-        if not any(is_off(path, power) for path, power in powers.items()):
+        factors = rescale_factors(weights.rms_of_params(state.params), task.model.roles)
+        if not any(is_off(path, factor) for path, factor in factors.items()):
             return None
-        powers = {path: power for path, power in powers.items() if power != 1}
-        new = with_rescaled_params(state, weights.rescale_params(state.params, powers))
-        names = (".".join(re.findall(r"\w+", path)) for path in powers)
-        listed = [
-            f"{name} 2^{math.log2(power):g}"
-            for name, power in zip(names, powers.values(), strict=True)
+        factors = {path: factor for path, factor in factors.items() if factor != 1}
+        params = weights.rescale_params(state.params, factors)
+        rescaled = with_rescaled_params(state, params)
+        names = (".".join(re.findall(r"\w+", path)) for path in factors)
+        changes = [
+            f"{name} 2^{math.log2(factor):g}"
+            for name, factor in zip(names, factors.values(), strict=True)
         ]
-        if len(listed) > 4:
-            listed = [*listed[:4], "..."]
+        if len(changes) > 4:
+            changes = [*changes[:4], "..."]
         text = (
-            f"new scales for {len(powers)} weights, larger by {', '.join(listed)};"
+            f"new scales for {len(factors)} weights, larger by {', '.join(changes)};"
             " the step is compiled again"
         )
-        return new, compile_step(task, batch, new), text
+        return rescaled, compile_step(task, batch, rescaled), text
 
     return new_scales
 

@@ -1,4 +1,5 @@
-"""Callbacks: functions that run between steps, each effect exactly once.
+"""Callbacks: functions that run between steps, and whose records are logged exactly
+once.
 
 `Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of
 every run; a program appends its own. After step n, the callbacks that are due run in
@@ -13,11 +14,11 @@ the order of the list, one kind after another:
 3. The row of step n is logged once, with all metrics; then the texts and images of the
    callbacks.
 4. SAVE callbacks write the files that a resumed run starts from; the checkpoint is the
-   last of them. They also run at a stop request and at the end of a training phase, and
-   not during a spike of the loss, except after the last step.
+   last of them. They also run at a stop request and at the end of a training phase.
+   During a spike of the loss they run only after the last step.
 
 All kinds but UPDATE also run after the last step. With `every` 0 a callback runs only
-then; a SAVE callback also at a stop request.
+then; a SAVE callback also at a stop request and at the end of a training phase.
 
 Rules for a callback, and their consequences:
 
@@ -61,14 +62,16 @@ class StepContext:
 
     Attributes:
       step: steps taken.
-      last: whether it was the last one.
-      state: of the training, on the devices. Do not donate it to a compiled function.
-      train_step: compiled for that state.
+      last: whether this was the last step of the run.
+      state: the training state, on the devices. Do not donate it to a compiled
+        function.
+      train_step: the step, compiled for that state.
       tokens: the batch of the step, on the devices.
       row: the metrics of the step so far, with those of earlier callbacks.
-      run_dir: a directory of the run's own files.
-      ask: `ask(doing)` returns whether a stop was requested, the same answer in every
-        process; `doing` is what the callback does next.
+      run_dir: the run directory.
+      should_stop: `should_stop(doing)` returns whether a stop was requested, the same
+        answer in every process. `doing` completes messages about a stall, such as `in
+        the validation after step 3`.
       save: writes a checkpoint of the run after this step.
       say: logs an event.
       val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
@@ -83,7 +86,7 @@ class StepContext:
     tokens: Tokens
     row: dict[str, float]
     run_dir: Path
-    ask: Callable[[str], bool]
+    should_stop: Callable[[str], bool]
     save: Callable[[], None]
     say: Callable[[str], None]
     val_loss: float | None = None
@@ -98,10 +101,10 @@ class StepContext:
         return self.state.params
 
     def pause(self, doing: str) -> None:
-        """Raise Interrupted if a stop was requested. Call it between parts of a long
-        callback.
+        """Raise Interrupted if a stop was requested; see `should_stop`. Call it between
+        parts of a long callback.
         """
-        if self.ask(doing):
+        if self.should_stop(doing):
             raise Interrupted
 
     def add_metrics(self, metrics: Mapping[str, float] | None) -> None:
@@ -112,10 +115,10 @@ class StepContext:
             name: value if isinstance(value, int | float) else float(value)
             for name, value in (metrics or {}).items()
         }
-        if twice := sorted(numbers.keys() & self.row.keys()):
+        if duplicates := sorted(numbers.keys() & self.row.keys()):
             raise ValueError(
-                f"step {self.step}: {', '.join(twice)} would be in the row twice; give"
-                " it another name"
+                f"step {self.step}: {', '.join(duplicates)} would be in the row twice;"
+                " give it another name"
             )
         self.row |= numbers
 
@@ -140,10 +143,10 @@ class Callback:
     """A function that a run calls every so many steps.
 
     Attributes:
-      name: in messages; unique in a run.
-      every: steps; 0: after the last one only.
+      name: used in messages; unique in a run.
+      every: number of steps between two calls; 0: only after the last step.
       run: returns metrics for the row of the step, or None.
-      kind: what it does, which decides when it runs.
+      kind: decides when it runs; see the module.
     """
 
     name: str
@@ -156,7 +159,13 @@ class Callback:
         return self.every > 0 and step % self.every == 0
 
     def is_due(self, context: StepContext, *, stopping: bool, is_spiking: bool) -> bool:
-        """Return whether it runs now. `is_spiking`: the last losses were spikes."""
+        """Return whether it runs now.
+
+        Args:
+          context: the state of the run.
+          stopping: whether a stop was requested, or the training phase ends.
+          is_spiking: whether the last losses were spikes.
+        """
         match self.kind:
             case CallbackKind.EVALUATE:
                 return context.last or self.is_regular(context.step)

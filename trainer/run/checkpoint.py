@@ -37,8 +37,14 @@ from trainer.files import (
     write_atomically,
 )
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
-from trainer.run.metadata import ADVICE, check_chunks, check_size, checked, holds_loss
-from trainer.run.orbax_errors import hide_leftovers
+from trainer.run.metadata import (
+    ADVICE,
+    check_chunks,
+    check_size,
+    is_loss_intact,
+    validate_metadata,
+)
+from trainer.run.orbax_errors import hide_orbax_tracebacks
 from trainer.step import state_tree
 
 DAMAGED = "damaged"
@@ -88,8 +94,8 @@ class Checkpointer:
 
     Args:
       directory: made if missing. Raises UserError if it cannot be written.
-      keep: number of the newest checkpoints that stay.
-      keep_best: whether the one with the lowest validation loss stays too.
+      keep: number of newest checkpoints to keep.
+      keep_best: whether to keep the one with the lowest validation loss too.
       read_only: change nothing, not even the leftovers of a save: another process may
         be training here.
     """
@@ -106,8 +112,8 @@ class Checkpointer:
         self._read_only = read_only
         self._saving: int | None = None
         self._has_failed = False
-        hide_leftovers()
-        # Orbax logs these options, and the exceptions that it raises as well.
+        hide_orbax_tracebacks()
+        # Orbax logs these options, and also the exceptions that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; `reverse` puts the lowest loss there.
@@ -148,9 +154,7 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Return the steps of committed checkpoints, ascending, without the one being
-        written.
-        """
+        """Return the steps of committed checkpoints, ascending."""
         return sorted(s for s in self._manager.all_steps() if s != self._saving)
 
     @property
@@ -170,8 +174,8 @@ class Checkpointer:
     ) -> bool:
         """Start saving the state after `step` steps; return when it is copied.
 
-        It is written in the background. Flush the log up to `step` before, because a
-        run that resumes here does not repeat those rows.
+        It is written in the background. Flush the log up to `step` first, because a run
+        that resumes here does not repeat those rows.
 
         Args:
           step: steps taken.
@@ -180,13 +184,13 @@ class Checkpointer:
           val_loss: nats, for `keep_best`.
 
         Returns:
-          False if `step` is the newest checkpoint already, else True. Its arrays are
-            then not written again; an `unfinished` one gets the new manifest and the
-            loss.
+          True if a save was started. False if `step` is the newest checkpoint already:
+            its arrays are not written again, and an `unfinished` one gets the new
+            manifest and the loss.
 
         Raises:
-          UserError: the save before this one failed, this one cannot start, or a later
-            step is saved already.
+          UserError: the previous save failed, this one cannot start, or a later step
+            is saved already.
         """
         self.wait()
         steps = self.steps()
@@ -200,18 +204,18 @@ class Checkpointer:
             jax.random.key_data(leaf) if state_tree.is_key(leaf) else leaf
             for leaf in jax.tree.leaves(state)
         ]
-        described = state_tree.describe(state)
-        for leaf, name, value in zip(
+        descriptions = state_tree.describe(state)
+        for leaf, name, checksum in zip(
             jax.tree.leaves(state), names, state_tree.checksums(leaves), strict=True
         ):
-            described[name]["checksum"] = value
+            descriptions[name]["checksum"] = checksum
             if state_tree.is_key(leaf):
-                described[name]["impl"] = str(jax.random.key_impl(leaf))
+                descriptions[name]["impl"] = str(jax.random.key_impl(leaf))
         manifest = {
             "format": FORMAT,
             "step": step,
             "meta": dict(meta),
-            "leaves": described,
+            "leaves": descriptions,
         }
         if val_loss is not None and not np.isfinite(val_loss):
             val_loss = None  # it cannot be compared
@@ -236,7 +240,7 @@ class Checkpointer:
                 force=True,
             )
         except OSError as error:
-            raise self._save_failed(error) from error
+            raise self._save_error(error) from error
         return True
 
     def _complete(self, step: int, manifest: Mapping[str, Any]) -> None:
@@ -269,31 +273,27 @@ class Checkpointer:
                     write_atomically(folder / "metrics" / "metrics", loss)
                 write_atomically(file, json.dumps(new))
         except OSError as error:
-            raise self._save_failed(error) from error
+            raise self._save_error(error) from error
         self._saving = None
         multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
         self._manager.reload()
 
     def check(self) -> None:
-        """Raise the UserError of a background save that has failed. Cheap; does
-        not wait.
-        """
+        """Raise the UserError of a background save that has failed, without waiting."""
         if self._saving is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the background save is committed. Raises UserError if it
-        failed.
-        """
+        """Wait until the background save is committed; raise UserError if it failed."""
         if self._saving is None:
             return
         try:
             self._manager.wait_until_finished()
-        except Exception as error:  # whatever stopped the background thread
-            raise self._save_failed(error) from error
+        except Exception as error:  # anything may have stopped the background thread
+            raise self._save_error(error) from error
         self._saving = None
 
-    def _save_failed(self, error: Exception) -> UserError:
+    def _save_error(self, error: Exception) -> UserError:
         step, self._saving, self._has_failed = self._saving, None, True
         self._manager.reload()
         intact = self.steps()
@@ -307,22 +307,19 @@ class Checkpointer:
         )
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """Return the meta of a checkpoint, by default of the newest readable one.
-        Raises UserError.
+        """Return the meta of a checkpoint; `step` None: of the newest readable one.
+        Raises UserError if there is none.
         """
         meta: dict[str, Any] = self._readable_manifest(step)["meta"]
         return meta
 
     def newest(self) -> int:
-        """Return the step of the newest readable checkpoint. Raises UserError."""
+        """Return the step of the newest readable checkpoint; else raise UserError."""
         step: int = self._readable_manifest(None)["step"]
         return step
 
     def described(self, step: int | None = None) -> dict[str, Any]:
-        """Return shape, dtype and checksum of every leaf of a checkpoint, by name.
-
-        By default of the newest readable one. Raises UserError.
-        """
+        """Return shape, dtype and checksum of every leaf, by name; as for `meta`."""
         leaves: dict[str, Any] = self._readable_manifest(step)["leaves"]
         return leaves
 
@@ -341,11 +338,11 @@ class Checkpointer:
         one before it is used.
 
         Args:
-          target: the tree of the state with `jax.ShapeDtypeStruct` leaves (arrays do as
-            well), or a function that makes it of the meta. Shardings say where each
-            leaf goes; without one, the first device.
-          step: of the only acceptable checkpoint; None: the newest.
-          partial: `target` is a part of the saved tree, as `{"params": ...}`.
+          target: the tree of the state, with arrays or `jax.ShapeDtypeStruct`s as
+            leaves; or a function that makes it from the meta. Their shardings say where
+            each leaf goes; without one, it goes to the first device.
+          step: that of the only acceptable checkpoint; None: the newest.
+          partial: whether `target` is a part of the saved tree, as `{"params": ...}`.
           order: steps to try instead; the first intact one is used.
 
         Raises:
@@ -356,19 +353,15 @@ class Checkpointer:
         for candidate in self._candidates(step) if order is None else order:
             try:
                 manifest = self._manifest(candidate)
-                wanted = target(manifest["meta"]) if callable(target) else target
-                self._check_match(
-                    candidate, wanted, manifest["leaves"], partial=partial
-                )
-                check_size(self.directory / str(candidate), wanted)
-                return Restored(
-                    candidate,
-                    self._arrays(candidate, wanted, manifest["leaves"]),
-                    manifest["meta"],
-                )
+                meta, leaves = manifest["meta"], manifest["leaves"]
+                tree = target(meta) if callable(target) else target
+                self._check_match(candidate, tree, leaves, partial=partial)
+                check_size(self.directory / str(candidate), tree)
+                state = self._arrays(candidate, tree, leaves)
+                return Restored(candidate, state, meta)
             except DamagedCheckpointError as damage:
                 self._raise_or_set_aside(candidate, damage, step)
-        raise self._none_left()
+        raise self._no_checkpoint_error()
 
     def close(self) -> None:
         """Wait for the background save and release the threads. Raises UserError if the
@@ -379,8 +372,8 @@ class Checkpointer:
         finally:
             try:
                 self._manager.close()
-            except Exception:  # whatever stopped a background thread
-                # After a failed save, it is that failure once more.
+            except Exception:
+                # After a failed save, Orbax raises the same error again.
                 if not self._has_failed:
                     raise
 
@@ -390,7 +383,7 @@ class Checkpointer:
                 return self._manifest(candidate)
             except DamagedCheckpointError as damage:
                 self._raise_or_set_aside(candidate, damage, step)
-        raise self._none_left()
+        raise self._no_checkpoint_error()
 
     def _candidates(self, step: int | None) -> list[int]:
         steps = self.steps()
@@ -403,7 +396,7 @@ class Checkpointer:
             )
         return [step]
 
-    def _none_left(self) -> UserError:
+    def _no_checkpoint_error(self) -> UserError:
         return UserError(
             f"no usable checkpoint in {self.directory}; start anew in another run_dir"
         )
@@ -419,7 +412,7 @@ class Checkpointer:
                 " another one"
             ) from damage
         if self._read_only:
-            # The caller may have used this checkpoint's meta; the older one's differs.
+            # The caller may have used this checkpoint's meta; an older one's differs.
             raise UserError(
                 f"checkpoint {step} in {self.directory} is damaged: {damage}; to use"
                 f" the one before it, remove {self.directory / str(step)}"
@@ -438,7 +431,7 @@ class Checkpointer:
         self._manager.reload()
 
     def _move_to_damaged(self, path: Path, name: str) -> Path:
-        """Move a directory to `damaged/NAME-0`, or the next free number."""
+        """Move a directory to `damaged/NAME-0`, or to the next free number."""
         folder = self.directory / DAMAGED
         folder.mkdir(exist_ok=True)
         number = 0
@@ -447,7 +440,8 @@ class Checkpointer:
         return path.rename(folder / f"{name}-{number}")
 
     def _set_aside_unreadable(self) -> None:
-        """Move checkpoints with unreadable metadata and unreadable validation losses.
+        """Move two kinds of directories away: checkpoints whose metadata is unreadable,
+        and unreadable validation losses.
 
         Orbax would stop at one of them, although another checkpoint, or the state
         beside the loss, is intact.
@@ -466,7 +460,7 @@ class Checkpointer:
                     f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
                     "using the one before it",
                 )
-            elif loss.exists() and not holds_loss(folder):
+            elif loss.exists() and not is_loss_intact(folder):
                 self._set_aside(
                     loss.parent,
                     f"{folder.name}-loss",
@@ -510,17 +504,18 @@ class Checkpointer:
         where = f"checkpoint {step} in {self.directory}"
         with well_formed(where, ADVICE):
             current = as_current(manifest)
-        meta, leaves = checked(current["meta"], current["leaves"], where)
+        meta, leaves = validate_metadata(current["meta"], current["leaves"], where)
         return current | {"meta": meta, "leaves": leaves}
 
     def _check_match(
         self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool
     ) -> None:
-        """Raise UserError if the target differs from what was saved. Orbax itself would
-        cast dtypes silently.
+        """Raise UserError if the target differs from the saved leaves. Orbax itself
+        would cast dtypes silently.
         """
-        wanted = state_tree.describe(target)
-        difference = state_tree.mismatch(wanted, saved, partial=partial)
+        difference = state_tree.mismatch(
+            state_tree.describe(target), saved, partial=partial
+        )
         if difference is not None:
             raise UserError(
                 f"checkpoint {step} in {self.directory}: {difference}; restore it with"
@@ -533,32 +528,32 @@ class Checkpointer:
         placed = {
             name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)
         }
-        wanted = {
+        stored = {
             stored_name(name, saved): leaf for name, leaf in placed.items() if leaf.size
         }
         args = ocp.args.PyTreeRestore(
-            wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            stored,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
             partial_restore=True,
         )
         try:
             check_chunks(self.directory / str(step) / "state")
-            both = self._manager.restore(step, args=ocp.args.Composite(state=args))
+            items = self._manager.restore(step, args=ocp.args.Composite(state=args))
             arrays = {
-                name: both["state"][stored_name(name, saved)]
+                name: items["state"][stored_name(name, saved)]
                 if x.size
                 else jnp.zeros(x.shape, x.dtype, device=x.sharding)
                 for name, x in placed.items()
             }
-            values = state_tree.checksums([arrays[name] for name in names])
+            checksums = state_tree.checksums([arrays[name] for name in names])
         except (UserError, ImportError, MemoryError, jax.errors.JaxRuntimeError):
-            raise  # too large for this machine, or a missing package, is not damage
+            raise  # no damage: too little memory, or a missing package
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(
                 f"state unreadable: {type(error).__name__}"
             ) from error
-        for name, value in zip(names, values, strict=True):
-            if value != saved[name]["checksum"]:
+        for name, checksum in zip(names, checksums, strict=True):
+            if checksum != saved[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
         for name, leaf in zip(names, leaves, strict=True):
             if state_tree.is_key(leaf):
@@ -579,7 +574,7 @@ def _refuse_if_removed(path: Path) -> None:
 
 
 def _has_metadata(folder: Path) -> bool:
-    """Return whether Orbax can read when a checkpoint was written."""
+    """Return whether Orbax can read the time at which a checkpoint was committed."""
     try:
         step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
         return step.commit_timestamp is not None

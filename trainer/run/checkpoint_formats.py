@@ -1,8 +1,8 @@
 """Checkpoint formats, and how the manifest of an older one is read.
 
 4: configuration keys and state fields have their current names.
-3: they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS, and no
-totals. Arrays and their order are the same.
+3: they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS, and there
+are no totals. Arrays and their order are as in format 4.
 """
 
 from collections.abc import Mapping
@@ -21,22 +21,23 @@ STORED_AS = "stored_as"
 
 
 def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest of any readable format in the current one.
+    """Return a manifest of any readable format in the current format.
 
     A leaf whose name has changed gets the key STORED_AS: its name among the stored
     arrays.
     """
+    meta = manifest["meta"]
     if manifest["format"] == FORMAT:
-        return {**manifest, "meta": _with_new_keys(manifest["meta"])}
+        return {**manifest, "meta": _add_missing_precision_keys(meta)}
     leaves = {}
     for name, leaf in manifest["leaves"].items():
         field, slash, rest = name.partition("/")
-        new = RENAMED_FIELDS.get(field, field) + slash + rest
-        leaves[new] = leaf if new == name else {**leaf, STORED_AS: name}
+        new_name = RENAMED_FIELDS.get(field, field) + slash + rest
+        leaves[new_name] = leaf if new_name == name else {**leaf, STORED_AS: name}
     return {
         **manifest,
         "format": FORMAT,
-        "meta": _with_new_keys(_with_current_keys(manifest["meta"], manifest["step"])),
+        "meta": _add_missing_precision_keys(_upgrade_format_3(meta, manifest["step"])),
         "leaves": leaves,
     }
 
@@ -48,20 +49,22 @@ def stored_name(name: str, leaves: Mapping[str, Mapping[str, Any]]) -> str:
     return str(leaves[name].get(STORED_AS, name)) if name in leaves else name
 
 
-def _with_new_keys(meta: Any) -> Any:
-    """Return metadata whose precision has the keys that it was saved without."""
+def _add_missing_precision_keys(meta: Any) -> Any:
+    """Return metadata with null for precision keys that did not exist when it was
+    saved.
+    """
     if not isinstance(meta, Mapping) or "precision" not in meta:
         return meta
     return {**meta, "precision": completed(Policy, meta["precision"])}
 
 
-def _with_current_keys(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
+def _upgrade_format_3(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return the metadata of format 3 with current key names, and with totals."""
     current = dict(meta)
     if "config" in meta:
         current["config"] = renamed_keys(meta["config"])
         tokens = step * from_saved(Config, meta["config"]).trained_tokens
         current["totals"] = {"tokens": tokens}
-    # the fields of the policy, which are keys of the group `precision`
     if "precision" in meta:
         current["precision"] = renamed_keys({"precision": meta["precision"]})[
             "precision"

@@ -1,4 +1,4 @@
-"""Checks that saved state or weights fit the run that is to take them."""
+"""Check that a saved state or saved weights fit the run that loads them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,8 @@ FROM_INIT = ", or model=from_init, which takes all sizes from there"
 
 
 def architecture(spec: Spec) -> dict[str, Any]:
-    """Return what decides which function the parameters stand for, as JSON values.
-
-    That is the family and `Spec.architecture`.
+    """Return the settings that determine what the model computes: the family and
+    `Spec.architecture`, as JSON values.
     """
     return {"family": family_of(spec).name} | spec.architecture()
 
@@ -30,42 +29,43 @@ def check_same_model(
     saved: Mapping[str, Any],
     spec: Spec,
     alternative: str = "",
-    tokenizer: Sequence[str] = (),
+    tokenizer_problem: Sequence[str] = (),
 ) -> None:
     """Refuse weights of another architecture or for another tokenizer.
 
     Args:
-      source: where they are, as the user named it.
+      source: the weights, as the user named them.
       saved: their `architecture`.
-      spec: of the model that is to take them.
-      alternative: what else could be done about another architecture.
-      tokenizer: how the tokenizers differ, and what to do about it; empty: they are the
-        same.
+      spec: the model that loads them.
+      alternative: the end of the message about another architecture: what else to do.
+      tokenizer_problem: how the tokenizers differ, and then what to do about it, two
+        strings; empty: they are the same.
 
     Raises:
-      UserError: with all differences in one message.
+      UserError: all differences, in one message.
     """
-    wanted, family = spec.architecture(), family_of(spec).name
+    expected = spec.architecture()
+    family = family_of(spec).name
     if saved["family"] != family:
         raise UserError(
             f"{source} has a {saved['family']}, the model is a {family}; choose another"
             f" model{alternative}"
         )
-    if tokenizer:
-        del wanted["vocab_size"]  # follows from the tokenizer
-    different = [name for name in wanted if not spec.is_compatible(name, saved[name])]
-    if not different and not tokenizer:
+    if tokenizer_problem:
+        del expected["vocab_size"]  # follows from the tokenizer
+    different = [name for name in expected if not spec.is_compatible(name, saved[name])]
+    if not different and not tokenizer_problem:
         return
     problems = [
-        f"has {name}={saved[name]} (the model {wanted[name]})" for name in different
+        f"has {name}={saved[name]} (the model {expected[name]})" for name in different
     ]
     advice = []
     if different:
         sizes = " ".join(f"model.{name}={saved[name]}" for name in different)
         advice.append(f"set {sizes}{alternative}")
     raise UserError(
-        f"{source} {', '.join([*problems, *tokenizer[:1]])};"
-        f" {'; '.join([*advice, *tokenizer[1:]])}"
+        f"{source} {', '.join([*problems, *tokenizer_problem[:1]])};"
+        f" {'; '.join([*advice, *tokenizer_problem[1:]])}"
     )
 
 
@@ -74,9 +74,11 @@ def check_same_precision(
 ) -> None:
     """Raise UserError for a state that was trained in another precision.
 
-    `alternative`: what to do instead of setting the old values.
+    `alternative` is the end of the message: what to do instead of setting the old
+    values.
     """
-    old, new = dataclasses.asdict(saved), dataclasses.asdict(policy)
+    old = dataclasses.asdict(saved)
+    new = dataclasses.asdict(policy)
     different = [
         f"precision.{name}={old[name]} (now {new[name]})"
         for name in new
@@ -116,10 +118,10 @@ def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
 
 
 def data_difference(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
-    """Return in what data differ from those of a checkpoint; None: they are the same.
+    """Return how the data differ from a checkpoint's; None: they are the same.
 
-    A data set of the hub may change under its name, and so under its fingerprint.
-    Checkpoints of earlier versions do not know the content.
+    A data set of the Hub may change and keep its name, and so its fingerprint.
+    Therefore the content is compared too. Checkpoints of earlier versions lack it.
     """
     if meta["data"] != manifest.fingerprint:
         return f"trained on data {meta['data']}, this is {manifest.fingerprint}"
@@ -132,20 +134,21 @@ def check_same_run(checkpoint: Restored, steps: int, manifest: Manifest) -> None
     """Refuse to continue on other data, or with fewer steps than were taken.
 
     Args:
-      checkpoint: to continue from.
-      steps: of the whole run.
-      manifest: of its data.
+      checkpoint: the state from which the run continues.
+      steps: number of steps of the whole run.
+      manifest: describes the run's data.
     """
-    # A fork has a directory of its own, in which it leaves no checkpoint unless it
-    # takes a step.
-    least = checkpoint.step + checkpoint.is_fork
+    # A fork must take a step: without one it would leave no checkpoint in its run_dir.
+    least = checkpoint.step + 1 if checkpoint.is_fork else checkpoint.step
     if steps < least:
         raise UserError(
             f"train.steps={steps}, but the checkpoint has {checkpoint.step}; valid:"
             f" {least} or more"
         )
-    difference = checkpoint.step and data_difference(checkpoint.meta, manifest)
-    if difference:
+    if checkpoint.step == 0:  # no checkpoint: no data was read
+        return
+    difference = data_difference(checkpoint.meta, manifest)
+    if difference is not None:
         raise UserError(
             f"the checkpoint was {difference}: not the same run; restore the data, or"
             " start a new run with init_from"

@@ -19,7 +19,7 @@ from trainer.workload import TrainTask
 def convert_state(
     task: TrainTask, state: TrainState, source: Policy, seed: int
 ) -> TrainState:
-    """Convert a stored state of the precision `source` to that of the task.
+    """Convert a stored state from the precision `source` to the task's.
 
     Every value is rounded once; `seed` is that of stochastic rounding.
     """

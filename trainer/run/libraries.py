@@ -80,7 +80,7 @@ def use_compilation_cache(directory: str | None) -> str | None:
     """Keep compiled programs between runs.
 
     Returns:
-      A warning if the directory cannot be written, and nothing is kept; else None.
+      A warning if the directory cannot be written, so nothing is kept; else None.
     """
     if directory is None:
         return None
@@ -108,7 +108,8 @@ def remove_corrupt_entries(cache: Path) -> None:
     Each entry is read once. An entry that another process is writing is removed too,
     so its program is compiled once more.
     """
-    known, intact = read_json_or_empty(cache / INTACT), {}
+    known = read_json_or_empty(cache / INTACT)
+    intact = {}
     for entry in cache.glob("*-cache"):
         try:
             stat = entry.stat()
@@ -127,7 +128,8 @@ def remove_corrupt_entries(cache: Path) -> None:
 def is_corrupt(entry: bytes) -> bool:
     """Return whether a compressed program ends too early or has a wrong checksum.
 
-    JAX compresses with zstd if that is installed; then only an empty file is found.
+    JAX compresses with zstd if that is installed. Of such entries only an empty file is
+    recognized as corrupt.
     """
     if entry[:1] != b"\x78":
         return not entry

@@ -32,8 +32,8 @@ from trainer.step.step import Metrics, Tokens
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A dispatched step whose metrics were not read yet; `step` counts it."""
+class PendingStep:
+    """A dispatched step whose metrics were not read yet; `step` counts from 1."""
 
     step: int
     metrics: Metrics
@@ -44,7 +44,7 @@ class Stop:
     """A stop request that all processes agree on: a signal to one stops them all.
 
     Attributes:
-      signal: its number; 0: none yet.
+      signal: the number of the signal; 0: none yet.
     """
 
     def __init__(self, session: Session, guard: Guard) -> None:
@@ -54,7 +54,7 @@ class Stop:
         self._remote_signal = session.remote_signal
 
     def __call__(self, doing: str) -> bool:
-        """Return whether to stop; `doing` describes what comes next otherwise."""
+        """Return whether to stop; `doing` describes what the run does if it goes on."""
         self.guard.beat(doing)
         signal = self.guard.signal or self._remote_signal()
         self.signal = self.signal or self._max_over_processes(signal)
@@ -94,7 +94,8 @@ def train(run: Run) -> int:
         session.checkpointer.wait()
     failure = run.recovery.watchdog.failure
     if run.step >= run.plan.steps and failure is not None:
-        # An event of the next step, which is cut where the run is resumed.
+        # A resumed run removes all records of steps after its checkpoint. This event is
+        # recorded under the next step, so it is removed too.
         session.tracker.event(run.step + 1, f"stopped: {failure}")
         session.tracker.alert("diverged", f"step {run.step}: {failure}")
         raise Diverged(
@@ -107,17 +108,17 @@ def train(run: Run) -> int:
 def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
     """Take the steps of the phase; return early after a stop request."""
     guard, watchdog = stop.guard, run.recovery.watchdog
-    pending: Pending | None = None
+    pending: PendingStep | None = None
     batches = run.data.batches(run.step)
     wait_started = time.perf_counter()
     guard.beat(f"waiting for the batch of step {run.step + 1}")
-    for taken, batch in batches:
-        step = taken + 1
+    for steps_taken, batch in batches:
+        step = steps_taken + 1
         run.throughput.waited(time.perf_counter() - wait_started)
         guard.beat(f"in step {step}")
         tokens = run.data.place(batch)
         profiler.before(step)
-        # Asynchronous: the host reads the metrics of the step before in the meantime.
+        # Asynchronous: the host reads the previous step's metrics in the meantime.
         run.state, metrics = run.train_step(run.state, tokens, run.plan.hyper(step))
         if profiler.after(step, run.state.params):
             run.session.display.event(
@@ -125,16 +126,17 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
             )
         if pending is not None:
             log_row(run, pending.step, step_row(run, pending))
-        pending, run.step = Pending(step, metrics, batch), step
-        # All processes ask, once a step and before any of them leaves early.
+        pending = PendingStep(step, metrics, batch)
+        run.step = step
+        # All processes call `stop` once a step, before any of them returns early.
         if stop(f"in step {run.step}") or needs_metrics_now(run):
             row = step_row(run, pending)
             # A weight can be infinite although loss and gradients are finite.
             watchdog.inspect(run.step, first_nonfinite_array(run.state))
             if watchdog.verdict is not None:
                 recover(run, pending, row)
-                # The row keeps the loss of the bad step; callbacks see the state that
-                # was restored.
+                # The row keeps the loss of the bad step; callbacks get the restored
+                # state.
                 row |= watchdog.row()
             pending = None
             run_callbacks(run, row, tokens, stop)
@@ -155,7 +157,7 @@ def needs_metrics_now(run: Run) -> bool:
     )
 
 
-def step_row(run: Run, pending: Pending) -> dict[str, float]:
+def step_row(run: Run, pending: PendingStep) -> dict[str, float]:
     """Wait for a step's metrics, and return its row.
 
     The watchdog gets the metrics. The batch of a skipped step is saved.
@@ -177,14 +179,15 @@ def step_row(run: Run, pending: Pending) -> dict[str, float]:
     return row | run.recovery.watchdog.row() | run.throughput.row() | memory()
 
 
-def recover(run: Run, pending: Pending, row: dict[str, float]) -> None:
+def recover(run: Run, pending: PendingStep, row: dict[str, float]) -> None:
     """Roll back to a checkpoint from before the bad steps; the step count goes on.
 
     Raises:
       Diverged: there is no such checkpoint, or there were too many rollbacks.
     """
-    watchdog, checkpointer = run.recovery.watchdog, run.session.checkpointer
-    # Else the speed of the disk would decide which checkpoint is there.
+    watchdog = run.recovery.watchdog
+    checkpointer = run.session.checkpointer
+    # Without this wait, disk speed would decide which checkpoint is the newest.
     checkpointer.wait()
     first_bad_step = watchdog.suspect_since or pending.step
     good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
@@ -205,12 +208,14 @@ def recover(run: Run, pending: Pending, row: dict[str, float]) -> None:
 def roll_back(run: Run, good_steps: list[int]) -> None:
     """Restore the newest of these checkpoints that is intact."""
     watchdog = run.recovery.watchdog
-    is_regular = next(
-        callback.is_regular for callback in run.callbacks if callback.name == CHECKPOINT
+    checkpoint = next(
+        callback for callback in run.callbacks if callback.name == CHECKPOINT
     )
-    # Regular checkpoints first: a run that was stopped in between has only these, and
-    # must roll back to the same step.
-    order = sorted(good_steps, key=lambda step: (not is_regular(step), -step))
+    # Regular checkpoints first: only a run that was stopped has others, and it must
+    # roll back to the same step as a run that was not.
+    order = sorted(
+        good_steps, key=lambda step: (not checkpoint.is_regular(step), -step)
+    )
     run.state, step, train_step = run.recovery.restore(run.state, order)
     run.train_step = train_step or run.train_step
     text = (
@@ -236,16 +241,17 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         tokens=tokens,
         row=dict(row),
         run_dir=run.session.run_dir,
-        ask=stop,
+        should_stop=stop,
         save=lambda: save(run, context.val_loss),
         say=lambda text: log_event(run, run.step, text),
     )
     try:
         for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
             context.pause(f"at the {callback.name} after step {run.step}")
-            context.add_metrics(call(run, callback, context))
+            context.add_metrics(run_callback(run, callback, context))
     except (Interrupted, UserError) as error:
-        # What a callback refuses costs no step: another setting resumes here.
+        # If a callback raises UserError, no step is lost: the user changes the setting,
+        # and the run resumes from this checkpoint.
         row |= run.throughput.since_last_row()
         run.unfinished = encode_row(run.step, row).decode()
         save(run, None, unfinished=run.unfinished)
@@ -257,7 +263,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         run.recovery.watchdog.end(run.step, context.val_loss)
     for callback in due_callbacks(run, CallbackKind.UPDATE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
-        call(run, callback, context)
+        run_callback(run, callback, context)
         run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite_array(run.state)) is not None:
             reason = f"{name} is not finite after the {callback.name}"
@@ -270,12 +276,12 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
     record_media(run, context)
     for callback in due_callbacks(run, CallbackKind.SAVE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
-        call(run, callback, context)
+        run_callback(run, callback, context)
         record_media(run, context)
     run.throughput.pause(time.perf_counter() - started)
 
 
-def call(
+def run_callback(
     run: Run, callback: Callback, context: StepContext
 ) -> Mapping[str, float] | None:
     """Run a callback, and tell the display how long it took."""
@@ -291,8 +297,8 @@ def due_callbacks(
 ) -> list[Callback]:
     """Return the callbacks of a kind that run now.
 
-    The end of a training phase counts as a stop: the next one starts from what is saved
-    there.
+    The end of a training phase counts as a stop: the next phase starts from the state
+    that is saved there.
     """
     stopping = stop.signal > 0 or run.step == run.plan.until
     is_spiking = run.recovery.watchdog.is_spiking
@@ -315,12 +321,10 @@ def record_media(run: Run, context: StepContext) -> None:
     context.pictures.clear()
 
 
-def finish_interrupted_step(run: Run, row: str, stop: Stop) -> None:
-    """Run the callbacks of the last step, which a signal interrupted, from its row
-    on.
-    """
+def finish_interrupted_step(run: Run, saved_row: str, stop: Stop) -> None:
+    """Run the interrupted callbacks of the last step, starting from its saved row."""
     _, batch = next(run.data.batches(run.step - 1))
-    run_callbacks(run, decode_row(row), run.data.place(batch), stop)
+    run_callbacks(run, decode_row(saved_row), run.data.place(batch), stop)
 
 
 def log_event(run: Run, step: int, text: str, *, alert: str = "") -> None:
@@ -349,9 +353,7 @@ def log_row(
 
 
 def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
-    """Save a checkpoint of the state after `run.step` steps, once the log is complete
-    up to there.
-    """
+    """Write the log up to `run.step`, then save a checkpoint of the state after it."""
     tracker = run.session.tracker
     run.session.protect()
     # A run that resumes here does not repeat these rows.
@@ -370,7 +372,7 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
     )
 
 
-def save_skipped_batch(run_dir: Path, pending: Pending) -> None:
+def save_skipped_batch(run_dir: Path, pending: PendingStep) -> None:
     """Save the tokens of a skipped step as `skipped/<step>.npy`, int [sequences,
     T+1].
     """
@@ -382,7 +384,7 @@ def save_skipped_batch(run_dir: Path, pending: Pending) -> None:
         write_atomically(folder / f"{pending.step}.npy", array.getvalue())
 
 
-def stop_diverged(run: Run, pending: Pending) -> None:
+def stop_diverged(run: Run, pending: PendingStep) -> None:
     """Write `divergence.txt`, which names the first tensor that is not finite, and
     raise Diverged.
     """
@@ -416,16 +418,16 @@ class Profiler:
             jax.profiler.start_trace(self.directory)
 
     def after(self, step: int, result: Any) -> bool:
-        """Write the trace if this step was the last one; return whether it did."""
+        """Write the trace if this step ends the interval; return whether it does."""
         if not self.running or step != self.last:
             return False
-        # Else the trace would end before the device has computed the step.
+        # Without this wait, the trace would end before the device computed the step.
         jax.block_until_ready(result)
         self.stop()
         return True
 
     def stop(self) -> None:
-        """Write what was traced so far."""
+        """Write the trace of the steps so far."""
         if self.running:
             self.running = False
             jax.profiler.stop_trace()

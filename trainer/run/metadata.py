@@ -1,8 +1,8 @@
-"""The metadata of a checkpoint, checked when it is read.
+"""The metadata of a checkpoint, validated when it is read.
 
 A checkpoint may come from somebody else, who can give any content a valid digest. So
 each value has a type and bounds here, as a configuration's values have, and no other
-module reads metadata that was not checked.
+module reads metadata before it is validated.
 """
 
 import json
@@ -48,10 +48,10 @@ class WatchdogState:
     Attributes:
       skipped: number of steps that were not finite.
       in_a_row: number of such steps since the last finite one.
-      spikes: number of spikes since the last loss that was none.
+      spikes: number of spikes since the last good loss.
       suspect_since: the first of the last steps in a row that were skipped or spiked;
         None: the last step was good.
-      rollbacks: of the whole run.
+      rollbacks: number of rollbacks in the whole run.
       rolled_back_at: the step after which the last rollback was; None: there was none.
       losses: the last good losses, whose mean and deviation define a spike.
       failure: why the run failed although it took all its steps; None: it did not fail,
@@ -77,10 +77,10 @@ class Totals:
     """Totals since the first step; a fork continues those of its run.
 
     Attributes:
-      tokens: trained on.
+      tokens: number of tokens trained on.
       exchanged: bytes that each device has sent to other DiLoCo replicas.
       fp32_gradients: bytes that it would have sent with FP32 gradients in every step.
-      samples: of each source of a mixture.
+      samples: number of samples from each source of a mixture.
     """
 
     tokens: Count
@@ -100,13 +100,13 @@ class Leaf:
     stored_as: str | None = None
 
 
-TRAINABLE: Any = tuple[str, ...] | None
+STRINGS: Any = tuple[str, ...] | None
 FIELDS: dict[str, Any] = {
     "config": dict,
     "model": dict,
     "precision": Policy,
-    "trainable": TRAINABLE,
-    "rows": Positive | None,
+    "trainable": STRINGS,
+    "rows": Positive | None,  # `Model.rows`
     "data": str,
     "data_content": str | None,
     "tokenizer": str,
@@ -119,7 +119,7 @@ FIELDS: dict[str, Any] = {
     "unfinished": str | None,
     "log": dict | None,
     "totals": Totals | None,
-    "schedule_changes": TRAINABLE,
+    "schedule_changes": STRINGS,
 }
 
 
@@ -130,18 +130,18 @@ class Metadata(dict[str, Any]):
         raise UserError(f"the checkpoint's metadata has no {key!r}; {ADVICE}")
 
 
-def checked(
+def validate_metadata(
     meta: Mapping[str, Any], leaves: Mapping[str, Any], where: str
 ) -> tuple[Metadata, dict[str, Any]]:
-    """Return metadata and descriptions of arrays whose values have their types.
+    """Return metadata and descriptions of arrays, once all values have been validated.
 
     Args:
-      meta: the caller's, of `Checkpointer.save`.
+      meta: the `meta` of `Checkpointer.save`.
       leaves: description of each array by name.
       where: the checkpoint, for messages.
 
     Raises:
-      UserError: a value is of another type or out of bounds, or the arrays are too
+      UserError: a value has a wrong type or is out of bounds, or the arrays are too
         small for the model that the metadata describes.
     """
     with well_formed(where, ADVICE):
@@ -178,7 +178,8 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     """Raise UserError if a model size is out of bounds, or if the arrays hold fewer
     numbers than a model of these sizes has parameters.
     """
-    model, settings = meta["model"], meta.get("config", {}).get("model", {})
+    model = meta["model"]
+    settings = meta.get("config", {}).get("model", {})
     family = model.get("family")
     if family not in SPECS:
         return  # a model of a program's own
@@ -194,22 +195,20 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     layers, width, ids = (
         model.get(key, 0) for key in ("n_layer", "d_model", "vocab_size")
     )
-    present = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
+    numbers = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
     # A layer has at least one norm; its heads and MLP may have any width.
-    least = (layers + ids) * width
+    min_parameters = (layers + ids) * width
     is_scanned = bool(settings.get("scan_layers"))
-    if least > present or (layers > len(leaves) and not is_scanned):
+    if min_parameters > numbers or (layers > len(leaves) and not is_scanned):
         raise UserError(
             f"{layers:,} layers of width {width:,} and {ids:,} ids have at least"
-            f" {least:,} parameters, but its {len(leaves):,} arrays hold"
-            f" {present:,} numbers"
+            f" {min_parameters:,} parameters, but its {len(leaves):,} arrays hold"
+            f" {numbers:,} numbers"
         )
 
 
 def saved_config(meta: Mapping[str, Any]) -> Config:
-    """Return the configuration of a checkpoint. Raises UserError for any other
-    content.
-    """
+    """Return the configuration of a checkpoint; raise UserError if it is malformed."""
     with well_formed("the configuration in the checkpoint", ADVICE):
         config: Config = from_saved(Config, meta["config"])
     return config
@@ -226,11 +225,11 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(meta["trainable"] or ())
 
 
-def holds_loss(folder: Path) -> bool:
+def is_loss_intact(folder: Path) -> bool:
     """Return whether Orbax's file of the validation loss agrees with the manifest.
 
-    The best checkpoint is chosen by that file. Manifests of earlier versions have no
-    loss, and then any is accepted. An unreadable manifest is reported when it is read.
+    The best checkpoint is chosen by that file. Any loss is accepted if the manifest has
+    none, as in earlier versions, or is unreadable, which is reported later.
     """
     try:
         loss = json.loads(read_file(folder / "metrics" / "metrics"))["val_loss"]
@@ -251,13 +250,13 @@ def check_chunks(folder: Path) -> None:
     a small file could fill the memory.
 
     Args:
-      folder: of a checkpoint's arrays, in the formats that `Checkpointer` writes: zarr
-        2 inside of OCDBT.
+      folder: that of a checkpoint's arrays, in the formats that `Checkpointer` writes:
+        zarr 2 inside of OCDBT.
 
     Raises:
       UserError: a chunk is larger than its array, its elements are larger than any
         number, or an array is in another format.
-      Exception: anything, if the files are damaged.
+      Exception: of any class, if the files are damaged.
     """
     import tensorstore
 
@@ -267,7 +266,7 @@ def check_chunks(folder: Path) -> None:
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     for key in store.list().result():
         array, _, name = key.decode().rpartition("/")
-        if name == ".zarray" and _in_proportion(json.loads(store[key])):
+        if name == ".zarray" and _fits_array(json.loads(store[key])):
             continue
         if re.fullmatch(r"\d+(\.\d+)*", name) is None:
             raise UserError(
@@ -276,26 +275,30 @@ def check_chunks(folder: Path) -> None:
             )
 
 
-def _in_proportion(description: Any) -> bool:
+def _fits_array(description: Any) -> bool:
+    """Return whether a `.zarray` has chunks within its array, and elements that are
+    numbers.
+    """
     sides = zip(description["chunks"], description["shape"], strict=True)
     return jnp.dtype(description["dtype"]).itemsize <= LARGEST_NUMBER and all(
         chunk <= max(side, 1) for chunk, side in sides
     )
 
 
-def check_size(folder: Path, wanted: Any) -> None:
+def check_size(folder: Path, target: Any) -> None:
     """Refuse arrays that are out of proportion to their stored bytes.
 
     A small file of compressed zeros can decode to more memory than there is.
 
     Args:
-      folder: of the checkpoint.
-      wanted: the tree of arrays, or of their shapes, to be restored.
+      folder: the checkpoint's.
+      target: the tree of arrays, or of their shapes, to be restored.
     """
-    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(wanted))
-    stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if needed > max(TEXT_BYTES, MOST_HOLES * stored):
+    array_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target))
+    files = (file for file in folder.rglob("*") if file.is_file())
+    stored_bytes = sum(file.stat().st_size for file in files)
+    if array_bytes > max(TEXT_BYTES, MOST_HOLES * stored_bytes):
         raise UserError(
-            f"{folder}: {stored:,} bytes are to hold {needed:,} bytes of arrays;"
-            f" {ADVICE}"
+            f"{folder}: {stored_bytes:,} bytes are to hold {array_bytes:,} bytes of"
+            f" arrays; {ADVICE}"
         )

@@ -1,4 +1,4 @@
-"""Tracebacks that Orbax leaves behind when a save or a restore has failed."""
+"""Hide the tracebacks that Orbax prints after a save or a restore has failed."""
 
 import asyncio
 import inspect
@@ -13,16 +13,16 @@ import orbax.checkpoint as ocp
 ORBAX = str(Path(ocp.__file__).parent)
 
 
-def hide_leftovers() -> None:
-    """Hide the errors of reads and writes that a failed save or restore leaves behind.
+def hide_orbax_tracebacks() -> None:
+    """Hide the errors of pending reads and writes after a failed save or restore.
 
-    Nobody awaits these; the caller has been told of the failure. Tracebacks reach
+    Nobody awaits these, and the caller has got the first error. Tracebacks reach
     `sys.unraisablehook` in two ways: from TensorStore, which reports to Orbax's closed
     event loop without Python code in between; and from discarded coroutines of Orbax.
     Others reach asyncio's log, from its futures.
     """
     default_hook = sys.unraisablehook
-    if getattr(default_hook, "hides_orbax_leftovers", False):
+    if getattr(default_hook, "hides_orbax_tracebacks", False):
         return
 
     def hook(report: Any) -> None:
@@ -36,12 +36,13 @@ def hide_leftovers() -> None:
         discarded_coroutine = inspect.iscoroutine(
             report.object
         ) and report.object.cr_code.co_filename.startswith(ORBAX)
-        # A Ctrl-C in a library's callback, which the first `Guard` takes over.
+        # A Ctrl-C in a library's callback: `EarlyInterrupt` has recorded it, and the
+        # first `Guard` stops the run.
         interrupted = report.exc_type is KeyboardInterrupt
         if not (from_event_loop or discarded_coroutine or interrupted):
             default_hook(report)
 
-    hook.hides_orbax_leftovers = True  # type: ignore[attr-defined]
+    hook.hides_orbax_tracebacks = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
     logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
     warnings.filterwarnings(

@@ -44,14 +44,15 @@ class Phases(NamedTuple):
             (phase for phase in self.items if step <= phase.until), self.items[-1]
         )
 
-    def resumed_by(self, checkpoint: Restored) -> TrainingPhase:
+    def phase_after(self, checkpoint: Restored) -> TrainingPhase:
         """Return the phase that continues a checkpoint.
 
-        It is the phase of the next step. It is that of the checkpoint's last step if
-        that step's callbacks were interrupted, and the last phase at the run's end.
+        It is the phase of the next step; the last phase at the run's end. If the
+        callbacks of the checkpoint's step were interrupted, it is that step's phase.
         """
-        is_done = checkpoint.meta.get("unfinished") is None
-        return self.containing(checkpoint.step + is_done)
+        if checkpoint.meta.get("unfinished") is not None:
+            return self.containing(checkpoint.step)
+        return self.containing(checkpoint.step + 1)
 
 
 def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
@@ -62,25 +63,25 @@ def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
 
 
 def enter_phase(
-    task: TrainTask, state: TrainState, saved_task: TrainTask, seed: int
+    task: TrainTask, state: TrainState, source_task: TrainTask, seed: int
 ) -> TrainState:
-    """Convert a stored state of `saved_task` to the form of `task`.
+    """Convert a stored state of `source_task` to the form of `task`.
 
     Weights keep their values, rounded once where their storage changes. Moments do too
     if the same parameters are trained; else the optimizer starts anew at step 0. The
     Kahan compensation is kept where a weight is trained further.
 
     Args:
-      task: of the phase that begins.
-      state: as it is stored.
-      saved_task: the task of the state, with the same model.
-      seed: of the rounding of moments.
+      task: the task of the phase that begins.
+      state: the state in its stored form.
+      source_task: the task of the state, with the same model.
+      seed: seed of the rounding of moments.
     """
-    same_policy = saved_task.model.policy == task.model.policy
-    if saved_task.trained_roles == task.trained_roles:
+    same_policy = source_task.model.policy == task.model.policy
+    if source_task.trained_roles == task.trained_roles:
         if same_policy:
             return state
-        return convert_state(task, state, saved_task.model.policy, seed)
+        return convert_state(task, state, source_task.model.policy, seed)
     if not same_policy or task.model.policy.keeps_kahan_compensation:
         # Frozen parameters drop their Kahan compensation: an error of half an ulp,
         # once. Keeping it costs two bytes a parameter for the whole phase.

@@ -46,8 +46,8 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.text import override, redact
 from trainer.version import __version__
 
-# Keys that a resumed run may change. They decide how long, how often and where, not
-# what is computed.
+# Keys that a resumed run may change. They decide how long, how often and where it
+# runs, but not which numbers it computes.
 MAY_CHANGE = (
     "run_dir",
     "resume.*",
@@ -55,7 +55,7 @@ MAY_CHANGE = (
     "compile_cache",
     "train.steps",
     "train.log_every",
-    # But not train.eval_batches, on which the best checkpoint is chosen.
+    # train.eval_batches may not change: the best checkpoint is chosen on them.
     "train.eval_every",
     "train.final_eval_batches",
     "checkpoint.*",
@@ -69,7 +69,7 @@ MAY_CHANGE = (
     "parallel.fsdp",
     "parallel.tensor",
     "parallel.distributed",
-    # Replicas may join and leave. The bits then change from there on.
+    # Replicas may join and leave, although this changes later steps.
     "diloco.replicas",
     "diloco.quorum",
     "diloco.bandwidth_gbps",
@@ -77,32 +77,33 @@ MAY_CHANGE = (
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
-    # The next four: the fingerprint of the data is compared instead.
+    # Instead of the next four, the fingerprint of the data is compared.
     "data.format",
     "data.column",
     "data.split",
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
-# What a run does after its last step.
+# Keys and groups that are read after the last step.
 READ_AT_END = ("train.final_eval_batches", "eval", "metrics", "sample")
-# Without data.tokenizer, which may be a name: gpt2 is not gpt2/.
+# Keys whose trailing slash does not matter. Not data.tokenizer: gpt2 is a name, gpt2/ a
+# directory.
 PATHS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
 
 logger = logging.getLogger(__name__)
 
 
 class RunDirLost(UserError):
-    """The run directory is no longer this process's: it must not write there."""
+    """This process no longer holds the run directory, and must not write there."""
 
 
 class RunDir:
-    """A run directory that this process holds until `release`, or until it ends in any
-    way.
+    """A run directory that this process holds until `release`, or until the end of the
+    process.
 
-    One process of a run holds it for all, and alone writes into it. As a context
-    manager it releases the directory. It removes one that it has made, if no
-    configuration was adopted: a run that does not start leaves nothing.
+    The first process of a run holds it for all, and alone writes into it. As a context
+    manager it releases the directory. If config.yaml was never written, it removes a
+    directory that it has made: a run that does not start leaves nothing.
 
     Args:
       path: made if missing.
@@ -116,11 +117,12 @@ class RunDir:
         self._lock = -1
         self._status: os.stat_result | None = None
         self._made = False
-        self._config = ""  # the content of config.yaml, once it is adopted
-        self._first = jax.process_index() == 0
-        probe, where = path / shared_name(".shared"), f"to run_dir={path}"
+        self._config = ""  # the content of config.yaml, once it is written
+        self._is_first_process = jax.process_index() == 0
+        probe = path / shared_name(".shared")
+        where = f"to run_dir={path}"
         with raise_together():
-            if self._first:
+            if self._is_first_process:
                 self._claim()
                 if jax.process_count() > 1:
                     with explain_unwritable(where, OTHER_RUN_DIR):
@@ -128,7 +130,7 @@ class RunDir:
         if jax.process_count() == 1:
             return
         _, process = compare_processes({"run_dir": probe.exists()})
-        if self._first:
+        if self._is_first_process:
             probe.unlink()
         if process:
             self.__exit__()
@@ -148,7 +150,7 @@ class RunDir:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._still_owns_lock():
-                raise BlockingIOError  # the last holder removed it meanwhile
+                raise BlockingIOError  # the previous holder has removed it meanwhile
         except BlockingIOError:
             holder = (
                 os.pread(self._lock, 200, 0).decode(errors="replace").strip()
@@ -159,11 +161,11 @@ class RunDir:
                 f"run_dir={path} is in use by {holder}; stop it, or choose another"
                 " run_dir"
             ) from None
-        # Safe under the lock: nobody else writes here.
+        # The lock makes this safe: nobody else writes here.
         remove_partial(path)
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
-        # On a full disk the lock holds, only without its holder's name.
+        # On a full disk the lock holds too, but without its holder's name.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(
@@ -181,23 +183,24 @@ class RunDir:
     def _still_owns_lock(self) -> bool:
         """Return whether `.lock` is still the file that this process locked."""
         try:
-            there = os.lstat(self.path / ".lock")
+            current = os.lstat(self.path / ".lock")
         except OSError:
             return False
-        return os.path.samestat(there, os.fstat(self._lock))
+        return os.path.samestat(current, os.fstat(self._lock))
 
     def _is_same_directory(self) -> bool:
         """Return whether the directory is still the one that this process opened."""
         try:
-            there = self.path.stat()
+            current = self.path.stat()
         except OSError:
             return False
-        return self._status is not None and os.path.samestat(there, self._status)
+        return self._status is not None and os.path.samestat(current, self._status)
 
     def protect(self) -> None:
-        """Refuse to go on in a directory that is lost, and restore config.yaml.
+        """Raise an error if the directory is lost, and restore a missing config.yaml.
 
-        Call it before each checkpoint, and after an error, which it may explain.
+        Call it before each checkpoint, and after an error: a lost directory may be its
+        cause.
 
         Raises:
           RunDirLost: the directory was moved, or `.lock` was removed or replaced, so
@@ -235,32 +238,33 @@ class RunDir:
         Args:
           config: nested plain values.
           may_change: patterns of dotted keys that may differ.
-          fixed: dotted keys and groups that may not differ, whatever `may_change` says.
+          fixed: dotted keys and groups that a sweep sets; these may not differ.
 
         Raises:
-          UserError: with the keys that differ.
+          UserError: the message names the keys that differ.
         """
         path = self.path / "config.yaml"
         if not path.exists():
             return
         differing = config_differences(self._saved_config(), config, may_change, fixed)
         if differing:
-            alone = ""
+            hint = ""
             if fixed and not config_differences(
                 self._saved_config(), config, may_change
             ):
-                alone = f"; to continue this run alone: {override('resume', self.path)}"
+                # Only the sweep's keys differ: the run can be resumed by itself.
+                hint = f"; to continue this run alone: {override('resume', self.path)}"
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration:"
                 f" {'; '.join(differing)}; restore these values, or choose another"
-                f" run_dir{alone}"
+                f" run_dir{hint}"
             )
 
-    def check_ended(self, step: int, config: Mapping[str, Any]) -> None:
-        """Refuse settings of a run that has ended which nothing would read any more.
+    def check_no_effect_after_end(self, step: int, config: Mapping[str, Any]) -> None:
+        """Refuse changed settings that have no effect, because the run has ended.
 
         Raises:
-          UserError: with the keys that differ.
+          UserError: the message names the keys that differ.
         """
         changed = config_differences(self._saved_config(), config, ("*",), READ_AT_END)
         if changed:
@@ -278,10 +282,10 @@ class RunDir:
 
         Args:
           trained: the configuration that the checkpoint was written with.
-          config: of this run.
+          config: this run's.
 
         Raises:
-          UserError: with the keys that differ: config.yaml was edited.
+          UserError: config.yaml was edited; the message names the keys that differ.
         """
         changed = config_differences(renamed_keys(trained), config, MAY_CHANGE)
         if changed:
@@ -296,7 +300,8 @@ class RunDir:
 
         If its file is damaged, the newest checkpoint has it.
         """
-        path, checkpoints = self.path / "config.yaml", self.path / "checkpoints"
+        path = self.path / "config.yaml"
+        checkpoints = self.path / "checkpoints"
         try:
             return renamed_keys(read_mapping(path))
         except ValueError as error:
@@ -316,11 +321,11 @@ class RunDir:
     def write_config(
         self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
     ) -> None:
-        """Check the configuration, and write config.yaml: the directory belongs to it
-        from now on.
+        """Check the configuration, and write config.yaml, which binds the directory to
+        it.
         """
         self.check(config, may_change=may_change)
-        if self._first:
+        if self._is_first_process:
             self._config = yaml.safe_dump(dict(config), sort_keys=False)
             write_text(self.path / "config.yaml", self._config)
 
@@ -329,7 +334,7 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         has_started = (self.path / "config.yaml").exists()
-        if self._first and self._still_owns_lock() and not has_started:
+        if self._is_first_process and self._still_owns_lock() and not has_started:
             checkpoints = self.path / "checkpoints"
             if checkpoints.is_dir() and not any(checkpoints.iterdir()):
                 checkpoints.rmdir()
@@ -347,23 +352,24 @@ def config_differences(
 ) -> list[str]:
     """Return `key=new (was old)` for each dotted key that differs.
 
-    Keys that match a pattern of `may_change` are left out, unless they are one of
-    `fixed` or in a group of these.
+    Keys that match a pattern of `may_change` are left out, unless `fixed` names them or
+    their group.
     """
-    old_values, new_values = dict(flatten(old)), dict(flatten(new))
+    old_values = dict(flatten(old))
+    new_values = dict(flatten(new))
     changes = []
     for key in dict.fromkeys([*new_values, *old_values]):
-        was = old_values.get(key)
-        now = new_values.get(key, "absent")
+        old_value = old_values.get(key)
+        new_value = new_values.get(key, "absent")
         is_fixed = any(f"{key}.".startswith(f"{name}.") for name in fixed)
         is_free = not is_fixed and any(fnmatch(key, name) for name in may_change)
-        if not is_free and normalized(key, was) != normalized(key, now):
-            changes.append(f"{key}={now} (was {was})")
+        if not is_free and normalized(key, old_value) != normalized(key, new_value):
+            changes.append(f"{key}={new_value} (was {old_value})")
     return changes
 
 
 def normalized(key: str, value: Any) -> Any:
-    """Return a value for comparison: a path without a trailing slash."""
+    """Return a value for comparison: paths have no trailing slash."""
     if key not in PATHS:
         return value
     if isinstance(value, list):
@@ -386,8 +392,8 @@ def is_in_use(run_dir: Path) -> bool:
     return False
 
 
-# Variables in environment.txt, beside JAX's own settings. Any other one, JAX_TOKEN for
-# example, may be a secret.
+# Variables in environment.txt, beside JAX's own settings. Any other variable, such as
+# JAX_TOKEN, may be a secret.
 XLA_VARIABLES = (
     "XLA_FLAGS",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
@@ -445,7 +451,7 @@ def code_version() -> str:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 ["git", "-C", root, *arguments],
                 capture_output=True,
                 text=True,
@@ -453,7 +459,7 @@ def code_version() -> str:
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return result.stdout.strip() if result.returncode == 0 else None
 
     commit = git("rev-parse", "HEAD") if (root / ".git").exists() else None
     if commit is None:
@@ -465,26 +471,26 @@ def code_version() -> str:
 def write_environment(
     run_dir: Path, facts: dict[str, str], overrides: Sequence[str]
 ) -> None:
-    """Write environment.txt, `key: value` a line; a resumed run appends its own part.
+    """Write environment.txt, `key: value` a line; a resumed run appends its own lines.
 
     The first process writes it.
 
     Args:
-      run_dir: of the run.
-      facts: about the run.
-      overrides: what its user set.
+      run_dir: the run directory.
+      facts: values by key.
+      overrides: the `key=value` arguments of the command.
     """
     if jax.process_index() > 0:
         return
-    given = redact(
+    settings = redact(
         dict(override.split("=", 1) for override in overrides if "=" in override)
     )
-    lines = environment() | facts
-    lines["overrides"] = " ".join(f"{key}={value}" for key, value in given.items())
-    part = "".join(
-        f"{key}: {' '.join(value.splitlines())}\n" for key, value in lines.items()
+    values = environment() | facts
+    values["overrides"] = " ".join(f"{key}={value}" for key, value in settings.items())
+    text = "".join(
+        f"{key}: {' '.join(value.splitlines())}\n" for key, value in values.items()
     )
     path = run_dir / "environment.txt"
     if path.exists():
-        part = read_file(path).decode(errors="replace") + "\n" + part
-    write_text(path, part)
+        text = read_file(path).decode(errors="replace") + "\n" + text
+    write_text(path, text)

@@ -27,12 +27,12 @@ class Session:
     Attributes:
       run_dir: the run directory.
       protect: called before each checkpoint; see `RunDir.protect`.
-      checkpointer: of the run's checkpoints.
+      checkpointer: saves and restores the run's checkpoints.
       tracker: gets every row, event, text and picture.
       display: shows progress and messages on the terminal.
       max_over_processes: returns the largest of the processes' numbers. All processes
         must call it equally often.
-      timeouts: of the `Guard`.
+      timeouts: the `Guard`'s.
       own_process: whether the process may be ended for the run; see `Guard`.
       remote_signal: returns the number of a signal that another process received for
         this run; 0: none.
@@ -53,10 +53,10 @@ class StepPlan(NamedTuple):
     """The steps of a phase.
 
     Attributes:
-      steps: of the whole run.
-      until: steps taken when the phase ends.
-      learning_rates: of every step of the run, FP32 [steps].
-      seed: of the run.
+      steps: number of steps of the whole run.
+      until: number of steps taken when the phase ends.
+      learning_rates: that of every step of the run, FP32 [steps].
+      seed: the run's.
       log_every: steps between two logged rows; a row with metrics of callbacks is
         always logged.
       profile: the first and the last step to trace, counted from 1; None: no trace.
@@ -94,10 +94,10 @@ class Recovery(NamedTuple):
       watchdog: judges the metrics of every step.
       restore: `restore(state, steps)` returns the state of the first intact checkpoint
         among those steps, its step, and the train step compiled for it (None: the one
-        in use fits). The given state is deleted.
+        in use fits). The argument `state` is deleted.
       diagnose: `diagnose(state, batch, step)` returns a description of the first bad
         tensor of a step that is not finite.
-      meta: saved with every checkpoint, as JSON values.
+      meta: JSON values that are saved with every checkpoint.
     """
 
     watchdog: Watchdog
@@ -111,19 +111,19 @@ class Run:
     """A run in one of its phases, and how far it has come.
 
     Attributes:
-      session: what all phases share.
+      session: the parts that all phases share.
       plan: the steps, and the learning rate of each.
       data: the batches.
       callbacks: called between two steps, in this order.
       recovery: rollback and NaN diagnosis.
       throughput: counts tokens/s and MFU.
       totals: returns the totals after a step.
-      state: of the training, on the devices.
-      train_step: compiled for `state`.
+      state: the training state, on the devices.
+      train_step: the step, compiled for `state`.
       step: steps taken so far, which is also the position in the data.
       logged: the last step whose row is logged.
-      unfinished: the encoded row of step `step`, where a signal interrupted the
-        callbacks after that step.
+      unfinished: the encoded row of step `step`, if the callbacks after that step were
+        interrupted by a signal or a UserError; else None.
     """
 
     session: Session

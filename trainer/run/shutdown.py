@@ -2,8 +2,8 @@
 
 A thread watches. The main thread may be inside a call that never returns, where Python
 runs no signal handler: a collective whose other processes are gone, or a file system
-that does not answer. The watching thread needs nobody else: it prints a line and ends
-the process.
+that does not answer. The watching thread prints a line and ends the process without the
+main thread.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from trainer.files import no_follow, saved_steps
 HUNG = 4  # exit code
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NOTHING_TRAINED = "interrupted before the first step; nothing was trained"
-POLL = 0.25  # seconds between two looks at the clock
+POLL = 0.25  # seconds between two checks of the timeouts
 
 
 class EarlyInterrupt:
-    """A Ctrl-C from before the first step, which libraries may swallow; the first
-    `Guard` takes it over.
+    """Records a Ctrl-C before the first step, because libraries may swallow its
+    exception; the first `Guard` stops the run.
 
     Attributes:
-      imported: whether JAX is imported. A KeyboardInterrupt during that aborts the
-        process with a trace of C++; before, a Ctrl-C ends it without an exception.
-      received: whether one came.
+      imported: whether JAX is imported. Until then a Ctrl-C ends the process at once: a
+        KeyboardInterrupt during the import would abort it with a C++ trace.
+      received: whether a Ctrl-C came.
       guard_entered: whether a `Guard` was entered since `install`.
     """
 
@@ -68,9 +68,9 @@ class Timeouts:
     """Timeouts in seconds; 0: none.
 
     Attributes:
-      stop: from a signal to the end of the process.
-      stall: without progress until it is reported.
-      hang: without progress until the process ends.
+      stop: time from a signal to the end of the process.
+      stall: time without progress until a stall is reported.
+      hang: time without progress until the process ends.
     """
 
     stop: float
@@ -83,10 +83,10 @@ class Guard:
     manager.
 
     Args:
-      timeouts: of the process.
+      timeouts: the timeouts of stops, stalls and hangs.
       run_dir: `hang.txt` in it gets the stack of every thread.
-      report: gets a line about a stall and about the end, in another thread.
-      announce: gets a line about the first signal, in another thread.
+      report: called with a line about a stall or about the end, in another thread.
+      announce: called with a line about the first signal, in another thread.
       own_process: whether the process belongs to the run alone. If not, as in a
         notebook, nothing here ends it: a second Ctrl-C is a KeyboardInterrupt, and a
         run that hangs is only reported. Outside the main thread no signal is caught.
@@ -113,15 +113,15 @@ class Guard:
         self._report, self._announce = report, announce
         self._done = threading.Event()
         self._last, self._doing = time.monotonic(), "starting"
-        self._late = 0.0  # when the signal's time is up
+        self._stop_deadline = 0.0
         self._stalled = False
 
     def beat(self, doing: str) -> None:
-        """Note progress; `doing` describes what comes next."""
+        """Record progress; `doing` completes messages, such as `in step 3`."""
         self._last, self._doing = time.monotonic(), doing
 
     def __enter__(self) -> Self:
-        # Signals reach the thread as bytes, whatever the main thread is in.
+        # Signals reach the thread as bytes, even if the main thread is in a call.
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._handlers: dict[signal.Signals, Any] = {}
@@ -153,32 +153,33 @@ class Guard:
             signal.signal(number, signal.default_int_handler)
 
     def _watch(self) -> None:
-        first = 0
+        first_signal = 0
         while not self._done.is_set():
             if select.select([self._read], [], [], POLL)[0]:
                 for number in os.read(self._read, 64):
-                    if number == signal.SIGINT and first and self.own_process:
+                    if number == signal.SIGINT and first_signal and self.own_process:
                         _write_error(
                             f"second Ctrl-C: process ended {self._doing}; checkpoints"
                             f" of steps: {self._checkpoints()}; later steps are lost;"
                             " re-run the same command to resume"
                         )
                         os._exit(128 + number)
-                    elif number in SIGNALS and not first:
-                        first = number
-                        self._late = time.monotonic() + self.timeouts.stop
-                        # The main thread may hold the terminal: this one continues.
+                    elif number in SIGNALS and not first_signal:
+                        first_signal = number
+                        self._stop_deadline = time.monotonic() + self.timeouts.stop
+                        # A message may wait for the main thread, which may hold the
+                        # terminal. In a thread of its own it does not delay this one.
                         threading.Thread(
                             target=_tell,
-                            args=(self._announce, self._describe_stop(first)),
+                            args=(self._announce, self._describe_stop(number)),
                             name="announce",
                             daemon=True,
                         ).start()
             now = time.monotonic()
             idle = now - self._last
-            if first and self.timeouts.stop and now > self._late:
+            if first_signal and self.timeouts.stop and now > self._stop_deadline:
                 self._end(
-                    128 + first,
+                    128 + first_signal,
                     f"not stopped within {self.timeouts.stop:g} s of the signal, but"
                     f" {self._doing}",
                 )
@@ -192,7 +193,7 @@ class Guard:
             self._stalled = bool(self.timeouts.stall) and idle > self.timeouts.stall
 
     def _describe_stop(self, number: int) -> str:
-        """Return a line that says what the first signal and a second one do."""
+        """Return a line about the effect of the first signal, and of a second one."""
         name = signal.Signals(number).name
         limit = f" within {self.timeouts.stop:g} s" if self.timeouts.stop else ""
         ends = "ends the process" if self.own_process else "interrupts the call"
@@ -221,17 +222,17 @@ class Guard:
             file.flush()
             faulthandler.dump_traceback(file)
         # The report may hang on the same file system: it gets two seconds.
-        last_words = threading.Thread(
+        report_thread = threading.Thread(
             target=_tell, args=(self._report, text), daemon=True
         )
-        last_words.start()
-        last_words.join(2)
+        report_thread.start()
+        report_thread.join(2)
         # sys.exit would only end this thread.
         os._exit(code)
 
 
 def _tell(say: Callable[[str], None], text: str) -> None:
-    """Say, and ignore errors: on a full disk the calling thread must go on."""
+    """Call `say`, and ignore errors: on a full disk the calling thread must go on."""
     with contextlib.suppress(Exception):
         say(text)
 

@@ -12,33 +12,36 @@ from trainer.run.metadata import Totals
 
 
 def continued_totals(
-    meta: Mapping[str, Any], step: int, present: Callable[[int], Totals]
+    meta: Mapping[str, Any], step: int, computed_totals: Callable[[int], Totals]
 ) -> Callable[[int], Totals]:
     """Return the totals by step of a run that continues a checkpoint.
 
+    They are the saved ones, and those of the steps since then.
+
     Args:
-      meta: of the checkpoint; empty: there is none.
-      step: of the checkpoint.
-      present: `present(n)` returns the totals of n steps with the present settings.
+      meta: the checkpoint's metadata; empty: there is no checkpoint.
+      step: the checkpoint's step.
+      computed_totals: `computed_totals(n)` returns the totals of n steps, all of them
+        with the current settings.
     """
     if not meta:
-        return present
-    begin, saved = present(step), from_tree(Totals, meta["totals"], "totals")
-    samples = saved.samples
-    if len(samples) != len(begin.samples):  # the saved run had other sources
-        samples = (0,) * len(begin.samples)
+        return computed_totals
+    saved = from_tree(Totals, meta["totals"], "totals")
+    at_checkpoint = computed_totals(step)
+    saved_samples = saved.samples
+    if len(saved_samples) != len(at_checkpoint.samples):  # there were other sources
+        saved_samples = (0,) * len(at_checkpoint.samples)
 
     def totals(step: int) -> Totals:
-        now = present(step)
+        now = computed_totals(step)
+        counts = zip(saved_samples, now.samples, at_checkpoint.samples, strict=True)
         return Totals(
-            saved.tokens + now.tokens - begin.tokens,
-            saved.exchanged + now.exchanged - begin.exchanged,
-            saved.fp32_gradients + now.fp32_gradients - begin.fp32_gradients,
+            saved.tokens + now.tokens - at_checkpoint.tokens,
+            saved.exchanged + now.exchanged - at_checkpoint.exchanged,
+            saved.fp32_gradients + now.fp32_gradients - at_checkpoint.fp32_gradients,
             tuple(
-                was + later - start
-                for was, later, start in zip(
-                    samples, now.samples, begin.samples, strict=True
-                )
+                saved_count + count - checkpoint_count
+                for saved_count, count, checkpoint_count in counts
             ),
         )
 

@@ -1,5 +1,5 @@
-"""Weights of another tokenizer: `init.embeddings` is the method for their new
-table rows.
+"""Make table rows for a new tokenizer, from weights that were trained with another one;
+`init.embeddings` is the method.
 """
 
 from collections.abc import Mapping
@@ -50,8 +50,8 @@ class Vocabulary(NamedTuple):
 def vocabulary_of(source: Path) -> Vocabulary:
     """Return the vocabulary of the weights of a run or of a Hugging Face directory.
 
-    For a directory `size` is that of the tokenizer; its tables may have more rows,
-    without meaning.
+    For a directory `size` is that of the tokenizer. The tables may have more rows,
+    which are not used.
 
     Raises:
       UserError: there is no tokenizer beside the weights.
@@ -70,33 +70,33 @@ def vocabulary_of(source: Path) -> Vocabulary:
             " none beside the weights; put its tokenizer.json, or vocab.json and"
             " merges.txt, there"
         )
-    rows = read_beside(directory, CONFIG).get("vocab_size")
+    model_rows = read_beside(directory, CONFIG).get("vocab_size")
     # A tokenizer may have added words for which the model has no rows.
-    if isinstance(rows, int):
-        tokens = {token: i for token, i in tokens.items() if i < rows}
+    if isinstance(model_rows, int):
+        tokens = {token: i for token, i in tokens.items() if i < model_rows}
     return Vocabulary(
         tokens,
-        end_of(directory, tokens),
+        end_of_text_id(directory, tokens),
         max(tokens.values(), default=-1) + 1,
     )
 
 
 def with_special(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Return the ids of all tokens, also of those that no text is encoded to."""
+    """Return the ids of all tokens, special ones among them."""
     special = {token.encode(): i for token, i in tokenizer.special_tokens.items()}
     return special | tokenizer.tokens
 
 
-def end_of(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
+def end_of_text_id(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
     """Return the id that ends a document; None if unknown, or if it has no row.
 
     Args:
-      directory: of the weights.
-      tokens: those that have a row.
+      directory: that of the weights.
+      tokens: the tokens that have a row.
     """
-    tree = read_beside(directory, TOKENIZER_JSON)
-    special = added_ids(tree)
-    if not tree:  # a vocab.json does not say which tokens are special
+    tokenizer_json = read_beside(directory, TOKENIZER_JSON)
+    special = added_ids(tokenizer_json)
+    if not tokenizer_json:  # a vocab.json does not say which tokens are special
         special = {t: tokens[t.encode()] for t in ENDS if t.encode() in tokens}
     special = {token: i for token, i in special.items() if token.encode() in tokens}
     end = end_token(directory, special)
@@ -108,7 +108,9 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
     is shared.
     """
     shared = Shared.match(with_special(new), old.tokens, (new.eot, old.end))
-    if len(shared.new) <= (old.end is not None):
+    # `Shared.match` always pairs the two ends, if the old one is known.
+    end_pairs = 0 if old.end is None else 1
+    if len(shared.new) <= end_pairs:
         raise UserError(
             f"init_from={source} and data.tokenizer={new.name} have no token in"
             f" common, of {old.size:,} and {new.vocab_size:,}: no new row can be"
@@ -124,12 +126,13 @@ def weights_for_tokenizer(
 
     Args:
       source: a run, or a Hugging Face directory.
-      spec: of the model; all but its vocabulary must be the weights'.
+      spec: the model. Only its vocabulary may differ from that of the weights.
       data: has the tokenizer, and for `focus` the text that tells which tokens are
         similar.
-      method: of `new_rows`.
-      seed: of random rows.
-      like: untrained parameters, FP32, placed as the result; fresh rows are theirs.
+      method: see `new_rows`.
+      seed: that of random rows.
+      like: untrained parameters, FP32, placed as the result; rows without a source keep
+        their values.
 
     Raises:
       UserError: no such weights, another architecture, no tokenizer beside them, or no
@@ -161,28 +164,29 @@ def weights_for_tokenizer(
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
     """Return vectors of the data's tokens, FP32 [tokens, dimension], from its training
-    part.
+    documents.
 
     Raises UserError if the data is no text.
     """
-    parts = data.train.documents("train", MOST_TOKENS)
-    if not parts:
+    documents = data.train.documents("train", MOST_TOKENS)
+    if not documents:
         raise UserError(
             "init.embeddings=focus learns from the data's text which tokens are alike,"
             " and this data is batches from a program; choose mean, gaussian or copy"
         )
     return token_vectors(
-        np.concatenate(parts), data.tokenizer.vocab_size, end=data.tokenizer.eot
+        np.concatenate(documents), data.tokenizer.vocab_size, end=data.tokenizer.eot
     )
 
 
 def describe_embeddings(source: Path, new: Tokenizer, method: Method) -> str:
     """Return a line about the rows of the tables."""
-    old, ids = vocabulary_of(source), f"{new.vocab_size:,}"
+    old = vocabulary_of(source)
+    new_size = f"{new.vocab_size:,}"
     weights_line = f"weights from {source}, init.embeddings={method}"
     if method == "random":
         return (
-            f"{weights_line}: all {ids} rows are newly initialized; none of the"
+            f"{weights_line}: all {new_size} rows are newly initialized; none of the"
             f" weights' {old.size:,} rows is kept"
         )
     shared = len(shared_with(old, new, source).new)
@@ -193,6 +197,6 @@ def describe_embeddings(source: Path, new: Tokenizer, method: Method) -> str:
         "copy": "are newly initialized",
     }[method]
     return (
-        f"{weights_line}: {shared:,} of {ids} tokens keep their rows (the weights have"
-        f" {old.size:,} tokens); the other rows {new_rows_text}"
+        f"{weights_line}: {shared:,} of {new_size} tokens keep their rows (the weights"
+        f" have {old.size:,} tokens); the other rows {new_rows_text}"
     )

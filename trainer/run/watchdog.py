@@ -2,8 +2,8 @@
 
 A step that is not finite leaves the state unchanged. Too many of them in a row cause a
 rollback, and so do several losses in a row far above the earlier ones. A rollback
-restores the last checkpoint from before. Steps and batches go on, so the bad batches
-are left out. The number of rollbacks is bounded; then the run stops.
+restores the last checkpoint before these steps. Steps and batches go on, so the bad
+batches are left out. The number of rollbacks is bounded; then the run stops.
 
 `trainer.step.nonfinite` explains a NaN: it finds the first operation whose result is
 not finite although its operands are.
@@ -32,9 +32,10 @@ class Bounds:
       spike_window: number of good losses in that mean; until the window is full, no
         loss is a spike.
       spike_steps: spikes in a row that cause a rollback.
-      max_rollbacks: of the whole run; the next one stops it.
-      calibration: number of steps in a row that may be skipped at the end of a run,
-        while a loss scale is found.
+      max_rollbacks: number of rollbacks in the whole run; instead of the next one the
+        run stops.
+      calibration: a run may end with this many skipped steps, because its loss scale
+        was still being found; with more it has failed.
     """
 
     max_skips: int
@@ -54,11 +55,11 @@ class Watchdog(WatchdogState):
       bounds: its thresholds.
       leaves: names of the parameters in the order of their flattened tree, for
         messages.
-      state: of an earlier part of the run, from `state()`.
+      state: the result of `state()` in a checkpoint; None: a new run.
 
     Attributes:
-      verdict: why the run cannot go on from its state, until `rolled_back` or
-        `forgive`; None: it can.
+      verdict: why the run cannot go on from its state; None: it can. `rolled_back` and
+        `forgive` reset it.
     """
 
     def __init__(
@@ -93,29 +94,30 @@ class Watchdog(WatchdogState):
         where = "every gradient leaf is finite"
         if leaf >= 0:
             where = f"first bad gradient: {self.leaves[leaf]}"
-        what = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}, {where}"
+        values = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}"
+        details = f"{values}, {where}"
         if self.in_a_row >= self.bounds.max_skips:
-            self.verdict = f"{self.in_a_row} steps in a row were not finite ({what})"
+            self.verdict = f"{self.in_a_row} steps in a row were not finite ({details})"
         return (
-            f"step {step} skipped ({what}): {self.in_a_row} in a row;"
+            f"step {step} skipped ({details}): {self.in_a_row} in a row;"
             f" {self.bounds.max_skips} cause a rollback"
         )
 
     def _spike(self, step: int, loss: float, score: float) -> str | None:
         self.spikes += 1
         self.suspect_since = self.suspect_since or step
-        what = (
+        details = (
             f"loss {loss:.4g}, {score:.1f} standard deviations above the mean of the"
             f" {len(self._losses)} before"
         )
         if self.spikes >= self.bounds.spike_steps:
-            self.verdict = f"{self.spikes} losses in a row were spikes ({what})"
+            self.verdict = f"{self.spikes} losses in a row were spikes ({details})"
         # An event for each spike of a series would bury the first one in the log.
         if self.spikes > 1:
             return None
         return (
-            f"step {step}: spike ({what}); {self.bounds.spike_steps} in a row cause a"
-            " rollback"
+            f"step {step}: spike ({details}); {self.bounds.spike_steps} in a row cause"
+            " a rollback"
         )
 
     def _score(self, loss: float) -> float:
@@ -133,16 +135,18 @@ class Watchdog(WatchdogState):
     def inspect(self, step: int, nonfinite: str | None) -> None:
         """Judge the state after a step.
 
-        `nonfinite`: the name of its first array that is not finite; None: all are.
+        `nonfinite`: the name of its first array that is not finite; None: all are
+        finite.
         """
         if nonfinite is not None:
             self.verdict = f"{nonfinite} is not finite after step {step}"
-            # Not a spike, which `recover` may forgive.
+            # `recover` may forgive a spike, but not this.
             self.spikes = 0
 
     def end(self, step: int, val_loss: float | None) -> None:
-        """Judge a run after its last step, see `failure`; `val_loss` in nats, None: no
-        validation.
+        """Judge a run after its last step: set `failure`.
+
+        `val_loss`: nats; None: there was no validation.
         """
         if self.in_a_row > self.bounds.calibration:
             self.failure = (
@@ -159,7 +163,7 @@ class Watchdog(WatchdogState):
     def is_spiking(self) -> bool:
         """Return whether the last losses were spikes, so the state should not be saved.
 
-        Skipped steps are no reason, because they leave the state unchanged.
+        After skipped steps it may be saved, because they leave it unchanged.
         """
         return self.spikes > 0
 
