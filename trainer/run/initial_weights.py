@@ -109,7 +109,7 @@ def saved_weights(
             else:
                 tokenizer_problem = run_tokenizer_mismatch(source, meta, tokenizer)
             check(meta["model"], tokenizer_problem)
-            return restore_weights(checkpointer, of_sizes(spec, like, sizes))
+            return restore_weights(checkpointer, with_table_sizes(spec, like, sizes))
     saved_spec, params = huggingface.load(source, spec)
     if tokenizer is not None:
         tokenizer_problem = hf_tokenizer_mismatch(source, saved_spec, tokenizer)
@@ -154,7 +154,7 @@ def tables_of(spec: Spec, key: str) -> Any:
     return jax.tree.map(lambda a, b: a.shape != b.shape, shapes_of(spec), larger)
 
 
-def of_sizes(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Params:
+def with_table_sizes(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Params:
     """Return `like` with tables of these sizes, as the target of a restore.
 
     A table of another size than in `like` is unsharded: the mesh need not divide it.
