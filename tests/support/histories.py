@@ -35,7 +35,7 @@ def history(found, events=(), config="", numerics=None, **facts):
         list(events),
         config,
         [(100, numerics)] if numerics else [],
-        facts={"wide layers": "none"} | facts,
+        facts={"FP8 layers": "h.*.attn.* h.*.mlp.*"} | facts,
     )
 
 

@@ -312,6 +312,13 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
         f" {replicas} replicas, but diloco.quorum is {quorum}; choose"
         f" launcher.workers=[{fewest},{most}], or diloco.quorum={least * each}",
     )
+    participants = c.diloco.participants or 1
+    _require(
+        participants <= least * each,
+        f"launcher.workers=[{least},{most}] would go on with {least * each} of"
+        f" {replicas} replicas, but diloco.participants is {participants}; choose at"
+        f" most {least * each}, or leave it out",
+    )
     for count in range(least, most):
         _check_replica_data(c, count * each)
 

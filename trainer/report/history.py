@@ -260,9 +260,11 @@ class History:
         return ""
 
     @property
-    def wide_layers(self) -> list[str]:
-        """Patterns of the linear layers that are not cast to FP8; `*`: unknown."""
-        return self.facts.get("wide layers", "*").split()
+    def fp8_layers(self) -> list[str]:
+        """Patterns of the linear layers whose operands are cast to FP8; empty:
+        unknown.
+        """
+        return self.facts.get("FP8 layers", "").split()
 
     @property
     def epochs(self) -> float:

@@ -105,7 +105,7 @@ def facts_of(w: Workload) -> dict[str, str]:
         "parameters": f"{w.task.parameters:,}",
         "vocabulary": f"{w.model.spec.vocab_size:,}",
         "arithmetic": describe_precision(w.model) + emulated,
-        "wide layers": (" ".join(w.model.skipped) or "none") if narrow else "all",
+        "FP8 layers": " ".join(w.model.narrow) or "none",
         "text": text_of(manifest.source),
         "tokenizer": w.data.tokenizer.name,
         "training tokens": f"{manifest.token_count('train'):,}",

@@ -230,7 +230,7 @@ def min_max_lines(
 def relative_underflow(h: History) -> list[Line]:
     """Return lines of the worst underflow, in percent of the tensor's RMS."""
     measured = [
-        quantization_errors(numerics, h.settings, h.wide_layers, "underflow")
+        quantization_errors(numerics, h.settings, h.fp8_layers, "underflow")
         for _, numerics in h.numerics
     ]
     steps = [step for step, _ in h.numerics]

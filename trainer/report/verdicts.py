@@ -405,7 +405,7 @@ class QuantizationError(NamedTuple):
 def quantization_errors(
     numerics: Mapping[str, float],
     settings: Mapping[str, Any],
-    wide_layers: Sequence[str],
+    fp8_layers: Sequence[str],
     statistic: str,
 ) -> dict[str, QuantizationError]:
     """Return the worst error of each tensor class, among tensors that are cast to FP8.
@@ -418,8 +418,8 @@ def quantization_errors(
     Args:
       numerics: `numerics/CLASS/LAYER/STATISTIC`.
       settings: of the run, by dotted keys.
-      wide_layers: paths of the linear layers that are not cast; `h.*.mlp.c_fc` for
-        stacked layers.
+      fp8_layers: paths of the linear layers that are cast; `h.*.mlp.c_fc` for stacked
+        layers.
       statistic: `underflow` or `saturated`.
     """
     is_underflow = statistic == "underflow"
@@ -430,7 +430,7 @@ def quantization_errors(
     worst: dict[str, QuantizationError] = {}
     for key, share in numerics.items():
         _, kind, name, key_statistic = key.split("/")
-        cast = _fp8_cast(kind, name, settings, wide_layers)
+        cast = _fp8_cast(kind, name, settings, fp8_layers)
         if key_statistic != statistic or cast is None or not share > 0:
             continue
         tensor, fp8 = cast
@@ -444,7 +444,7 @@ def quantization_errors(
 
 
 def _fp8_cast(
-    kind: str, name: str, settings: Mapping[str, Any], wide_layers: Sequence[str]
+    kind: str, name: str, settings: Mapping[str, Any], fp8_layers: Sequence[str]
 ) -> tuple[str, FloatFormat] | None:
     """Return a tensor's description and the format that it is cast to.
 
@@ -456,8 +456,7 @@ def _fp8_cast(
     if format_name is None or forward is None or not name.endswith(suffix):
         return None
     layer = name.removesuffix(suffix)
-    is_linear = layer.rpartition(".")[2].startswith("c_")
-    if not is_linear or any(fnmatchcase(layer, path) for path in wide_layers):
+    if not any(fnmatchcase(layer, path) for path in fp8_layers):
         return None
     return f"{description} {layer}", FloatFormat.parse(format_name)
 
@@ -472,7 +471,7 @@ def _fp8_grade(h: History) -> tuple[str, str]:
         ("saturated", SATURATION_LIMITS, "Saturated"),
         ("underflow", UNDERFLOW_LIMITS, "Rounded to zero"),
     ):
-        errors = quantization_errors(numerics, h.settings, h.wide_layers, statistic)
+        errors = quantization_errors(numerics, h.settings, h.fp8_layers, statistic)
         if not errors:
             continue
         worst = max(errors.values())

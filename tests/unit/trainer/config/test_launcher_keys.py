@@ -48,6 +48,17 @@ def test_a_run_that_was_saved_before_has_no_launcher():
             " launcher.workers=[2,2], or diloco.quorum=2",
         ),
         (
+            [
+                *RAY,
+                "launcher.workers=[1,2]",
+                "parallel=diloco",
+                "diloco.quorum=2",
+                "diloco.participants=3",
+            ],
+            "would go on with 2 of 4 replicas, but diloco.participants is 3; choose at"
+            " most 2",
+        ),
+        (
             [*RAY, "launcher.workers=[3,4]", "parallel=diloco", "diloco.quorum=3"],
             "cannot be split over diloco.replicas=3 replicas",
         ),

@@ -63,7 +63,7 @@ def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(encode_row(200, {"train/loss": math.nan, "tokens": 9} | figures))
     (run_dir / "config.yaml").write_text(FP8)
-    (run_dir / "environment.txt").write_text("wide layers: none\n")
+    (run_dir / "environment.txt").write_text("FP8 layers: *\n")
     assert "at most 25.00% of that tensor" in write_report(run_dir).read_text()
 
 

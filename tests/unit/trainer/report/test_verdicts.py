@@ -448,23 +448,22 @@ def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(
 
 
 @pytest.mark.parametrize(
-    ("wide", "grade"),
+    ("layer", "fp8_layers", "grade"),
     [
-        ("none", BAD),
-        ("*", GOOD),
-        ("h.*.mlp.c_proj", GOOD),
-        ("h.0.attn.c_attn h.1.mlp.c_proj", GOOD),
-        ("h.11.*", BAD),
+        ("h.1.mlp.c_proj", "none", GOOD),
+        ("h.1.mlp.c_proj", "h.*.mlp.c_proj", BAD),
+        ("h.1.mlp.c_proj", "h.0.attn.c_attn h.1.mlp.c_proj", BAD),
+        ("h.1.mlp.c_proj", "h.11.mlp.c_proj", GOOD),
+        ("h.1.mlp.down_proj", "h.0.mlp.down_proj h.1.mlp.down_proj", BAD),
     ],
 )
-def test_what_no_matmul_casts_is_not_judged(wide, grade):
-    facts = {"wide layers": wide}
-    assert (
-        healthy(
-            history(rows(FALLING), config=FP8, numerics=tensor(saturated=0.2), **facts)
-        ).grade
-        == grade
-    )
+def test_layers_that_are_cast_to_fp8_are_judged_in_every_family(
+    layer, fp8_layers, grade
+):
+    facts = {"FP8 layers": fp8_layers}
+    numerics = tensor(layer=f"{layer}.in", saturated=0.2)
+    answer = healthy(history(rows(FALLING), config=FP8, numerics=numerics, **facts))
+    assert answer.grade == grade
 
 
 @pytest.mark.parametrize(
