@@ -1,4 +1,4 @@
-"""Observation of a run: rows, figures, display, trackers, numerics and heat maps.
+"""Observation of a run: metrics, display, trackers, numerics and heat maps.
 
 Nothing here changes the training.
 """

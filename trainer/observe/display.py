@@ -18,15 +18,13 @@ from rich.text import Text
 from trainer.errors import DISK_FULL, complain, discard, printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
-PLAIN_SECONDS = 5.0  # between plain lines
+PLAIN_SECONDS = 5.0  # seconds between plain lines
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
 RECENT = 64  # steps over which the speed is averaged
 
 
 class Output(Console):
-    """Standard output that survives a broken pipe and a full disk: after `| head` a run
-    continues.
-    """
+    """Standard output that survives a broken pipe (`| head`) and a full disk."""
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print as Rich does; on a full disk, discard this and all further output."""
@@ -42,10 +40,7 @@ class Output(Console):
             )
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output.
-
-        Rich itself would exit, with the code of a crash.
-        """
+        """Discard all further output; Rich's own method would end the run as failed."""
         self.quiet = True
         discard(self.file)
 
@@ -56,9 +51,9 @@ class Display:
     Text that is printed or logged inside appears above the live line.
 
     Args:
-      steps: where the run ends.
-      console: by default standard output.
-      clock: seconds; for tests.
+      steps: number of steps of the whole run.
+      console: where to print; None: standard output.
+      clock: returns seconds; for tests.
     """
 
     def __init__(
@@ -75,8 +70,8 @@ class Display:
         self._row: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=4096)
         self._speeds: deque[dict[str, float]] = deque(maxlen=RECENT)
-        # By callback: its interval in steps, and the seconds of its last call; None
-        # after the first call, in which it is compiled.
+        # By callback: its interval in steps, and the seconds of its last call. The
+        # first call, which compiles, leaves None.
         self._pauses: dict[str, tuple[int, float | None]] = {}
         self._printed = -math.inf
         self._live: Live | None = None
@@ -84,7 +79,7 @@ class Display:
             self._live = Live(
                 get_renderable=self.render, console=self.console, refresh_per_second=4
             )
-        self._handler = _Lines(self.message)
+        self._handler = _DisplayHandler(self.message)
 
     def __enter__(self) -> Self:
         logger = logging.getLogger("trainer")
@@ -103,18 +98,18 @@ class Display:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()  # or a traceback would be drawn over
+            self._live.stop()  # else it would draw over a traceback
         logger = logging.getLogger("trainer")
         logger.removeHandler(self._handler)
         logger.propagate, level = self._saved_logger
-        # Not the attribute: loggers cache which levels are enabled.
+        # Loggers cache which levels are enabled, and only `setLevel` clears the cache.
         logger.setLevel(level)
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
         """Show the row of a step.
 
-        In plain lines: the first, the last, those with a validation, and one every
-        PLAIN_SECONDS.
+        Without a terminal, only the first row, the last, those with a validation, and
+        one every PLAIN_SECONDS are printed.
         """
         self.step = step
         self._row |= row
@@ -143,20 +138,20 @@ class Display:
         self.console.print(printable(text), markup=False, highlight=False)
 
     def pause(self, name: str, every: int, seconds: float) -> None:
-        """Note how long a callback took, which the steps waited for.
+        """Note how long a callback held up the steps.
 
         Args:
-          name: of the callback.
+          name: the callback's name.
           every: steps from one call to the next; 0: it is called at the end only.
-          seconds: of this call.
+          seconds: duration of this call.
         """
         self._pauses[name] = (every, seconds if name in self._pauses else None)
 
     def eta(self) -> str:
-        """Return the time left, h:mm:ss; unknown before the first speed.
+        """Return the time left, h:mm:ss, or dashes before the first speed.
 
-        It is that of the steps left at the mean speed shown, and of the callbacks left,
-        each as long as its last call.
+        It adds the remaining steps at the mean speed, and the remaining callbacks at
+        the duration of their last call.
         """
         if not self._speeds:
             return "-:--:--"
@@ -220,7 +215,7 @@ class Display:
 def mean_speed(speeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean milliseconds of steps, and their mean rates.
 
-    Rates are weighted by the time of each step, so that they are totals over time.
+    Rates are weighted by the time of each step: tokens/s are all tokens over all time.
     """
     times = [speed["perf/step_ms"] for speed in speeds]
     rates = {
@@ -231,7 +226,7 @@ def mean_speed(speeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return rates | {"perf/step_ms": math.fsum(times) / len(times)}
 
 
-class _Lines(logging.Handler):
+class _DisplayHandler(logging.Handler):
     """A logging handler that shows records as lines of the display."""
 
     def __init__(self, show: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """Heat maps of a run's numerics: layers over steps, one image for each tensor class.
 
-The color of an RMS is its distance from what the tensor's format holds, so that red and
-blue mean the same in FP32 and in FP8. Panels without anything to see are left out.
+The color of an RMS shows how near it is to an end of the tensor's format, so that red
+and blue mean the same in FP32 and in FP8. Panels with nothing to see are left out.
 """
 
 import io
@@ -23,15 +23,15 @@ from matplotlib.ticker import MaxNLocator
 from scalify_core.numerics.formats import FloatFormat
 from trainer.files import write_atomically
 
-LEAST_SHARE = 1e-6  # smaller shares are drawn as zero
+MIN_SHARE = 1e-6  # smaller shares are drawn as zero
 ZERO_EXPONENT = -126  # exponent of the scale of an all-zero tensor
 SHARES = {
     "underflow": "share that underflows (white: none)",
     "saturated": "share that saturates (white: none)",
 }
-NEAR = 8  # powers of two from an end of a format within which an RMS has a color
+NEAR = 8  # an RMS within so many powers of two of an end of its format has a color
 NOUNS = {"underflow": "underflow", "saturated": "saturation"}
-FIGURES = ("rms", "exponent", *SHARES)  # of a row
+FIGURES = ("rms", "exponent", *SHARES)
 PANELS = {
     "rms": "RMS near an end of its format (black: zeros)",
     "size": f"log2 of the RMS, {NEAR} or more from both ends of its format",
@@ -46,20 +46,20 @@ TITLES = {
     "mu": "First moments (narrow ones nearly fill their format)",
     "nu": "Second moments (narrow ones are roots that nearly fill their format)",
 }
-# inches: of the picture, and of what is above and below the panels
-WIDTH, ABOVE, BELOW = 17, 0.8, 1.2
+# Sizes are in inches; MARGIN_* are above and below the panels.
+WIDTH, MARGIN_TOP, MARGIN_BOTTOM = 17, 0.8, 1.2
 INCHES_PER_LAYER = 0.17
-MOST_LABELS = 90
+MAX_LABELS = 90
 
 
 def table(
     rows: Sequence[Mapping[str, Any]], kind: str
 ) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
-    """Return layers, steps and each figure of a tensor class, from metrics.jsonl rows.
+    """Return the figures of a tensor class in rows of metrics.jsonl.
 
     Returns:
-      names of the layers, steps, and by figure an array [layers, steps] with NaN where
-      a row lacks the figure.
+      the layers, the steps, and for each figure an array [layers, steps] with NaN where
+      a row lacks it.
     """
     prefix = f"numerics/{kind}/"
     measured = {
@@ -87,14 +87,14 @@ def draw_all(
     folder: Path,
     format_name: Callable[[str, str], str],
 ) -> dict[str, Path]:
-    """Draw a PNG in `folder` for each tensor class in the rows; return paths by class.
+    """Draw a PNG for each tensor class in the rows, and return the paths by class.
 
-    Without numerics in the rows nothing is written.
+    If the rows have no numerics, nothing is written.
 
     Args:
-      rows: of metrics.jsonl.
-      folder: of the pictures.
-      format_name: the format of a tensor, by its class and layer.
+      rows: rows of metrics.jsonl.
+      folder: directory of the pictures; it is made if needed.
+      format_name: returns the format of a tensor of a class and layer.
     """
     paths = {}
     for kind in TITLES:
@@ -110,10 +110,10 @@ def draw_all(
 def shown_panels(
     formats: Sequence[str], values: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the panels with something to see, and what they show.
+    """Return the arrays to draw by panel, without the panels with nothing to see.
 
-    Where no RMS is near an end of its format, it is shown as it is. Shares that are all
-    zero or of FP32, to which nothing is cast, are not shown, nor scales that are all 1.
+    If no RMS is near an end of its format, the panel shows log2 of the RMS. Shares are
+    left out if they are all zero or all tensors are FP32, and scales if all are 1.
     """
     near = nearness(values["rms"], formats)
     if np.any(near[np.isfinite(near)]):
@@ -140,25 +140,24 @@ def draw(
 ) -> None:
     """Draw one class: a panel for each figure, layers as rows, steps as columns."""
     shown = shown_panels(formats, values)
-    counted = Counter(formats).items()
-    named = ", ".join(f"{name} ({n})" for name, n in counted)
-    title = f"{title}: {named if len(counted) > 1 else formats[0]}"
+    counts = Counter(formats)
+    counted_formats = ", ".join(f"{name} ({n})" for name, n in counts.items())
+    title = f"{title}: {counted_formats if len(counts) > 1 else formats[0]}"
     if "fp32" not in formats:
-        nothing = [word for name, word in NOUNS.items() if name not in shown]
-        title += "".join(f"; no {word}" for word in nothing)
-    height = (
-        INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS) + ABOVE + BELOW
-    )
+        absent = [noun for name, noun in NOUNS.items() if name not in shown]
+        title += "".join(f"; no {noun}" for noun in absent)
+    height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MAX_LABELS)
+    height += MARGIN_TOP + MARGIN_BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=100)
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14, y=1 - 0.15 / height, verticalalignment="top")
-    # Placed by hand: a layout engine draws every label several times, which took most
-    # of the time.
+    # Matplotlib's layout engines draw every label several times, which took most of the
+    # time.
     edges = {
         "left": 2.2 / WIDTH,
         "right": 1 - 0.2 / WIDTH,
-        "top": 1 - ABOVE / height,
-        "bottom": BELOW / height,
+        "top": 1 - MARGIN_TOP / height,
+        "bottom": MARGIN_BOTTOM / height,
     }
     axes = figure.subplots(
         1, len(shown), gridspec_kw=edges | {"wspace": 0.06}, squeeze=False
@@ -176,9 +175,8 @@ def draw(
             colors.set_ticks([-NEAR, 0, NEAR], labels=ends, fontsize=8)
         label_steps(ax, steps)
         if i == 0:
-            several = len(set(formats)) > 1
             names = [
-                f"{layer}  {fmt}" if several else layer
+                f"{layer}  {fmt}" if len(counts) > 1 else layer
                 for layer, fmt in zip(layers, formats, strict=True)
             ]
             label_layers(ax, names)
@@ -194,44 +192,41 @@ def nearness(rms: np.ndarray, formats: Sequence[str]) -> np.ndarray:
 
     Args:
       rms: [layers, steps].
-      formats: of the layers.
+      formats: the format of each layer.
 
     Returns:
-      `NEAR` at the format's largest number, -`NEAR` at its smallest normal one, 0 where
-      both are `NEAR` powers of two away or more; -inf for zeros.
+      `NEAR` at the format's largest number, -`NEAR` at its smallest normal number, 0 at
+      `NEAR` powers of two or more from both; -inf for zeros.
     """
-    ends = [FloatFormat.parse(name) for name in formats]
-    top = np.log2([[end.max] for end in ends])
-    bottom = np.log2([[end.min_normal] for end in ends])
+    parsed = [FloatFormat.parse(name) for name in formats]
+    top = np.log2([[fmt.max] for fmt in parsed])
+    bottom = np.log2([[fmt.min_normal] for fmt in parsed])
     with np.errstate(divide="ignore"):
-        log = np.log2(rms)
-    near_top = np.clip(NEAR - (top - log), 0, NEAR)
-    near_bottom = np.clip(NEAR - (log - bottom), 0, NEAR)
-    return np.where(np.isneginf(log), -np.inf, near_top - near_bottom)
+        log_rms = np.log2(rms)
+    near_top = np.clip(NEAR - (top - log_rms), 0, NEAR)
+    near_bottom = np.clip(NEAR - (log_rms - bottom), 0, NEAR)
+    return np.where(np.isneginf(log_rms), -np.inf, near_top - near_bottom)
 
 
 def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
     """Draw one figure of all layers.
 
-    Values outside of the color bar are shares of zero, zero tensors, and NaN (grey).
+    Three colors are not on the color bar: white for shares of zero, black for tensors
+    of zeros, and grey for NaN.
     """
     norm: Normalize
     if name in SHARES:
-        colors, under, norm = "YlOrRd", "white", LogNorm(LEAST_SHARE, 1)
-        # zero has no logarithm
-        shown = np.where(values < LEAST_SHARE, LEAST_SHARE / 2, values)
+        colors, under, norm = "YlOrRd", "white", LogNorm(MIN_SHARE, 1)
+        # Zero has no logarithm, so small shares get a value below the color bar.
+        shown = np.where(values < MIN_SHARE, MIN_SHARE / 2, values)
     elif name == "rms":
         colors, under, norm = "RdBu_r", "black", Normalize(-NEAR, NEAR)
         shown = np.where(np.isneginf(values), -NEAR - 1, values)
     else:
-        real = values[values > ZERO_EXPONENT]
-        low, high = (real.min(), real.max()) if real.size else (0, 0)
-        colors, under, norm, shown = (
-            "viridis",
-            "black",
-            Normalize(low - 1, high + 1),
-            values,
-        )
+        nonzero = values[values > ZERO_EXPONENT]
+        low, high = (nonzero.min(), nonzero.max()) if nonzero.size else (0, 0)
+        colors, under, norm = "viridis", "black", Normalize(low - 1, high + 1)
+        shown = values
     color_map = colormaps[colors].with_extremes(bad="grey", under=under)
     image = ax.imshow(
         shown, aspect="auto", interpolation="nearest", cmap=color_map, norm=norm
@@ -242,21 +237,16 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
 
 def label_steps(ax: Axes, steps: list[int]) -> None:
     """Label at most six steps along the x-axis."""
-    at = sorted({round(i * (len(steps) - 1) / 5) for i in range(6)})
-    ax.set_xticks(at, [str(steps[i]) for i in at], fontsize=8)
+    columns = sorted({round(i * (len(steps) - 1) / 5) for i in range(6)})
+    ax.set_xticks(columns, [str(steps[i]) for i in columns], fontsize=8)
     ax.set_xlabel("step", fontsize=9)
 
 
 def label_layers(ax: Axes, layers: list[str]) -> None:
-    """Label the layers along the y-axis; of many, only the first of each block."""
-    blocks = [".".join(name.split(".")[:2]) for name in layers]
-    at = [
-        i
-        for i in range(len(layers))
-        if len(layers) <= MOST_LABELS or i == 0 or blocks[i] != blocks[i - 1]
-    ]
-    ax.set_yticks(
-        at,
-        [layers[i] if len(layers) <= MOST_LABELS else blocks[i] for i in at],
-        fontsize=8,
-    )
+    """Label the layers along the y-axis, or the blocks if there are many layers."""
+    rows, labels = list(range(len(layers))), layers
+    if len(layers) > MAX_LABELS:
+        blocks = [".".join(name.split(".")[:2]) for name in layers]
+        rows = [i for i in rows if i == 0 or blocks[i] != blocks[i - 1]]
+        labels = [blocks[i] for i in rows]
+    ax.set_yticks(rows, labels, fontsize=8)

@@ -1,5 +1,4 @@
-"""Metrics of the run: throughput, utilization and memory. The step returns losses and
-norms.
+"""Metrics of a run that the train step does not return: speed, utilization, memory.
 
 Tokens and utilization are totals over all devices and micro-batches.
 """
@@ -24,13 +23,13 @@ class Throughput:
     It reads the host's clock when the device is known to have finished a step.
 
     Args:
-      tokens_per_step: that are trained on, over all devices and micro-batches.
-      flops_per_token: forward and backward, of the whole model
+      tokens_per_step: tokens trained on in a step, over all devices and micro-batches.
+      flops_per_token: FLOPs of the forward and backward pass of the whole model
           (`flops.flops_per_token`).
-      peak_flops: FLOP/s of one device in the compute dtype; None when unknown (a CPU),
-          which leaves out the utilization.
+      peak_flops: FLOP/s of one device in the compute dtype; None: unknown (a CPU), and
+          the utilization is left out.
       devices: number of devices that share a step.
-      clock: seconds; for tests.
+      clock: returns seconds; for tests.
     """
 
     def __init__(
@@ -50,7 +49,8 @@ class Throughput:
         self._since: float | None = None
         self._paused = 0.0
         self._waited = 0.0
-        self._steps: list[tuple[float, float]] = []  # seconds and waits, since a row
+        # seconds and waits of the steps since the last `mean_since_last_call`
+        self._steps: list[tuple[float, float]] = []
 
     def waited(self, seconds: float) -> None:
         """Count time spent waiting for the next batch."""
@@ -75,11 +75,11 @@ class Throughput:
         self._steps.append((now - since - paused, waited))
         return self._figures(*self._steps[-1])
 
-    def since_last_row(self) -> dict[str, float]:
-        """Return the means of `perf/*` over the steps since the last call, if any.
+    def mean_since_last_call(self) -> dict[str, float]:
+        """Return the means of `perf/*` over the steps since the previous call.
 
-        A step before a validation is not timed alone: it began before the one before
-        it had been waited for.
+        Empty if there are none. Single steps are timed badly: the host starts step n+1
+        before it waits for step n.
         """
         if not self._steps:
             return {}
@@ -116,8 +116,8 @@ def memory(devices: Sequence[jax.Device] | None = None) -> dict[str, float]:
     """Return the peak memory in GiB of this process.
 
     `memory/device_peak_gib` is the largest peak of its accelerators; CPUs do not report
-    one. `memory/host_peak_gib` is the largest resident set. Neither falls, so a job of
-    a sweep has the largest of the jobs so far.
+    one. `memory/host_peak_gib` is the largest resident set. Neither falls, so in a
+    sweep a job reports the largest peak of all jobs so far.
     """
     devices = jax.local_devices() if devices is None else devices
     stats = [device.memory_stats() for device in devices]
@@ -133,8 +133,8 @@ def host_peak() -> int:
     # Linux lets ru_maxrss begin with the peak of the process that started this one.
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
-        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
-            return int(found[1]) * 1024
-    # bytes on macOS, KiB elsewhere
+        if peak := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return int(peak[1]) * 1024
+    # `ru_maxrss` is in bytes on macOS, in KiB elsewhere.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -16,9 +16,9 @@ A stored zero does not tell whether it was rounded to zero. So underflow is coun
 class:
 
 - Operands of narrow matmuls (weights, inputs, gradients of outputs): against the cast
-  to come. This is exact, with two exceptions. Values that `clip_outliers` clips are not
-  counted as clipped. With `model.mlp=smooth_swiglu` the last kernel is measured before
-  its rows are multiplied by the channels' sizes.
+  to come. This is exact, with two exceptions: operands are measured before
+  `clip_outliers` clips them, and under `model.mlp=smooth_swiglu` the kernel of the down
+  projection before its rows are multiplied by the channels' divisors.
 - Weight gradients that were cast: against the values before the cast. Exact.
 - First moments: a zero whose second moment is not zero. Exact, where the optimizer has
   both moments.
@@ -26,9 +26,9 @@ class:
   zeros, unseen rows of an embedding keep zero moments, and a second moment is never
   stored as zero unless it is zero (`scalify_core.optim`).
 - All else: zeros and subnormals of the tensor's own format. This is an upper bound,
-  because gradients of unseen rows and dropped values count too. The same holds for
-  operands under `scaling=delayed` and `current`, which cast to FP8 with a scale that
-  the tensor does not have.
+  because gradients of unseen rows and dropped values count too. Operands belong here
+  under methods that measure scales in the matmul (`Method.in_products`: delayed,
+  current, the block formats): these casts do not use the tensor's own scale.
 
 Saturation is counted against the cast to come, or else the tensor's own format.
 
@@ -68,7 +68,7 @@ CLASSES = (
 )
 SIDES = ("in", "out")
 
-# by layer: `h.3.ln_2.out`; of stacked blocks `h.ln_2.out`, with a leading axis L
+# Keyed by `h.3.ln_2.out`, or for stacked blocks `h.ln_2.out`, with a leading axis L.
 Slots = dict[str, jax.Array]
 
 
@@ -77,7 +77,7 @@ class Slot(nnx.Variable):
 
 
 class Probe(nnx.Module):
-    """A probe with its slot, and the formats of the casts that follow."""
+    """A probe with its slot and the formats of the next casts."""
 
     def __init__(
         self, slot: jax.Array, forward: FloatFormat | None, backward: FloatFormat | None
@@ -90,7 +90,7 @@ class Probe(nnx.Module):
 
 
 class Probed(nnx.Module):
-    """A module with probes before and behind it."""
+    """A module with probes of its input and output."""
 
     def __init__(self, module: Any, probes: dict[str, Probe]) -> None:
         self.module = module
@@ -135,15 +135,24 @@ def make_slots(model: Model) -> Slots:
     return slots
 
 
-def casts(policy: Policy, path: str) -> tuple[FloatFormat | None, FloatFormat | None]:
-    """Return the formats of operands and of the output gradient of a narrow matmul.
+def forward_format(policy: Policy) -> FloatFormat | None:
+    """Return the format of the operands of narrow matmuls.
 
-    They are None where the tensors' own scales are not used for the cast.
+    It is None if their casts do not use the tensors' own scales.
+    """
+    if policy.forward is None or policy.method.in_products:
+        return None
+    return FloatFormat.parse(policy.forward)
+
+
+def backward_format(policy: Policy, path: str) -> FloatFormat | None:
+    """Return the format of the output gradient of the matmul at `path`, or None as in
+    `forward_format`.
     """
     backward = policy.backward_of(path)
-    if policy.forward is None or backward is None or policy.method.in_products:
-        return None, None
-    return FloatFormat.parse(policy.forward), FloatFormat.parse(backward)
+    if backward is None or policy.method.in_products:
+        return None
+    return FloatFormat.parse(backward)
 
 
 def operand_formats(
@@ -153,17 +162,18 @@ def operand_formats(
     path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
     if path not in model.narrow:
         return None, None
-    forward, backward = casts(model.policy, path)
-    return (forward, None) if side == "in" else (None, backward)
+    if side == "in":
+        return forward_format(model.policy), None
+    return None, backward_format(model.policy, path)
 
 
 def format_name(model: Model, kind: str, layer: str) -> str:
-    """Return the format of a tensor of a row: that of the cast to come, or its own.
+    """Return the format of the next cast of a tensor, or its own if there is no cast.
 
     Args:
-      model: in its precision.
+      model: the model in its precision.
       kind: the class of the tensor, one of `CLASSES`.
-      layer: its parameter, or input or output, as in a row's `numerics/CLASS/LAYER`.
+      layer: the part LAYER of the tensor's name in a row, `numerics/CLASS/LAYER`.
     """
     policy = model.policy
     if kind in MOMENT_KEYS:
@@ -178,17 +188,17 @@ def format_name(model: Model, kind: str, layer: str) -> str:
         stored_format = policy.compute
     else:
         stored_format = policy.weights
-        is_narrow = model.is_narrow(named(model.roles).get(layer))
+        is_narrow = model.is_narrow(leaves_by_name(model.roles).get(layer))
         is_cast = is_narrow and policy.forward is not None
         if kind == "weights":
-            is_cast = is_narrow and casts(policy, "")[0] is not None
-    cast = {
+            is_cast = is_narrow and forward_format(policy) is not None
+    cast_formats = {
         "weights": policy.forward,
         "activations": policy.forward,
         "activation_gradients": policy.backward,
         "weight_gradients": policy.weight_grad,
     }
-    return str(cast[kind] if is_cast else stored_format)
+    return str(cast_formats[kind] if is_cast else stored_format)
 
 
 def attach(model: Model, bound: Any, slots: Slots) -> Any:
@@ -212,14 +222,14 @@ def attach(model: Model, bound: Any, slots: Slots) -> Any:
 def gradients(
     model: Model, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[Any, Slots]:
-    """Return gradients of the first micro-batch, and the filled slots.
+    """Return the gradients of the first micro-batch, and the filled slots.
 
-    `step` is the step's number, which dropout depends on.
+    Dropout depends on the number `step`.
     """
     method = model.policy.method
     keys_B = sequence_keys(jax.random.fold_in(state.key, step), batch)[0]
 
-    def pull(
+    def probed_gradients(
         params: Any,
         slots: Slots,
         tokens: jax.Array,
@@ -238,53 +248,53 @@ def gradients(
         factor = jnp.asarray(method.factor(state.scaling))
         return jax.vjp(loss, params, slots)[1](factor)
 
-    first: Tokens = jax.tree.map(lambda x: x[0], batch)
-    grads, seen = method.through(pull, model.policy)(
-        state.params, make_slots(model), *first, keys_B
+    micro_batch: Tokens = jax.tree.map(lambda x: x[0], batch)
+    grads, filled_slots = method.through(probed_gradients, model.policy)(
+        state.params, make_slots(model), *micro_batch, keys_B
     )
-    return method.unscaled(grads, state.scaling), seen
+    return method.unscaled(grads, state.scaling), filled_slots
 
 
-def named(tree: Any, field: str | None = None) -> dict[str, Any]:
-    """Return the floating-point arrays of a tree by parameter name.
+def leaves_by_name(tree: Any, field: str | None = None) -> dict[str, Any]:
+    """Return the leaves of a tree by parameter name; a ScaledArray is one leaf.
 
-    `field`: of an optimizer's state, only the arrays below the field of this name.
+    With `field`, only the leaves below the fields of this name of an optimizer's state.
     """
     arrays = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array):
         if field is not None:
-            at = [
-                i for i, key in enumerate(path) if getattr(key, "name", None) == field
-            ]
-            if not at:
+            names = [getattr(key, "name", None) for key in path]
+            if field not in names:
                 continue
-            path = path[at[0] + 1 :]
+            path = path[names.index(field) + 1 :]
         arrays[jax.tree_util.keystr(path, simple=True, separator=".")] = x
     return arrays
 
 
-def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
-    """Return the moments that `precision.KEY` stores, by parameter name."""
+def moments_by_name(state: Any, optimizer: str, key: str) -> dict[str, Any]:
+    """Return the moments whose format is `precision.KEY`, by parameter name."""
     moments: dict[str, Any] = {}
     for moment in OPTIMIZERS[optimizer].moments:
         if moment.key == key:
-            moments |= named(state, moment.field)
+            moments |= leaves_by_name(state, moment.field)
     return moments
 
 
 def stored_gradients(
     task: TrainTask, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[Any, dict[str, Any], Slots]:
-    """Return the gradients that the optimizer gets, those before a cast, and the slots.
+    """Return the gradients as stored, some of them before their cast, and the slots.
 
-    Gradients before the cast are by name, of parameters whose dtype the cast changes.
+    The optimizer gets the stored gradients. Those before the cast are keyed by name,
+    and are only of parameters for which the cast changes the dtype.
     """
     model = task.model
-    grads, seen = gradients(model, state, batch, step)
+    grads, filled_slots = gradients(model, state, batch, step)
     grads = task.trained(grads)
-    stored, exact = model.store_gradients(grads), named(grads)
-    dtypes = {name: g.dtype for name, g in named(stored).items()}
-    return stored, {n: g for n, g in exact.items() if g.dtype != dtypes[n]}, seen
+    stored, exact = model.store_gradients(grads), leaves_by_name(grads)
+    dtypes = {name: g.dtype for name, g in leaves_by_name(stored).items()}
+    uncast = {name: g for name, g in exact.items() if g.dtype != dtypes[name]}
+    return stored, uncast, filled_slots
 
 
 def tensor_figures(
@@ -298,9 +308,9 @@ def tensor_figures(
     Args:
       data: the stored values.
       scale: their scale; 1 for a plain array.
-      exact: values before the cast, as in `probe.figures`; or None.
-      settings: the format of the cast to come, whether zeros count (both as in
-        `probe.figures`), and whether the tensor is a stack.
+      exact: values before the cast, as in `stats.figures`; or None.
+      settings: the format of the next cast, whether zeros count (both as in
+        `stats.figures`), and whether the tensor is a stack.
     """
     fmt, zeros, stacked = settings
     measure = functools.partial(figures, zeros=zeros)
@@ -316,12 +326,12 @@ def tensor_figures(
     )(data, scale, exact)
 
 
-def by_layer(
+def in_forward_order(
     model: Model, layers: dict[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and figures [4] of every layer in the order of a forward pass.
 
-    Stacks are taken apart.
+    A stack gives one pair for each of its layers.
     """
     single: dict[str, np.ndarray] = {}
     for name, values in layers.items():
@@ -331,17 +341,17 @@ def by_layer(
         else:
             single[name] = values
     parts = (SIDES[0], *model.family.parts, SIDES[1])
-    place = {part: i for i, part in enumerate(parts)}
-    yield from sorted(single.items(), key=lambda item: order(item[0], place))
+    ranks = {part: i for i, part in enumerate(parts)}
+    yield from sorted(single.items(), key=lambda item: sort_key(item[0], ranks))
 
 
-def order(name: str, place: Mapping[str, int]) -> list[int]:
+def sort_key(name: str, ranks: Mapping[str, int]) -> list[int]:
     """Return the sort key of a layer or parameter.
 
-    Blocks go by number, parts by `place`, and unknown parts come last.
+    Blocks are sorted by number, parts by rank; unknown parts come last.
     """
     return [
-        int(part) if part.isdecimal() else place.get(part, len(place))
+        int(part) if part.isdecimal() else ranks.get(part, len(ranks))
         for part in name.split(".")
     ]
 
@@ -358,60 +368,68 @@ def make_numerics(
 
     Args:
       task: the model and its training.
-      sharpness: measures that, too; None: it is left out.
+      sharpness: adds its figures to the row; None: they are left out.
     """
     model, optimizer = task.model, task.optimizer_name
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
-    pull = jit(functools.partial(stored_gradients, task))
+    get_gradients = jit(functools.partial(stored_gradients, task))
     measure = jit(tensor_figures, static_argnums=3)
     gather = jit(lambda params: params)
-    forward, _ = casts(model.policy, "")
-    kernels = {
-        name for name, role in named(model.roles).items() if model.is_narrow(role)
-    }
+    operand_format = forward_format(model.policy)
+    roles = leaves_by_name(model.roles)
+    kernels = {name for name, role in roles.items() if model.is_narrow(role)}
 
     def figures_by_name(
         tensors: dict[str, Any],
         exact: dict[str, Any],
-        cast: Collection[str] = (),
+        operands: Collection[str] = (),
         *,
         zeros: bool,
-    ) -> Slots:
+    ) -> dict[str, jax.Array]:
         measured = {}
         for name, x in tensors.items():
             data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
             uncast: Any = exact.get(name)
             if is_scaled_array(uncast):
                 uncast = uncast.data
-            settings = (forward if name in cast else None, zeros, is_stack(model, name))
+            cast_to = operand_format if name in operands else None
+            settings = (cast_to, zeros, is_stack(model, name))
             # One after the other: concurrent programs of several devices can deadlock.
             measured[name] = jax.block_until_ready(
                 measure(data, jnp.asarray(scale, jnp.float32), uncast, settings)
             )
         return measured
 
-    def numerics(split: TrainState, batch: Tokens, step: int) -> dict[str, float]:
-        state = dataclasses.replace(split, params=gather(split.params))
+    def numerics(
+        sharded_state: TrainState, batch: Tokens, step: int
+    ) -> dict[str, float]:
+        state = dataclasses.replace(sharded_state, params=gather(sharded_state.params))
         moments = tree.unpack(state.opt_state)
-        mu, nu = (fields_of(moments, optimizer, key) for key in MOMENT_KEYS)
-        narrow = {
+        mu, nu = (moments_by_name(moments, optimizer, key) for key in MOMENT_KEYS)
+        # A zero first moment was rounded to zero where the second one is not zero.
+        nu_of_narrow_mu = {
             name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu
         }
-        grads, exact, seen = pull(state, batch, np.int32(step))
+        grads, exact, slots = get_gradients(state, batch, np.int32(step))
         measured = {
-            "weights": figures_by_name(named(state.params), {}, kernels, zeros=False),
-            "activations": {name: both[..., 0, :] for name, both in seen.items()},
+            "weights": figures_by_name(
+                leaves_by_name(state.params), {}, kernels, zeros=False
+            ),
+            # a slot: the figures of an activation, then those of its gradient
+            "activations": {name: slot[..., 0, :] for name, slot in slots.items()},
             "activation_gradients": {
-                name: both[..., 1, :] for name, both in seen.items()
+                name: slot[..., 1, :] for name, slot in slots.items()
             },
-            "weight_gradients": figures_by_name(named(grads), exact, zeros=True),
-            "mu": figures_by_name(mu, narrow, zeros=False),
+            "weight_gradients": figures_by_name(
+                leaves_by_name(grads), exact, zeros=True
+            ),
+            "mu": figures_by_name(mu, nu_of_narrow_mu, zeros=False),
             "nu": figures_by_name(nu, {}, zeros=False),
         }
         measured = jax.device_get(measured)
-        row = {} if sharpness is None else sharpness(split, grads, batch, step)
+        row = {} if sharpness is None else sharpness(sharded_state, grads, batch, step)
         for kind in CLASSES:
-            for layer, values in by_layer(model, measured[kind]):
+            for layer, values in in_forward_order(model, measured[kind]):
                 for figure, value in zip(FIGURES, values.tolist(), strict=True):
                     row[f"numerics/{kind}/{layer}/{figure}"] = value
         return {name: float(f"{value:.6g}") for name, value in row.items()}

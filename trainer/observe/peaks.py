@@ -21,12 +21,12 @@ class Peak:
 
 # Keyed by the start of `jax.Device.device_kind`. The first match holds, so specific
 # names precede general ones. Figures are the makers' dense rates (half of those "with
-# sparsity") at FP32 accumulation. On NVIDIA, fp32 means TF32 where it exists, which is
-# what XLA's default precision runs. On TPU, a device is a core up to v3 and from v7 on,
-# and a chip between.
+# sparsity") at FP32 accumulation. On NVIDIA GPUs with TF32, fp32 means TF32, which is
+# what XLA's default precision runs. On TPU, a device is a core in v2, v3 and v7, and a
+# chip in v4 to v6.
 PEAKS: tuple[tuple[str, Peak], ...] = (
-    # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's,
-    # is rounded to 1.1 PFLOP/s there. HGX B300 data sheet.
+    # NVIDIA Blackwell Architecture Technical Brief, which rounds the B200's TF32 rate,
+    # half of FP16's, to 1.1 PFLOP/s. HGX B300 data sheet.
     ("NVIDIA B300", Peak(1125, 2250, 4500, 13500)),
     ("NVIDIA GB200", Peak(1250, 2500, 5000, 10000)),
     ("NVIDIA B200", Peak(1125, 2250, 4500, 9000)),
@@ -42,16 +42,16 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     ("NVIDIA A100", Peak(156, 312)),
     ("NVIDIA A10G", Peak(35, 70)),
     ("NVIDIA A10", Peak(62.5, 125)),
-    # NVIDIA L40S and L4 data sheets; the L4's, 120, 242 and 485 with sparsity, halved
-    # and rounded.
+    # NVIDIA L40S and L4 data sheets; the L4's 120, 242 and 485 are with sparsity, so
+    # they are halved and rounded.
     ("NVIDIA L40S", Peak(183, 362, 733)),
     ("NVIDIA L4", Peak(60, 121, 242)),
-    # NVIDIA RTX Blackwell, Ada and GA102 GPU Architecture (white papers): "with FP32
-    # accumulate", half of FP16's.
+    # NVIDIA RTX Blackwell, Ada and GA102 GPU Architecture (white papers): the rates
+    # "with FP32 accumulate", half of those "with FP16 accumulate".
     ("NVIDIA GeForce RTX 5090", Peak(104.8, 209.5, 419, 1676)),
     ("NVIDIA GeForce RTX 4090", Peak(82.6, 165.2, 330.3)),
     ("NVIDIA GeForce RTX 3090", Peak(35.6, 71)),
-    # NVIDIA V100 and T4 data sheets: no TF32, so fp32 is that of the CUDA cores.
+    # NVIDIA V100 and T4 data sheets. Without TF32, fp32 is the rate of the CUDA cores.
     ("Tesla V100", Peak(15.7, 125)),
     ("Tesla T4", Peak(8.1, 65)),
     # Google Cloud TPU documentation, "Peak compute per chip" of each version.
@@ -68,17 +68,17 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
     """Return the dense peak of one device in FLOP/s for matmuls of `dtype`, or None.
 
-    It is not known of CPUs and of MIG slices of a GPU.
+    It is unknown for CPUs and for MIG slices of a GPU.
 
     Args:
       device_kind: `jax.devices()[0].device_kind`.
-      dtype: of the operands: 32, 16, 8 or 4 bits wide.
+      dtype: the operands' dtype, 32, 16, 8 or 4 bits wide.
     """
     if " MIG " in device_kind:
         return None
     field = {32: "fp32", 16: "half", 8: "fp8", 4: "fp4"}[jnp.finfo(dtype).bits]
     for name, peak in PEAKS:
-        # A whole word: "NVIDIA L4" is not the beginning of "NVIDIA L40".
+        # Whole words only: "NVIDIA L4" must not match "NVIDIA L40".
         if device_kind == name or device_kind.startswith((f"{name} ", f"{name}-")):
             tera = getattr(peak, field)
             return None if tera is None else tera * 1e12

@@ -2,8 +2,9 @@
 
 One compiled program has a switch for each of four casts of every FP8 matmul: of
 activations, weights, the output's gradient, and the weight gradient for the optimizer.
-Switched off are: one cast of one layer, all casts of one layer, one cast of all layers,
-and the compute format of everything else. Loss and gradient are compared with FP32.
+It runs without one cast of one layer, without all casts of one layer, and without one
+cast of all layers. Another program has all casts, and FP32 between the matmuls. Loss
+and gradient are compared with those of FP32.
 """
 
 import dataclasses
@@ -39,13 +40,14 @@ class Finding(NamedTuple):
     """The effect of leaving out some casts.
 
     Attributes:
-      layer: path of the linear layer; "all".
-      tensor: one of CASTS; "all" four; "none": as trained; "compute": the format of
-          everything else.
+      layer: path of the linear layer, or "all".
+      tensor: what is left out: one of CASTS; "all" of them; "none" (the run as
+          trained); "compute" (the low precision between the matmuls).
       loss: nats.
-      loss_difference: to FP32's.
-      cosine: between the gradient, as the optimizer gets it, and FP32's.
-      error: norm of their difference over that of FP32's.
+      loss_difference: the loss minus the FP32 loss.
+      cosine: cosine similarity of the gradient that the optimizer gets and the FP32
+          gradient.
+      error: norm of the difference of these gradients / norm of the FP32 gradient.
     """
 
     layer: str
@@ -78,7 +80,7 @@ cast_backward.defvjp(
 
 
 class SwitchedDot:
-    """A simulated FP8 matmul with switches of its casts in row `layer` of `on_Lx4`."""
+    """A simulated FP8 matmul; row `layer` of `on_Lx4` has the switches of its casts."""
 
     def __init__(
         self, on_Lx4: jax.Array, layer: int, path: str, policy: Policy
@@ -106,26 +108,27 @@ class SwitchedDot:
         )
 
 
-def computed_in_fp32(policy: Policy) -> Policy:
-    """Return the policy with its casts, and all other computation in FP32."""
+def with_fp32_compute(policy: Policy) -> Policy:
+    """Return the policy with FP32 for all computation but the casts of matmuls."""
     changes: dict[str, Any] = {"compute": "fp32", "update": "fp32"}
     if policy.forward is None and policy.weights != "bf16":
-        # No matmul is narrower than the format of weight gradients.
+        # Without FP8 matmuls a policy takes no other `weight_grad` than `compute` and
+        # FP32; BF16 weights keep BF16 gradients.
         changes["weight_grad"] = "fp32"
     return dataclasses.replace(policy, **changes)
 
 
-def in_fp32(policy: Policy) -> Policy:
+def without_low_precision(policy: Policy) -> Policy:
     """Return the policy with matmuls, weights and gradients in FP32."""
-    wide: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "scaling": "none",
         "weights": "fp32",
         "weight_grad": "fp32",
         "compute": "fp32",
     }
-    casts = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
-    wide.update(dict.fromkeys(casts))
-    return dataclasses.replace(policy, simulate=False, **wide)
+    cast_fields = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
+    changes.update(dict.fromkeys(cast_fields))
+    return dataclasses.replace(policy, simulate=False, **changes)
 
 
 def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
@@ -165,7 +168,7 @@ def gradient(
         .value_and_grad(params, scaling, tokens, segments, None)
     )
 
-    def choose(path: Any, stored: Any, exact: Any) -> jax.Array:
+    def stored_or_exact(path: Any, stored: Any, exact: Any) -> jax.Array:
         role = role_of(model.roles, path)
         if role is None or role.layer is None or not model.is_narrow(role):
             return weights.wide(stored)
@@ -177,7 +180,7 @@ def gradient(
 
     stored = model.store_gradients(grads)
     return loss, jax.tree_util.tree_map_with_path(
-        choose, stored, grads, is_leaf=is_scaled_array
+        stored_or_exact, stored, grads, is_leaf=is_scaled_array
     )
 
 
@@ -193,20 +196,21 @@ def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
 
 
 def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
-    """Return the switches, bool `[L, 4]`, by layer and tensor whose casts are off."""
-    everything = np.ones((len(layers), len(CASTS)), bool)
+    """Return switches, bool `[L, 4]`, keyed by the layer and tensor that are off."""
+    all_on = np.ones((len(layers), len(CASTS)), bool)
 
-    def off(rows: Any, columns: Any) -> np.ndarray:
-        on = everything.copy()
-        on[rows, columns] = False
-        return on
+    def without(rows: Any, columns: Any) -> np.ndarray:
+        on_Lx4 = all_on.copy()
+        on_Lx4[rows, columns] = False
+        return on_Lx4
 
-    by_name = {(ALL, "none"): everything, (ALL, ALL): ~everything}
-    by_name |= {(ALL, tensor): off(slice(None), j) for j, tensor in enumerate(CASTS)}
-    by_name |= {(layer, ALL): off(i, slice(None)) for i, layer in enumerate(layers)}
+    every = slice(None)
+    by_name = {(ALL, "none"): all_on, (ALL, ALL): ~all_on}
+    by_name |= {(ALL, tensor): without(every, j) for j, tensor in enumerate(CASTS)}
+    by_name |= {(layer, ALL): without(i, every) for i, layer in enumerate(layers)}
     for i, layer in enumerate(layers):
         for j, tensor in enumerate(CASTS):
-            by_name[layer, tensor] = off(i, j)
+            by_name[layer, tensor] = without(i, j)
     return by_name
 
 
@@ -217,17 +221,17 @@ def bisect(
     tokens: jax.Array,
     segments: jax.Array | None,
 ) -> list[Finding]:
-    """Measure the effect of every cast; the lowest remaining error comes first.
+    """Return the effect of every cast; the lowest remaining error comes first.
 
     Args:
-      model: of unrolled layers, without remat.
-      params: as the run stores them; scales are static.
+      model: a model with unrolled layers, without remat.
+      params: its parameters, as the run stores them; scales are static.
       scaling: a loss scale, or ().
       tokens: [B, T+1].
-      segments: of the same shape, or None.
+      segments: [B, T+1], or None.
 
     Raises:
-      UserError: nothing is narrow, or casts use other scales than the tensors' own.
+      UserError: the run is FP32, or its casts use other scales than the tensors' own.
     """
     if model.policy.method.in_products:
         valid = [name for name, method in METHODS.items() if not method.in_products]
@@ -240,32 +244,34 @@ def bisect(
             "everything in this run is FP32 already; valid: a run with a narrower"
             " precision"
         )
-    exact = Model.make(
-        model.spec, in_fp32(model.policy), loss_boundary_id=model.loss_boundary_id
+    fp32_model = Model.make(
+        model.spec,
+        without_low_precision(model.policy),
+        loss_boundary_id=model.loss_boundary_id,
     )
-    none = jnp.zeros((0, len(CASTS)), bool)
+    no_switches = jnp.zeros((0, len(CASTS)), bool)
     value_and_grad = log_first_duration(
-        jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note
+        jax.jit(functools.partial(gradient, fp32_model)), "compiling in FP32", note
     )
-    right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
+    fp32_loss, fp32_grads = value_and_grad(
+        weights.wide(params), (), tokens, segments, no_switches
+    )
 
     def measures(
-        model: Model, on_Lx4: Any, params: Any, scaling: Any, right: Any
+        model: Model, on_Lx4: Any, params: Any, scaling: Any, fp32_grads: Any
     ) -> tuple[jax.Array, ...]:
         loss, grads = gradient(model, params, scaling, tokens, segments, on_Lx4)
-        dot = sum(
-            jnp.vdot(g, r)
-            for g, r in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True)
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(fp32_grads), strict=True)
+        dot = sum(jnp.vdot(g, fp32_g) for g, fp32_g in pairs)
+        differences = jax.tree.map(jnp.subtract, grads, fp32_grads)
+        norm, fp32_norm, difference = map(
+            optax.global_norm, (grads, fp32_grads, differences)
         )
-        differences = jax.tree.map(jnp.subtract, grads, right)
-        norm, right_norm, difference = map(
-            optax.global_norm, (grads, right, differences)
-        )
-        return loss, dot / (norm * right_norm), difference / right_norm
+        return loss, dot / (norm * fp32_norm), difference / fp32_norm
 
     def finding(layer: str, tensor: str, measured: Any) -> Finding:
         loss, cosine, error = (float(x) for x in measured)
-        return Finding(layer, tensor, loss, loss - float(right_loss), cosine, error)
+        return Finding(layer, tensor, loss, loss - float(fp32_loss), cosine, error)
 
     measure = log_first_duration(
         jax.jit(functools.partial(measures, model)),
@@ -273,25 +279,28 @@ def bisect(
         note,
     )
     findings = [
-        finding(*name, measure(on, params, scaling, right))
-        for name, on in switches(model.narrow).items()
+        finding(*name, measure(on_Lx4, params, scaling, fp32_grads))
+        for name, on_Lx4 in switches(model.narrow).items()
     ]
     if model.policy.compute != "fp32":
-        wide = model._replace(policy=computed_in_fp32(model.policy))
-        everything = switches(model.narrow)[ALL, "none"]
+        fp32_compute = model._replace(policy=with_fp32_compute(model.policy))
+        all_on = switches(model.narrow)[ALL, "none"]
         measure = log_first_duration(
-            jax.jit(functools.partial(measures, wide)),
+            jax.jit(functools.partial(measures, fp32_compute)),
             "compiling with FP32 between the matmuls",
             note,
         )
         findings.append(
-            finding(ALL, "compute", measure(everything, params, scaling, right))
+            finding(ALL, "compute", measure(all_on, params, scaling, fp32_grads))
         )
     return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
 
 
 def report(findings: Sequence[Finding], top: int) -> str:
-    """Return three tables: casts of all layers, all casts of a layer, single casts."""
+    """Return three tables: casts of all layers, all casts of one layer, single casts.
+
+    `top` limits the rows of a table.
+    """
     trained = next(f for f in findings if f.tensor == "none")
     lines = [
         (
@@ -332,29 +341,30 @@ def report(findings: Sequence[Finding], top: int) -> str:
     return "\n".join(lines)
 
 
-def advice(findings: Sequence[Finding], most: int = 4) -> str:
+def advice(findings: Sequence[Finding], max_layers: int = 4) -> str:
     """Return the key that excludes the worst layers from FP8, or that none stands out.
 
-    A layer stands out if its casts, left out together, remove twice as much of the
-    gradient's error as the mean layer.
+    A layer stands out if leaving out all its casts removes more than twice as much of
+    the gradient's error as for the mean layer.
     """
-    trained = next(f for f in findings if f.tensor == "none").error
-    left = {f.layer: f.error for f in findings if f.layer != ALL and f.tensor == ALL}
+    trained_error = next(f for f in findings if f.tensor == "none").error
     removed = {}
-    if trained > 0:
-        removed = {layer: 1 - error / trained for layer, error in left.items()}
+    if trained_error > 0:
+        for f in findings:
+            if f.layer != ALL and f.tensor == ALL:
+                removed[f.layer] = 1 - f.error / trained_error
     mean = sum(max(share, 0.0) for share in removed.values()) / max(len(removed), 1)
-    chosen = sorted(
+    worst = sorted(
         (layer for layer, share in removed.items() if share > 2 * mean > 0),
         key=lambda x: -removed[x],
-    )[:most]
-    if not chosen:
+    )[:max_layers]
+    if not worst:
         return (
             "no layer stands out: keeping one of them in a wider format would change"
             " little"
         )
-    why = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in chosen)
+    why = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in worst)
     return (
         "to keep the worst layers in the compute format:"
-        f" precision.exclude=[{','.join(chosen)}]   (removes: {why})"
+        f" precision.exclude=[{','.join(worst)}]   (removes: {why})"
     )

@@ -20,7 +20,7 @@ def show_progress(
 ) -> Iterator[Callable[[Progress], None]]:
     """Yield a callback for `prepare(progress=...)`, which shows the progress.
 
-    Data that are prepared already show nothing.
+    Data that is prepared already shows nothing.
 
     Args:
       console: standard error by default.

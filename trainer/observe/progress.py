@@ -11,19 +11,19 @@ SECONDS = 2.0  # operations that take longer are logged
 
 @contextmanager
 def log_duration(
-    what: str, say: Callable[[str], None], seconds: float = SECONDS
+    operation: str, say: Callable[[str], None], seconds: float = SECONDS
 ) -> Iterator[None]:
     """Log an operation that takes longer than `seconds`.
 
-    One message says that it runs, another at its end how long it took. `what` is a
-    noun, such as `compiling the training step`.
+    One message says that the operation runs, and another at its end how long it took.
+    `operation` names it, such as `compiling the training step`; `say` prints a message.
     """
     start, done, lock = time.monotonic(), False, threading.Lock()
 
     def begin() -> None:
         with lock:
             if not done:
-                say(f"{what} ...")
+                say(f"{operation} ...")
 
     timer = threading.Timer(seconds, begin)
     timer.daemon = True
@@ -34,24 +34,24 @@ def log_duration(
         timer.cancel()
         with lock:
             done = True
-        took = time.monotonic() - start
-        if took >= seconds:
-            say(f"{what}: {took:.0f} s")
+        duration = time.monotonic() - start
+        if duration >= seconds:
+            say(f"{operation}: {duration:.0f} s")
 
 
 def log_first_duration[**P, R](
-    fn: Callable[P, R], what: str, say: Callable[[str], None]
+    fn: Callable[P, R], operation: str, say: Callable[[str], None]
 ) -> Callable[P, R]:
     """Wrap `fn` so that `log_duration` logs its first call, in which it is compiled."""
     called = False
 
     @functools.wraps(fn)
-    def calling(*args: P.args, **kwargs: P.kwargs) -> R:
+    def logged(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal called
         if called:
             return fn(*args, **kwargs)
         called = True
-        with log_duration(what, say):
+        with log_duration(operation, say):
             return fn(*args, **kwargs)
 
-    return calling
+    return logged

@@ -1,8 +1,8 @@
-"""The logs of a run, metrics.jsonl and samples.txt: write, read and truncate them.
+"""The logs of a run, metrics.jsonl and samples.txt: write, read and cut them.
 
-Both only grow, in order of steps, by one write per record, and are shortened by one
-truncation. So a kill leaves complete records. Only a failing machine or a full disk can
-tear the last one.
+Each record is one write, so a kill leaves complete records; only a failing machine or a
+full disk can tear the last one. On resume the later records are cut off, and rows that
+are out of order are sorted.
 """
 
 import json
@@ -21,7 +21,7 @@ from trainer.files import LOG_BYTES, read_file, well_formed, write_atomically
 
 
 class Sample(NamedTuple):
-    """A text that was written after `step` steps, under a name such as `sample`."""
+    """A text that a callback, such as `sample`, recorded after `step` steps."""
 
     step: int
     name: str
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
     """Return a line of metrics.jsonl.
 
-    JSON has no NaN and no infinities: they become text, which `float` reads back.
+    JSON has no NaN and no infinities, so they become text that `float` reads.
     """
     values = {"step": step} | {k: _finite_or_text(v) for k, v in row.items()}
     return json.dumps(values, allow_nan=False).encode() + b"\n"
@@ -42,14 +42,14 @@ def decode_row(line: str) -> dict[str, Any]:
     row = json.loads(line)
     row.pop("step", None)
     for name, value in row.items():
-        if isinstance(value, str):  # JSON has no NaN and no infinities
+        if isinstance(value, str):  # NaN or an infinity
             row[name] = float(value)
     return row
 
 
 def read_log(path: Path) -> bytes:
-    """Return the content of a log; empty where there is no file. Raises UserError, see
-    `read_file`.
+    """Return the content of a log; empty if there is no file. Raises UserError as
+    `read_file` does.
     """
     return read_file(path, LOG_BYTES) if path.exists() else b""
 
@@ -97,14 +97,16 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def cut_rows(
     path: Path, start: int, *, size: int = sys.maxsize, redo_row: bool = False
 ) -> int:
-    """Drop what a run that resumes after step `start` writes again; sort the rest.
+    """Drop the rows that a run resuming after step `start` will write again.
+
+    The other rows are sorted by step.
 
     Args:
-      path: the log, whose rows may be out of order or there twice.
+      path: the log; its rows may be out of order or duplicated.
       start: the last step that stays.
-      size: in bytes, before step `start` was saved. All rows of metrics up to there
-        were written before; events may follow.
-      redo_row: drop the metrics of step `start`, too; its earlier events stay.
+      size: the log's size in bytes when step `start` was saved. Rows of metrics beyond
+        it are dropped; events stay.
+      redo_row: drop the metrics row of step `start`, and everything behind it, too.
 
     Returns:
       the last step with a row of metrics; -1: none.
@@ -113,7 +115,8 @@ def cut_rows(
     logged: set[int] = set()
     begin, data = 0, read_log(path)
     for row, end in _rows(path):
-        step, line, begin = row["step"], data[begin:end], end
+        step, line = row["step"], data[begin:end]
+        begin = end
         is_event = "event" in row
         if redo_row and step == start and not is_event:
             break
@@ -124,11 +127,11 @@ def cut_rows(
             logged.add(step)
     # The sort is stable: the events of a step stay before or after its row.
     remaining.sort(key=lambda pair: pair[0])
-    rest = b"".join(line for _, line in remaining)
-    if data.startswith(rest):
-        _truncate(path, len(rest))
+    new_data = b"".join(line for _, line in remaining)
+    if data.startswith(new_data):
+        _truncate(path, len(new_data))
     else:
-        write_atomically(path, rest)
+        write_atomically(path, new_data)
     return max(logged, default=-1)
 
 
@@ -156,7 +159,7 @@ def _is_number(value: Any) -> bool:
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and abs(value) < 2**1023
+        and abs(value) < 2**1023  # JSON has integers that no float holds
     )
 
 
@@ -183,7 +186,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def cut_samples(path: Path, start: int, size: int = sys.maxsize) -> None:
-    """Truncate a samples.txt after the samples of steps <= `start`, and at `size`
+    """Truncate a samples.txt after its last sample of a step <= `start` within `size`
     bytes.
     """
     data = read_log(path)

@@ -19,7 +19,7 @@ def make_sample(
 ) -> Callable[[Any, Callable[[], object]], str]:
     """Return `(params, before_window) -> text`, the prompt and its continuation.
 
-    `controls` and `before_window` are arguments of `Generator`.
+    `controls` and `before_window` are arguments of a `Generator`'s call.
     """
     from trainer.data.tokenizer import continuation
 

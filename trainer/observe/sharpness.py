@@ -1,18 +1,18 @@
 """Two measures of the sharpness of the loss, taken together with the numerics.
 
-`sharpness/logits`, in percent: the largest rise of the last tokens' loss when every
-logit moves by at most RADIUS of its own size plus one, relative to one plus that loss.
-It is large where a model is sure, and wrong.
+`sharpness/logits`, in percent: 100 (worst - last) / (1 + last). `last` is the mean loss
+of the last tokens, and `worst` the same when each logit z moves by at most
+RADIUS (|z| + 1) in the worst direction. It is large for confident, wrong predictions.
 
 `sharpness/critical`, lambda = 2 / eta, in units of one over a learning rate. eta is the
 smallest learning rate at which the optimizer's update for this batch raises the loss of
 this batch. Multiplied by the current learning rate it is 2 at the edge of stability:
 beyond it a step raises the loss of its own batch. Infinite: every rate raises the loss.
-Where no rate in the search raises the loss, the figure is an upper bound. It is of one
-small batch, so it varies from one measurement to the next.
+If no rate in the search raises the loss, the figure is an upper bound. The batch is
+small, so the figure varies from one measurement to the next.
 
-Both are of the first micro-batch, in the run's own arithmetic, without dropout. The
-gradient is that of the numerics. The extra cost is one optimizer update and some eight
+Both use the first micro-batch, in the run's own arithmetic, without dropout. The
+gradient is that of the numerics. The extra cost is one optimizer update and up to nine
 forward passes, nearly all of them for the line search.
 
 Legend: N sequences, V vocabulary.
@@ -42,10 +42,10 @@ from trainer.step.state_tree import with_subtree
 from trainer.step.step import Tokens
 from trainer.workload import Model, TrainTask
 
-RADIUS = 5e-4  # half the width of the box, for a logit of size zero
-CLOSE = 0.05  # the critical rate is found to this share of itself
-MOST = 8  # forward passes of a search at most
-GROWTH = 4.0  # factor between two rates until the critical one is between them
+RADIUS = 5e-4  # half the width of the box for a logit of zero
+RATE_TOLERANCE = 0.05  # relative error of the critical rate
+MAX_PASSES = 8  # forward passes of a search
+GROWTH = 4.0  # factor between rates until the critical rate lies between two of them
 
 # (state, gradients as they are stored, batch, step number for dropout) -> row
 Sharpness = Callable[[TrainState, Any, Tokens, int], dict[str, float]]
@@ -69,12 +69,13 @@ def worst_logits(
       radius: half the width of the box for a logit of zero.
     """
     column = jax.lax.broadcasted_iota(targets_N.dtype, logits_NxV.shape, 1)
-    room = radius * (jnp.abs(logits_NxV) + 1)
-    return logits_NxV + jnp.where(column == targets_N[:, None], -room, room)
+    half_width = radius * (jnp.abs(logits_NxV) + 1)
+    is_target = column == targets_N[:, None]
+    return logits_NxV + jnp.where(is_target, -half_width, half_width)
 
 
 def cross_entropies(logits_NxV: jax.Array, targets_N: jax.Array) -> jax.Array:
-    """Return the nats of each target, FP32 [N]."""
+    """Return the loss of each target in nats, FP32 [N]."""
     chosen_N = jnp.take_along_axis(logits_NxV, targets_N[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(logits_NxV, axis=-1) - chosen_N
 
@@ -84,8 +85,8 @@ def make_losses(
 ) -> Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]:
     """Return a function from state, tokens [N, T+1] and segments to three losses.
 
-    They are FP32 [3]: mean nats of all targets, of the last target, and of the last
-    target with the worst logits. The compiler shares the forward pass of all three.
+    The losses, FP32 [3], are the mean nats of all targets, of the last targets, and of
+    the last targets with the worst logits. One forward pass serves all three.
     """
     method = model.policy.method
 
@@ -117,25 +118,25 @@ def make_losses(
     return losses
 
 
-def critical_rate(rise: Callable[[float], float], start: float) -> float:
-    """Return the learning rate from which on an update raises the loss.
+def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
+    """Return the smallest learning rate at which an update raises the loss.
 
-    The search goes up or down by GROWTH until the rate is between two others, and then
-    halves their distance on a logarithmic scale. A value that is not finite counts as a
+    The search multiplies or divides by GROWTH until the rate is bracketed, and then
+    bisects the bracket on a logarithmic scale. A change that is not finite counts as a
     rise.
 
     Args:
-      rise: from a learning rate to the change of the loss.
+      loss_change: the change of the loss after an update at a learning rate.
       start: the first guess, above zero.
 
     Returns:
-      the rate, to about CLOSE within three factors GROWTH of the start. Where MOST
-      passes see no rise: the largest rate that was tried. 0: every rate raises the
-      loss.
+      the rate, with relative error about RATE_TOLERANCE if it lies within GROWTH**3 of
+      `start`; the largest rate tried if MAX_PASSES passes see no rise; 0 if every rate
+      raises the loss.
     """
     low, high, eta = 0.0, math.inf, start
-    for _ in range(MOST):
-        change = rise(eta)
+    for _ in range(MAX_PASSES):
+        change = loss_change(eta)
         if math.isfinite(change) and change <= 0:
             low = eta
         else:
@@ -144,7 +145,7 @@ def critical_rate(rise: Callable[[float], float], start: float) -> float:
             eta = low * GROWTH
         elif low == 0:
             eta = high / GROWTH
-        elif high > low * (1 + CLOSE):
+        elif high > low * (1 + RATE_TOLERANCE):
             eta = math.sqrt(low * high)
         else:
             break
@@ -155,8 +156,8 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
     """Return a function from a state to the two figures of this module.
 
     It is compiled at the first call, and again when static scales have changed. It runs
-    on any mesh, with the parameters sharded as they are. The update takes two bytes a
-    parameter meanwhile.
+    on any mesh, with the parameters sharded as they are. During the search the update
+    takes two bytes a parameter.
 
     Args:
       task: the model and its training.
@@ -169,7 +170,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
     if mesh.size > 1:
         losses = loss_over(mesh, task.comm, losses)
 
-    def direction(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
+    def unit_update(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """Return the update at a learning rate of one, BF16, and the gradient norm."""
         grads, params = task.trained(grads), task.trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
@@ -188,10 +189,10 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
         )
         return updates, norm
 
-    def moved(
+    def losses_after_update(
         state: TrainState, updates: Any, eta: jax.Array, batch: Tokens, step: jax.Array
     ) -> jax.Array:
-        """Return `losses` after the update at rate `eta`, with weights as stored."""
+        """Return `losses` after the update at rate `eta`, in the weights' format."""
         params, _ = weights.apply_with_compensation(
             task.trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
@@ -200,29 +201,29 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
             seed=np.uint32(0),
             step=step,
         )
-        first: Tokens = jax.tree.map(lambda x: x[0], batch)
+        micro_batch: Tokens = jax.tree.map(lambda x: x[0], batch)
         return losses(
             dataclasses.replace(state, params=with_subtree(state.params, params)),
-            *first,
+            *micro_batch,
         )
 
-    get_direction = task.jit(direction)
-    get_moved = task.jit(moved, out_shardings=replicated(mesh))
+    get_unit_update = task.jit(unit_update)
+    get_losses = task.jit(losses_after_update, out_shardings=replicated(mesh))
 
     def sharpness(
         state: TrainState, grads: Any, batch: Tokens, step: int
     ) -> dict[str, float]:
-        updates, norm = get_direction(state, grads)
+        updates, norm = get_unit_update(state, grads)
 
-        def at(eta: float) -> list[float]:
+        def losses_at(eta: float) -> list[float]:
             return np.asarray(
-                get_moved(state, updates, np.float32(eta), batch, np.int32(step))
+                get_losses(state, updates, np.float32(eta), batch, np.int32(step))
             ).tolist()
 
-        loss, last, worst = at(0.0)
+        loss, last, worst = losses_at(0.0)
         rate = math.nan
         if math.isfinite(float(norm)):
-            rate = critical_rate(lambda eta: at(eta)[0] - loss, lr)
+            rate = critical_rate(lambda eta: losses_at(eta)[0] - loss, lr)
         return {
             "sharpness/logits": 100 * (worst - last) / (1 + last),
             "sharpness/critical": 2 / rate if rate else math.inf,

@@ -252,7 +252,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
     except (Interrupted, UserError) as error:
         # If a callback raises UserError, no step is lost: the user changes the setting,
         # and the run resumes from this checkpoint.
-        row |= run.throughput.since_last_row()
+        row |= run.throughput.mean_since_last_call()
         run.unfinished = encode_row(run.step, row).decode()
         save(run, None, unfinished=run.unfinished)
         if isinstance(error, UserError):
@@ -347,7 +347,7 @@ def log_row(
     """
     run.session.display.update(step, row)
     if extended or step % run.plan.log_every == 0:
-        row |= run.throughput.since_last_row()
+        row |= run.throughput.mean_since_last_call()
         run.session.tracker.row(step, row)
     run.logged = step
 

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from trainer.observe.trackers.jsonl import JsonlTracker, set_logs_aside
-from trainer.observe.trackers.protocol import Several, Tracker, TrackerStart
+from trainer.observe.trackers.protocol import Tracker, TrackerGroup, TrackerStart
 from trainer.observe.trackers.tensorboard import TensorboardTracker, check_installed
 from trainer.observe.trackers.wandb import WandbTracker
 
 
 def check_kind(kind: str) -> None:
-    """Raise UserError where the package of a kind of tracker is not installed."""
+    """Raise UserError if the package of a kind of tracker is not installed."""
     if kind == "tensorboard":
         check_installed()
 
@@ -40,7 +40,7 @@ def make_tracker(
       start: steps taken, 0 for a new run; rows of later steps are cut, because they
           will be recorded again.
       redo_row: whether the row of step `start` will be recorded again too.
-      config: nested plain values.
+      config: the configuration as nested plain values.
       run_id: W&B's id from the checkpoint; None: the run directory's, or a new one.
       written: `Tracker.written` of the checkpoint that the run resumes from, or None.
       is_fork: whether `start` is a step of another run, of which this is a fork.
@@ -57,12 +57,12 @@ def make_tracker(
         trackers.append(TensorboardTracker())
     if custom is not None:
         trackers.append(custom)
-    tracker = Several(trackers)
-    beginning = TrackerStart(
+    tracker = TrackerGroup(trackers)
+    tracker_start = TrackerStart(
         run_dir, start, redo_row, config, run_id, log, written, is_fork
     )
-    if beginning.is_new:
-        # Also with tracker=none: they would become the history of this run.
+    if tracker_start.is_new:
+        # Also with tracker=none: else old logs would become the history of this run.
         set_logs_aside(run_dir, start)
-    tracker.start(beginning)
+    tracker.start(tracker_start)
     return tracker

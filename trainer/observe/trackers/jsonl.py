@@ -52,7 +52,7 @@ class Digest(NamedTuple):
 
     @classmethod
     def from_checkpoint(cls, saved: object) -> Self | None:
-        """Return the saved digest, or None for anything else."""
+        """Return the saved digest, or None for any other value."""
         if not isinstance(saved, dict) or not saved.keys() >= set(cls._fields):
             return None
         values = [saved[name] for name in cls._fields]
@@ -67,8 +67,8 @@ class Digest(NamedTuple):
         return type(self)(self.size + len(data), rows, zlib.crc32(data, self.crc32))
 
 
-class Log:
-    """A file that grows by one write a record, with the digest of its content."""
+class LogFile:
+    """A log that grows by one write for each record, with the digest of its content."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,30 +85,34 @@ class Log:
 
     def append(self, data: bytes) -> None:
         """Append by one unbuffered write. Raises UserError if the disk is full."""
-        with self._lock:  # the watchdog's thread reports a stall beside the loop
+        with self._lock:  # the watchdog's thread may append while the loop does
             with explain_unwritable(self._file.name, MAKE_ROOM):
                 if self._file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, "the disk is full")
             self.digest = self.digest.extended(data)
 
     def restore(self) -> str | None:
-        """Restore the file if somebody removed it; return what was done to it."""
-        mine = os.fstat(self._file.fileno())
+        """Restore the file if it was removed.
+
+        Returns:
+          what happened to the file; None: nothing.
+        """
+        open_file = os.fstat(self._file.fileno())
         try:
-            there = os.lstat(self.path)
+            is_in_place = os.path.samestat(os.lstat(self.path), open_file)
         except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            is_in_place = False
+        if not is_in_place:
             # The open descriptor still reads the removed file.
             write_atomically(self.path, self._read())
             self._file.close()
             self._open()
             return "was removed or replaced while the run wrote it; it was restored"
-        if mine.st_size != self.digest.size:
-            lost, self.digest = self.digest, Digest.from_data(self._read())
+        if open_file.st_size != self.digest.size:
+            expected, self.digest = self.digest, Digest.from_data(self._read())
             return (
                 "was changed while the run wrote it: it has"
-                f" {self.digest.rows} of {lost.rows} lines"
+                f" {self.digest.rows} of {expected.rows} lines"
             )
         return None
 
@@ -122,10 +126,7 @@ class Log:
 
 
 def check_log(path: Path, expected: Digest) -> str | None:
-    """Return how a log differs from what was written before a checkpoint; None: not.
-
-    `expected`: its digest at the checkpoint.
-    """
+    """Return how a log differs from its digest at a checkpoint; None: it does not."""
     data = read_log(path)
     if Digest.from_data(data[: expected.size]) == expected:
         return None
@@ -138,12 +139,13 @@ def check_log(path: Path, expected: Digest) -> str | None:
 def set_logs_aside(run_dir: Path, step: int) -> None:
     """Rename the logs of an earlier attempt that left no checkpoint to `NAME.old`.
 
-    They are not the history of the run that starts here. The longest log stays: an
-    attempt that is killed early repeats the rows of the one before it.
+    They are not the history of the run that starts here. If `NAME.old` exists, the
+    longer log is kept and the other deleted, because an attempt that is killed early
+    only repeats rows of the attempt before it.
 
     Args:
-      run_dir: of the run, which has no checkpoint of its own.
-      step: of the state that it starts from.
+      run_dir: the directory of the run, which has no checkpoint of its own.
+      step: the step of the state that it starts from.
 
     Raises:
       UserError: the log is damaged, or cannot be renamed.
@@ -164,33 +166,35 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
             f"cannot rename {log} to {old}: {error.strerror}; choose another run_dir"
         ) from error
     if steps:
+        what_became_of_it = f"was deleted, because {old.name} is longer"
+        if is_longest:
+            what_became_of_it = f"is now {old.name}"
         logger.warning(
             "run_dir=%s has rows up to step %d, but no checkpoint of its own: starting"
-            " after step %d; %s",
+            " after step %d; its old log %s",
             run_dir,
             max(steps),
             step,
-            f"its old log is now {old.name}" if is_longest else f"{old.name} is longer",
+            what_became_of_it,
         )
 
 
 class JsonlTracker(Tracker):
     """`metrics.jsonl`, one object per line, and `samples.txt`.
 
-    Each line is one write, so that a kill leaves complete lines. On resume both files
-    are cut after the step that the run resumes from.
+    On resume both files are cut after the step that the run resumes from.
     """
 
     def start(self, start: TrackerStart) -> None:
-        """Open the files, cut after the step that the run resumes from.
+        """Cut the files after the step that the run resumes from, and open them.
 
         Raises:
-          UserError: a line in the middle is not JSON, or the disk is full.
+          UserError: a line before the last is not JSON, or the disk is full.
         """
         run_dir, step = start.run_dir, start.step
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
-        last = step - start.redo_row
+        last_kept = step - start.redo_row
         written = start.written or {}
         problems: dict[Path, str] = {}
         sizes: dict[Path, int] = {}
@@ -213,19 +217,20 @@ class JsonlTracker(Tracker):
                 redo_row=start.redo_row,
             )
             cut_samples(
-                self.samples_path, last, sizes.get(self.samples_path, sys.maxsize)
+                self.samples_path, last_kept, sizes.get(self.samples_path, sys.maxsize)
             )
-            self._rows, self._samples = Log(self.path), Log(self.samples_path)
+            self._rows, self._samples = LogFile(self.path), LogFile(self.samples_path)
         for path, text in problems.items():
             self._warn(
                 step, f"{path} is not what the run wrote up to step {step}: {text}"
             )
-        if start.written is None and 0 <= self._logged < last:
-            # An event of the next step, which is cut if the run starts here again.
+        if start.written is None and 0 <= self._logged < last_kept:
+            # An event of the next step is cut if the run starts here again.
             self._warn(
-                last + 1,
-                f"{self.path} has no rows after step {self._logged} up to step {last}:"
-                " the run took these steps without this log (tracker=none)",
+                last_kept + 1,
+                f"{self.path} has no rows after step {self._logged} up to step"
+                f" {last_kept}: the run took these steps without this log"
+                " (tracker=none)",
             )
 
     def _warn(self, step: int, text: str) -> None:
@@ -250,9 +255,9 @@ class JsonlTracker(Tracker):
     def flush(self) -> None:
         with explain_unwritable(self.path, MAKE_ROOM):
             for log in (self._samples, self._rows):
-                text = log.restore()
-                if text is not None:
-                    self._warn(self._logged, f"{log.path} {text}")
+                problem = log.restore()
+                if problem is not None:
+                    self._warn(self._logged, f"{log.path} {problem}")
                 log.sync()
 
     def finish(self, exit_code: int = 0) -> None:

@@ -5,10 +5,10 @@ kills and resumes. The loop and the tracker share the work:
 
 - The loop calls `flush` before it saves checkpoint n. When a tracker's `flush` returns,
   its records of steps up to n survive a kill.
-- A run that resumes after n steps passes n to `start`, and then records everything of
-  later steps again, with the same values. A tracker drops its own records of those
-  steps. Where it cannot, it ignores the steps that it has.
-- Records of steps up to n can be missing: another tracker recorded them, or a kill took
+- A run that resumes after n steps passes n to `start`, and then records all later steps
+  again, with the same values. A tracker drops its own records of those steps. If it
+  cannot, it ignores the new records of the steps that it has.
+- Records of steps up to n can be missing: another tracker recorded them, or a kill lost
   a block. The tracker gets them by `start.log.replay(self, after=LAST_STEP_HELD)`.
 
 A custom tracker is a subclass of `Tracker` that overrides the methods that it needs.
@@ -23,13 +23,13 @@ from typing import Any, Protocol
 Row = Mapping[str, float | int | str]
 
 
-class Log(Protocol):
+class RunLog(Protocol):
     """The run's own log, complete up to the step that the run resumes from."""
 
     def replay(self, tracker: "Tracker", *, after: int) -> None:
         """Send a tracker the rows, events and samples of steps > `after`.
 
-        They come in order of steps, without pictures.
+        They are sent in order of steps, without pictures.
         """
 
 
@@ -39,10 +39,10 @@ class TrackerStart:
 
     Attributes:
       run_dir: the run's directory; it exists.
-      step: steps taken so far; 0: a new run. Records of later steps will come again.
-        A run with `is_new` has none of earlier steps either.
-      redo_row: whether the row of `step` itself comes again too, with its sample.
-      config: nested plain values.
+      step: steps taken so far; 0: a new run. Records of later steps are sent again. If
+        `is_new`, no earlier record belongs to this run either.
+      redo_row: whether the row of `step` itself is sent again too, with its sample.
+      config: the configuration as nested plain values.
       id: the tracker's attribute `id` at the newest checkpoint, or None.
       log: the run's own log; None: it has none.
       written: `Tracker.written` at the newest checkpoint, or None.
@@ -54,7 +54,7 @@ class TrackerStart:
     redo_row: bool
     config: Mapping[str, Any]
     id: str | None
-    log: Log | None
+    log: RunLog | None
     written: Mapping[str, Any] | None = None
     is_fork: bool = False
 
@@ -62,7 +62,7 @@ class TrackerStart:
     def is_new(self) -> bool:
         """Return whether the run starts here without a checkpoint of its own.
 
-        Records that are there are those of an earlier attempt.
+        Older records in `run_dir` then belong to an earlier attempt.
         """
         return self.step == 0 or self.is_fork
 
@@ -70,19 +70,20 @@ class TrackerStart:
 class Tracker:
     """A tracker that discards everything (tracker=none), and the base of the others.
 
-    `step` is the number of steps taken. Steps of `row` increase. `event`, `sample` and
-    `picture` belong to the row of their step, or to a row of their own where that step
-    has none. `event` and `alert` may come from another thread. Only the first process
-    of a run calls its tracker.
+    `step` is the number of steps taken. Calls of `row` have increasing steps. `event`,
+    `sample` and `picture` belong to the row of their step, or to a new row if that step
+    has none. Other threads may call `event` and `alert`. Only the first process of a
+    run calls its tracker.
 
     Attributes:
-      id: an id that checkpoints store and `start` gets back; None: not needed.
+      id: an id that checkpoints store, and that `start` gets on resume; None: not
+        needed.
     """
 
     id: str | None = None
 
     def start(self, start: TrackerStart) -> None:
-        """Start or resume; it is called before all other methods.
+        """Start or resume; called before all other methods.
 
         Raises:
           UserError: the run cannot be tracked.
@@ -101,10 +102,10 @@ class Tracker:
         """Record a picture, such as a heat map of the numerics, from a PNG file."""
 
     def summary(self, values: Row) -> None:
-        """Record figures of the run as a whole."""
+        """Record figures of the whole run."""
 
     def alert(self, title: str, text: str) -> None:
-        """Notify somebody who does not look at the dashboard."""
+        """Notify a person who does not look at the dashboard."""
 
     def flush(self) -> None:
         """Make all records survive a kill; called before each checkpoint."""
@@ -112,7 +113,7 @@ class Tracker:
     def written(self) -> Mapping[str, Any] | None:
         """Return JSON values that describe the flushed records, for the checkpoint.
 
-        None: `start` needs nothing to compare with.
+        On resume `start` compares the records with them. None: it does not.
         """
         return None
 
@@ -120,8 +121,8 @@ class Tracker:
         """Flush and close. No other call may follow."""
 
 
-class Several(Tracker):
-    """A tracker that passes everything on to several trackers, in order."""
+class TrackerGroup(Tracker):
+    """A tracker that passes every call on to several trackers, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)

@@ -1,9 +1,9 @@
 """The TensorBoard tracker: event files in the run directory's `tensorboard/`.
 
-tensorboardX writes them (extra `tensorboard`). Each start or resume of a run has a file
-of its own, numbered so that TensorBoard reads them in order. On resume, events of later
+tensorboardX writes them (extra `tensorboard`). Each start or resume of a run writes a
+new file, numbered so that TensorBoard reads them in order. On resume, events of later
 steps are cut from the files, because they will be written again. A running TensorBoard
-drops them at the START mark of the new file, except for texts, for which it has to be
+drops these events at the START mark of the new file; to drop texts it has to be
 restarted. Events are not queued, so `flush` loses nothing.
 """
 
@@ -31,7 +31,7 @@ HEADER, CHECKSUM = struct.Struct("<QI"), 4
 
 
 def check_installed() -> None:
-    """Raise UserError where tensorboardX is not installed."""
+    """Raise UserError if tensorboardX is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             f"tracker=tensorboard needs package {PACKAGE}, which is not installed; "
@@ -42,8 +42,9 @@ def check_installed() -> None:
 class TensorboardTracker(Tracker):
     """Scalars, texts and pictures for TensorBoard.
 
-    Numerics are reduced by `without_layers`, beside their pictures. Events are texts
-    called `events`. A run that was tracked elsewhere is first replayed from its log.
+    Numerics are sent as extremes over the layers (`without_layers`) and as heat maps.
+    Events are texts called `events`. If an older run has no event files yet, its log is
+    replayed first.
     """
 
     def start(self, start: TrackerStart) -> None:
@@ -53,7 +54,7 @@ class TensorboardTracker(Tracker):
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._make, self._proto, self._event = summary, summary_pb2, event_pb2.Event
-        # The watchdog's thread reports a stall beside the loop.
+        # The watchdog's thread may write while the loop does.
         self._lock = threading.Lock()
         self._folder = folder = start.run_dir / "tensorboard"
         with explain_unwritable(f"to {folder}", MAKE_ROOM):
@@ -94,29 +95,30 @@ class TensorboardTracker(Tracker):
         self._write(step, summary=self._proto.Summary(value=[value]))
 
     def flush(self) -> None:
-        with self._guarded():
+        with self._locked_writing():
             self._writer.flush()
 
     def finish(self, exit_code: int = 0) -> None:
-        with self._guarded():
+        with self._locked_writing():
             self._writer.close()
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _locked_writing(self) -> Iterator[None]:
+        """Hold the lock, and raise UserError if the disk is full."""
         where = f"to {self._folder}"
         with self._lock, explain_unwritable(where, MAKE_ROOM):
             yield
 
     def _write(self, step: int, **content: Any) -> None:
         event = self._event(step=step, wall_time=time.time(), **content)
-        with self._guarded():
+        with self._locked_writing():
             self._writer.write_event(event)
 
 
 def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the complete records of an event file, each with its content.
 
-    A record is length, checksum, content, checksum.
+    A record consists of length, checksum, content, and checksum.
     """
     position = 0
     while position + HEADER.size <= len(data):
@@ -131,7 +133,7 @@ def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
     """Remove events of `step` and later ones from a file, and a torn last record.
 
-    `parse` reads an event.
+    `parse` makes an event of the content of a record.
     """
     data = read_file(path, LOG_BYTES)
     remaining = b"".join(

@@ -1,8 +1,8 @@
 """The Weights & Biases tracker, which never stops or delays the training.
 
-W&B has its own files, of which a kill loses the last block (32 KiB), and accepts no
-step twice. So on resume we look up the last step that W&B has, send the missing ones
-from the run's own log, and skip later steps that it has.
+A kill loses the last block (32 KiB) of W&B's own files, and W&B accepts each step only
+once. So on resume we look up the last step that W&B has, send the missing ones from the
+run's own log, and skip later steps that W&B has.
 """
 
 import atexit
@@ -27,10 +27,10 @@ from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
 from trainer.text import python_command, redact
 
-WAITING = 1000  # calls in the queue to W&B
+QUEUE_SIZE = 1000  # calls that wait for W&B
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# seconds that a call waits for room in the queue, before W&B is given up
-PATIENCE = 10.0
+# A full queue for so long means that W&B hangs.
+ENQUEUE_SECONDS = 10.0
 FINISH_SECONDS = 60
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class WandbTracker(Tracker):
 
     An offline run is in `run_dir/wandb`. A thread talks to W&B, so its failures neither
     stop nor delay the training: one warning reports them, and metrics.jsonl has the
-    scalars. Numerics are reduced by `without_layers`, beside their pictures.
+    scalars. Numerics are sent as extremes over the layers (`without_layers`) and as
+    heat maps.
 
     Args:
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
@@ -55,10 +56,10 @@ class WandbTracker(Tracker):
 
     def start(self, start: TrackerStart) -> None:
         run_dir = start.run_dir
-        # error reporting is its only network access when offline
+        # Error reporting is W&B's only network access when offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        # seconds until it falls back to offline
+        # After so many seconds W&B falls back to offline.
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
         # W&B logs to debug.log in the run directory: on a full disk every record would
         # become a traceback on stderr.
@@ -67,7 +68,7 @@ class WandbTracker(Tracker):
 
         self._wandb = wandb
         self.id = run_id = choose_run_id(run_dir, start.id, is_fork=start.is_fork)
-        # guards the row: the watchdog's thread reports a stall beside the loop
+        # The watchdog's thread may record an event while the loop fills the row.
         self._lock = threading.Lock()
         self._step = -1
         self._row: dict[str, Any] = {}
@@ -78,7 +79,7 @@ class WandbTracker(Tracker):
         arguments["config"] = redact(start.config)
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         self._run: Any = self._connect(arguments, online=mode == "online")
-        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(QUEUE_SIZE)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
         if start.log is not None:
@@ -96,14 +97,14 @@ class WandbTracker(Tracker):
                         **arguments, mode="online", settings=settings
                     )
                 except unreachable as error:
-                    self._wandb.teardown()  # the id is taken until then
+                    self._wandb.teardown()  # it frees the id for the offline run
                     logger.warning(
                         "W&B cannot be reached (%s): continuing offline",
                         str(error).splitlines()[0],
                     )
                     online = False
                 else:
-                    # The server's last step counts, not that of the local files.
+                    # The server's last step replaces that of the local files.
                     self._sent = run.starting_step - 1
                     logger.info("W&B run: %s", run.url)
             if not online:
@@ -114,21 +115,21 @@ class WandbTracker(Tracker):
                 " to train without it"
             ) from error
         if not online:
-            newest = Path(run.dir).parent  # its file may not exist yet
-            parts = []
+            new_part = Path(run.dir).parent  # its file may not exist yet
+            old_parts = []
             for path in wandb_files(Path(arguments["dir"]), str(self.id)):
                 folder = path.parent
-                if folder.name.startswith("offline-") and folder.name != newest.name:
-                    parts.append(folder)
+                if folder.name.startswith("offline-") and folder.name != new_part.name:
+                    old_parts.append(folder)
             logger.info(
                 "W&B run, offline; to upload it, its parts in order: %s -m wandb"
                 " sync %s",
                 python_command(),
-                shlex.join(map(str, [*parts, newest])),
+                shlex.join(map(str, [*old_parts, new_part])),
             )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        # It would be a chart of its own, before all others.
+        # Not hidden, it would be a chart before all others.
         run.define_metric("tokens", step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
@@ -155,10 +156,10 @@ class WandbTracker(Tracker):
             self._row[name] = picture
 
     def summary(self, values: Row) -> None:
-        self._guarded(lambda run: run.summary.update(dict(values)))
+        self._enqueue(lambda run: run.summary.update(dict(values)))
 
     def alert(self, title: str, text: str) -> None:
-        self._guarded(
+        self._enqueue(
             lambda run: run.alert(
                 title=title, text=text, level="ERROR", wait_duration=0
             )
@@ -172,19 +173,21 @@ class WandbTracker(Tracker):
             # Events alone belong to a step whose row a resumed run will send.
             if self._row or self._texts:
                 self._send()
-        self._guarded(lambda run: run.finish(exit_code=exit_code))
+        self._enqueue(lambda run: run.finish(exit_code=exit_code))
         self._put(None)
-        self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
+        self._thread.join(
+            FINISH_SECONDS + ENQUEUE_SECONDS if self._run is not None else 0
+        )
         if self._thread.is_alive():
             self._give_up("does not finish")
-            # before W&B's own hook, which would wait forever
+            # It runs before W&B's own hook, which would wait forever.
             atexit.register(_leave, exit_code)
 
     def _begin(self, step: int) -> None:
         """Start the row of a step, and send the previous one.
 
-        W&B takes a step only once, so a row is sent when the next one begins. A late
-        event, such as a stall, belongs to the current row.
+        W&B accepts each step only once, so a row is sent when the next one starts. A
+        late event, such as a stall, goes into the current row.
         """
         if step > self._step:
             self._send()
@@ -193,7 +196,7 @@ class WandbTracker(Tracker):
     def _send(self) -> None:
         if self._step > self._sent:
             row, step = self._collected_row(), self._step
-            self._guarded(lambda run: run.log(row, step=step, commit=True))
+            self._enqueue(lambda run: run.log(row, step=step, commit=True))
             self._sent = self._step
         self._row, self._events, self._texts = {}, [], {}
 
@@ -207,14 +210,14 @@ class WandbTracker(Tracker):
         }
         return {"step": self._step} | self._row | events | tables
 
-    def _guarded(self, call: Callable[[Any], Any]) -> None:
-        """Queue a call with the run for the thread."""
+    def _enqueue(self, call: Callable[[Any], Any]) -> None:
+        """Queue `call(run)` for the thread that talks to W&B."""
         self._put(lambda: call(self._run))
 
     def _put(self, call: Callable[[], Any] | None) -> None:
         if self._run is not None:
             try:
-                self._calls.put(call, timeout=PATIENCE)
+                self._calls.put(call, timeout=ENQUEUE_SECONDS)
             except queue.Full:
                 self._give_up("does not answer")
 
@@ -248,24 +251,24 @@ def _leave(exit_code: int) -> None:
 def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -> str:
     """Return the W&B id of a run: the checkpoint's, the directory's, or a new one.
 
-    A file stores it too, for a run that is killed before its first checkpoint. Where a
-    fork starts, the file may be of an attempt that was not this fork, and W&B takes no
-    step twice: it gets a new one.
+    A file stores it too, for a run that is killed before its first checkpoint. A fork
+    ignores the file, which may belong to another attempt, and gets a new id, because
+    W&B accepts each step only once.
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
-    known = run_id or ""
-    # Through a link any secret could become the id, which is public.
-    if not known and not is_fork and file.is_file() and not file.is_symlink():
-        known = read_file(file).decode(errors="replace")
-    if not RUN_ID.fullmatch(known):  # W&B uses it in a path
-        known = uuid.uuid4().hex[:8]
-    write_atomically(file, known)
-    return known
+    chosen_id = run_id or ""
+    # A link could make a secret file's content the id, which is public.
+    if not chosen_id and not is_fork and file.is_file() and not file.is_symlink():
+        chosen_id = read_file(file).decode(errors="replace")
+    if not RUN_ID.fullmatch(chosen_id):  # W&B uses it in a path
+        chosen_id = uuid.uuid4().hex[:8]
+    write_atomically(file, chosen_id)
+    return chosen_id
 
 
 def logged_in() -> bool:
-    """Return whether W&B has credentials: in the environment, its settings or netrc.
+    """Return whether the environment, W&B's settings or netrc have its credentials.
 
     No server is asked.
     """

@@ -9,16 +9,16 @@ from typing import Any
 from trainer.files import LOG_BYTES, read_file
 
 BLOCK = 32768
-# checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
+# Checksum, length, and type: 1 whole record, or its 2 first, 3 middle, 4 last part.
 HEADER = struct.Struct("<IHB")
 
 
 def _history_records(path: Path) -> Iterator[Any]:
     """Yield the history records of a W&B transaction log (`*.wandb`), in order.
 
-    It ends where a kill cut the log. The file is a LevelDB log
-    (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7
-    bytes, and each record is a `wandb_internal_pb2.Record`.
+    Reading ends where a kill cut the log. After a header of 7 bytes the file is a
+    LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) whose
+    records are `wandb_internal_pb2.Record`.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
@@ -26,9 +26,9 @@ def _history_records(path: Path) -> Iterator[Any]:
     data = read_file(path, LOG_BYTES)
     position, parts = HEADER.size, b""
     while position + HEADER.size <= len(data):
-        room = BLOCK - position % BLOCK
-        if room < HEADER.size:
-            position += room
+        left_in_block = BLOCK - position % BLOCK
+        if left_in_block < HEADER.size:
+            position += left_in_block
             continue
         _, length, kind = HEADER.unpack_from(data, position)
         part = data[position + HEADER.size : position + HEADER.size + length]
@@ -47,7 +47,7 @@ def _history_records(path: Path) -> Iterator[Any]:
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a W&B transaction log, as W&B shows them."""
+    """Yield the rows of a W&B transaction log."""
     for history in _history_records(path):
         yield {
             item.key or "/".join(item.nested_key): json.loads(item.value_json)

@@ -17,10 +17,10 @@ from trainer.observe.precision_bisect import (
     Finding,
     advice,
     bisect,
-    computed_in_fp32,
-    in_fp32,
     report,
     switches,
+    with_fp32_compute,
+    without_low_precision,
 )
 from trainer.precision.arrays import store_weights
 from trainer.workload import Model
@@ -113,7 +113,7 @@ def test_the_simulated_program_is_the_one_that_was_trained():
     ["bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8_fp16"],
 )
 def test_every_policy_can_compute_in_fp32(preset):
-    assert computed_in_fp32(policy(preset)).compute == "fp32"
+    assert with_fp32_compute(policy(preset)).compute == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -163,4 +163,5 @@ def test_what_a_policy_does_to_operands_ends_with_its_products(key):
     policy = compose_config(
         ["precision=scalify_fp8_fp16", f"precision.{key}"]
     ).precision.policy
-    assert (in_fp32(policy).compute, in_fp32(policy).forward) == ("fp32", None)
+    wide = without_low_precision(policy)
+    assert (wide.compute, wide.forward) == ("fp32", None)

@@ -17,8 +17,8 @@ from trainer.data import Batch
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import stored_gradients
 from trainer.observe.sharpness import (
-    CLOSE,
-    MOST,
+    MAX_PASSES,
+    RATE_TOLERANCE,
     critical_rate,
     cross_entropies,
     make_sharpness,
@@ -99,20 +99,21 @@ def counted(rise):
 def test_the_critical_rate_is_where_the_loss_is_what_it_was(rise, right, start):
     requests, etas = counted(rise)
     actual = critical_rate(requests, start)
-    assert len(etas) <= MOST
+    assert len(etas) <= MAX_PASSES
     # Far from the start some halvings of the bracket are left out.
-    assert actual == pytest.approx(right, rel=2 * CLOSE if start == 1.0 else 0.25)
+    tolerance = 2 * RATE_TOLERANCE if start == 1.0 else 0.25
+    assert actual == pytest.approx(right, rel=tolerance)
 
 
 def test_a_loss_that_never_rises_has_the_largest_rate_tried_and_one_that_only_rises_none():
     requests, etas = counted(lambda eta: -eta)
     assert critical_rate(requests, 1.0) == max(etas)
-    assert len(etas) == MOST
+    assert len(etas) == MAX_PASSES
     assert critical_rate(lambda eta: eta, 1.0) == 0
     # no pass is taken without need
     requests, etas = counted(lambda eta: eta - 0.98)
     critical_rate(requests, 1.0)
-    assert len(etas) < MOST
+    assert len(etas) < MAX_PASSES
 
 
 def figures(w, state, tokens, step):

@@ -50,7 +50,9 @@ class Recording:
         )
         nothing = lambda *_: None
         display = SimpleNamespace(update=nothing, event=nothing, pause=nothing)
-        self.throughput = SimpleNamespace(pause=lambda _: None, since_last_row=dict)
+        self.throughput = SimpleNamespace(
+            pause=lambda _: None, mean_since_last_call=dict
+        )
         checkpointer = SimpleNamespace(
             save=lambda step, state, meta, val_loss: self.record.append(
                 ("save", step, meta["unfinished"], val_loss)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from trainer.observe.heatmap import (
-    LEAST_SHARE,
+    MIN_SHARE,
     draw_all,
     label_layers,
     label_steps,
@@ -63,7 +63,7 @@ def test_each_class_that_the_rows_have_is_one_png_and_nothing_else_is_written(tm
     ("name", "values", "shown"),
     [
         ("rms", [2.0, -2.0, -math.inf, math.nan], [2, -2, -9, math.nan]),
-        ("saturated", [1.0, 1e-3, 0.0, math.nan], [1, 1e-3, LEAST_SHARE / 2, math.nan]),
+        ("saturated", [1.0, 1e-3, 0.0, math.nan], [1, 1e-3, MIN_SHARE / 2, math.nan]),
         ("exponent", [3.0, -7.0, -126.0, math.nan], [3, -7, -126, math.nan]),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_logged_row_is_the_mean_of_the_steps_since_the_one_before(clock):
             }
         )
     ]
-    assert t.since_last_row() == {}
+    assert t.mean_since_last_call() == {}
 
 
 def test_pauses_are_no_training_time(clock):

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.observe.records import read_rows, read_samples
 from trainer.observe.trackers.choose import make_tracker
-from trainer.observe.trackers.protocol import Several, Tracker, TrackerStart
+from trainer.observe.trackers.protocol import Tracker, TrackerGroup, TrackerStart
 
 
 class Recorder(Tracker):
@@ -23,7 +23,7 @@ class Recorder(Tracker):
 
 def test_every_call_reaches_every_tracker(tmp_path):
     recorders = [Recorder(), Recorder()]
-    both = Several(recorders)
+    both = TrackerGroup(recorders)
     calls = [
         ("start", TrackerStart(tmp_path, 0, False, {}, None, None)),
         ("row", 1, {}),
@@ -43,7 +43,7 @@ def test_every_call_reaches_every_tracker(tmp_path):
         "written",
     }
     assert {name for name, *_ in calls} == methods
-    assert Several([]).written() is None
+    assert TrackerGroup([]).written() is None
 
 
 def test_no_tracker_writes_nothing(tmp_path):
@@ -73,7 +73,7 @@ def test_every_tracker_finishes_even_if_one_before_it_cannot():
 
     last = Recorder()
     with pytest.raises(OSError, match="full"):
-        Several([Full(), last]).finish(2)
+        TrackerGroup([Full(), last]).finish(2)
     assert last.calls == [("finish", 2)]
 
 

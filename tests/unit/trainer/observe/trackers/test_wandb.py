@@ -191,7 +191,7 @@ FREEZE_SERVICE = KILL_SERVICE.replace(
     "signal.SIGKILL)\ntime", "signal.SIGSTOP); print('frozen', stat.parent.name)\ntime"
 )
 FREEZE_SERVICE = (
-    "import trainer.observe.trackers.wandb as t; t.WAITING, t.PATIENCE,"
+    "import trainer.observe.trackers.wandb as t; t.QUEUE_SIZE, t.ENQUEUE_SECONDS,"
     " t.FINISH_SECONDS = 5, 0.5, 1\n" + FREEZE_SERVICE
 )
 
