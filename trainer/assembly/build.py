@@ -47,7 +47,7 @@ from trainer.workload import Model, TrainTask, Workload, first_state
 
 
 def build_model(
-    config: schema.Model,
+    config: schema.ModelConfig,
     policy: Policy,
     vocab_size: int,
     rows: int | None = None,

@@ -16,7 +16,7 @@ import jax
 from trainer.assembly.build import build_model, build_workload
 from trainer.assembly.data import at_start_directory
 from trainer.config import schema
-from trainer.config.continuing import COMPILED, DATA_CACHE, default_cache
+from trainer.config.continuing import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.config.fields import to_tree
 from trainer.config.phases import phase_at
 from trainer.data import Tokenizer
@@ -242,7 +242,7 @@ def keep_compiled(c: schema.Config) -> None:
     The run's own cache is not trusted.
     """
     warning = use_compilation_cache(
-        None if c.compile_cache is None else default_cache(COMPILED)
+        None if c.compile_cache is None else default_cache(COMPILE_CACHE)
     )
     if warning is not None:
         note(warning)

@@ -57,7 +57,7 @@ class Arguments:
         "",
     )
     limit: int = argument(
-        "items of each task at most; 0: 200 of the first two, all of the others", 0
+        "maximum items of each task; 0: 200 of last_word and word_order, else all", 0
     )
     fewshot: int = argument(
         "examples before each item of the harness's tasks; -1: the task's default",

@@ -125,7 +125,7 @@ def load(
             " to the same one"
         )
     used = dict(flatten(to_tree(config)))
-    for key, value in command_line.not_taken.items():
+    for key, value in command_line.not_trusted.items():
         if value != used.get(key):
             show(
                 f"{key}={value} of that run is ignored, because a run directory may"

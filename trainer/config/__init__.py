@@ -1,5 +1,5 @@
-"""The configuration: its schema, its composition from `trainer/configs/` and the
-command line, and its checks.
+"""The configuration: its schema, its checks, and its composition from
+`trainer/configs/` and the command line.
 
 Read `schema` first.
 """

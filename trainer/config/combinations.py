@@ -1,5 +1,6 @@
-"""Checks of a configuration that need nothing else: settings that cannot run
-together.
+"""Checks of a configuration that need nothing else: settings that cannot run together.
+
+Checks that need the devices or the tokenizer are in `trainer.assembly.build`.
 """
 
 import math
@@ -7,7 +8,7 @@ from dataclasses import fields, replace
 
 from trainer.config.schema import (
     DATA_KEYS,
-    NEEDED,
+    NOT_NULL_KEYS,
     Config,
     Data,
     DiLoCo,
@@ -16,7 +17,7 @@ from trainer.config.schema import (
 from trainer.errors import UserError
 from trainer.step.optimizers import check_moments
 
-MOST_STEPS = 10**8
+MAX_STEPS = 10**8
 
 
 def _require(ok: bool, message: str) -> None:
@@ -27,7 +28,8 @@ def _require(ok: bool, message: str) -> None:
 def check_micro_batch(c: Config, parts: int, over: str, alternative: str = "") -> None:
     """Raise UserError if a micro-batch cannot be split into `parts` equal parts.
 
-    The message says what it is split `over`, and an `alternative` to another batch.
+    The message names what the batch is split `over`, and an `alternative` to changing
+    the batch.
     """
     context, accum = c.model.context, c.train.grad_accum_steps
     micro_batch = c.batch_size // accum
@@ -41,11 +43,9 @@ def check_micro_batch(c: Config, parts: int, over: str, alternative: str = "") -
 
 
 def validate(c: Config) -> None:
-    """Refuse a configuration that cannot run, as far as it alone can tell; `build`
-    checks devices and tokenizer.
-    """
+    """Raise UserError for a configuration that cannot run."""
     _check_data(c.data)
-    # The spec checks itself. The tokenizer is not known yet.
+    # The spec checks itself; any vocabulary does, as the tokenizer is not known yet.
     c.model.spec(vocab_size=1)
     check_moments(c.optimizer.name, c.precision)
     tokens = c.model.context * c.train.grad_accum_steps
@@ -57,16 +57,16 @@ def validate(c: Config) -> None:
         f" {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
     )
     _require(
-        c.train.steps <= MOST_STEPS,
-        f"train.steps={c.train.steps}; valid: at most {MOST_STEPS}, as the learning"
+        c.train.steps <= MAX_STEPS,
+        f"train.steps={c.train.steps}; valid: at most {MAX_STEPS}, as the learning"
         " rate of each step is kept",
     )
     _require(
         c.train.final_eval_batches >= c.train.eval_batches,
         f"train.final_eval_batches={c.train.final_eval_batches} is less than"
-        f" train.eval_batches={c.train.eval_batches}, which every validation reads, so"
-        " that step=best compares losses of one text; give both the same value, or"
-        " final_eval_batches a larger one",
+        f" train.eval_batches={c.train.eval_batches}; set it to"
+        f" {c.train.eval_batches} or more. The final validation must include the"
+        " batches of every other validation, because step=best compares their losses",
     )
     for stage in c.data.stages or ():
         _require(
@@ -118,32 +118,32 @@ def validate(c: Config) -> None:
         )
 
 
-# Keys that may be null also with replicas.
-MAY_BE_NULL = ("participants", "quorum", "bandwidth_gbps")
+# Keys that may be null with replicas, too.
+OPTIONAL_DILOCO_KEYS = ("participants", "quorum", "bandwidth_gbps")
 
 
 def _check_diloco(c: Config) -> None:
-    """Refuse DiLoCo keys without replicas, replicas without these keys, and keys that
+    """Refuse DiLoCo keys without replicas, replicas without DiLoCo keys, and keys that
     contradict each other.
     """
     d = c.diloco
     keys = [field.name for field in fields(DiLoCo) if field.name != "replicas"]
     if d.replicas is None:
-        given = [
+        ignored = [
             f"diloco.{key}={getattr(d, key)}"
             for key in keys
             if getattr(d, key) is not None
         ]
         _require(
-            not given,
-            f"{', '.join(given)} would be ignored: diloco.replicas, the number of"
+            not ignored,
+            f"{', '.join(ignored)} would be ignored: diloco.replicas, the number of"
             " replicas, is null; choose parallel=diloco, or leave it out",
         )
         return
     missing = [
         f"diloco.{key}"
         for key in keys
-        if getattr(d, key) is None and key not in MAY_BE_NULL
+        if getattr(d, key) is None and key not in OPTIONAL_DILOCO_KEYS
     ]
     _require(
         not missing,
@@ -157,14 +157,14 @@ def _check_diloco(c: Config) -> None:
 
 def _check_replicas(c: Config, replicas: int) -> None:
     """Refuse settings that change the form of the state, and too few replicas."""
-    converting = ""
+    conversion = ""
     if c.train.phases is not None:
-        converting = "train.phases"
+        conversion = "train.phases"
     elif c.resume.convert:
-        converting = "resume.convert=true"
+        conversion = "resume.convert=true"
     _require(
-        not converting,
-        f"{converting} is not supported with diloco.replicas={replicas}; leave one of"
+        not conversion,
+        f"{conversion} is not supported with diloco.replicas={replicas}; leave one of"
         " them out, or start from weights by init_from",
     )
     _require(
@@ -227,8 +227,10 @@ def _check_replica_data(c: Config, replicas: int) -> None:
 
 
 def with_workers(c: Config, count: int) -> Config:
-    """Return the configuration for so many workers: each has its share of the DiLoCo
-    replicas, so those of lost workers are left out.
+    """Return the configuration for `count` workers.
+
+    Each worker has its share of the DiLoCo replicas; those of lost workers are left
+    out.
     """
     if c.launcher.workers is None or c.diloco.replicas is None:
         return c
@@ -237,19 +239,19 @@ def with_workers(c: Config, count: int) -> Config:
 
 
 def _check_launcher(c: Config) -> None:
-    """Refuse keys of a launcher without one, and numbers of workers with which the run
-    could not go on.
+    """Refuse launcher keys without a launcher, and numbers of workers for which the run
+    cannot be split.
     """
     launcher = c.launcher
     if launcher.kind is None:
-        given = [
+        ignored = [
             f"launcher.{field.name}={getattr(launcher, field.name)}"
             for field in fields(Launcher)
             if getattr(launcher, field.name) is not None
         ]
         _require(
-            not given,
-            f"{', '.join(given)} would be ignored: the command itself trains; choose"
+            not ignored,
+            f"{', '.join(ignored)} would be ignored: the command itself trains; choose"
             " launcher=ray, or leave it out",
         )
         return
@@ -266,24 +268,24 @@ def _check_launcher(c: Config) -> None:
         " which has values",
     )
     if c.diloco.replicas is None:
-        each = launcher.worker_gpus or 1
-        _check_device_counts(c, [count * each for count in range(least, most + 1)])
+        gpus = launcher.worker_gpus or 1
+        _check_device_counts(c, [count * gpus for count in range(least, most + 1)])
     else:
         _check_worker_replicas(c, c.diloco.replicas, least, most)
 
 
 def _check_device_counts(c: Config, devices: list[int]) -> None:
-    """Refuse a batch or a mesh that does not divide among each number of devices."""
-    given = math.prod(
+    """Refuse a batch or a mesh that some number of devices cannot split."""
+    fixed = math.prod(
         size
         for size in (c.parallel.data, c.parallel.fsdp, c.parallel.tensor)
         if size != -1
     )
-    unfit = [n for n in devices if n % given]
+    unfit = [n for n in devices if n % fixed]
     _require(
         not unfit,
-        f"launcher.workers: {unfit[0] if unfit else 0} devices cannot be split by"
-        f" parallel.data x fsdp x tensor, which are {given} without the -1; choose"
+        f"launcher.workers: {unfit[0] if unfit else 0} devices cannot be split by the"
+        f" fixed axes of parallel.data x fsdp x tensor, {fixed} in product; choose"
         " other sizes, or other numbers of workers",
     )
     shards = math.lcm(*(n // c.parallel.tensor for n in devices))
@@ -297,20 +299,22 @@ def _check_device_counts(c: Config, devices: list[int]) -> None:
 
 
 def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> None:
-    """Refuse replicas that workers cannot share, and fewer of them than the quorum."""
+    """Refuse replicas that the workers cannot share, and too few of them for the quorum
+    with the minimum number of workers.
+    """
     _require(
         replicas % most == 0,
         f"diloco.replicas={replicas} is not a multiple of launcher.workers[1]={most};"
         f" nearest valid: {max(1, round(replicas / most)) * most}",
     )
     quorum = c.diloco.quorum or replicas
-    each = replicas // most
-    fewest = -(-quorum // each)
+    share = replicas // most
+    fewest = -(-quorum // share)
     _require(
         least >= fewest,
-        f"launcher.workers=[{least},{most}] would go on with {least * each} of"
+        f"launcher.workers=[{least},{most}] would go on with {least * share} of"
         f" {replicas} replicas, but diloco.quorum is {quorum}; choose"
-        f" launcher.workers=[{fewest},{most}], or diloco.quorum={least * each}",
+        f" launcher.workers=[{fewest},{most}], or diloco.quorum={least * share}",
     )
     participants = c.diloco.participants or 1
     _require(
@@ -320,51 +324,52 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
         f" most {least * each}, or leave it out",
     )
     for count in range(least, most):
-        _check_replica_data(c, count * each)
+        _check_replica_data(c, count * share)
 
 
-def _check_data(c: Data) -> None:
+def _check_data(data: Data) -> None:
     """Refuse keys that the chosen source does not use, and keys that it lacks."""
     for key, users in DATA_KEYS.items():
-        value = getattr(c, key)
+        value = getattr(data, key)
         if value in (None, (), False):
             continue
         shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
-        choices = " or ".join(f"data={name}" for name in users)
+        valid = " or ".join(f"data={name}" for name in users)
         _require(
-            c.source in users,
-            f"data.{key}={shown} is not used by data={c.source}, and would be ignored;"
-            f" it belongs to {choices}: add {choices}, or leave data.{key} out",
+            data.source in users,
+            f"data.{key}={shown} is not used by data={data.source}, and would be"
+            f" ignored; it belongs to {valid}: add {valid}, or leave data.{key} out",
         )
-    for key in NEEDED:
-        missing = c.source in DATA_KEYS[key] and getattr(c, key) is None
+    for key in NOT_NULL_KEYS:
+        missing = data.source in DATA_KEYS[key] and getattr(data, key) is None
         _require(
             not missing,
-            f"data.{key} is null; choose the group, data={c.source}, or give it a"
+            f"data.{key} is null; choose the group, data={data.source}, or give it a"
             " value",
         )
     _require(
-        c.val_fraction != 0,
+        data.val_fraction != 0,
         "data.val_fraction=0: a validation part is needed; give it a small share, such"
         " as 0.01",
     )
     _require(
-        c.source != "text" or bool(c.paths),
+        data.source != "text" or bool(data.paths),
         "data=text needs data.paths=[FILE,...]; texts of a program are given to"
         " train(config, data=TEXTS), without data=text",
     )
     _require(
-        c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANIZATION/DATASET"
+        data.source != "hf" or bool(data.name),
+        "data=hf needs data.name=ORGANIZATION/DATASET",
     )
     _require(
-        c.source != "prepared" or bool(c.prepared_dir),
+        data.source != "prepared" or bool(data.prepared_dir),
         "data=prepared needs data.prepared_dir=DIRECTORY",
     )
     _require(
-        c.source != "mix" or bool(c.sources),
+        data.source != "mix" or bool(data.sources),
         "data=mix needs data.sources=[DIRECTORY,...]",
     )
     _require(
-        c.source in ("prepared", "mix") or bool(c.tokenizer),
+        data.source in ("prepared", "mix") or bool(data.tokenizer),
         "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
     )

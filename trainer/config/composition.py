@@ -31,25 +31,26 @@ LEADING_TILDE = re.compile(
     r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)"
 )
 TILDE_IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
-# keys of names; Hydra reads 1e3 as the number 1000.0, and true as a truth value
-NAMES = re.compile(
+# The values of these keys are names, of which Hydra would read 1e3 as a number and true
+# as a boolean.
+NAME_KEYS = re.compile(
     r"run_dir|init_from|resume\.source|tracker\.(?:project|entity|group|name|tags)"
     r"|data\.(?:cache_dir|prepared_dir|tokenizer|name|config|split|column|revision"
     r"|paths|sources)"
 )
-LIKE_A_NUMBER = re.compile(
+NUMBER_OR_BOOL = re.compile(
     r"((?:^|[\[,])\s*)([+-]?(?:\.?\d[\w.+-]*|nan|inf(?:inity)?|true|false))"
     r"(?=\s*(?:[,\]]|$))",
     re.IGNORECASE,
 )
-PATTERNS = ("data.paths", "data.sources")
+PATTERN_KEYS = ("data.paths", "data.sources")
 
 
 def compose_config(arguments: Sequence[str]) -> Config:
     """Return the checked configuration of these arguments.
 
     Raises:
-      UserError: for every error, also for Hydra's.
+      UserError: an argument is not valid; Hydra's errors become UserErrors, too.
     """
     try:
         line = expand_arguments(arguments)
@@ -63,24 +64,24 @@ def compose_config(arguments: Sequence[str]) -> Config:
 
 
 def compose_tree(overrides: Sequence[str], **settings: Any) -> DictConfig:
-    """Return the configuration as Hydra composes it, unchecked."""
+    """Return the configuration as Hydra composes it, without checks."""
     with initialize_config_dir(CONFIGS, version_base=None):
         return compose("config", list(overrides), **settings)
 
 
 def resolved_yaml(line: CommandLine) -> str:
     """Return the resolved configuration of a command line as YAML, with the settings of
-    a continued run.
+    the run that it continues.
     """
     tree = compose_tree(overrides_in(line.overrides))
     return yaml.safe_dump(with_saved(tree, line.saved), sort_keys=False)
 
 
 def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> Config:
-    """Return the schema's dataclass of a composed tree.
+    """Return the checked `Config` of a composed tree.
 
     Args:
-      tree: as Hydra composes it.
+      tree: the configuration as Hydra composes it.
       saved: settings of a continued run, by dotted key.
       changes: values of top-level keys.
 
@@ -88,7 +89,7 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
       UserError: a key, a value or a combination is not valid.
     """
     plain = with_saved(tree, saved)
-    plain.pop("experiment", None)  # the name of a group choice without keys of its own
+    plain.pop("experiment", None)  # a group without keys: only the name of a choice
     plain |= changes
     fetch_from_hub(plain, saved)
     if inherited.needs_architecture(plain.get("model")):
@@ -108,22 +109,24 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
 def fetch_from_hub(plain: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Replace ids of the hub by the directories of their files.
 
-    Nothing is fetched because a saved run says so.
+    Ids in `saved` stay: the run directory of somebody else must not cause a download.
     """
     for key in hub.KEYS:
         *groups, name = key.split(".")
-        tree: Any = plain
+        keys: Any = plain
         for group in groups:
-            tree = tree.get(group)
-        if key not in saved and isinstance(tree, dict):
-            value = tree.get(name)
+            keys = keys.get(group)
+        if key not in saved and isinstance(keys, dict):
+            value = keys.get(name)
             if isinstance(value, str):
-                tree[name] = hub.fetch(key, value)
+                keys[name] = hub.fetch(key, value)
 
 
 def with_presets(phases: Any) -> Any:
-    """Return `train.phases` with all fields of the precisions that it names. Raises
-    UserError.
+    """Return `train.phases` with all fields of the precisions that it names.
+
+    Raises:
+      UserError: a phase names no preset.
     """
     if not isinstance(phases, list):
         return phases
@@ -147,12 +150,12 @@ def full_precision(precision: Any) -> Any:
 
 
 def presets() -> list[str]:
-    """Return the names of precisions."""
+    """Return the names of the presets of `precision`."""
     return sorted(path.stem for path in Path(CONFIGS, "precision").glob("*.yaml"))
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Return the fields of a precision. Raises UserError for an unknown name."""
+    """Return the fields of a preset. Raises UserError for an unknown name."""
     if name not in presets():
         raise UserError(
             f"train.phases: precision={name!r} is no preset; {nearest(name, presets())}"
@@ -171,18 +174,17 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     continued run or of `config=FILE`.
 
     Raises:
-      UserError: an old name, a run that cannot be continued, or a file that cannot be
-        read.
+      UserError: a key was renamed, a run cannot be continued, or a file cannot be read.
     """
     long = long_forms(arguments)
     refuse_old_names(long)
-    given = overrides_in(long)
-    # With their values; Hydra wants them first.
-    flags = [argument for argument in long if argument not in given]
+    overrides = overrides_in(long)
+    # Hydra wants flags and their values (`--config-dir DIR`) before the overrides.
+    flags = [argument for argument in long if argument not in overrides]
     groups, families = choices_of_groups(), choice_of_each_family()
-    files = [text for text in given if text.startswith("config=")]
-    given = [text for text in given if text not in files]
-    line = continue_run(given, groups, families, is_sweep=is_sweep(flags))
+    files = [text for text in overrides if text.startswith("config=")]
+    overrides = [text for text in overrides if text not in files]
+    line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))
     if files and line.saved:
         raise UserError(
             f"{files[0]}, but resume= takes the settings of that run; leave config="
@@ -190,7 +192,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
         )
     if files:
         path = Path(files[0].partition("=")[2])
-        line = over_defaults(path, given, groups, families)
+        line = over_defaults(path, overrides, groups, families)
     return line._replace(overrides=[*flags, *line.overrides])
 
 
@@ -204,8 +206,9 @@ def choices_of_groups() -> dict[str, list[str]]:
 
 
 def choice_of_each_family() -> dict[str, str]:
-    """Return a choice of `model` for each family; all choices of a family have the same
-    keys.
+    """Return one choice of `model` for each family.
+
+    All choices of a family have the same keys.
     """
     choices: dict[str, str] = {}
     for path in sorted(Path(CONFIGS, "model").glob("*.yaml")):
@@ -221,7 +224,7 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def overrides_in(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments `key=value`, without flags."""
+    """Return the arguments `key=value`, without flags and `~key`."""
     return [a for a in arguments if "=" in a and not a.startswith("-")]
 
 
@@ -234,9 +237,9 @@ class Sweep(NamedTuple):
     """The jobs of a command line.
 
     Attributes:
-      keys: those that have several values.
-      jobs: the overrides of each job; empty where it is no sweep, or where its jobs
-        cannot be listed in advance.
+      keys: the keys that have several values.
+      jobs: the overrides of each job; empty if it is no sweep, or if its jobs cannot be
+        listed in advance.
     """
 
     keys: list[str]
@@ -247,9 +250,9 @@ class Sweep(NamedTuple):
         """Return the sweep of expanded arguments."""
         if not is_sweep(arguments):
             return cls([], [])
-        given = overrides_in(arguments)
+        texts = overrides_in(arguments)
         try:
-            overrides = OverridesParser.create().parse_overrides(given)
+            overrides = OverridesParser.create().parse_overrides(texts)
         except HydraException:
             return cls([], [])  # Hydra reports it
         swept = {o.get_key_element(): o for o in overrides if o.is_sweep_override()}
@@ -257,7 +260,7 @@ class Sweep(NamedTuple):
             return cls(list(swept), [])
         constant = [
             text
-            for text, override in zip(given, overrides, strict=True)
+            for text, override in zip(texts, overrides, strict=True)
             if not override.is_sweep_override()
         ]
         values = [
@@ -268,7 +271,7 @@ class Sweep(NamedTuple):
         return cls(list(swept), jobs)
 
     def problems(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return what is wrong with the jobs, each problem once.
+        """Return the errors of the jobs' configurations, each error once.
 
         `saved`: as in `build_config`.
         """
@@ -304,20 +307,24 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         simulated = re.fullmatch(r"(\+*)precision=(sim_(e\d+m\d+[ts]?))", argument)
         if simulated:
-            sign, name, form = simulated.groups()
+            sign, name, number_format = simulated.groups()
             long += [
                 f"{sign}precision=sim",
                 f"precision.name={name}",
-                f"precision.forward={form}",
-                f"precision.backward={form}",
+                f"precision.forward={number_format}",
+                f"precision.backward={number_format}",
             ]
             continue
         argument = re.sub(r"^(\+*)resume=", r"\1resume.source=", argument)
         tilde = TILDE_IN_LIST if argument.startswith("data.paths=") else LEADING_TILDE
         argument = tilde.sub(lambda match: match[1] + home, argument)
         key, _, value = argument.partition("=")
-        if NAMES.fullmatch(key.lstrip("+")) and "'" not in value and '"' not in value:
-            argument = f"{key}={LIKE_A_NUMBER.sub(r"\1'\2'", value)}"
+        if (
+            NAME_KEYS.fullmatch(key.lstrip("+"))
+            and "'" not in value
+            and '"' not in value
+        ):
+            argument = f"{key}={NUMBER_OR_BOOL.sub(r"\1'\2'", value)}"
         long.append(argument)
     return long
 
@@ -331,7 +338,7 @@ def explain(error: Exception, argv: list[str]) -> str:
         text = text.split(" See https://")[0]
         for argument in argv:
             if (
-                key_of(argument) in PATTERNS
+                key_of(argument) in PATTERN_KEYS
                 and (listed := without_braces(argument)) != argument
             ):
                 return (
@@ -349,11 +356,11 @@ def explain(error: Exception, argv: list[str]) -> str:
             f"{text}: cannot be read; unusual characters need quotes within quotes:"
             " \"data.paths=['a (1).txt']\""
         )
-    absent = re.search(r"Could not find '([^']+)/([^/']+)'", text)
-    if absent and Path(CONFIGS, absent.group(1)).is_dir():
-        return describe_wrong_choice(*absent.groups())
-    wrong = re.search(r"Could not override '([^']+)'", text)
-    if not wrong:
+    wrong_choice = re.search(r"Could not find '([^']+)/([^/']+)'", text)
+    if wrong_choice and Path(CONFIGS, wrong_choice[1]).is_dir():
+        return describe_wrong_choice(*wrong_choice.groups())
+    wrong_key = re.search(r"Could not override '([^']+)'", text)
+    if not wrong_key:
         return text
     # The valid keys depend on the choices of groups.
     choices = [
@@ -362,11 +369,11 @@ def explain(error: Exception, argv: list[str]) -> str:
         if re.fullmatch(r"\w+=\w+", argument) and is_group(argument)
     ]
     valid = OmegaConf.to_container(compose_tree(choices))
-    return describe_wrong_key(wrong.group(1), valid)
+    return describe_wrong_key(wrong_key[1], valid)
 
 
 def _is_unreadable(argument: str) -> bool:
-    """Return whether Hydra's grammar does not have an argument `key=value`."""
+    """Return whether Hydra's grammar refuses an argument `key=value`."""
     if "=" not in argument or argument.startswith("-"):
         return False
     try:
@@ -382,14 +389,14 @@ def is_group(argument: str) -> bool:
 
 
 def describe_wrong_key(key: str, tree: Any) -> str:
-    """Return what is wrong with a dotted key, and the valid keys where it fails."""
+    """Return the message for a wrong dotted key, with the valid keys or the nearest."""
     parts, root = key.split("."), tree
     for depth, part in enumerate(parts):
         if not isinstance(tree, dict):
             return f"unknown key {key}: {'.'.join(parts[:depth])} has no keys"
         if part not in tree:
             hint = nearest(part, list(tree))
-            # A bare name may lack its group.
+            # The user may have left out the group.
             if len(parts) == 1 or "did you mean" not in hint:
                 hint = suggest_other_group(parts[-1], root) or hint
             return f"unknown key {key}; {hint}"
@@ -398,26 +405,24 @@ def describe_wrong_key(key: str, tree: Any) -> str:
 
 
 def suggest_other_group(name: str, tree: Any) -> str:
-    """Return a hint to keys of other groups with this name, for a user who left the
-    group out.
-    """
+    """Return a hint to keys of this name in other groups; empty: there are none."""
     keys = [key for key, _ in flatten(tree)]
-    called = [key for key in keys if key.split(".")[-1] == name]
-    if not called:
-        called = [key for key in keys if key.split(".")[-1].startswith(f"{name}_")]
-    if not called:
+    similar = [key for key in keys if key.split(".")[-1] == name]
+    if not similar:
+        similar = [key for key in keys if key.split(".")[-1].startswith(f"{name}_")]
+    if not similar:
         return ""
-    return f"did you mean {' or '.join(called)}? `--cfg job` shows all keys"
+    return f"did you mean {' or '.join(similar)}? `--cfg job` shows all keys"
 
 
 def describe_wrong_choice(group: str, choice: str) -> str:
-    """Return that a group has no such choice, and the valid ones."""
+    """Return the message for a choice that a group does not have, with valid ones."""
     valid = choices_of_groups()[group]
     text = f"{group}={choice}: there is no {group}/{choice}; {nearest(choice, valid)}"
     if group == "precision":
-        alike = [name for name in valid if choice in name]
-        if alike:
-            text = f"precision={choice}: choose one of {', '.join(alike)}"
+        similar = [name for name in valid if choice in name]
+        if similar:
+            text = f"precision={choice}: choose one of {', '.join(similar)}"
         text += (
             ", sim_eXmY (any format, such as sim_e3m4, truncated sim_e3m4t, stochastic"
             " sim_e3m4s)"

@@ -1,8 +1,8 @@
 """`resume=RUN`: continue or fork a run by its directory alone, with its settings.
 
-A run directory may come from somebody else. Its settings are laid over the composed
-configuration as values: none of its text is parsed as an override, interpolated, or
-seen by Hydra.
+A run directory may come from somebody else. Its settings overwrite keys of the composed
+configuration as plain values: none of its text is parsed as an override, interpolated,
+or seen by Hydra.
 """
 
 import copy
@@ -22,17 +22,17 @@ from trainer.errors import UserError
 from trainer.files import read_mapping
 from trainer.text import nearest, unquoted
 
-# Not settings of the training.
-NOT_TAKEN = ("run_dir", "resume", "dry_run", "launcher")
-# Who starts a run decides where it writes outside its directory, to whom it sends its
+# These are no settings of the training, so a continued run does not keep them.
+NOT_CONTINUED = ("run_dir", "resume", "dry_run", "launcher")
+# The user who starts a run decides where it writes outside its directory, who gets its
 # metrics, and from where compiled programs, which are code, are loaded.
-COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
-NOT_TRUSTED = (COMPILED, DATA_CACHE, "tracker.entity")
+COMPILE_CACHE, DATA_CACHE = "compile_cache", "data.cache_dir"
+NOT_TRUSTED = (COMPILE_CACHE, DATA_CACHE, "tracker.entity")
 TASKS = "eval.tasks"
 CONFIGS = str(Path(__file__).resolve().parents[1] / "configs")
 RUN_NAME = "tracker.name"
-# Groups whose values come from the choice of another group.
-SET_BY = {"diloco": "parallel"}
+# The choice of `parallel` sets the values of group `diloco`.
+CHOSEN_BY = {"diloco": "parallel"}
 
 
 class CommandLine(NamedTuple):
@@ -43,12 +43,12 @@ class CommandLine(NamedTuple):
         command line or from our own lists.
       saved: settings of the continued run by dotted key, without those that `overrides`
         set.
-      not_taken: values of that run by key of `NOT_TRUSTED`, which are not used.
+      not_trusted: values of NOT_TRUSTED keys that the run has; they are not used.
     """
 
     overrides: list[str]
     saved: dict[str, Any]
-    not_taken: dict[str, str] = {}  # noqa: RUF012 never changed
+    not_trusted: dict[str, str] = {}  # noqa: RUF012 never changed
 
 
 def continue_run(
@@ -61,42 +61,45 @@ def continue_run(
     """Add the settings of the run that `resume.source` names, if it names one.
 
     Without `run_dir`, or with the run's own, the run itself is continued; else it is
-    forked. A group that is chosen again takes nothing from the run.
+    forked. A group that `arguments` choose keeps no settings of the run.
 
     Args:
       arguments: overrides in their long forms.
       groups: the choices of each group of the configuration.
       families: a choice of `model` for each family.
-      is_sweep: whether each job has a directory of its own.
+      is_sweep: whether each job has its own directory.
 
     Raises:
       UserError: a damaged run directory, or arguments that contradict each other.
     """
     pairs = (argument.partition("=") for argument in arguments)
-    given = {key.lstrip("+~"): value for key, _, value in pairs}
-    written = given.get("resume.source", "auto")
-    source = unquoted(written)
+    overrides = {key.lstrip("+~"): value for key, _, value in pairs}
+    typed_source = overrides.get("resume.source", "auto")
+    source = unquoted(typed_source)
     file = Path(source) / "config.yaml"
     if source in ("auto", "none") or not file.is_file():
         return CommandLine(list(arguments), {})
-    _refuse_contradictions(given, source)
+    _refuse_contradictions(overrides, source)
     tree = read_saved(file)
-    run_dir = unquoted(given.get("run_dir", source))
+    run_dir = unquoted(overrides.get("run_dir", source))
     # A link to the run's directory is the run, too.
     is_same_run = not is_sweep and os.path.realpath(run_dir) == os.path.realpath(source)
-    if is_same_run and given.get("resume.step", "null") != "null":
+    if is_same_run and overrides.get("resume.step", "null") != "null":
         raise UserError(
-            f"resume.step={given['resume.step']} starts another run from that step of"
-            f" resume={source}; add run_dir=DIRECTORY for it"
+            f"resume.step={overrides['resume.step']} starts another run from that step"
+            f" of resume={source}; add run_dir=DIRECTORY for it"
         )
-    chosen_groups = [group for group in groups if group in given]
-    chosen_groups += [keys for keys, group in SET_BY.items() if group in chosen_groups]
-    not_taken = {*NOT_TAKEN, *chosen_groups}
+    chosen_groups = [group for group in groups if group in overrides]
+    chosen_groups += [
+        group for group, chooser in CHOSEN_BY.items() if chooser in chosen_groups
+    ]
+    skipped_groups = {*NOT_CONTINUED, *chosen_groups}
+    kept = {group: keys for group, keys in tree.items() if group not in skipped_groups}
     saved = {}
-    for key, value in flatten({k: v for k, v in tree.items() if k not in not_taken}):
-        is_given = any(overlaps(key, other) for other in given)
-        # A fork has a name of its own.
-        if not is_given and (is_same_run or key != RUN_NAME):
+    for key, value in flatten(kept):
+        is_overridden = any(overlaps(key, other) for other in overrides)
+        # A fork does not inherit the run's name.
+        if not is_overridden and (is_same_run or key != RUN_NAME):
             saved[key] = value
     not_trusted = {}
     for key in NOT_TRUSTED:
@@ -108,7 +111,8 @@ def continue_run(
                 f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
                 f" {TASKS}= yourself"
             )
-    # The keys of these three groups depend on their choice, or which of them are null.
+    # The choice of these three groups decides which of their keys exist or are null, so
+    # it is named again.
     choices = []
     if "model" not in chosen_groups:
         family = tree["model"]["family"]
@@ -122,19 +126,20 @@ def continue_run(
         choice = tree[group][key]
         if group not in chosen_groups and choice in groups[group]:
             choices.append(f"{group}={choice}")
-    # `resume.source` stays: saved settings without a checkpoint start no run.
-    place = [f"run_dir={written}"] if is_same_run else []
-    return CommandLine([*choices, *arguments, *place], saved, not_trusted)
+    # `arguments` still have `resume.source`, so that a run directory without a
+    # checkpoint is refused at the start.
+    own_run_dir = [f"run_dir={typed_source}"] if is_same_run else []
+    return CommandLine([*choices, *arguments, *own_run_dir], saved, not_trusted)
 
 
-def _refuse_contradictions(given: Mapping[str, str], source: str) -> None:
-    """Refuse overrides that would replace saved settings as a whole."""
-    if "experiment" in given:
+def _refuse_contradictions(overrides: Mapping[str, str], source: str) -> None:
+    """Refuse overrides that would replace whole groups of saved settings."""
+    if "experiment" in overrides:
         raise UserError(
-            f"experiment={given['experiment']}, but resume={source} takes its settings"
-            " from that run; leave experiment out, or name the keys to change"
+            f"experiment={overrides['experiment']}, but resume={source} takes its"
+            " settings from that run; leave experiment out, or name the keys to change"
         )
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key in annotations(Config) and value.startswith("{"):
             raise UserError(
                 f"{key}={value}: beside resume= give its keys one by one, such as"
@@ -148,15 +153,15 @@ def overlaps(key: str, other: str) -> bool:
 
 
 def with_saved(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve the composed configuration, with the saved settings laid over it.
+    """Resolve the composed configuration, overwritten by the saved settings.
 
-    Interpolations of the composed configuration may read saved values; text like one in
-    a saved value stays text.
+    Interpolations of the composed configuration may read saved values. In a saved value
+    text such as ${run_dir} stays text.
     """
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
-    # OmegaConf refuses to interpolate "???", its missing value: so nobody reads a saved
-    # value with ${...} in it.
+    # OmegaConf refuses to interpolate "???", its missing value, so no interpolation
+    # reads a saved value that contains ${...}.
     hidden = {key: "???" for key, value in saved.items() if "${" in str(value)}
     set_keys(plain, {**saved, **hidden})
     resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
@@ -166,7 +171,9 @@ def with_saved(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_keys(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
-    """Set dotted keys of nested mappings; a part that is no mapping becomes one."""
+    """Set dotted keys of nested mappings; missing groups, and values in the place of a
+    group, become mappings.
+    """
     for key, value in values.items():
         *groups, name = key.split(".")
         node = tree
@@ -178,8 +185,10 @@ def set_keys(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
 
 
 def read_saved(file: Path) -> dict[str, Any]:
-    """Read a run's config.yaml, and check that its groups are the schema's. Raises
-    UserError.
+    """Return a run's config.yaml, with the current names of its keys.
+
+    Raises:
+      UserError: the file is damaged, or its groups are not those of the schema.
     """
     if file.is_symlink():
         raise UserError(f"{file} is a symbolic link; replace it by the file itself")
@@ -202,7 +211,7 @@ def read_saved(file: Path) -> dict[str, Any]:
 
 
 def default_cache(key: str) -> str | None:
-    """Return the default directory of a cache, COMPILED or DATA_CACHE."""
-    file = "config.yaml" if key == COMPILED else "base/data.yaml"
-    place: str | None = read_mapping(Path(CONFIGS, file))[key.rpartition(".")[2]]
-    return place
+    """Return the default directory of a cache, COMPILE_CACHE or DATA_CACHE."""
+    file = "config.yaml" if key == COMPILE_CACHE else "base/data.yaml"
+    directory: str | None = read_mapping(Path(CONFIGS, file))[key.rpartition(".")[2]]
+    return directory

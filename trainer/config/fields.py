@@ -1,5 +1,5 @@
-"""Frozen dataclasses from nested mappings. A wrong key or value is answered with one
-line of what is valid.
+"""Make frozen dataclasses from nested mappings. A UserError names the wrong key or
+value and what is valid.
 """
 
 import dataclasses
@@ -15,10 +15,11 @@ from trainer.text import nearest
 
 
 def from_saved(cls: type, tree: Any) -> Any:
-    """Return `from_tree` of what a run saved, perhaps with old names or without new
-    keys.
+    """Return `from_tree` of a saved configuration, which may have old names of keys and
+    lack new keys.
 
-    A new key that may be null is null, and so are all keys of a new group of such keys.
+    A missing key that may be null is null, and so are all keys of a missing group of
+    such keys.
     """
     if isinstance(tree, Mapping):
         tree = renamed_keys(tree)
@@ -26,9 +27,8 @@ def from_saved(cls: type, tree: Any) -> Any:
 
 
 def completed(hint: Any, tree: Any) -> Any:
-    """Return saved values with null for the keys that they lack and that may be null.
-
-    `hint`: their class.
+    """Return saved values of the class `hint`, with null for missing keys that may be
+    null.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -55,7 +55,7 @@ def _may_be_null(hint: Any) -> bool:
 
 
 def _is_group_of_nulls(hint: Any) -> bool:
-    """Return whether it is a dataclass all of whose keys may be null."""
+    """Return whether an annotation is a dataclass all of whose keys may be null."""
     return (
         isinstance(hint, type)
         and dataclasses.is_dataclass(hint)
@@ -69,11 +69,11 @@ def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
     Args:
       cls: the dataclass.
       tree: the mappings.
-      path: of `cls` in the configuration, for messages.
-      variant: which of several classes it is, for messages.
+      path: dotted key of `cls` in the configuration, for messages.
+      variant: " of NAME" if `cls` is one of several variants, for messages.
 
     Raises:
-      UserError: with the key, the value, and what is valid.
+      UserError: a key or a value is not valid.
     """
     if not isinstance(tree, Mapping):
         raise UserError(f"{path}: expected a group of keys, found {tree!r}")
@@ -132,25 +132,25 @@ def converted(hint: Any, value: Any, path: str) -> Any:
     """Return a value in the type and within the bounds of its annotation `hint`.
 
     Raises:
-      UserError: with `path`, for any other value.
+      UserError: the value is not valid; the message names `path`.
     """
     variants = _variants(hint)
     if variants is not None:
         return _variant(variants, value, path)
-    result = _typed(hint, value, path)
+    result = _in_type(hint, value, path)
     check(hint, result, path)
     return result
 
 
-def _typed(hint: Any, value: Any, path: str) -> Any:
-    """Return a value in the type of its annotation."""
+def _in_type(hint: Any, value: Any, path: str) -> Any:
+    """Return a value converted to the type of its annotation."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_tree(typing.cast(type, hint), value, path)
     if origin is Annotated:
-        return _typed(args[0], value, path)
+        return _in_type(args[0], value, path)
     if origin in (types.UnionType, typing.Union):  # X | None
-        return None if value is None else _typed(args[0], value, path)
+        return None if value is None else _in_type(args[0], value, path)
     if origin is Literal:
         # YAML reads the choice `true` as a boolean.
         word = str(value).lower()
@@ -162,23 +162,22 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
                 f" {path}=[a,b]"
             )
         return tuple(converted(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-    # In Python true is an int, in a configuration it is not.
+    # Python's True is an int, but `true` is no number of a configuration.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        check(int, value, path)  # a float cannot be any larger
+        check(int, value, path)  # `float` would overflow on a huge number
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if hint is str and isinstance(value, str) and "\0" in value:
         raise UserError(f"{path}={value!r}: a text may not hold the character NUL")
     if type(value) is not hint:
-        raise UserError(
-            f"{path}={value!r}: expected {_kind(hint)}, found {_kind(type(value))}"
-        )
+        found = _type_name(type(value))
+        raise UserError(f"{path}={value!r}: expected {_type_name(hint)}, found {found}")
     return value
 
 
 def _variants(hint: Any) -> Variants | None:
-    """Return the classes that an annotation chooses from; None: it has one type."""
+    """Return the classes that an annotation chooses from; None: it has one class."""
     for extra in getattr(hint, "__metadata__", ()):
         if isinstance(extra, Variants):
             return extra
@@ -186,7 +185,7 @@ def _variants(hint: Any) -> Variants | None:
 
 
 def _variant(variants: Variants, value: Any, path: str) -> Any:
-    """Return the dataclass that the mapping's key names."""
+    """Return the mapping as the variant that its key names."""
     name: Any = value.get(variants.key) if isinstance(value, Mapping) else value
     if name not in variants.classes:
         key = path if variants.key == "name" else f"{path}.{variants.key}"
@@ -197,7 +196,7 @@ def _variant(variants: Variants, value: Any, path: str) -> Any:
     return from_tree(variants.classes[name], value, path, f" of {name}")
 
 
-def _kind(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     names: dict[Any, str] = {
         int: "a whole number",
         float: "a number",

@@ -11,22 +11,22 @@ TOKENIZER_FILES = (
     "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
 MODEL_FILES = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
-# Keys that take an id, each with the patterns of the files that count.
+# Keys that take an id, each with the patterns of the files to fetch.
 KEYS = {"init_from": MODEL_FILES, "data.tokenizer": TOKENIZER_FILES}
 
 
 def fetch(key: str, value: str) -> str:
     """Return the directory of a hub id's files, fetched if the cache lacks them.
 
-    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`. What exists as a path, or is in a
-    directory that does, is a path, and returned as it is.
+    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`. A value that exists as a path, or
+    whose parent directory exists, is returned unchanged.
 
     Args:
       key: the key of the configuration, one of `KEYS`.
       value: its value.
 
     Raises:
-      UserError: the hub has no such repository, or is not reached.
+      UserError: the hub has no such repository, or cannot be reached.
     """
     match = HUB_ID.fullmatch(value)
     if match is None or Path(value).exists() or Path(value).parent.exists():

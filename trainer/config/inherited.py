@@ -1,4 +1,4 @@
-"""The architecture of `init_from`, for `model=from_init`; read without JAX, before
+"""The architecture of `init_from`, for `model=from_init`, read without JAX, before
 anything is built.
 """
 
@@ -16,26 +16,23 @@ from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 
 NAME = "from_init"
-# what a file of odd values raises
+# Reading unexpected values raises these.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 def needs_architecture(model: Any) -> bool:
-    """Return whether a composed `model` is `from_init`, with sizes that are not filled
-    in yet.
-    """
+    """Return whether a composed `model` is `from_init` and still lacks sizes."""
     if not isinstance(model, dict) or model.get("name") != NAME:
         return False
     family = model.get("family")
     if family not in SPECS:
         return family is None
     spec = SPECS[family]
-    free = {
+    may_be_null = {
         field.name for field in dataclasses.fields(spec) if field.default is None
     } | {"vocab_size"}
-    return any(
-        model.get(key) is None for key in spec.checkpoint_fields() if key not in free
-    )
+    needed = [key for key in spec.checkpoint_fields() if key not in may_be_null]
+    return any(model.get(key) is None for key in needed)
 
 
 def inherit(
@@ -44,12 +41,13 @@ def inherit(
     """Return the keys of `model`, with the architecture of the weights.
 
     Args:
-      model: of the composed configuration; keys that are not null must agree.
-      init_from: the key of that name.
+      model: keys of the composed configuration; those that are not null must be equal
+        to those of the weights.
+      init_from: the configuration's `init_from`.
       other_tokenizer: whether the vocabulary is the data's, not the weights'.
 
     Raises:
-      UserError: no `init_from`, no architecture there, or another one than asked for.
+      UserError: `init_from` is null or has no architecture, or keys are not equal.
     """
     if init_from is None:
         raise UserError(
@@ -58,24 +56,24 @@ def inherit(
         )
     source = Path(init_from)
     if (source / "config.yaml").is_file():
-        theirs = architecture_of_run(source)
+        architecture = architecture_of_run(source)
     else:
-        theirs = architecture_of_weights(source)
+        architecture = architecture_of_weights(source)
     if other_tokenizer:
-        theirs.pop("vocab_size", None)
+        architecture.pop("vocab_size", None)
     if model.get("context") is not None:  # a limit, which another run may set lower
-        theirs.pop("context", None)
-    other = [
+        architecture.pop("context", None)
+    conflicts = [
         f"model.{key}={model[key]} ({value} there)"
-        for key, value in theirs.items()
+        for key, value in architecture.items()
         if model.get(key) is not None and model[key] != value
     ]
-    if other:
+    if conflicts:
         raise UserError(
             f"model=from_init, but init_from={init_from} is another model:"
-            f" {', '.join(other)}; leave these out"
+            f" {', '.join(conflicts)}; leave these out"
         )
-    return with_family_defaults(theirs["family"], {**model, **theirs})
+    return with_family_defaults(architecture["family"], {**model, **architecture})
 
 
 def with_family_defaults(family: str, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def with_family_defaults(family: str, model: Mapping[str, Any]) -> dict[str, Any
 
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
-    """Return the family and the keys of the architecture in a run's configuration."""
+    """Return the family and the architecture keys of a run."""
     file = run_dir / "config.yaml"
     try:
         model = read_mapping(file)["model"]
@@ -110,8 +108,9 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def architecture_of_weights(source: Path) -> dict[str, Any]:
-    """Return the same of a Hugging Face directory, or of the directory of a safetensors
-    file.
+    """Return the family and the architecture keys of a Hugging Face directory.
+
+    `source`: the directory, or a safetensors file in it.
     """
     file = (source if source.is_dir() else source.parent) / "config.json"
     if source.exists():
@@ -125,7 +124,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(file))
         name = family_name_of(config)
-        theirs = SPECS[name].keys_of_huggingface(config)
+        architecture = SPECS[name].keys_of_huggingface(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (*DAMAGED, RecursionError) as error:
@@ -134,5 +133,5 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
             " name"
         ) from error
     with well_formed(file, "choose the model by name"):
-        check_sizes(source, theirs)
-    return theirs | {"family": name}
+        check_sizes(source, architecture)
+    return architecture | {"family": name}

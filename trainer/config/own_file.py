@@ -1,7 +1,8 @@
-"""`config=my.yaml`: a file of one's own over the defaults and below the command line.
+"""`config=my.yaml`: the user's file, which overrides the defaults and is overridden by
+the command line.
 
-Its values are laid over the composed configuration as those of a continued run are:
-none of its text is parsed as an override or interpolated.
+Its values overwrite the composed configuration as those of a continued run do: none of
+its text is parsed as an override or interpolated.
 """
 
 import re
@@ -19,8 +20,9 @@ from trainer.errors import UserError
 from trainer.files import path_of, read_mapping
 from trainer.text import key_of, nearest
 
-# Keys whose value in a group names a choice of it, the first one that does.
-NAMED_BY = ("source", "kind", "name")
+# A key of a group may name its choice, as in `data: {source: text}`. The first of these
+# whose value is a choice counts.
+CHOICE_KEYS = ("source", "kind", "name")
 
 
 def over_defaults(
@@ -32,37 +34,39 @@ def over_defaults(
     """Return the settings of a file, without those that the arguments set.
 
     The file has keys as the command line does, nested (`train: {steps: 100}`) or dotted
-    (`train.steps: 100`), and choices (`model: llama_nano`). A group that an argument
-    chooses takes nothing from the file.
+    (`train.steps: 100`), and choices (`model: llama_nano`). If an argument chooses a
+    group, the file's keys of that group are ignored.
 
     Args:
-      path: of the file.
+      path: the file.
       arguments: overrides in their long forms, without `config=`.
       groups: the choices of each group of the configuration.
       families: a choice of `model` for each family.
 
     Raises:
-      UserError: no such file, no YAML, or a key of another kind than those.
+      UserError: the file does not exist, is not YAML, or has an unknown key.
     """
     choices, tree = _read(path, groups, families)
-    given = {key_of(text) for text in arguments}
-    if "experiment" in given:
+    overridden = {key_of(argument) for argument in arguments}
+    if "experiment" in overridden:
         raise UserError(
             f"experiment= and config={path}: which wins is not clear; put experiment"
             " into the file, or name the keys to change"
         )
-    chosen = [group for group in groups if group in given]
+    chosen_groups = [group for group in groups if group in overridden]
     saved = {
         key: value
         for key, value in flatten(tree)
-        if key.partition(".")[0] not in chosen
-        and not any(overlaps(key, other) for other in given)
+        if key.partition(".")[0] not in chosen_groups
+        and not any(overlaps(key, other) for other in overridden)
     }
     for key in hub.KEYS:
         if isinstance(saved.get(key), str):
             saved[key] = hub.fetch(key, saved[key])
-    new = [f"{group}={name}" for group, name in choices.items() if group not in given]
-    return CommandLine([*new, *arguments], saved)
+    new_choices = [
+        f"{group}={name}" for group, name in choices.items() if group not in overridden
+    ]
+    return CommandLine([*new_choices, *arguments], saved)
 
 
 def _read(
@@ -79,15 +83,15 @@ def _read(
     tree: dict[str, Any] = {}
     valid = [*groups, *annotations(Config)]
     for key, value in entries.items():
-        top = key.partition(".")[0]
-        if top == "resume":
+        group = key.partition(".")[0]
+        if group == "resume":
             raise UserError(
                 f"config={path}: {key} belongs on the command line; resume=RUN takes"
                 " all settings of a run"
             )
-        if top not in valid:
+        if group not in valid:
             raise UserError(
-                f"config={path}: unknown key {key}; {nearest(top, sorted({*valid}))}"
+                f"config={path}: unknown key {key}; {nearest(group, sorted({*valid}))}"
             )
         if key in groups and not isinstance(value, Mapping):
             if value is not None:
@@ -97,7 +101,7 @@ def _read(
     tree = renamed_keys(tree)
     for group, values in tree.items():
         if group not in choices and isinstance(values, Mapping) and group in groups:
-            names = [values.get(key) for key in NAMED_BY]
+            names = [values.get(key) for key in CHOICE_KEYS]
             names = [name for name in names if name in groups[group]]
             if group == "model" and not names:
                 names = [families.get(str(values.get("family")))]
@@ -107,9 +111,9 @@ def _read(
 
 
 def _choice(path: Path, group: str, value: Any, valid: Sequence[str]) -> str:
-    """Return the choice of a group.
+    """Return the choice of a group, which must be one word.
 
-    A word only: Hydra would resolve interpolations, and follow paths out of our groups.
+    In other text Hydra would resolve interpolations, or follow a path to another file.
     """
     if not re.fullmatch(r"\w+", str(value)):
         raise UserError(

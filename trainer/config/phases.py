@@ -1,4 +1,4 @@
-"""The phases of a training: the steps of each, and its configuration."""
+"""The phases of a training: the steps and the configuration of each."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ class PhaseConfig(NamedTuple):
     """A phase of the training and its configuration.
 
     Attributes:
-      start: steps taken before its first one.
-      until: steps taken after its last one.
-      config: the configuration of the phase, without phases; its schedule is over its
-        own steps.
+      start: number of steps of the run before the phase.
+      until: number of the last step of the phase.
+      config: the configuration of the phase, without phases; its schedule spans the
+        phase's own steps.
     """
 
     start: int
@@ -23,10 +23,11 @@ class PhaseConfig(NamedTuple):
 
 
 def phases_of(c: Config) -> list[PhaseConfig]:
-    """Return the phases in their order; one without `train.phases`.
+    """Return the phases in order; without `train.phases` the whole run is one phase.
 
     Raises:
-      UserError: their borders are not ascending steps.
+      UserError: a phase does not end later than the one before it, or not at a step of
+        the run.
     """
     if c.train.phases is None:
         return [PhaseConfig(0, c.train.steps, c)]
@@ -37,16 +38,16 @@ def phases_of(c: Config) -> list[PhaseConfig]:
         )
     if c.train.trainable is not None:
         raise UserError(
-            "train.trainable and train.phases: say in each phase what is trained,"
-            " trainable:[...]"
+            "train.trainable cannot be set together with train.phases; set"
+            " trainable:[...] in each phase"
         )
     phases: list[PhaseConfig] = []
     for i, phase in enumerate(c.train.phases):
         key = f"train.phases[{i}].until"
         start = phases[-1].until if phases else 0
-        last = i + 1 == len(c.train.phases)
+        is_last = i + 1 == len(c.train.phases)
         until = phase.until
-        if until is None and last:
+        if until is None and is_last:
             until = c.train.steps
         if until is None:
             raise UserError(
@@ -59,8 +60,11 @@ def phases_of(c: Config) -> list[PhaseConfig]:
                 " one, or more steps"
             )
         if until <= start:
-            raise UserError(f"{key}={until} comes after {start}; give rising steps")
-        if last and until < c.train.steps:
+            raise UserError(
+                f"{key}={until}, but the phase before it ends at step {start}; give"
+                " rising steps"
+            )
+        if is_last and until < c.train.steps:
             raise UserError(
                 f"{key}={until}, but train.steps={c.train.steps}; leave it out, or add"
                 " a phase behind it"
@@ -90,8 +94,9 @@ def _phase_config(c: Config, phase: TrainPhase) -> Config:
 
 
 def phase_at(c: Config, step: int) -> Config:
-    """Return the configuration of the phase of step `step`, counted from 1; beyond the
-    end the last one's.
+    """Return the configuration of the phase of step `step`, counted from 1.
+
+    Steps beyond the end have the last phase's.
     """
     phases = phases_of(c)
     return next(

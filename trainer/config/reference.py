@@ -1,7 +1,7 @@
 """Every key of the configuration with its default, its choices and its comment.
 
-The comments are read from the YAML files of `trainer/configs`: behind a key, and in
-the lines below it that begin further right.
+The comments are read from the YAML files of `trainer/configs`. A comment stands behind
+its key and continues in more indented lines below it.
 """
 
 import re
@@ -30,7 +30,7 @@ LINE = re.compile(
     r"(?P<indent> *)(?P<entry>- )?(?P<key>[\w/@]+)(:|(?=\s+#))"
     r"(?P<value>.*?)((?<=\s)# (?P<about>.*))?$"
 )
-FURTHER = re.compile(r"(?P<indent> +)# (?P<about>.*)$")
+CONTINUATION = re.compile(r"(?P<indent> +)# (?P<about>.*)$")
 NOT_KEYS = ("defaults", "hydra")
 
 
@@ -38,9 +38,9 @@ class Key(NamedTuple):
     """A key of the configuration.
 
     Attributes:
-      name: dotted, as it is typed.
-      default: as it is typed.
-      choices: all valid values; empty where they are not a list of names.
+      name: the dotted key.
+      default: the value as the user types it.
+      choices: all valid values; empty if they are not a list of names.
       about: the comment.
     """
 
@@ -51,14 +51,14 @@ class Key(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Keys that stand together.
+    """A group of keys.
 
     Attributes:
       name: the part of the keys before the dot; empty: keys without a group.
-      chosen: the choice, as `model=NAME`; empty for a group without choices.
+      chosen: the choice NAME, as in `model=NAME`; empty for a group without choices.
       choices: all valid choices.
       about: the comment.
-      keys: with their defaults in that choice.
+      keys: the keys, with their defaults in the choice `chosen`.
     """
 
     name: str
@@ -74,18 +74,19 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
     Raises:
       UserError: an override is not valid.
     """
-    given = long_forms(overrides)
+    long = long_forms(overrides)
     try:
-        tree = compose_tree(given, return_hydra_config=True)
+        tree = compose_tree(long, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, given)) from None
+        raise UserError(explain(error, long)) from None
     chosen = dict(tree.hydra.runtime.choices)
     valid = choices_of_groups()
     raw = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(raw, dict)
     values = {str(key): raw[key] for key in raw if key not in NOT_KEYS}
     values.setdefault("experiment", None)
-    values["model"]["lr"] = tree.model.lr
+    # The tree is not resolved, so that `run_dir` shows its pattern. The learning rate
+    # shows its number.
     values["optimizer"]["lr"] = tree.optimizer.lr
     about = comments(Path(CONFIGS, "config.yaml").read_text(encoding="utf-8"))
     groups = [Group("", "", (), "", tuple(_keys("", values, about)))]
@@ -110,23 +111,24 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
 def _keys(
     prefix: str, values: Mapping[str, Any], about: Mapping[str, str]
 ) -> Iterator[Key]:
-    """Yield the keys of a group, or those without a group."""
+    """Yield the keys of the group `prefix`, or for "" the keys without a group."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         is_group = not prefix and isinstance(value, Mapping)
         if not is_group and name != "experiment":
-            yield Key(name, typed(value), choices(name, values), about.get(name, ""))
+            valid = valid_names(name, values)
+            yield Key(name, as_typed(value), valid, about.get(name, ""))
 
 
 def _comments_of(group: str, choice: str | None) -> dict[str, str]:
-    """Return the comments of a group's keys, of the choice's bases first."""
+    """Return the comments of a group's keys, each from the first file that has it."""
     files = [Path(CONFIGS, "base", f"{group}.yaml")]
     if choice is not None:
         file = Path(CONFIGS, group, f"{choice}.yaml")
         bases = re.findall(r"/base/(\w+)@", file.read_text(encoding="utf-8"))
         files += [Path(CONFIGS, "base", f"{base}.yaml") for base in bases]
         files.append(file)
-    if group == "model":  # from_init has no base, but keys of every family
+    if group == "model":  # from_init has the keys of every family, but no base
         files += sorted(
             file
             for file in Path(CONFIGS, "base").glob("*.yaml")
@@ -142,16 +144,16 @@ def _comments_of(group: str, choice: str | None) -> dict[str, str]:
 def comments(text: str) -> dict[str, str]:
     """Return the comment of each key of a YAML file, by dotted key.
 
-    An entry of the defaults, `- model: gpt2_nano`, is the key `model`.
+    An entry of the defaults list, such as `- model: gpt2_nano`, counts as key `model`.
     """
     comment_of: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     for line in text.splitlines():
-        further = FURTHER.match(line)
-        if further and path and len(further["indent"]) > path[-1][0] + 2:
+        more = CONTINUATION.match(line)
+        if more and path and len(more["indent"]) > path[-1][0] + 2:
             name = ".".join(key for _, key in path)
             comment_of[name] = (
-                f"{comment_of.get(name, '')} {further['about'].strip()}".strip()
+                f"{comment_of.get(name, '')} {more['about'].strip()}".strip()
             )
             continue
         match = LINE.match(line)
@@ -167,11 +169,11 @@ def comments(text: str) -> dict[str, str]:
     return comment_of
 
 
-def choices(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names that a key takes; empty where it takes other values."""
+def valid_names(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names that a key takes; empty if it takes other values."""
     hint: Any = Config
     for part in name.split("."):
-        hint = _plain(hint, values)
+        hint = _variant_of(hint, values)
         if not isinstance(hint, type) or part not in (fields := annotations(hint)):
             return ()
         hint = fields[part]
@@ -187,8 +189,8 @@ def choices(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
         hint = arguments[0]
 
 
-def _plain(hint: Any, values: Mapping[str, Any]) -> Any:
-    """Return the dataclass that an annotation means, for these values of the group."""
+def _variant_of(hint: Any, values: Mapping[str, Any]) -> Any:
+    """Return the dataclass that an annotation means for these values of the group."""
     for extra in getattr(hint, "__metadata__", ()):
         if isinstance(extra, Variants):
             name = values.get(extra.key)
@@ -196,17 +198,17 @@ def _plain(hint: Any, values: Mapping[str, Any]) -> Any:
     return hint
 
 
-def typed(value: Any) -> str:
-    """Return a value as it is typed behind `key=`."""
+def as_typed(value: Any) -> str:
+    """Return a value as the user types it behind `key=`."""
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
         case list() | tuple():
-            return f"[{','.join(map(typed, value))}]"
+            return f"[{','.join(map(as_typed, value))}]"
         case Mapping():
-            pairs = (f"{key}:{typed(item)}" for key, item in value.items())
+            pairs = (f"{key}:{as_typed(item)}" for key, item in value.items())
             return f"{{{','.join(pairs)}}}"
         case str() if value != value.strip() or not value:
             return repr(value)

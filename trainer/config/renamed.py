@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.errors import UserError
 
-# Checkpoint format 4 and later have the names on the right. No name on the left may get
-# another meaning.
+# Checkpoint format 4 and later have the names on the right. No new key may have a name
+# on the left.
 RENAMED_KEYS = {
     "train.accum": "train.grad_accum_steps",
     "sample.max_new": "sample.max_new_tokens",
@@ -29,7 +29,7 @@ RENAMED_CHOICES = {"parallel=local": "parallel=diloco"}
 
 
 def refuse_old_names(overrides: Sequence[str]) -> None:
-    """Raise UserError with the new name of the first override that has an old one."""
+    """Raise UserError with the new name if an override has an old one."""
     for override in overrides:
         key, equals, value = override.partition("=")
         prefix = key[: len(key) - len(key.lstrip("+~"))]
@@ -45,8 +45,9 @@ def refuse_old_names(overrides: Sequence[str]) -> None:
 
 
 def new_name(key: str) -> str | None:
-    """Return the new name of a dotted key, also inside `train.phases`; None if it was
-    not renamed.
+    """Return the new name of a dotted key, also inside `train.phases`.
+
+    None: it was not renamed.
     """
     phase = re.match(r"train\.phases\[\d+\]\.", key)
     prefix = phase[0] if phase else ""
@@ -55,13 +56,11 @@ def new_name(key: str) -> str | None:
 
 
 def renamed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration, nested plain values, with the current names of all
-    keys.
-    """
+    """Return a saved configuration with the current names of all keys."""
     tree = _with_new_names(saved)
     train = tree.get("train")
     if isinstance(train, dict) and isinstance(train.get("phases"), list | tuple):
-        # A phase may have a precision of its own.
+        # A phase may have its own precision.
         train["phases"] = [
             _with_new_names(p) if isinstance(p, Mapping) else p for p in train["phases"]
         ]

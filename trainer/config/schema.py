@@ -1,10 +1,10 @@
-"""The schema of the configuration: frozen dataclasses without defaults (the YAML files
-of `trainer/configs/` have those).
+"""The schema of the configuration: frozen dataclasses without defaults, which the YAML
+files of `trainer/configs/` have.
 
 Keys of a model, a precision or an optimizer are declared where they are used: in the
 specs of `trainer.models`, the `Policy` of `trainer.precision` and the entries of
 `trainer.step.optimizers`. `trainer.config.fields` makes a `Config` of a composed
-dictionary; `trainer.config.combinations` refuses what cannot run together.
+dictionary; `trainer.config.combinations` refuses settings that cannot run together.
 """
 
 import dataclasses
@@ -33,16 +33,15 @@ from trainer.step.schedule import ScheduleName
 
 
 @dataclass(frozen=True)
-class Model:
-    """The keys of every model; the schema of a family, in MODELS, adds those of its
-    spec.
+class ModelConfig:
+    """The keys of every model; the schemas in MODEL_SCHEMAS add those of the spec.
 
     Attributes:
-      name: of the preset.
-      family: of `trainer.models.registry`.
+      name: name of the preset.
+      family: name of an entry of `trainer.models.registry`.
       lr: the peak learning rate that suits the size; `optimizer.lr` takes it.
       vocab_size: number of ids; None: that of the tokenizer.
-      context: of the spec.
+      context: tokens per sequence.
     """
 
     name: str
@@ -52,8 +51,10 @@ class Model:
     context: int
 
     def spec(self, vocab_size: int) -> Any:
-        """Return the spec of the family for a tokenizer of so many ids. Raises
-        UserError.
+        """Return the spec of the family; `vocab_size` is the tokenizer's.
+
+        Raises:
+          UserError: the sizes do not fit each other.
         """
         spec = SPECS[self.family]
         settings = {
@@ -63,19 +64,19 @@ class Model:
 
 
 def schema_of(spec: type) -> type:
-    """Return the schema of `model` for a spec: `Model` with its fields; `vocab_size`
-    may be null.
+    """Return the schema of `model` for a spec: `ModelConfig` and the spec's fields, of
+    which `vocab_size` may be null.
     """
     keys = [
         (name, hint | None if name == "vocab_size" else hint)
         for name, hint in annotations(spec).items()
     ]
     return dataclasses.make_dataclass(
-        f"{spec.__name__}Keys", keys, bases=(Model,), frozen=True
+        f"{spec.__name__}Keys", keys, bases=(ModelConfig,), frozen=True
     )
 
 
-MODELS = {family: schema_of(spec) for family, spec in SPECS.items()}
+MODEL_SCHEMAS = {family: schema_of(spec) for family, spec in SPECS.items()}
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Precision(Policy):
-    """A policy, and what a run does about it.
+    """The precision policy of a run, the preset's name, and two settings of the run.
 
     Attributes:
-      name: of the preset.
+      name: name of the preset.
       rescale_every: steps between two checks of the weights' scales; 0: never.
-      require_fp8: whether to stop if a chosen matmul was not compiled in FP8; None: on
-        Hopper or newer.
+      require_fp8: whether to stop if a chosen matmul was not compiled in FP8; None: if
+        the GPU is a Hopper or newer.
     """
 
     name: str
@@ -158,17 +159,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """DiLoCo's replicas and outer optimizer; all keys are null without replicas
-    (`parallel=diloco` has values).
+    """DiLoCo's replicas and outer optimizer; `parallel=diloco` has values, and all keys
+    are null without replicas.
 
     Attributes:
-      replicas: number of replicas, each with an optimizer of its own.
+      replicas: number of replicas, each with its own optimizer.
       sync_every: steps between two exchanges of outer gradients.
       outer_grad: the format in which outer gradients are sent.
       outer_lr: learning rate of the outer optimizer, SGD with Nesterov momentum
         `outer_momentum`.
-      error_feedback: whether the rounding error of an exchange is added to the next
-        one.
+      error_feedback: whether an exchange adds the rounding error of the last one.
       fragments: number of parts of the parameters, exchanged at different steps.
       participants: replicas that train in a round, drawn for each round; None: all.
       data: `split`: replicas share every batch; `sources`: replica k reads source k of
@@ -193,16 +193,16 @@ class DiLoCo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who starts the processes of a run; all keys are null for the command itself
-    (`launcher=ray` has values).
+    """The launcher of a run's processes. Without one (`launcher=local`) the command
+    itself trains, and all keys are null.
 
     Attributes:
-      kind: None: whoever calls the command.
-      workers: the fewest and the most workers, each a process.
-      worker_gpus: GPUs of a worker; None: one where the cluster has GPUs.
-      worker_cpus: cores of a worker; None: one.
+      kind: the launcher; None: none.
+      workers: minimum and maximum number of workers; each is a process.
+      worker_gpus: GPUs of a worker; None: one if the cluster has GPUs, else none.
+      worker_cpus: CPU cores of a worker; None: one.
       restarts: how often lost workers are replaced.
-      resize_seconds: between two looks for machines that came back.
+      resize_seconds: seconds between two checks for machines that came back.
     """
 
     kind: Literal["ray"] | None
@@ -235,8 +235,8 @@ class Init:
     """The use of `init_from`'s weights.
 
     Attributes:
-      embeddings: method for table rows of another tokenizer's tokens; None: another
-        tokenizer is refused.
+      embeddings: how embedding rows are made if the weights have another tokenizer;
+        None: refuse such weights.
     """
 
     embeddings: Method | None
@@ -251,15 +251,17 @@ class Resume:
 
 @dataclass(frozen=True)
 class TrainPhase:
-    """A part of the training with settings of its own, an entry of `train.phases`;
-    None: as elsewhere.
+    """A part of the training with its own settings, an entry of `train.phases`. None:
+    the value of the run.
 
     Attributes:
-      until: steps taken in all when it ends; None, in the last one: the end.
-      trainable: as `train.trainable`.
-      lr: the peak of its learning rate.
-      schedule: over its own steps, warm-up included, as the next three are.
-      precision: of the phase; in a configuration file, the name of a preset.
+      until: the step, counted over the whole run, after which the phase ends; None, in
+        the last phase only: `train.steps`.
+      trainable: as `train.trainable`; None: all parameters.
+      lr: peak learning rate.
+      schedule: shape of the learning rate over the phase's own steps, warm-up included.
+      warmup_fraction, min_ratio, decay_fraction: as in `schedule`, of these steps.
+      precision: as the group; in a configuration file, the name of a preset.
     """
 
     until: Positive | None = None
@@ -290,9 +292,10 @@ class Eval:
     """Tasks that evaluate the model, beside the validation loss.
 
     Attributes:
-      tasks: of `scalify-trainer evaluate`; None: none.
-      tasks_every: steps; None: after the last one only.
-      limit: largest number of items of a task; None: see there.
+      tasks: tasks of `scalify-trainer evaluate`; None: none.
+      tasks_every: steps between two scores; None: only after the last step.
+      limit: maximum number of items per task; None: 200 for last_word and word_order,
+        all for the harness's tasks.
       batch_size: sequences at once; None: 16.
     """
 
@@ -309,7 +312,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleConfig:
     every: Natural
     prompt: Annotated[str, Bound(bool, "a first word")]
     max_new_tokens: Annotated[int, at_least(0), at_most(MOST_NEW_TOKENS)]
@@ -339,7 +342,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Config:
-    model: Annotated[Model, Variants("family", MODELS)]
+    model: Annotated[ModelConfig, Variants("family", MODEL_SCHEMAS)]
     data: Data
     optimizer: Annotated[Optimizer, Variants("name", OPTIMIZERS)]
     schedule: Schedule
@@ -353,7 +356,7 @@ class Config:
     train: Train
     eval: Eval
     metrics: Metrics
-    sample: Sample
+    sample: SampleConfig
     watchdog: WatchdogConfig
     profile: Profile
     seed: Annotated[int, at_least(0), at_most(2**32 - 1)]  # JAX keeps 32 bits of a seed
@@ -362,7 +365,7 @@ class Config:
     init: Init
     dry_run: bool
     compile_cache: str | None
-    # null: auto, in runs that were saved before the key existed
+    # None: auto. Runs that were saved before the key existed have None.
     deterministic: Deterministic | None
 
     @property
@@ -377,15 +380,13 @@ class Config:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that an optimizer step trains on: those of the DiLoCo replicas that
-        take part.
-        """
+        """Tokens that an optimizer step trains on, under DiLoCo by the participants."""
         replicas = self.diloco.replicas or 1
         participants = self.diloco.participants or replicas
         return self.train.batch_tokens * participants // replicas
 
 
-# The sources that use a key of `data`; every source uses the other keys.
+# The sources that use a key of `data`. Keys that are not listed belong to every source.
 DATA_KEYS = {
     "cache_dir": ("embedded", "python", "text", "hf", "mix"),
     "workers": ("embedded", "python", "text", "hf", "mix"),
@@ -406,4 +407,4 @@ DATA_KEYS = {
     "stages": ("mix",),
 }
 # Keys that may not be null for the sources that use them.
-NEEDED = ("cache_dir", "val_fraction", "column", "split")
+NOT_NULL_KEYS = ("cache_dir", "val_fraction", "column", "split")

@@ -23,7 +23,7 @@ from trainer.config.composition import (
     describe_wrong_key,
 )
 from trainer.config.fields import from_saved, from_tree, to_tree
-from trainer.config.schema import MODELS, Config, schema_of
+from trainer.config.schema import MODEL_SCHEMAS, Config, schema_of
 from trainer.errors import UserError
 from trainer.models.registry import SPECS
 
@@ -125,7 +125,7 @@ class TinySpec:
 def tiny(monkeypatch):
     """The tree of a configuration whose model is of another family."""
     monkeypatch.setitem(SPECS, "tiny", TinySpec)
-    monkeypatch.setitem(MODELS, "tiny", schema_of(TinySpec))
+    monkeypatch.setitem(MODEL_SCHEMAS, "tiny", schema_of(TinySpec))
     model = {
         "name": "mine",
         "family": "tiny",

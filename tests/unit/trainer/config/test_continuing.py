@@ -22,7 +22,12 @@ from trainer.config.composition import (
     compose_config,
     expand_arguments,
 )
-from trainer.config.continuing import COMPILED, DATA_CACHE, continue_run, default_cache
+from trainer.config.continuing import (
+    COMPILE_CACHE,
+    DATA_CACHE,
+    continue_run,
+    default_cache,
+)
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -150,10 +155,10 @@ def test_caches_and_addressees_are_not_taken_from_a_run(run_dir, tmp_path):
     file.write_text(yaml.safe_dump(tree))
     c = compose_config(["resume=old"])
     assert (c.compile_cache, c.data.cache_dir) == (
-        default_cache(COMPILED),
+        default_cache(COMPILE_CACHE),
         default_cache(DATA_CACHE),
     )
-    assert expand_arguments(["resume=old"]).not_taken == {
+    assert expand_arguments(["resume=old"]).not_trusted == {
         "compile_cache": "evil",
         "data.cache_dir": "old/data",
         "tracker.entity": "somebody",

@@ -35,7 +35,8 @@ def test_a_run_that_was_saved_before_has_no_launcher():
         ),
         (
             [*RAY, "launcher.workers=[1,2]", "parallel.tensor=2"],
-            "1 devices cannot be split by parallel.data x fsdp x tensor, which are 2",
+            "1 devices cannot be split by the fixed axes of parallel.data x fsdp x"
+            " tensor, 2 in product",
         ),
         (
             [*RAY, "launcher.workers=[1,3]", "parallel=diloco"],

@@ -62,7 +62,10 @@ def test_a_phase_may_change_keys_of_a_preset():
     ("phases", "message"),
     [
         ("[{until:13},{}]", "train.phases[0].until=13 is beyond train.steps=12"),
-        ("[{until:6},{until:6},{}]", "train.phases[1].until=6 comes after 6"),
+        (
+            "[{until:6},{until:6},{}]",
+            "train.phases[1].until=6, but the phase before it ends at step 6",
+        ),
         ("[{},{until:12}]", "train.phases[0].until is missing"),
         ("[{until:6}]", "train.phases[0].until=6, but train.steps=12"),
         ("[]", "train.phases=[]: expected a phase or more"),
@@ -87,7 +90,7 @@ def test_what_are_no_phases_is_refused_in_a_line(phases, message):
 
 
 def test_what_is_trained_is_said_once():
-    with pytest.raises(UserError, match="say in each phase what is trained"):
+    with pytest.raises(UserError, match="in each phase"):
         compose_config(
             [f"train.phases=[{EMBEDDINGS},{{}}]", "train.trainable=[kernels]", *ARGS]
         )
