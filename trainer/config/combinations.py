@@ -309,12 +309,12 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
     )
     quorum = c.diloco.quorum or replicas
     share = replicas // most
-    fewest = -(-quorum // share)
+    needed = -(-quorum // share)
     _require(
-        least >= fewest,
+        least >= needed,
         f"launcher.workers=[{least},{most}] would go on with {least * share} of"
         f" {replicas} replicas, but diloco.quorum is {quorum}; choose"
-        f" launcher.workers=[{fewest},{most}], or diloco.quorum={least * share}",
+        f" launcher.workers=[{needed},{most}], or diloco.quorum={least * share}",
     )
     participants = c.diloco.participants or 1
     _require(
@@ -333,11 +333,11 @@ def _check_data(data: Data) -> None:
         value = getattr(data, key)
         if value in (None, (), False):
             continue
-        shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
         valid = " or ".join(f"data={name}" for name in users)
         _require(
             data.source in users,
-            f"data.{key}={shown} is not used by data={data.source}, and would be"
+            f"data.{key}={text} is not used by data={data.source}, and would be"
             f" ignored; it belongs to {valid}: add {valid}, or leave data.{key} out",
         )
     for key in NOT_NULL_KEYS:

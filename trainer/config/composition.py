@@ -88,32 +88,32 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
     Raises:
       UserError: a key, a value or a combination is not valid.
     """
-    plain = with_saved(tree, saved)
-    plain.pop("experiment", None)  # a group without keys: only the name of a choice
-    plain |= changes
-    fetch_from_hub(plain, saved)
-    if inherited.needs_architecture(plain.get("model")):
-        plain["model"] = inherited.inherit(
-            plain["model"],
-            converted(str | None, plain["init_from"], "init_from"),
-            other_tokenizer=plain["init"]["embeddings"] is not None,
+    values = with_saved(tree, saved)
+    values.pop("experiment", None)  # a group without keys: only the name of a choice
+    values |= changes
+    fetch_from_hub(values, saved)
+    if inherited.needs_architecture(values.get("model")):
+        values["model"] = inherited.inherit(
+            values["model"],
+            converted(str | None, values["init_from"], "init_from"),
+            other_tokenizer=values["init"]["embeddings"] is not None,
         )
-    plain["train"]["phases"] = with_presets(plain["train"]["phases"])
-    config: Config = from_tree(Config, plain)
+    values["train"]["phases"] = with_presets(values["train"]["phases"])
+    config: Config = from_tree(Config, values)
     validate(config)
     for phase in phases_of(config):
         validate(phase.config)
     return config
 
 
-def fetch_from_hub(plain: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def fetch_from_hub(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Replace ids of the hub by the directories of their files.
 
     Ids in `saved` stay: the run directory of somebody else must not cause a download.
     """
     for key in hub.KEYS:
         *groups, name = key.split(".")
-        keys: Any = plain
+        keys: Any = values
         for group in groups:
             keys = keys.get(group)
         if key not in saved and isinstance(keys, dict):
@@ -160,11 +160,11 @@ def preset(name: str) -> dict[str, Any]:
         raise UserError(
             f"train.phases: precision={name!r} is no preset; {nearest(name, presets())}"
         )
-    base, chosen = (
+    base, changes = (
         OmegaConf.load(Path(CONFIGS, folder))
         for folder in ("base/precision.yaml", f"precision/{name}.yaml")
     )
-    fields = OmegaConf.to_container(OmegaConf.merge(base, chosen))
+    fields = OmegaConf.to_container(OmegaConf.merge(base, changes))
     assert isinstance(fields, dict)
     return {str(key): value for key, value in fields.items() if key != "defaults"}
 

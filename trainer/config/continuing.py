@@ -94,9 +94,9 @@ def continue_run(
         group for group, chooser in CHOSEN_BY.items() if chooser in chosen_groups
     ]
     skipped_groups = {*NOT_CONTINUED, *chosen_groups}
-    kept = {group: keys for group, keys in tree.items() if group not in skipped_groups}
+    groups_to_keep = {k: v for k, v in tree.items() if k not in skipped_groups}
     saved = {}
-    for key, value in flatten(kept):
+    for key, value in flatten(groups_to_keep):
         is_overridden = any(overlaps(key, other) for other in overrides)
         # A fork does not inherit the run's name.
         if not is_overridden and (is_same_run or key != RUN_NAME):
@@ -158,13 +158,13 @@ def with_saved(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
     Interpolations of the composed configuration may read saved values. In a saved value
     text such as ${run_dir} stays text.
     """
-    plain = OmegaConf.to_container(tree, resolve=False)
-    assert isinstance(plain, dict)
+    values = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(values, dict)
     # OmegaConf refuses to interpolate "???", its missing value, so no interpolation
     # reads a saved value that contains ${...}.
     hidden = {key: "???" for key, value in saved.items() if "${" in str(value)}
-    set_keys(plain, {**saved, **hidden})
-    resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    set_keys(values, {**saved, **hidden})
+    resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     assert isinstance(resolved, dict)
     set_keys(resolved, saved)
     return {str(key): value for key, value in resolved.items()}

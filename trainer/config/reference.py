@@ -79,7 +79,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
         tree = compose_tree(long, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, long)) from None
-    chosen = dict(tree.hydra.runtime.choices)
+    choice_of = dict(tree.hydra.runtime.choices)
     valid = choices_of_groups()
     raw = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(raw, dict)
@@ -93,7 +93,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
     for name, group in values.items():
         if not isinstance(group, Mapping) and name not in valid:
             continue
-        choice = chosen.get(name)
+        choice = choice_of.get(name)
         texts = {} if name not in [*valid, "diloco"] else _comments_of(name, choice)
         keys = _keys(f"{name}.", group or {}, {**about, **texts})
         groups.append(

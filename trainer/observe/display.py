@@ -257,9 +257,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
         part = values[len(values) * i // width : len(values) * (i + 1) // width]
         finite = [value for value in part if math.isfinite(value)]
         means.append(math.fsum(finite) / len(finite) if finite else None)
-    known = [mean for mean in means if mean is not None]
-    low = min(known, default=0.0)
-    span = max(known, default=0.0) - low
+    finite_means = [mean for mean in means if mean is not None]
+    low = min(finite_means, default=0.0)
+    span = max(finite_means, default=0.0) - low
     line = ""
     for mean in means:
         if mean is None:

@@ -117,17 +117,17 @@ def shown_panels(
     """
     near = nearness(values["rms"], formats)
     if np.any(near[np.isfinite(near)]):
-        shown = {"rms": near}
+        panels = {"rms": near}
     else:
         with np.errstate(divide="ignore"):
-            shown = {"size": np.log2(values["rms"])}
+            panels = {"size": np.log2(values["rms"])}
     candidates = ["exponent"]
     if set(formats) != {"fp32"}:
         candidates += SHARES
     for name in candidates:
         if np.any(values[name][np.isfinite(values[name])]):
-            shown[name] = values[name]
-    return shown
+            panels[name] = values[name]
+    return panels
 
 
 def draw(
@@ -139,12 +139,12 @@ def draw(
     values: dict[str, np.ndarray],
 ) -> None:
     """Draw one class: a panel for each figure, layers as rows, steps as columns."""
-    shown = shown_panels(formats, values)
+    panels = shown_panels(formats, values)
     counts = Counter(formats)
     counted_formats = ", ".join(f"{name} ({n})" for name, n in counts.items())
     title = f"{title}: {counted_formats if len(counts) > 1 else formats[0]}"
     if "fp32" not in formats:
-        absent = [noun for name, noun in NOUNS.items() if name not in shown]
+        absent = [noun for name, noun in NOUNS.items() if name not in panels]
         title += "".join(f"; no {noun}" for noun in absent)
     height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MAX_LABELS)
     height += MARGIN_TOP + MARGIN_BOTTOM
@@ -160,9 +160,9 @@ def draw(
         "bottom": MARGIN_BOTTOM / height,
     }
     axes = figure.subplots(
-        1, len(shown), gridspec_kw=edges | {"wspace": 0.06}, squeeze=False
+        1, len(panels), gridspec_kw=edges | {"wspace": 0.06}, squeeze=False
     )[0]
-    for i, (ax, (name, x)) in enumerate(zip(axes, shown.items(), strict=True)):
+    for i, (ax, (name, x)) in enumerate(zip(axes, panels.items(), strict=True)):
         image = panel(ax, name, PANELS[name], x)
         box = ax.get_position()
         bar = figure.add_axes(
@@ -218,18 +218,18 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
     if name in SHARES:
         colors, under, norm = "YlOrRd", "white", LogNorm(MIN_SHARE, 1)
         # Zero has no logarithm, so small shares get a value below the color bar.
-        shown = np.where(values < MIN_SHARE, MIN_SHARE / 2, values)
+        drawn = np.where(values < MIN_SHARE, MIN_SHARE / 2, values)
     elif name == "rms":
         colors, under, norm = "RdBu_r", "black", Normalize(-NEAR, NEAR)
-        shown = np.where(np.isneginf(values), -NEAR - 1, values)
+        drawn = np.where(np.isneginf(values), -NEAR - 1, values)
     else:
         nonzero = values[values > ZERO_EXPONENT]
         low, high = (nonzero.min(), nonzero.max()) if nonzero.size else (0, 0)
         colors, under, norm = "viridis", "black", Normalize(low - 1, high + 1)
-        shown = values
+        drawn = values
     color_map = colormaps[colors].with_extremes(bad="grey", under=under)
     image = ax.imshow(
-        shown, aspect="auto", interpolation="nearest", cmap=color_map, norm=norm
+        drawn, aspect="auto", interpolation="nearest", cmap=color_map, norm=norm
     )
     ax.set_title(label, fontsize=11)
     return image

@@ -181,9 +181,9 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     if is_stack(model, layer):
         blocks, _, *rest = layer.split(".")
         layer = ".".join([blocks, *rest])
-    path, _, last = layer.rpartition(".")
-    if last in SIDES:
-        forward, backward = operand_formats(model, path, last)
+    path, _, last_part = layer.rpartition(".")
+    if last_part in SIDES:
+        forward, backward = operand_formats(model, path, last_part)
         is_cast = (forward if kind == "activations" else backward) is not None
         stored_format = policy.compute
     else:
@@ -208,14 +208,14 @@ def attach(model: Model, bound: Any, slots: Slots) -> Any:
             side: Probe(slots[f"{name}.{side}"], *operand_formats(model, name, side))
             for side in sides
         }
-        *parents, last = path
+        *parents, last_key = path
         parent: Any = bound
         for key in parents:
             parent = parent[key] if isinstance(key, int) else getattr(parent, key)
-        if isinstance(last, int):
-            parent[last] = Probed(module, probes)
+        if isinstance(last_key, int):
+            parent[last_key] = Probed(module, probes)
         else:
-            setattr(parent, last, Probed(module, probes))
+            setattr(parent, last_key, Probed(module, probes))
     return bound
 
 
@@ -291,16 +291,18 @@ def stored_gradients(
     model = task.model
     grads, filled_slots = gradients(model, state, batch, step)
     grads = task.trained(grads)
-    stored, exact = model.store_gradients(grads), leaves_by_name(grads)
+    stored = model.store_gradients(grads)
     dtypes = {name: g.dtype for name, g in leaves_by_name(stored).items()}
-    uncast = {name: g for name, g in exact.items() if g.dtype != dtypes[name]}
+    uncast = {
+        name: g for name, g in leaves_by_name(grads).items() if g.dtype != dtypes[name]
+    }
     return stored, uncast, filled_slots
 
 
 def tensor_figures(
     data: jax.Array,
     scale: Any,
-    exact: jax.Array | None,
+    uncast: jax.Array | None,
     settings: tuple[FloatFormat | None, bool, bool],
 ) -> jax.Array:
     """Return the figures of a stored tensor: [4], or [L, 4] of a stack of layers.
@@ -308,22 +310,22 @@ def tensor_figures(
     Args:
       data: the stored values.
       scale: their scale; 1 for a plain array.
-      exact: values before the cast, as in `stats.figures`; or None.
+      uncast: values before the cast, `exact` of `stats.figures`; or None.
       settings: the format of the next cast, whether zeros count (both as in
         `stats.figures`), and whether the tensor is a stack.
     """
     fmt, zeros, stacked = settings
     measure = functools.partial(figures, zeros=zeros)
     if not stacked:
-        return measure(with_scale(data, scale), fmt, exact)
+        return measure(with_scale(data, scale), fmt, uncast)
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
-    if exact is None:
+    if uncast is None:
         return jax.vmap(lambda data, scale: measure(with_scale(data, scale), fmt))(
             data, scale
         )
     return jax.vmap(
-        lambda data, scale, exact: measure(with_scale(data, scale), None, exact)
-    )(data, scale, exact)
+        lambda data, scale, uncast: measure(with_scale(data, scale), None, uncast)
+    )(data, scale, uncast)
 
 
 def in_forward_order(
@@ -333,16 +335,16 @@ def in_forward_order(
 
     A stack gives one pair for each of its layers.
     """
-    single: dict[str, np.ndarray] = {}
+    unstacked: dict[str, np.ndarray] = {}
     for name, values in layers.items():
         if is_stack(model, name):
             blocks, _, rest = name.partition(".")
-            single |= {f"{blocks}.{i}.{rest}": row for i, row in enumerate(values)}
+            unstacked |= {f"{blocks}.{i}.{rest}": row for i, row in enumerate(values)}
         else:
-            single[name] = values
+            unstacked[name] = values
     parts = (SIDES[0], *model.family.parts, SIDES[1])
     ranks = {part: i for i, part in enumerate(parts)}
-    yield from sorted(single.items(), key=lambda item: sort_key(item[0], ranks))
+    yield from sorted(unstacked.items(), key=lambda item: sort_key(item[0], ranks))
 
 
 def sort_key(name: str, ranks: Mapping[str, int]) -> list[int]:
@@ -381,7 +383,7 @@ def make_numerics(
 
     def figures_by_name(
         tensors: dict[str, Any],
-        exact: dict[str, Any],
+        uncast_tensors: dict[str, Any],
         operands: Collection[str] = (),
         *,
         zeros: bool,
@@ -389,7 +391,7 @@ def make_numerics(
         measured = {}
         for name, x in tensors.items():
             data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
-            uncast: Any = exact.get(name)
+            uncast: Any = uncast_tensors.get(name)
             if is_scaled_array(uncast):
                 uncast = uncast.data
             cast_to = operand_format if name in operands else None
@@ -410,7 +412,7 @@ def make_numerics(
         nu_of_narrow_mu = {
             name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu
         }
-        grads, exact, slots = get_gradients(state, batch, np.int32(step))
+        grads, uncast_grads, slots = get_gradients(state, batch, np.int32(step))
         measured = {
             "weights": figures_by_name(
                 leaves_by_name(state.params), {}, kernels, zeros=False
@@ -421,7 +423,7 @@ def make_numerics(
                 name: slot[..., 1, :] for name, slot in slots.items()
             },
             "weight_gradients": figures_by_name(
-                leaves_by_name(grads), exact, zeros=True
+                leaves_by_name(grads), uncast_grads, zeros=True
             ),
             "mu": figures_by_name(mu, nu_of_narrow_mu, zeros=False),
             "nu": figures_by_name(nu, {}, zeros=False),

@@ -168,19 +168,19 @@ def gradient(
         .value_and_grad(params, scaling, tokens, segments, None)
     )
 
-    def stored_or_exact(path: Any, stored: Any, exact: Any) -> jax.Array:
+    def stored_or_uncast(path: Any, stored: Any, uncast: Any) -> jax.Array:
         role = role_of(model.roles, path)
         if role is None or role.layer is None or not model.is_narrow(role):
             return weights.wide(stored)
         return jnp.where(
             on_Lx4[model.narrow.index(role.layer), 3],
             weights.wide(stored),
-            weights.wide(exact),
+            weights.wide(uncast),
         )
 
     stored = model.store_gradients(grads)
     return loss, jax.tree_util.tree_map_with_path(
-        stored_or_exact, stored, grads, is_leaf=is_scaled_array
+        stored_or_uncast, stored, grads, is_leaf=is_scaled_array
     )
 
 
@@ -189,9 +189,9 @@ def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
     spec = model.spec
     if spec.scan_layers:
         params = family_of(spec).unstack_layers(params)
-    plain = dataclasses.replace(spec, scan_layers=False, remat="none")
+    unrolled_spec = dataclasses.replace(spec, scan_layers=False, remat="none")
     return Model.make(
-        plain, model.policy, model.rows, loss_boundary_id=model.loss_boundary_id
+        unrolled_spec, model.policy, model.rows, loss_boundary_id=model.loss_boundary_id
     ), params
 
 
@@ -363,8 +363,8 @@ def advice(findings: Sequence[Finding], max_layers: int = 4) -> str:
             "no layer stands out: keeping one of them in a wider format would change"
             " little"
         )
-    why = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in worst)
+    effects = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in worst)
     return (
         "to keep the worst layers in the compute format:"
-        f" precision.exclude=[{','.join(worst)}]   (removes: {why})"
+        f" precision.exclude=[{','.join(worst)}]   (removes: {effects})"
     )

@@ -18,11 +18,11 @@ def log_duration(
     One message says that the operation runs, and another at its end how long it took.
     `operation` names it, such as `compiling the training step`; `say` prints a message.
     """
-    start, done, lock = time.monotonic(), False, threading.Lock()
+    start, is_done, lock = time.monotonic(), False, threading.Lock()
 
     def begin() -> None:
         with lock:
-            if not done:
+            if not is_done:
                 say(f"{operation} ...")
 
     timer = threading.Timer(seconds, begin)
@@ -33,7 +33,7 @@ def log_duration(
     finally:
         timer.cancel()
         with lock:
-            done = True
+            is_done = True
         duration = time.monotonic() - start
         if duration >= seconds:
             say(f"{operation}: {duration:.0f} s")

@@ -152,10 +152,10 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
     """
     log, samples = run_dir / "metrics.jsonl", run_dir / "samples.txt"
     steps = [row["step"] for row in read_rows(log) if "event" not in row]
-    old = log.with_name(f"{log.name}.old")
+    old_log = log.with_name(f"{log.name}.old")
     try:
         is_longest = bool(steps) and (
-            not old.exists() or log.stat().st_size >= old.stat().st_size
+            not old_log.exists() or log.stat().st_size >= old_log.stat().st_size
         )
         for path in (log, samples):
             if is_longest and path.exists():
@@ -163,19 +163,20 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot rename {log} to {old}: {error.strerror}; choose another run_dir"
+            f"cannot rename {log} to {old_log}: {error.strerror}; choose another"
+            " run_dir"
         ) from error
     if steps:
-        what_became_of_it = f"was deleted, because {old.name} is longer"
+        outcome = f"was deleted, because {old_log.name} is longer"
         if is_longest:
-            what_became_of_it = f"is now {old.name}"
+            outcome = f"is now {old_log.name}"
         logger.warning(
             "run_dir=%s has rows up to step %d, but no checkpoint of its own: starting"
             " after step %d; its old log %s",
             run_dir,
             max(steps),
             step,
-            what_became_of_it,
+            outcome,
         )
 
 

@@ -105,8 +105,8 @@ class TensorboardTracker(Tracker):
     @contextlib.contextmanager
     def _locked_writing(self) -> Iterator[None]:
         """Hold the lock, and raise UserError if the disk is full."""
-        where = f"to {self._folder}"
-        with self._lock, explain_unwritable(where, MAKE_ROOM):
+        target = f"to {self._folder}"
+        with self._lock, explain_unwritable(target, MAKE_ROOM):
             yield
 
     def _write(self, step: int, **content: Any) -> None:

@@ -232,12 +232,12 @@ class WandbTracker(Tracker):
             except Exception as error:
                 self._give_up(type(error).__name__)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         if self._run is not None:
             self._run = None
             logger.warning(
                 "W&B failed (%s): continuing without it; metrics.jsonl has all rows",
-                why,
+                reason,
             )
 
 

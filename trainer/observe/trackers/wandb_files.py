@@ -24,22 +24,22 @@ def _history_records(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     data = read_file(path, LOG_BYTES)
-    position, parts = HEADER.size, b""
+    position, record_data = HEADER.size, b""
     while position + HEADER.size <= len(data):
         left_in_block = BLOCK - position % BLOCK
         if left_in_block < HEADER.size:
             position += left_in_block
             continue
         _, length, kind = HEADER.unpack_from(data, position)
-        part = data[position + HEADER.size : position + HEADER.size + length]
-        if kind == 0 or len(part) < length:
+        chunk = data[position + HEADER.size : position + HEADER.size + length]
+        if kind == 0 or len(chunk) < length:
             return
         position += HEADER.size + length
-        parts = part if kind in (1, 2) else parts + part
+        record_data = chunk if kind in (1, 2) else record_data + chunk
         if kind in (1, 4):
             record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
             try:
-                record.ParseFromString(parts)
+                record.ParseFromString(record_data)
             except DecodeError:
                 return
             if record.WhichOneof("record_type") == "history":
@@ -63,8 +63,8 @@ def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
 
 def last_local_step(run_dir: Path, run_id: str) -> int:
     """Return the last step in W&B's local files; -1: none."""
-    last = -1
+    last_step = -1
     for path in wandb_files(run_dir, run_id):
         for row in _history_records(path):
-            last = max(last, row.step.num)
-    return last
+            last_step = max(last_step, row.step.num)
+    return last_step
