@@ -139,8 +139,8 @@ def with_presets(phases: Any) -> Any:
 
 
 def full_precision(precision: Any) -> Any:
-    """Return all fields of a phase's precision: a preset's name, or
-    `{name:PRESET,key:value,...}`.
+    """Return all fields of a phase's precision, which is given as the name of a preset
+    or as `{name:PRESET,key:value,...}`.
     """
     if isinstance(precision, str):
         return preset(precision)

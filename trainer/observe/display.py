@@ -20,7 +20,7 @@ from trainer.errors import DISK_FULL, complain, discard, printable
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # seconds between plain lines
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
-RECENT = 64  # steps over which the speed is averaged
+SPEED_STEPS = 64  # the speed is averaged over so many steps
 
 
 class Output(Console):
@@ -69,7 +69,7 @@ class Display:
         self._clock = clock
         self._row: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=4096)
-        self._speeds: deque[dict[str, float]] = deque(maxlen=RECENT)
+        self._speeds: deque[dict[str, float]] = deque(maxlen=SPEED_STEPS)
         # By callback: its interval in steps, and the seconds of its last call. The
         # first call, which compiles, leaves None.
         self._pauses: dict[str, tuple[int, float | None]] = {}

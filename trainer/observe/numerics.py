@@ -15,22 +15,22 @@ with probes around its layers. The train step itself is unchanged. A row has
 A stored zero does not tell whether it was rounded to zero. So underflow is counted by
 class:
 
-- Operands of narrow matmuls (weights, inputs, gradients of outputs): against the cast
-  to come. This is exact, with two exceptions: operands are measured before
-  `clip_outliers` clips them, and under `model.mlp=smooth_swiglu` the kernel of the down
-  projection before its rows are multiplied by the channels' divisors.
-- Weight gradients that were cast: against the values before the cast. Exact.
-- First moments: a zero whose second moment is not zero. Exact, where the optimizer has
+- Operands of narrow matmuls (weights, inputs, gradients of outputs): the elements that
+  the next cast makes zero. This is exact, with two exceptions: operands are measured
+  before `clip_outliers` clips them, and under `model.mlp=smooth_swiglu` the kernel of
+  the down projection before its rows are multiplied by the channels' divisors.
+- Weight gradients that were cast: the elements that the cast made zero. Exact.
+- First moments: the zeros whose second moment is not zero. Exact if the optimizer has
   both moments.
-- Other stored tensors: the share of subnormal numbers, without zeros. Biases start as
+- Other stored tensors: the subnormal numbers. Zeros do not count: biases start as
   zeros, unseen rows of an embedding keep zero moments, and a second moment is never
   stored as zero unless it is zero (`scalify_core.optim`).
-- All else: zeros and subnormals of the tensor's own format. This is an upper bound,
-  because gradients of unseen rows and dropped values count too. Operands belong here
-  under methods that measure scales in the matmul (`Method.in_products`: delayed,
+- All others: the zeros and subnormals of the tensor's own format. This is an upper
+  bound, because gradients of unseen rows and dropped values count too. Operands belong
+  here under methods that measure scales in the matmul (`Method.in_products`: delayed,
   current, the block formats): these casts do not use the tensor's own scale.
 
-Saturation is counted against the cast to come, or else the tensor's own format.
+Saturation is counted for the format of the next cast, or else the tensor's own.
 
 On request the row also has `sharpness/logits` and `sharpness/critical`; see
 `sharpness`.
@@ -201,7 +201,7 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     return str(cast_formats[kind] if is_cast else stored_format)
 
 
-def attach(model: Model, bound: Any, slots: Slots) -> Any:
+def attach_probes(model: Model, bound: Any, slots: Slots) -> Any:
     """Put a probe at every slot of the bound model, and return the model."""
     for name, module, path, sides in list(probed_layers(bound)):
         probes = {
@@ -238,7 +238,7 @@ def gradients(
     ) -> Any:
         def loss(params: Any, slots: Slots) -> jax.Array:
             def bind_probed(*arguments: Any) -> Any:
-                return attach(model, model.training.bind(*arguments), slots)
+                return attach_probes(model, model.training.bind(*arguments), slots)
 
             training = model.training._replace(bind=bind_probed)
             return model._replace(training=training).loss(

@@ -60,13 +60,13 @@ class Finding(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cast_forward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return `x`, rounded to the format where the switch is on; the gradient passes."""
+    """Return `x`, rounded to the format if the switch is on; the gradient is not."""
     return jnp.where(on, cast_on_forward(x, fmt), x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cast_backward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return `x`; its gradient is rounded to the format where the switch is on."""
+    """Return `x`; its gradient is rounded to the format if the switch is on."""
     del on, fmt
     return x
 

@@ -23,8 +23,8 @@ def show_progress(
     Data that is prepared already shows nothing.
 
     Args:
-      console: standard error by default.
-      clock: seconds; for tests.
+      console: where to print; None: standard error.
+      clock: returns seconds; for tests.
     """
     console = console or Output(stderr=True, soft_wrap=True)
     if console.is_terminal:
@@ -43,7 +43,7 @@ def show_progress(
 
 
 def line(progress: Progress) -> str:
-    """Format progress: share where it is known, counts, and rate."""
+    """Format progress: the share if it is known, counts, and rate."""
     share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
     rate = progress.new_tokens / max(progress.seconds, 1e-9)
     return (

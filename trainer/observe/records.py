@@ -204,7 +204,7 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
 
     `numerics/CLASS/LAYER/FIGURE` become `numerics/CLASS/` and `underflow_max`,
     `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`. They are NaN
-    where a layer has NaN. RMS and exponents leave out layers that are all zeros.
+    if a layer has NaN. RMS and exponents leave out layers that are all zeros.
     """
     short_row: dict[str, float | int | str] = {}
     # by class and figure, in the order of the layers

@@ -62,7 +62,7 @@ class TensorboardTracker(Tracker):
             files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
             first_step = 0 if start.is_new else start.step + 1 - start.redo_row
             for path in files:
-                cut(path, first_step, event_pb2.Event.FromString)
+                remove_later_events(path, first_step, event_pb2.Event.FromString)
             self._writer = EventsWriter(str(folder / f"part-{len(files):05d}"))
         if files:
             self._write(
@@ -115,7 +115,7 @@ class TensorboardTracker(Tracker):
             self._writer.write_event(event)
 
 
-def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+def read_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the complete records of an event file, each with its content.
 
     A record consists of length, checksum, content, and checksum.
@@ -130,14 +130,14 @@ def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         position = end
 
 
-def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
+def remove_later_events(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
     """Remove events of `step` and later ones from a file, and a torn last record.
 
     `parse` makes an event of the content of a record.
     """
     data = read_file(path, LOG_BYTES)
     remaining = b"".join(
-        record for record, content in records(data) if parse(content).step < step
+        record for record, content in read_records(data) if parse(content).step < step
     )
     if remaining != data:
         write_atomically(path, remaining)

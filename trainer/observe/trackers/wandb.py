@@ -80,7 +80,9 @@ class WandbTracker(Tracker):
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         self._run: Any = self._connect(arguments, online=mode == "online")
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(QUEUE_SIZE)
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_calls, name="wandb", daemon=True
+        )
         self._thread.start()
         if start.log is not None:
             start.log.replay(self, after=self._sent)
@@ -136,23 +138,23 @@ class WandbTracker(Tracker):
 
     def row(self, step: int, row: Row) -> None:
         with self._lock:
-            self._begin(step)
+            self._start_row(step)
             self._row |= without_layers(row)
 
     def event(self, step: int, text: str) -> None:
         with self._lock:
-            self._begin(step)
+            self._start_row(step)
             self._events.append(text)
 
     def sample(self, step: int, name: str, text: str) -> None:
         with self._lock:
-            self._begin(step)
+            self._start_row(step)
             self._texts.setdefault(name, []).append(text)
 
     def picture(self, step: int, name: str, path: Path) -> None:
         picture = self._wandb.Image(str(path))
         with self._lock:
-            self._begin(step)
+            self._start_row(step)
             self._row[name] = picture
 
     def summary(self, values: Row) -> None:
@@ -172,7 +174,7 @@ class WandbTracker(Tracker):
         with self._lock:
             # Events alone belong to a step whose row a resumed run will send.
             if self._row or self._texts:
-                self._send()
+                self._send_row()
         self._enqueue(lambda run: run.finish(exit_code=exit_code))
         self._put(None)
         self._thread.join(
@@ -181,19 +183,19 @@ class WandbTracker(Tracker):
         if self._thread.is_alive():
             self._give_up("does not finish")
             # It runs before W&B's own hook, which would wait forever.
-            atexit.register(_leave, exit_code)
+            atexit.register(_exit_at_once, exit_code)
 
-    def _begin(self, step: int) -> None:
+    def _start_row(self, step: int) -> None:
         """Start the row of a step, and send the previous one.
 
         W&B accepts each step only once, so a row is sent when the next one starts. A
         late event, such as a stall, goes into the current row.
         """
         if step > self._step:
-            self._send()
+            self._send_row()
             self._step = step
 
-    def _send(self) -> None:
+    def _send_row(self) -> None:
         if self._step > self._sent:
             row, step = self._collected_row(), self._step
             self._enqueue(lambda run: run.log(row, step=step, commit=True))
@@ -221,7 +223,7 @@ class WandbTracker(Tracker):
             except queue.Full:
                 self._give_up("does not answer")
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while self._run is not None:
             call = self._calls.get()
             if call is None:
@@ -241,7 +243,7 @@ class WandbTracker(Tracker):
             )
 
 
-def _leave(exit_code: int) -> None:
+def _exit_at_once(exit_code: int) -> None:
     """End the process without its remaining exit hooks."""
     sys.stdout.flush()
     sys.stderr.flush()
