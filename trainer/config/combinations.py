@@ -31,7 +31,8 @@ def check_micro_batch(c: Config, parts: int, over: str, alternative: str = "") -
     The message names what the batch is split `over`, and an `alternative` to changing
     the batch.
     """
-    context, accum = c.model.context, c.train.grad_accum_steps
+    context = c.model.context
+    accum = c.train.grad_accum_steps
     micro_batch = c.batch_size // accum
     _require(
         micro_batch % parts == 0,
@@ -122,29 +123,34 @@ def validate(c: Config) -> None:
 OPTIONAL_DILOCO_KEYS = ("participants", "quorum", "bandwidth_gbps")
 
 
+def _non_null_keys(group: str, values: DiLoCo | Launcher) -> str:
+    """Return text of the keys that are not null, such as `diloco.data=split`."""
+    keys = []
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if value is not None:
+            keys.append(f"{group}.{field.name}={value}")
+    return ", ".join(keys)
+
+
 def _check_diloco(c: Config) -> None:
     """Refuse DiLoCo keys without replicas, replicas without DiLoCo keys, and keys that
     contradict each other.
     """
     d = c.diloco
-    keys = [field.name for field in fields(DiLoCo) if field.name != "replicas"]
     if d.replicas is None:
-        ignored = [
-            f"diloco.{key}={getattr(d, key)}"
-            for key in keys
-            if getattr(d, key) is not None
-        ]
+        ignored = _non_null_keys("diloco", d)
         _require(
             not ignored,
-            f"{', '.join(ignored)} would be ignored: diloco.replicas, the number of"
+            f"{ignored} would be ignored: diloco.replicas, the number of"
             " replicas, is null; choose parallel=diloco, or leave it out",
         )
         return
-    missing = [
-        f"diloco.{key}"
-        for key in keys
-        if getattr(d, key) is None and key not in OPTIONAL_DILOCO_KEYS
-    ]
+    missing = []
+    for field in fields(d):
+        key = field.name
+        if getattr(d, key) is None and key not in OPTIONAL_DILOCO_KEYS:
+            missing.append(f"diloco.{key}")
     _require(
         not missing,
         f"{', '.join(missing)} is null; choose parallel=diloco, which has values, or"
@@ -186,7 +192,8 @@ def _check_replicas(c: Config, replicas: int) -> None:
 
 def _check_rounds(d: DiLoCo, replicas: int) -> None:
     """Refuse fragments and participants that do not fit a round."""
-    steps, fragments = d.sync_every or 1, d.fragments or 1
+    steps = d.sync_every or 1
+    fragments = d.fragments or 1
     participants = d.participants or replicas
     _require(
         fragments <= steps,
@@ -244,14 +251,10 @@ def _check_launcher(c: Config) -> None:
     """
     launcher = c.launcher
     if launcher.kind is None:
-        ignored = [
-            f"launcher.{field.name}={getattr(launcher, field.name)}"
-            for field in fields(Launcher)
-            if getattr(launcher, field.name) is not None
-        ]
+        ignored = _non_null_keys("launcher", launcher)
         _require(
             not ignored,
-            f"{', '.join(ignored)} would be ignored: the command itself trains; choose"
+            f"{ignored} would be ignored: the command itself trains; choose"
             " launcher=ray, or leave it out",
         )
         return

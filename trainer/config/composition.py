@@ -181,7 +181,8 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     overrides = overrides_in(long)
     # Hydra wants flags and their values (`--config-dir DIR`) before the overrides.
     flags = [argument for argument in long if argument not in overrides]
-    groups, families = choices_of_groups(), choice_of_each_family()
+    groups = choices_of_groups()
+    families = choice_of_each_family()
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))
@@ -390,7 +391,8 @@ def is_group(argument: str) -> bool:
 
 def describe_wrong_key(key: str, tree: Any) -> str:
     """Return the message for a wrong dotted key, with the valid keys or the nearest."""
-    parts, root = key.split("."), tree
+    parts = key.split(".")
+    root = tree
     for depth, part in enumerate(parts):
         if not isinstance(tree, dict):
             return f"unknown key {key}: {'.'.join(parts[:depth])} has no keys"

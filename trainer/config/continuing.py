@@ -90,9 +90,9 @@ def continue_run(
             f" of resume={source}; add run_dir=DIRECTORY for it"
         )
     chosen_groups = [group for group in groups if group in overrides]
-    chosen_groups += [
-        group for group, chooser in CHOSEN_BY.items() if chooser in chosen_groups
-    ]
+    for group, chooser in CHOSEN_BY.items():
+        if chooser in chosen_groups:
+            chosen_groups.append(group)
     skipped_groups = {*NOT_CONTINUED, *chosen_groups}
     groups_to_keep = {k: v for k, v in tree.items() if k not in skipped_groups}
     saved = {}

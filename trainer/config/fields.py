@@ -144,7 +144,8 @@ def converted(hint: Any, value: Any, path: str) -> Any:
 
 def _in_type(hint: Any, value: Any, path: str) -> Any:
     """Return a value converted to the type of its annotation."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_tree(typing.cast(type, hint), value, path)
     if origin is Annotated:
@@ -171,8 +172,10 @@ def _in_type(hint: Any, value: Any, path: str) -> Any:
     if hint is str and isinstance(value, str) and "\0" in value:
         raise UserError(f"{path}={value!r}: a text may not hold the character NUL")
     if type(value) is not hint:
-        found = _type_name(type(value))
-        raise UserError(f"{path}={value!r}: expected {_type_name(hint)}, found {found}")
+        raise UserError(
+            f"{path}={value!r}: expected {_type_name(hint)}, found"
+            f" {_type_name(type(value))}"
+        )
     return value
 
 

@@ -63,11 +63,10 @@ def inherit(
         architecture.pop("vocab_size", None)
     if model.get("context") is not None:  # a limit, which another run may set lower
         architecture.pop("context", None)
-    conflicts = [
-        f"model.{key}={model[key]} ({value} there)"
-        for key, value in architecture.items()
-        if model.get(key) is not None and model[key] != value
-    ]
+    conflicts = []
+    for key, value in architecture.items():
+        if model.get(key) not in (None, value):
+            conflicts.append(f"model.{key}={model[key]} ({value} there)")
     if conflicts:
         raise UserError(
             f"model=from_init, but init_from={init_from} is another model:"

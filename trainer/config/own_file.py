@@ -54,12 +54,11 @@ def over_defaults(
             " into the file, or name the keys to change"
         )
     chosen_groups = [group for group in groups if group in overridden]
-    saved = {
-        key: value
-        for key, value in flatten(tree)
-        if key.partition(".")[0] not in chosen_groups
-        and not any(overlaps(key, other) for other in overridden)
-    }
+    saved = {}
+    for key, value in flatten(tree):
+        is_chosen = key.partition(".")[0] in chosen_groups
+        if not is_chosen and not any(overlaps(key, other) for other in overridden):
+            saved[key] = value
     for key in hub.KEYS:
         if isinstance(saved.get(key), str):
             saved[key] = hub.fetch(key, saved[key])

@@ -178,7 +178,8 @@ def valid_names(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
             return ()
         hint = fields[part]
     while True:
-        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        origin = typing.get_origin(hint)
+        arguments = typing.get_args(hint)
         if origin is Literal:
             return tuple(map(str, arguments))
         for extra in getattr(hint, "__metadata__", ()):

@@ -73,7 +73,8 @@ def _with_new_names(groups: Mapping[str, Any]) -> dict[str, Any]:
         for group, keys in groups.items()
     }
     for old, new in RENAMED_KEYS.items():
-        (old_group, old_key), (new_group, new_key) = old.split("."), new.split(".")
+        old_group, old_key = old.split(".")
+        new_group, new_key = new.split(".")
         keys = tree.get(old_group)
         if not isinstance(keys, dict) or old_key not in keys:
             continue

@@ -216,16 +216,24 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
     """
     norm: Normalize
     if name in SHARES:
-        colors, under, norm = "YlOrRd", "white", LogNorm(MIN_SHARE, 1)
+        colors = "YlOrRd"
+        under = "white"
+        norm = LogNorm(MIN_SHARE, 1)
         # Zero has no logarithm, so small shares get a value below the color bar.
         drawn = np.where(values < MIN_SHARE, MIN_SHARE / 2, values)
     elif name == "rms":
-        colors, under, norm = "RdBu_r", "black", Normalize(-NEAR, NEAR)
+        colors = "RdBu_r"
+        under = "black"
+        norm = Normalize(-NEAR, NEAR)
         drawn = np.where(np.isneginf(values), -NEAR - 1, values)
     else:
         nonzero = values[values > ZERO_EXPONENT]
-        low, high = (nonzero.min(), nonzero.max()) if nonzero.size else (0, 0)
-        colors, under, norm = "viridis", "black", Normalize(low - 1, high + 1)
+        low, high = 0, 0
+        if nonzero.size:
+            low, high = nonzero.min(), nonzero.max()
+        colors = "viridis"
+        under = "black"
+        norm = Normalize(low - 1, high + 1)
         drawn = values
     color_map = colormaps[colors].with_extremes(bad="grey", under=under)
     image = ax.imshow(
@@ -244,7 +252,8 @@ def label_steps(ax: Axes, steps: list[int]) -> None:
 
 def label_layers(ax: Axes, layers: list[str]) -> None:
     """Label the layers along the y-axis, or the blocks if there are many layers."""
-    rows, labels = list(range(len(layers))), layers
+    rows = list(range(len(layers)))
+    labels = layers
     if len(layers) > MAX_LABELS:
         blocks = [".".join(name.split(".")[:2]) for name in layers]
         rows = [i for i in rows if i == 0 or blocks[i] != blocks[i - 1]]

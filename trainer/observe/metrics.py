@@ -68,8 +68,12 @@ class Throughput:
         share of 1) needs a known peak.
         """
         now = self._clock()
-        since, paused, waited = self._since, self._paused, self._waited
-        self._since, self._paused, self._waited = now, 0.0, 0.0
+        since = self._since
+        paused = self._paused
+        waited = self._waited
+        self._since = now
+        self._paused = 0.0
+        self._waited = 0.0
         if since is None:
             return {}
         self._steps.append((now - since - paused, waited))

@@ -83,7 +83,8 @@ class Probe(nnx.Module):
         self, slot: jax.Array, forward: FloatFormat | None, backward: FloatFormat | None
     ) -> None:
         self.slot = Slot(slot)
-        self.forward, self.backward = forward, backward
+        self.forward = forward
+        self.backward = backward
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return probe(x, self.slot[...], forward=self.forward, backward=self.backward)
@@ -94,7 +95,8 @@ class Probed(nnx.Module):
 
     def __init__(self, module: Any, probes: dict[str, Probe]) -> None:
         self.module = module
-        self.input_probe, self.output_probe = probes.get("in"), probes.get("out")
+        self.input_probe = probes.get("in")
+        self.output_probe = probes.get("out")
 
     def __call__(self, x: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         if self.input_probe is not None:
@@ -372,7 +374,8 @@ def make_numerics(
       task: the model and its training.
       sharpness: adds its figures to the row; None: they are left out.
     """
-    model, optimizer = task.model, task.optimizer_name
+    model = task.model
+    optimizer = task.optimizer_name
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     get_gradients = jit(functools.partial(stored_gradients, task))
     measure = jit(tensor_figures, static_argnums=3)
@@ -390,7 +393,9 @@ def make_numerics(
     ) -> dict[str, jax.Array]:
         measured = {}
         for name, x in tensors.items():
-            data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
+            data, scale = x, 1.0
+            if is_scaled_array(x):
+                data, scale = x.data, x.scale
             uncast: Any = uncast_tensors.get(name)
             if is_scaled_array(uncast):
                 uncast = uncast.data

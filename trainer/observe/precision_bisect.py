@@ -88,7 +88,8 @@ class SwitchedDot:
         backward = policy.backward_of(path)
         assert policy.forward is not None
         assert backward is not None
-        self.on_Lx4, self.layer = on_Lx4, layer
+        self.on_Lx4 = on_Lx4
+        self.layer = layer
         self.multiple = 1 if policy.simulate else policy.method.multiple
         self.forward = FloatFormat.parse(policy.forward)
         self.backward = FloatFormat.parse(backward)
@@ -143,7 +144,8 @@ def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
         return narrow_gradient_dot
 
     settings = {"rescale_grads": model.policy.rescaled_places}
-    build, compute_dtype = model.family.build, model.policy.logical
+    build = model.family.build
+    compute_dtype = model.policy.logical
     training = build(
         model.spec,
         compute_dtype=compute_dtype,

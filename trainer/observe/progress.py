@@ -18,7 +18,9 @@ def log_duration(
     One message says that the operation runs, and another at its end how long it took.
     `operation` names it, such as `compiling the training step`; `say` prints a message.
     """
-    start, is_done, lock = time.monotonic(), False, threading.Lock()
+    start = time.monotonic()
+    is_done = False
+    lock = threading.Lock()
 
     def begin() -> None:
         with lock:

@@ -78,7 +78,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each complete row, and the byte offset of its end."""
-    end, lines = 0, read_log(path).split(b"\n")
+    end = 0
+    lines = read_log(path).split(b"\n")
     # The text after the last newline is empty, or a torn row.
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -113,9 +114,11 @@ def cut_rows(
     """
     remaining: list[tuple[int, bytes]] = []
     logged: set[int] = set()
-    begin, data = 0, read_log(path)
+    begin = 0
+    data = read_log(path)
     for row, end in _rows(path):
-        step, line = row["step"], data[begin:end]
+        step = row["step"]
+        line = data[begin:end]
         begin = end
         is_event = "event" in row
         if redo_row and step == start and not is_event:

@@ -24,7 +24,8 @@ def make_sample(
     from trainer.data.tokenizer import continuation
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
-    ids, gather = tokenizer.encode(prompt), on_one_device(task)
+    ids = tokenizer.encode(prompt)
+    gather = on_one_device(task)
 
     def sample(params: Any, before_window: Callable[[], object]) -> str:
         new_ids = generator(

@@ -108,7 +108,8 @@ def make_losses(
         logits_NxV = asarray(
             forward(state.params, tokens, segments, **method.arguments(state.scaling))
         )
-        logits_NxV, targets_N = logits_NxV.astype(jnp.float32), tokens[:, -1]
+        logits_NxV = logits_NxV.astype(jnp.float32)
+        targets_N = tokens[:, -1]
         last = cross_entropies(logits_NxV, targets_N)
         worst = cross_entropies(worst_logits(logits_NxV, targets_N, RADIUS), targets_N)
         return jnp.stack(
@@ -134,7 +135,9 @@ def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
       `start`; the largest rate tried if MAX_PASSES passes see no rise; 0 if every rate
       raises the loss.
     """
-    low, high, eta = 0.0, math.inf, start
+    low = 0.0
+    high = math.inf
+    eta = start
     for _ in range(MAX_PASSES):
         change = loss_change(eta)
         if math.isfinite(change) and change <= 0:
@@ -163,7 +166,8 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
       task: the model and its training.
       lr: the learning rate at which the search starts, such as the run's peak.
     """
-    model, mesh = task.model, task.mesh
+    model = task.model
+    mesh = task.mesh
     squares_of = squared_norms_over(mesh, task.trained_roles)
     largest_of = amax_over(mesh, model.roles)
     losses = make_losses(model.on(mesh))
@@ -172,7 +176,8 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
 
     def unit_update(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """Return the update at a learning rate of one, BF16, and the gradient norm."""
-        grads, params = task.trained(grads), task.trained(state.params)
+        grads = task.trained(grads)
+        params = task.trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
         updates, _ = task.optimizer(0).update(
             grads,

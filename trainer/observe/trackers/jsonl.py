@@ -109,7 +109,8 @@ class LogFile:
             self._open()
             return "was removed or replaced while the run wrote it; it was restored"
         if open_file.st_size != self.digest.size:
-            expected, self.digest = self.digest, Digest.from_data(self._read())
+            expected = self.digest
+            self.digest = Digest.from_data(self._read())
             return (
                 "was changed while the run wrote it: it has"
                 f" {self.digest.rows} of {expected.rows} lines"
@@ -150,7 +151,8 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
     Raises:
       UserError: the log is damaged, or cannot be renamed.
     """
-    log, samples = run_dir / "metrics.jsonl", run_dir / "samples.txt"
+    log = run_dir / "metrics.jsonl"
+    samples = run_dir / "samples.txt"
     steps = [row["step"] for row in read_rows(log) if "event" not in row]
     old_log = log.with_name(f"{log.name}.old")
     try:
@@ -192,7 +194,8 @@ class JsonlTracker(Tracker):
         Raises:
           UserError: a line before the last is not JSON, or the disk is full.
         """
-        run_dir, step = start.run_dir, start.step
+        run_dir = start.run_dir
+        step = start.step
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
         last_kept = step - start.redo_row
@@ -220,7 +223,8 @@ class JsonlTracker(Tracker):
             cut_samples(
                 self.samples_path, last_kept, sizes.get(self.samples_path, sys.maxsize)
             )
-            self._rows, self._samples = LogFile(self.path), LogFile(self.samples_path)
+            self._rows = LogFile(self.path)
+            self._samples = LogFile(self.samples_path)
         for path, text in problems.items():
             self._warn(
                 step, f"{path} is not what the run wrote up to step {step}: {text}"

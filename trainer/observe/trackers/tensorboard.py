@@ -53,7 +53,9 @@ class TensorboardTracker(Tracker):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._make, self._proto, self._event = summary, summary_pb2, event_pb2.Event
+        self._make = summary
+        self._proto = summary_pb2
+        self._event = event_pb2.Event
         # The watchdog's thread may write while the loop does.
         self._lock = threading.Lock()
         self._folder = folder = start.run_dir / "tensorboard"

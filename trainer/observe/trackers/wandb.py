@@ -197,10 +197,13 @@ class WandbTracker(Tracker):
 
     def _send_row(self) -> None:
         if self._step > self._sent:
-            row, step = self._collected_row(), self._step
+            row = self._collected_row()
+            step = self._step
             self._enqueue(lambda run: run.log(row, step=step, commit=True))
             self._sent = self._step
-        self._row, self._events, self._texts = {}, [], {}
+        self._row = {}
+        self._events = []
+        self._texts = {}
 
     def _collected_row(self) -> dict[str, Any]:
         events = {"events": "\n".join(self._events)} if self._events else {}

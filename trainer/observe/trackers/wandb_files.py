@@ -24,7 +24,8 @@ def _history_records(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     data = read_file(path, LOG_BYTES)
-    position, record_data = HEADER.size, b""
+    position = HEADER.size
+    record_data = b""
     while position + HEADER.size <= len(data):
         left_in_block = BLOCK - position % BLOCK
         if left_in_block < HEADER.size:
