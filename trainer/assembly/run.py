@@ -66,7 +66,7 @@ from trainer.run.libraries import (
 )
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
-from trainer.run.rundir import RunDir, RunDirLost, write_environment
+from trainer.run.rundir import RunDir, RunDirLost, add_facts, write_environment
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
@@ -372,6 +372,8 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     phase = phases.phase_after(checkpoint)
     config, task, mesh = phase.config, phase.task, workload.mesh
     workload = workload._replace(task=task)
+    if phase is not phases.items[0]:
+        add_facts(session.run_dir, facts_of(workload))
     display, tracker = session.display, session.tracker
     for line in describe_phase(phases, phase):
         display.message(line)

@@ -18,7 +18,7 @@ from trainer.assembly.data import at_start_directory
 from trainer.config import schema
 from trainer.config.continuing import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.config.fields import to_tree
-from trainer.config.phases import phase_at
+from trainer.config.phases import phase_at, precisions_until
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError
@@ -46,6 +46,7 @@ class SavedModel(NamedTuple):
       params: the parameters in FP32.
       tokenizer: the tokenizer of the run's data.
       config: the run's configuration, in the phase of its step.
+      precisions: names of the precisions of its phases up to that step.
       step: the checkpoint's step.
       tokens: the number of tokens that the model was trained on.
       forked: the run and the step of which the run is a fork; None: it is no fork.
@@ -56,6 +57,7 @@ class SavedModel(NamedTuple):
     params: Params
     tokenizer: Tokenizer
     config: schema.Config
+    precisions: list[str]
     step: int
     tokens: int
     forked: Mapping[str, Any] | None
@@ -81,6 +83,7 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         params,
         tokenizer,
         c,
+        precisions_until(saved_config(meta), saved.step),
         saved.step,
         meta["totals"]["tokens"],
         meta.get("forked"),

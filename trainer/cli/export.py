@@ -172,6 +172,7 @@ def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
     steps = f"{model.step:,} steps"
     if model.tokens == model.step * c.train.batch_tokens:
         steps += f" of {c.train.batch_tokens:,} tokens"
+    precisions = ", then ".join(f"`{name}`" for name in model.precisions)
     origin = ""
     if c.init_from is not None:
         origin += f"- It began with the weights of `{path_of(c.init_from).name}`.\n"
@@ -192,7 +193,7 @@ weights in {dtype}.
 - Trained by scalify-trainer {__version__}: {steps}, {model.tokens:,} \
 tokens in all.
 {origin}\
-- Precision of the training: `{c.precision.name}`; optimizer `{c.optimizer.name}`.
+- Precision of the training: {precisions}; optimizer `{c.optimizer.name}`.
 - Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
 
 ```python

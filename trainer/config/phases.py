@@ -93,6 +93,14 @@ def _phase_config(c: Config, phase: TrainPhase) -> Config:
     )
 
 
+def precisions_until(c: Config, step: int) -> list[str]:
+    """Return the names of the precisions that trained the first `step` steps."""
+    names = [
+        phase.config.precision.name for phase in phases_of(c) if phase.start < step
+    ]
+    return list(dict.fromkeys(names))
+
+
 def phase_at(c: Config, step: int) -> Config:
     """Return the configuration of the phase of step `step`, counted from 1.
 

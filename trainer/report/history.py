@@ -197,11 +197,43 @@ class History:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The configuration by dotted keys. Raises ValueError for no mapping."""
+        """The configuration by dotted keys; the precision is that of the last row's
+        phase.
+
+        Raises:
+          ValueError: it is no mapping.
+        """
+        settings = self._whole_settings
+        precision = self._phases[-1]["precision"] if self._phases else None
+        if precision is None:
+            return settings
+        return settings | dict(flatten({"precision": precision}))
+
+    @property
+    def earlier_precisions(self) -> list[str]:
+        """Names of the precisions of the phases before that of the last row."""
+        own = self._whole_settings.get("precision.name", "?")
+        return [
+            own if phase["precision"] is None else phase["precision"]["name"]
+            for phase in self._phases[:-1]
+        ]
+
+    @functools.cached_property
+    def _whole_settings(self) -> dict[str, Any]:
         tree = parse_yaml(self.config) if self.config else {}
         if not isinstance(tree, dict):
             raise ValueError("not a mapping")
         return dict(flatten(renamed_keys(tree)))
+
+    @functools.cached_property
+    def _phases(self) -> list[dict[str, Any]]:
+        """The entries of `train.phases`, up to that of the last row."""
+        phases = self._whole_settings.get("train.phases") or []
+        last_step = self.rows[-1]["step"] if self.rows else 0
+        ended = [
+            phase for phase in phases if phase["until"] and phase["until"] < last_step
+        ]
+        return phases[: len(ended) + 1]
 
     def number(self, fact: str) -> int:
         """Return a fact that is an integer; 0: unknown."""

@@ -123,7 +123,11 @@ def arithmetic(h: History) -> str:
     name, meaning = h.settings.get("precision.name"), h.facts.get("arithmetic")
     if not name:
         return ""
-    return f"precision {name}: {meaning}" if meaning else f"precision {name}"
+    text = f"precision {name}: {meaning}" if meaning else f"precision {name}"
+    if h.earlier_precisions:
+        before = ", then ".join(h.earlier_precisions)
+        text += f"; this is the last phase; before it: {before}"
+    return text
 
 
 def charts(h: History) -> list[Chart]:
