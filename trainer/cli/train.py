@@ -172,6 +172,9 @@ def report_errors(job: HydraJob) -> Iterator[None]:
     except UserError as error:
         complain(error)
         job.exit_code = error.exit_code
+    except OmegaConfBaseException as error:
+        complain(explain(error, sys.argv[1:]))
+        job.exit_code = 2
     except OSError as error:
         if error.filename is None:
             raise
@@ -249,7 +252,11 @@ def main(argv: list[str]) -> int:
         return 2
     if command_line.saved and prints_configuration(argv):
         # Hydra would print the configuration without the saved settings.
-        show(resolved_yaml(command_line), end="")
+        try:
+            show(resolved_yaml(command_line), end="")
+        except OmegaConfBaseException as error:
+            complain(explain(error, argv))
+            return 2
         return 0
     jobs: list[HydraJob] = []
     user_keys = {key_of(argument) for argument in long_forms(argv)}

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import hub, inherited
 from trainer.config.combinations import validate
 from trainer.config.continuing import CONFIGS, CommandLine, continue_run, with_saved
-from trainer.config.fields import converted, flatten, from_tree
+from trainer.config.fields import check_groups, converted, flatten, from_tree
 from trainer.config.own_file import over_defaults
 from trainer.config.phases import phases_of
 from trainer.config.renamed import refuse_old_names
@@ -91,6 +91,7 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
     values = with_saved(tree, saved)
     values.pop("experiment", None)  # a group without keys: only the name of a choice
     values |= changes
+    check_groups(Config, values)
     fetch_from_hub(values, saved)
     if inherited.needs_architecture(values.get("model")):
         values["model"] = inherited.inherit(
@@ -183,6 +184,10 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     flags = [argument for argument in long if argument not in overrides]
     groups = choices_of_groups()
     families = choice_of_each_family()
+    for argument in overrides:
+        key, _, value = argument.partition("=")
+        if key in groups and value.startswith("["):
+            raise UserError(f"{argument}: expected one of {', '.join(groups[key])}")
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.bounds import annotations
-from trainer.config.fields import flatten
+from trainer.config.fields import check_groups, flatten
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -197,12 +197,18 @@ def read_saved(file: Path) -> dict[str, Any]:
         unknown = tree.keys() - annotations(Config).keys()
         if unknown:
             raise ValueError(f"unknown key {min(unknown)}")
-        if not all(
-            isinstance(name, str)
-            for name in (tree["model"]["family"], tree["optimizer"]["name"])
-        ):
-            raise ValueError("model.family and optimizer.name are not text")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        check_groups(Config, tree)
+        choices = (
+            tree["model"]["family"],
+            tree["optimizer"]["name"],
+            tree["data"]["source"],
+        )
+        if not all(isinstance(name, str) for name in choices):
+            raise ValueError("model.family, optimizer.name or data.source is no text")
+        tasks = tree.get("eval", {}).get("tasks")
+        if tasks is not None and not isinstance(tasks, list):
+            raise ValueError(f"eval.tasks={tasks!r} is no list")
+    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise UserError(
             f"{file} is damaged ({error}); give all settings and run_dir={file.parent}"
             " to continue from its checkpoints"

@@ -187,10 +187,18 @@ def _variants(hint: Any) -> Variants | None:
     return None
 
 
+def check_groups(cls: type, tree: Mapping[str, Any]) -> None:
+    """Raise UserError if a group of the dataclass `cls` is no mapping."""
+    for key, hint in annotations(cls).items():
+        is_group = dataclasses.is_dataclass(hint) or _variants(hint) is not None
+        if is_group and not isinstance(tree.get(key, {}), Mapping):
+            raise UserError(f"{key}={tree[key]!r}: expected a group of keys")
+
+
 def _variant(variants: Variants, value: Any, path: str) -> Any:
     """Return the mapping as the variant that its key names."""
     name: Any = value.get(variants.key) if isinstance(value, Mapping) else value
-    if name not in variants.classes:
+    if not isinstance(name, str) or name not in variants.classes:
         key = path if variants.key == "name" else f"{path}.{variants.key}"
         raise UserError(
             f"{key}={name!r} is not a choice;"

@@ -132,6 +132,37 @@ def test_keys_that_are_not_of_the_schema_are_refused(run_dir, tmp_path, line):
         compose_config(["resume=old"])
 
 
+@pytest.mark.parametrize(
+    ("group", "value", "reason"),
+    [
+        ("data", None, "data=None: expected a group of keys"),
+        ("train", 5, "train=5: expected a group of keys"),
+        ("data", {}, "'source'"),
+        ("eval", {"tasks": 5}, "eval.tasks=5 is no list"),
+        ("optimizer", {"name": ["adamw"]}, "is no text"),
+    ],
+)
+def test_groups_that_are_none_are_damage(run_dir, group, value, reason):
+    save(to_tree(run_dir) | {group: value})
+    with pytest.raises(UserError, match=r"is damaged \(") as raised:
+        compose_config(["resume=old"])
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("words", ["train=5", "train=null", "model=[1]"])
+def test_groups_that_are_none_are_refused_on_the_command_line(words):
+    with pytest.raises(UserError):
+        compose_config([words])
+
+
+def test_groups_that_are_none_are_refused_in_a_file(tmp_path):
+    for text in ("train:\n", "train: 5\n", "optimizer: {name: [adamw]}\n"):
+        file = tmp_path / "mine.yaml"
+        file.write_text(text)
+        with pytest.raises(UserError):
+            compose_config([f"config={file}"])
+
+
 def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir):
     tree = to_tree(run_dir)
     tree["optimizer"]["name"] = "sgd,lion"
