@@ -321,10 +321,10 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
     )
     participants = c.diloco.participants or 1
     _require(
-        participants <= least * each,
-        f"launcher.workers=[{least},{most}] would go on with {least * each} of"
+        participants <= least * share,
+        f"launcher.workers=[{least},{most}] would go on with {least * share} of"
         f" {replicas} replicas, but diloco.participants is {participants}; choose at"
-        f" most {least * each}, or leave it out",
+        f" most {least * share}, or leave it out",
     )
     for count in range(least, most):
         _check_replica_data(c, count * share)
