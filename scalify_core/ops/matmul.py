@@ -211,6 +211,18 @@ class Fp8DotGeneral:
         )
         return _fp8_dot(lhs, rhs, product=product)
 
+    def quantize(self, rhs: jax.Array) -> tuple[jax.Array, float | jax.Array]:
+        """Return the right operand in FP8, and its scale, as plain programs have it.
+
+        Under `scalify` it is the data of a ScaledArray, whose scale comes on top.
+        """
+        return _cast(rhs, E4M3, self.scaling.rhs)
+
+    @property
+    def input_scale(self) -> float | None:
+        """The scale of the left operand in plain programs; None: it is measured."""
+        return self.scaling.lhs if isinstance(self.scaling.lhs, float) else None
+
 
 fp8_dot_general = Fp8DotGeneral()
 """`jax.lax.dot_general` in FP8: E4M3 operands, E5M2 gradients.

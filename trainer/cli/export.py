@@ -2,6 +2,7 @@
 
 scalify-trainer export run_dir=runs/mine out=exported
 scalify-trainer export run_dir=runs/mine out=exported step=best dtype=bf16
+scalify-trainer export run_dir=runs/mine out=served format=fp8
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,15 @@ class Arguments:
     run_dir: str = argument("the run's directory")
     out: str = argument("new or empty directory to write to")
     step: str = argument(STEP, "newest")
-    dtype: Literal["fp32", "bf16", "fp16"] = argument("format of the weights", "fp32")
+    format: Literal["wide", "fp8"] = argument(
+        "wide: all weights in dtype; fp8: those of the run's FP8 matmuls in FP8, with"
+        " scales, for vLLM",
+        "wide",
+    )
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = argument(
+        "format of the weights; auto: fp32, or beside FP8 the run's precision.compute",
+        "auto",
+    )
 
 
 def check_out(out: Path) -> None:
@@ -164,7 +173,7 @@ def limit_lengths(out: Path, context: int) -> None:
             write_object(out / name, tree | {key: context})
 
 
-def model_card(model: "SavedModel", dtype: str, tokenizer_class: str) -> str:
+def model_card(model: "SavedModel", formats: str, tokenizer_class: str) -> str:
     """Return the text of README.md, as Hugging Face's hub shows it."""
     from trainer.models.flops import param_count
 
@@ -188,7 +197,7 @@ tags: [{c.model.family}]
 # {c.model.name}
 
 A {c.model.family} of {param_count(spec):,} parameters, context {spec.context} tokens, \
-weights in {dtype}.
+weights in {formats}.
 
 - Trained by scalify-trainer {__version__}: {steps}, {model.tokens:,} \
 tokens in all.
@@ -209,6 +218,7 @@ def main(args: Arguments) -> None:
     """Export, and show how to load the result."""
     import jax
 
+    from trainer.assembly.fp8_export import restore_fp8_kernels
     from trainer.assembly.saved_model import restore_run
     from trainer.data.hf_tokenizer import check_hf_pattern, save_hf
     from trainer.files import read_object
@@ -223,11 +233,17 @@ def main(args: Arguments) -> None:
 
     check_out(Path(args.out))
     model = restore_run(Path(args.run_dir), args.step)
-    params = jax.tree.map(lambda x: x.astype(DTYPES[args.dtype]), model.params)
+    dtype, kernels = "fp32", None
+    if args.format == "fp8":
+        dtype = model.config.precision.compute
+        kernels = restore_fp8_kernels(Path(args.run_dir), model.step)
+    if args.dtype != "auto":
+        dtype = args.dtype
+    params = jax.tree.map(lambda x: x.astype(DTYPES[dtype]), model.params)
     name = first_nonfinite_leaf(params)
     if name is not None:
         raise UserError(
-            f"dtype={args.dtype}: {name} is not finite in it; choose fp32 or bf16"
+            f"dtype={dtype}: {name} is not finite in it; choose fp32 or bf16"
         )
     eot = model.tokenizer.eot
     run_dir, out = Path(args.run_dir), Path(args.out)
@@ -238,7 +254,7 @@ def main(args: Arguments) -> None:
         original_files = []
     else:
         original_files = tokenizer_files(origin)
-    weights = save(args.out, model.spec, params, eot)
+    weights = save(args.out, model.spec, params, eot, kernels)
     write_object(out / "generation_config.json", generation_config(origin, eot))
     if origin is None:
         tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
@@ -248,7 +264,8 @@ def main(args: Arguments) -> None:
         tokenizer_paths = carry_tokenizer(original_files, out)
         limit_lengths(out, model.spec.context)
     reader = tokenizer_class(out)
-    write_text(out / "README.md", model_card(model, args.dtype, reader))
+    formats = dtype if kernels is None else f"fp8 and {dtype}"
+    write_text(out / "README.md", model_card(model, formats, reader))
     files = [
         *(path.name for path in weights),
         "config.json",
@@ -265,6 +282,9 @@ def main(args: Arguments) -> None:
             " directory, or has another tokenizer: no chat template and no further ends"
             " of texts are exported"
         )
+    if kernels is not None:
+        show(f"{len(kernels)} FP8 matmuls; serve it: vllm serve {args.out}")
+        return
     show(
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         f" transformers.{reader} likewise"

@@ -1,6 +1,6 @@
 """Checked values of a config.json; errors name the key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import UserError
@@ -36,12 +36,11 @@ def boolean(tree: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def check_unquantized(
-    config: Mapping[str, Any],
-    keys: Sequence[str] = ("quantization_config", "quantization"),  # MLX has the second
-) -> None:
-    """Raise UserError for a configuration of quantized weights."""
-    for key in keys:
+def check_unquantized(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a configuration of quantized weights by its other keys than
+    `quantization_config`: MLX's, and an old one of compressed-tensors.
+    """
+    for key in ("quantization", "compression_config"):
         value = config.get(key)
         if value is not None:
             method = value.get("quant_method") if isinstance(value, dict) else value

@@ -1,13 +1,17 @@
-"""Checkpoints of FP8 weights with scales, which are widened to FP32.
+"""Checkpoints of FP8 weights with scales: read, and widened to FP32, or written.
 
 A weight has a scale for each block, as in DeepSeek's and Qwen's checkpoints, for each
 row, or for the tensor. The scale's name ends in `weight_scale_inv` (DeepSeek,
 transformers) or in `weight_scale` (vLLM's compressed-tensors, AutoFP8). In both cases
 the weight is its E4M3 number times the scale.
+
+Exports are compressed-tensors with one scale for a weight, and one for its layer's
+input unless that is measured.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +41,60 @@ UNUSED_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale",
     ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fp8Kernel:
+    """The kernel of an FP8 product, a leaf among the parameters that are written.
+
+    Attributes:
+      data: E4M3 [inputs, outputs].
+      weight_scale: FP32 [1].
+      input_scale: of the layer's input, FP32 [1]; None: it is measured.
+    """
+
+    data: np.ndarray
+    weight_scale: np.ndarray
+    input_scale: np.ndarray | None
+
+    def scales(self, weight: str) -> dict[str, np.ndarray]:
+        """Return the scales by the names that belong to that of the weight."""
+        layer = weight.removesuffix("weight")
+        scales = {f"{layer}weight_scale": self.weight_scale}
+        if self.input_scale is not None:
+            scales[f"{layer}input_scale"] = self.input_scale
+        return scales
+
+
+def quantization_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the keys of config.json for FP8 weights among the tensors of an export.
+
+    The keys are those of compressed-tensors, as vLLM reads them. Matrices in other
+    formats are in `ignore`, and so is the head, which may be a table.
+    """
+    if not any(tensor.dtype == DTYPES["F8_E4M3"] for tensor in tensors.values()):
+        return {}
+    is_static = any(name.endswith(".input_scale") for name in tensors)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    wide = {
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and tensor.dtype != DTYPES["F8_E4M3"]
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": {**scheme, "dynamic": False},
+        "input_activations": {**scheme, "dynamic": not is_static},
+        "output_activations": None,
+    }
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(wide | {"lm_head"}),
+    }
+    return {QUANTIZATION: settings}
 
 
 class Fp8Weights(NamedTuple):

@@ -1,6 +1,7 @@
 """Weights in Hugging Face's directories; `model_type` names their family."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 from trainer.errors import UserError
 from trainer.files import read_object, well_formed
 from trainer.models.family import Family, Spec
+from trainer.models.fp8_checkpoints import Fp8Kernel
 from trainer.models.functional import Params
 from trainer.models.registry import SPECS, family_name_of, family_of
+from trainer.models.roles import Role
 from trainer.models.weight_files import config_beside
 
 
@@ -70,7 +73,11 @@ def check_dtypes(source: Path, params: Params) -> None:
 
 
 def save(
-    directory: str | Path, spec: Spec, params: Params, eot: int | None = None
+    directory: str | Path,
+    spec: Spec,
+    params: Params,
+    eot: int | None = None,
+    fp8: Mapping[str, Fp8Kernel] | None = None,
 ) -> list[Path]:
     """Write parameters, unrolled or stacked, and a config.json.
 
@@ -79,6 +86,8 @@ def save(
       spec: the model's spec.
       params: the parameters; written in their own dtype.
       eot: the tokenizer's end-of-text id, or None.
+      fp8: kernels that are written in place of those of `params`, by the path of their
+        unrolled layer, such as `h.3.mlp.c_fc`.
 
     Returns:
       the paths of the weights.
@@ -91,4 +100,17 @@ def save(
     if spec.scan_layers:
         params = family.unstack_layers(params)
         spec = dataclasses.replace(spec, scan_layers=False)
+    if fp8 is not None:
+        params = with_kernels(params, family.build(spec).roles, fp8)
     return family.huggingface.save(Path(directory), spec, params, eot)
+
+
+def with_kernels(
+    params: Params, roles: Params, kernels: Mapping[str, Fp8Kernel]
+) -> Params:
+    """Return unrolled parameters with these kernels, by the paths of their layers."""
+
+    def choose(role: Role, p: Any) -> Any:
+        return kernels.get(role.layer or "", p)
+
+    return jax.tree.map(choose, roles, params)

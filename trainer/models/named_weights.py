@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.fp8_checkpoints import Fp8Kernel
 from trainer.models.functional import Functional, Params
 from trainer.models.roles import Role
 from trainer.models.weight_files import check_shape, missing_tensor
@@ -76,9 +77,15 @@ def to_params(
 def to_tensors(
     model: Functional, params: Params, layout: Layout
 ) -> dict[str, np.ndarray]:
-    """Return unrolled parameters by Hugging Face's names, without padding rows."""
-    tensors = {}
+    """Return unrolled parameters by Hugging Face's names, without padding rows.
+
+    Scales of FP8 kernels are tensors of their own.
+    """
+    tensors: dict[str, np.ndarray] = {}
     for name, role, leaf in named_leaves(model, params, layout):
+        if isinstance(leaf, Fp8Kernel):
+            tensors |= leaf.scales(name)
+            leaf = leaf.data
         data = np.asarray(leaf)
         data = data[: len(data) - role.padding]
         is_transposed = layout.transposed and role.is_kernel

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.linen.fp8_ops import fp8_scaled_dot_general
+from flax.linen.fp8_ops import fp8_scaled_dot_general, in_q
 
-from scalify_core.numerics.formats import FloatFormat
+from scalify_core.numerics.formats import E4M3, FloatFormat
 from scalify_core.static import cast_on_backward, cast_on_forward
 
 Dot = Callable[..., jax.Array]
@@ -40,9 +40,12 @@ class OverwriteWithGradient(nnx.Variable):
 class DelayedFp8Dot(nnx.Module):
     """Flax's FP8 product with delayed scaling: scales from the amax of the last
     steps.
+
+    `dtype`: of the operands; a kernel is cast to it.
     """
 
-    def __init__(self, history: int) -> None:
+    def __init__(self, history: int, dtype: np.dtype) -> None:
+        self.dtype = dtype
         for tensor in ("lhs", "rhs", "grad"):
             setattr(
                 self, f"{tensor}_scale", OverwriteWithGradient(jnp.ones(1, jnp.float32))
@@ -72,6 +75,21 @@ class DelayedFp8Dot(nnx.Module):
             quantize_compute_type=lhs.dtype,
             **histories,
         )
+
+    def quantize(self, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the kernel in FP8, and its scale [1], as the next product has them."""
+        return self._cast("rhs", rhs.astype(self.dtype))
+
+    @property
+    def input_scale(self) -> jax.Array:
+        """The scale [1] of the next product's input, whatever it is."""
+        return self._cast("lhs", jnp.zeros(1, self.dtype))[1]
+
+    def _cast(self, tensor: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = getattr(self, f"{tensor}_scale")[...]
+        history = getattr(self, f"{tensor}_amax_history")[...]
+        x8, new_scale = in_q(self.dtype, E4M3.dtype, x, scale, history)
+        return x8, new_scale
 
 
 class SimulatedDot:

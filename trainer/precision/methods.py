@@ -31,6 +31,7 @@ class Method:
       name: its value of `precision.scaling`.
       scaled: whether parameters, and what is computed from them, are scaled arrays.
       in_products: whether FP8 products measure the scales of their operands.
+      has_blocks: whether an operand has several scales, for its rows or blocks.
       any_rows: whether its FP8 products take any number of rows.
       multiple: the widths and rows that its FP8 products take are multiples of it.
       products: the formats `forward` and `backward` that its FP8 products take.
@@ -49,6 +50,7 @@ class Method:
     name: ClassVar[str] = "none"
     scaled: ClassVar[bool] = False
     in_products: ClassVar[bool] = False
+    has_blocks: ClassVar[bool] = False
     any_rows: ClassVar[bool] = False
     multiple: ClassVar[int] = 16
     products: ClassVar[tuple[tuple[str, str], ...]] = (("e4m3", "e5m2"),)
@@ -263,8 +265,9 @@ class Delayed(Method):
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return Flax's product, with its histories."""
         from trainer.precision.dots import DelayedFp8Dot
+        from trainer.precision.fields import DTYPES
 
-        return DelayedFp8Dot(policy.amax_history)
+        return DelayedFp8Dot(policy.amax_history, DTYPES[policy.compute])
 
     def differentiate(
         self,
@@ -308,6 +311,7 @@ class Blocks(Method):
     """
 
     in_products = True
+    has_blocks = True
     multiple = 32
     products: ClassVar[tuple[tuple[str, str], ...]] = ()
     capability = (10, 0)  # Blackwell

@@ -15,6 +15,7 @@ import numpy as np
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models.config_values import check_unquantized
+from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
 from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
@@ -68,8 +69,10 @@ def load_gpt2(
     """
     path = Path(path)
     file = config_beside(path)
+    fp8 = None
     if file.is_file():
         spec = read_spec(file)
+        fp8 = Fp8Weights.of_config(read_object(file))
         check_sizes(path, spec.architecture())
     elif spec is None:
         raise UserError(
@@ -79,7 +82,7 @@ def load_gpt2(
     else:
         # Only the sizes are the given spec's: Hugging Face's GPT-2 always has gelu.
         spec = GPT2Spec(**spec.architecture() | {"mlp": "gelu"})
-    tensors = named_tensors(path)
+    tensors = named_tensors(path, fp8)
     return spec, to_params(path, tensors, functional(spec), Layout(prefix=PREFIX))
 
 
@@ -92,15 +95,16 @@ def read_spec(file: Path) -> GPT2Spec:
                 f"{file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}"
             )
     try:
+        Fp8Weights.of_config(config)  # raises for other quantizations
         check_unquantized(config)
         return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
 
-def named_tensors(path: Path) -> dict[str, np.ndarray]:
+def named_tensors(path: Path, fp8: Fp8Weights | None) -> dict[str, np.ndarray]:
     """Return all weights under `path` by their name with the prefix."""
-    named = with_prefix(path, read_tensors(path), PREFIX, ROOTS)
+    named = with_prefix(path, read_tensors(path, fp8), PREFIX, ROOTS)
     tensors = {
         name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
     }
@@ -152,6 +156,7 @@ def save_gpt2(
         "torch_dtype": str(tensors[TABLE].dtype),
         "bos_token_id": eot,
         "eos_token_id": eot,
+        **quantization_of(tensors),
     }
     write_object(directory / "config.json", config)
     return files

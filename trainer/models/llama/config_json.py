@@ -71,7 +71,7 @@ def fields_of(
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
     Fp8Weights.of_config(config)  # raises for other quantizations
-    check_unquantized(config, ["quantization", "compression_config"])
+    check_unquantized(config)
     architecture = config_format.architecture
     # A tied checkpoint may be saved without its head, as `LlamaModel`.
     headless = architecture.replace("ForCausalLM", "Model")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_object
-from trainer.models.fp8_checkpoints import Fp8Weights
+from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
 from trainer.models.functional import Params
 from trainer.models.llama.config_json import config_of
 from trainer.models.llama.model import functional
@@ -121,7 +121,6 @@ def save_llama(
     tensors = to_tensors(functional(spec), params, layout_of(spec))
     directory = Path(directory)
     files = write_tensors(directory, tensors, shard_bytes)
-    write_object(
-        directory / "config.json", config_of(spec, str(tensors[TABLE].dtype), eot)
-    )
+    config = config_of(spec, str(tensors[TABLE].dtype), eot)
+    write_object(directory / "config.json", config | quantization_of(tensors))
     return files
