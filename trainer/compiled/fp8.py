@@ -145,16 +145,23 @@ def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> J
 
 
 def products_made(
-    size: tuple[int, int], tokens: int, gemms: Sequence[Gemm], *, is_trained: bool
+    size: tuple[int, int],
+    tokens: int,
+    gemms: Sequence[Gemm],
+    *,
+    is_trained: bool,
+    wide_forward: bool = False,
 ) -> dict[str, Product]:
-    """Return the matmuls of a layer that a step needs, by name.
+    """Return the FP8 matmuls of a layer that a step needs, by name.
 
     A frozen kernel has no gradient. Its input only has one if an earlier layer is
     trained, in which case the program has a matmul of that size.
     """
     products = dict(zip(PRODUCTS, layer_products(size, tokens), strict=True))
+    output, input_gradient, weight_gradient = PRODUCTS
+    if wide_forward:
+        del products[output]
     if not is_trained:
-        _, input_gradient, weight_gradient = PRODUCTS
         del products[weight_gradient]
         if not any(can_be(gemm, products[input_gradient]) for gemm in gemms):
             del products[input_gradient]
@@ -171,9 +178,10 @@ def not_fp8(
     """Return the linear layers with a matmul that is not FP8, and the reason.
 
     Each chosen layer has the three matmuls of `PRODUCTS`, or fewer where its kernel is
-    frozen. Nothing else is multiplied in FP8, so the number of FP8 matmuls tells
-    whether one is missing. Matmuls have no names in a compiled program. So a missing
-    one is identified by its sizes, and all layers with a matmul of them are returned.
+    frozen or its forward pass is in 16 bits. Nothing else is multiplied in FP8, so the
+    number of FP8 matmuls tells whether one is missing. Matmuls have no names in a
+    compiled program. So a missing one is identified by its sizes, and all layers with a
+    matmul of them are returned.
 
     Args:
       model: in its precision.
@@ -190,7 +198,13 @@ def not_fp8(
     skipped = skipped_matmuls(model.policy, layers, tokens)
     others = [gemm for gemm in program.gemms if not gemm.is_narrow]
     products = {
-        path: products_made(size, tokens, program.gemms, is_trained=path not in frozen)
+        path: products_made(
+            size,
+            tokens,
+            program.gemms,
+            is_trained=path not in frozen,
+            wide_forward=model.policy.has_wide_forward,
+        )
         for path, size in layers.items()
         if path not in excluded
     }

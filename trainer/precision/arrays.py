@@ -2,6 +2,8 @@
 stored and sent.
 """
 
+import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -65,17 +67,47 @@ def skipped_matmuls(
             f"micro-batches of {rows} tokens a device, not a multiple of {multiple}",
         )
 
+    ends = wide_blocks(policy, sizes)
+
     def reason(path: str, size: tuple[int, int]) -> str | None:
         if not any(fnmatchcase(path, pattern) for pattern in policy.fp8_modules):
             return "not in precision.fp8_modules"
         if any(fnmatchcase(path, pattern) for pattern in policy.exclude):
             return "in precision.exclude"
+        if path.startswith(ends):
+            return "in precision.wide_ends"
         if not policy.simulate and any(width % multiple for width in size):
             return f"{size[0]} x {size[1]} are not multiples of {multiple}"
         return None
 
     reasons = {path: reason(path, size) for path, size in sizes.items()}
     return {path: why for path, why in reasons.items() if why is not None}
+
+
+def wide_blocks(policy: Policy, paths: Collection[str]) -> tuple[str, ...]:
+    """Return the paths of the blocks that `precision.wide_ends` chooses, such as
+    `h.0.`.
+
+    Raises:
+      UserError: blocks are scanned, or none would be left.
+    """
+    if policy.wide_ends is None:
+        return ()
+    key = f"precision.wide_ends={list(policy.wide_ends)}"
+    found = (re.match(r"[^.]+\.(\d+|\*)\.", path) for path in paths)
+    blocks = list(dict.fromkeys(match[0] for match in found if match))
+    if any("*" in block for block in blocks):
+        raise UserError(
+            f"{key} needs blocks that are not scanned: set model.scan_layers=false, or"
+            " precision.wide_ends=null for narrow matmuls in all blocks"
+        )
+    first, last = (math.ceil(share * len(blocks)) for share in policy.wide_ends)
+    if blocks and first + last >= len(blocks):
+        raise UserError(
+            f"{key} leaves none of {len(blocks)} blocks in {policy.forward}; set"
+            " precision.wide_ends=null for narrow matmuls in all blocks"
+        )
+    return (*blocks[:first], *blocks[len(blocks) - last :])
 
 
 def dot_general_for(

@@ -309,6 +309,7 @@ class Recipe(NamedTuple):
       activation: casts an input [N, D].
       weight: casts a kernel [D, F].
       gradient: casts the gradient of an output [N, F].
+      wide: the dtype of the operands of the forward product; None: they are cast, too.
       mixed: multiplies the operands of the weights' gradient, [D, N] and [F, N], by
         one orthogonal matrix along N, before they are cast.
     """
@@ -316,6 +317,7 @@ class Recipe(NamedTuple):
     activation: Cast
     weight: Cast
     gradient: Cast
+    wide: np.dtype | None = None
     mixed: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
@@ -348,15 +350,21 @@ def deepseek_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     )
 
 
-def nvfp4_recipe(*, four_over_six: bool = False, native: bool = False) -> Recipe:
+def nvfp4_recipe(
+    *,
+    four_over_six: bool = False,
+    native: bool = False,
+    wide: np.dtype | None = None,
+) -> Recipe:
     """Return blocks of 16 along the sum, and of 16 x 16 for weights; gradients are
-    rounded stochastically [3].
+    rounded stochastically [3]. `wide` is that of `Recipe`.
     """
     cast = functools.partial(nvfp4, four_over_six=four_over_six, native=native)
     return Recipe(
         cast,
         functools.partial(cast, rows=NVFP4_BLOCK),
         functools.partial(cast, stochastic=True),
+        wide,
         lambda x: hadamard(x, HADAMARD, jnp.float32),
     )
 
@@ -385,6 +393,9 @@ class BlockScaledDot:
 def _product_of(recipe: Recipe) -> Callable[[jax.Array, jax.Array], jax.Array]:
     @jax.custom_vjp
     def product(x_NxD: jax.Array, w_DxF: jax.Array) -> jax.Array:
+        if recipe.wide is not None:
+            wide_x, wide_w = x_NxD.astype(recipe.wide), w_DxF.astype(recipe.wide)
+            return jnp.matmul(wide_x, wide_w, preferred_element_type=x_NxD.dtype)
         x = recipe.activation(x_NxD, 1)
         return x.times(recipe.weight(w_DxF, 0), x_NxD.dtype)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import ml_dtypes
 import numpy as np
 
-from trainer.bounds import POWER_OF_TWO, Bound, Positive, at_least
+from trainer.bounds import POWER_OF_TWO, Bound, Positive, Share, at_least
 
 Computed = Literal["fp32", "bf16", "fp16"]
 Stored = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
@@ -38,6 +38,11 @@ Format = Annotated[
         " e4m3s, or fp32, bf16 or fp16",
     ),
 ]
+
+TWO_SHARES = Bound(
+    lambda shares: len(shares) == 2,
+    "two shares of blocks, first and last ones, such as [0.03,0.13]",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class PrecisionFields:
         one random orthogonal matrix in groups of so many channels of their sum, a power
         of two; None: no transform.
       amax_history: steps that delayed scaling looks back.
+      wide_ends: the shares of the first and of the last blocks, each rounded up to
+        whole blocks, whose chosen matmuls stay in `compute`; null: none.
       four_over_six: NVFP4 blocks take the better of two scales; null: false.
     """
 
@@ -103,6 +110,7 @@ class PrecisionFields:
     clip_outliers: Annotated[float, at_least(1)] | None
     hadamard: Annotated[int, at_least(2), POWER_OF_TWO] | None
     amax_history: Positive
+    wide_ends: Annotated[tuple[Share, ...], TWO_SHARES] | None
     four_over_six: bool | None
 
     @property

@@ -315,8 +315,8 @@ class Blocks(Method):
     multiple = 32
     products: ClassVar[tuple[tuple[str, str], ...]] = ()
     capability = (10, 0)  # Blackwell
-    # `forward` and `backward`; None: any
-    formats: ClassVar[tuple[str, ...] | None] = None
+    # pairs of `forward` and `backward`; None: any
+    formats: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit the method."""
@@ -326,15 +326,13 @@ class Blocks(Method):
                 f"precision.scaling={self.name} scales blocks of FP8 matmuls: choose"
                 f" its preset, or set precision.forward, precision.backward{simulate}"
             )
-        if (
-            self.formats is not None
-            and (policy.forward, policy.backward) != self.formats
-        ):
+        formats = policy.forward, policy.backward
+        if self.formats is not None and formats not in self.formats:
+            forward, backward = self.formats[0]
             raise UserError(
-                f"precision.scaling={self.name} rounds to {self.formats[0]}, not"
+                f"precision.scaling={self.name} rounds to {backward}, not"
                 f" {policy.forward} and {policy.backward}; set"
-                f" precision.forward={self.formats[0]}"
-                f" precision.backward={self.formats[1]}"
+                f" precision.forward={forward} precision.backward={backward}"
             )
         if policy.weights == "fp16":
             raise UserError(
@@ -436,11 +434,14 @@ class DeepSeek(Blocks):
 
 
 class Nvfp4(Blocks):
-    """Blocks of 16 in four bits, on E4M3 scales."""
+    """Blocks of 16 in four bits, on E4M3 scales.
+
+    With 16 bits forward only the operands of both gradients are in four.
+    """
 
     name = "nvfp4"
-    formats = ("e2m1", "e2m1")
-    products = (("e2m1", "e2m1"),)
+    formats = (("e2m1", "e2m1"), ("bf16", "e2m1"))
+    products = formats
     kernels = "NVFP4"
     settings = ("four_over_six",)
 
@@ -455,7 +456,9 @@ class Nvfp4(Blocks):
         from trainer.precision import blocks
 
         return blocks.nvfp4_recipe(
-            four_over_six=bool(policy.four_over_six), native=native
+            four_over_six=bool(policy.four_over_six),
+            native=native,
+            wide=forward.dtype,  # None: four bits
         )
 
 

@@ -130,6 +130,13 @@ class Policy(PrecisionFields):
         return self.weights_rounding == "kahan" and self.weights != "fp32"
 
     @property
+    def has_wide_forward(self) -> bool:
+        """Return whether the chosen matmuls round their operands for gradients alone,
+        and multiply them in 16 bits in the forward pass.
+        """
+        return self.method.has_blocks and self.forward in DTYPES
+
+    @property
     def casts_operands_as_they_are(self) -> bool:
         """Return whether operands of the chosen matmuls are cast without clipping or
         mixing.
@@ -182,7 +189,7 @@ def without_effect(policy: Policy) -> dict[str, str]:
     why: dict[str, str] = {}
     if policy.forward is None:
         why |= dict.fromkeys(
-            ("fp8_modules", "exclude"),
+            ("fp8_modules", "exclude", "wide_ends"),
             f"no matmul is narrower than precision.compute={policy.compute}",
         )
     if policy.weights == "fp32":

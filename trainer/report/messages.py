@@ -252,6 +252,8 @@ def describe_precision(model: Model) -> str:
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
         narrow, share = len(model.narrow), flop_share(model.spec, model.narrow)
+        if policy.has_wide_forward:
+            share *= 2 / 3  # both gradients of the three matmuls of a layer
         fine = sum(policy.backward_of(path) != policy.backward for path in model.narrow)
         gradients_of = f" (gradients of {fine} in e4m3)" if policy.backward_e4m3 else ""
         matmuls = (

@@ -65,6 +65,35 @@ def test_a_run_stopped_on_both_sides_of_a_border_is_the_same_run(tmp_path):
     assert moments == []
 
 
+def test_four_bits_end_with_a_wide_forward_pass(tmp_path):
+    """The late switch of NVIDIA's recipe, as docs/precision.md has it."""
+    given = [
+        "train.steps=6",
+        "train.eval_every=3",
+        "checkpoint.every=3",
+        "model.n_layer=3",
+        "schedule=constant",
+        "schedule.warmup_fraction=0",
+        "precision=nvfp4",
+    ]
+    phases = (
+        "train.phases=[{until:3},{precision:nvfp4_wide_forward,schedule:linear,"
+        "warmup_fraction:0,min_ratio:0}]"
+    )
+    output = here(tmp_path, "A", *ARGS[1:3], *given, phases)
+    assert "4 of 12 linear layers in e2m1/e2m1" in output
+    assert "phase 2 of 2, steps 4 to 6" in output
+    here(tmp_path, "B", *ARGS[1:3], *given)
+    switched, narrow = (
+        {row["step"]: row for row in values(tmp_path / name)} for name in "AB"
+    )
+    losses = [
+        [rows[i]["train/loss"] for i in range(1, 7)] for rows in (switched, narrow)
+    ]
+    assert losses[0][:3] == losses[1][:3]
+    assert losses[0][3] != losses[1][3]
+
+
 def weights_of(run_dir, step):
     """The checksums of the parameters' data, whatever their form."""
     leaves = parameters(run_dir, step)

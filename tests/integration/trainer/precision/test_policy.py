@@ -8,9 +8,11 @@ from families import slow
 from precisions import SPEC, abstract, policy, workload
 
 from trainer.errors import UserError
+from trainer.models.gpt2.spec import linear_sizes
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
 from trainer.parallel.mesh import abstract_batch
+from trainer.precision.arrays import skipped_matmuls
 from trainer.report.messages import describe_idle, describe_precision
 from trainer.step.optimizers import check_moments
 from trainer.workload import (
@@ -287,3 +289,48 @@ def test_an_update_in_fp16_has_moments_that_are_not_wider():
         match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16",
     ):
         check_moments("adamw", policy("scalify_fp8", update="propagate"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first", "last"), [(3, 1, 1), (12, 1, 2), (32, 2, 5), (62, 2, 8)]
+)
+def test_nvfp4_keeps_first_and_last_blocks_wide(blocks, first, last):
+    """Of 62 blocks NVIDIA keeps the first two and the last eight."""
+    sizes = linear_sizes(dataclasses.replace(SPEC, n_layer=blocks))
+    for preset in ("nvfp4", "nvfp4_wide_forward"):
+        skipped = skipped_matmuls(policy(preset), sizes)
+        narrow = {int(path.split(".")[1]) for path in sizes.keys() - skipped}
+        assert narrow == set(range(first, blocks - last))
+        assert set(skipped.values()) == {"in precision.wide_ends"}
+    every = skipped_matmuls(policy("nvfp4", wide_ends=None), sizes)  # of earlier runs
+    assert not every
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"n_layer": 2},
+            "leaves none of 2 blocks in e2m1; set precision.wide_ends=null",
+        ),
+        ({"n_layer": 9, "scan_layers": True}, "needs blocks that are not scanned: set"),
+    ],
+)
+def test_wide_ends_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        skipped_matmuls(
+            policy("nvfp4"), linear_sizes(dataclasses.replace(SPEC, **changes))
+        )
+    with pytest.raises(UserError, match=r"precision\.wide_ends.*expected two shares"):
+        policy("nvfp4", wide_ends=(0.5,))
+
+
+def test_the_share_of_a_wide_forward_pass_is_that_of_its_gradients():
+    spec = dataclasses.replace(SPEC, n_layer=3)
+    shares = [
+        float(re.search(r"(\d+)% of the FLOPs", describe_precision(model))[1])
+        for model in (
+            Model.make(spec, policy(name)) for name in ("nvfp4", "nvfp4_wide_forward")
+        )
+    ]
+    assert shares[1] == pytest.approx(shares[0] * 2 / 3, abs=1)

@@ -375,3 +375,29 @@ def test_blackwell_alone_multiplies_blocks_and_hopper_rows(recipe, name, dtypes)
     assert {gemm.dtype for gemm in gemms} == dtypes
     kernels = {gemm.kernel for gemm in gemms}
     assert (kernels == {"__cudnn$blockScaledDot"}) == (name != "h100")
+
+
+def test_a_wide_forward_pass_keeps_the_gradients_of_four_bits():
+    """The end of NVIDIA's recipe: only the output is another one."""
+    (narrow, wide), (x, w) = (
+        [
+            policy.method.dot("", policy, gradient=None)
+            for policy in (
+                compose_config([f"precision={name}"]).precision.policy
+                for name in ("nvfp4", "nvfp4_wide_forward")
+            )
+        ],
+        (spread((32, 64), octaves=2), spread((64, 48), octaves=2) / 64),
+    )
+    x = x.astype(jnp.bfloat16)
+
+    def both(dot):
+        y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
+        return y, *pull(jnp.ones_like(y))
+
+    y4, *gradients = both(narrow)
+    y, *gradients_of_wide = both(wide)
+    np.testing.assert_array_equal(y, x @ w.astype(jnp.bfloat16))
+    assert jnp.any(y != y4)
+    for a, b in zip(gradients, gradients_of_wide, strict=True):
+        np.testing.assert_array_equal(a, b)
