@@ -26,7 +26,7 @@ ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1
 
 PRESETS = (
     "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
-    "scalify_fp8_fp8", "fp8_delayed", "fp8_current", "sim",
+    "scalify_fp8_fp8", "scalify_mxfp8", "fp8_delayed", "fp8_current", "sim",
 )  # fmt: skip
 
 

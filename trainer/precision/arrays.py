@@ -230,6 +230,7 @@ def for_allgather(
             narrow
             and not factor
             and not policy.simulate
+            and not policy.method.has_blocks
             and policy.casts_operands_as_they_are
         )
         return ScaledArray(E4M3.cast(p.data), p.scale) if in_fp8 else p

@@ -50,6 +50,7 @@ from scalify_core.numerics.formats import (
     pow2_inverse,
 )
 from scalify_core.ops.matmul import dot_fp8
+from scalify_core.ops.rounded_product import Rounded, rounded_product
 from trainer.precision.dots import check_matrices, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
@@ -378,7 +379,7 @@ class BlockScaledDot:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._product = _product_of(recipe)
+        self._rounded = _rounded_by(recipe)
 
     def __call__(
         self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Any, **_: Any
@@ -387,28 +388,29 @@ class BlockScaledDot:
         the dtype of `rhs`. ValueError: not a product of two matrices.
         """
         check_matrices("BlockScaledDot", dims)
-        return self._product(lhs_NxD, rhs_DxF)
+        return rounded_product(lhs_NxD, rhs_DxF, self._rounded)
 
 
-def _product_of(recipe: Recipe) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    @jax.custom_vjp
-    def product(x_NxD: jax.Array, w_DxF: jax.Array) -> jax.Array:
-        if recipe.wide is not None:
+def _rounded_by(recipe: Recipe) -> Rounded:
+    """Return the three products of a recipe; see `Rounded`."""
+
+    def forward(x_NxD: jax.Array, w_DxF: jax.Array) -> tuple[jax.Array, Any, Any]:
+        if recipe.wide is None:
+            x = recipe.activation(x_NxD, 1)
+            y_NxF = x.times(recipe.weight(w_DxF, 0), x_NxD.dtype)
+        else:
             wide_x, wide_w = x_NxD.astype(recipe.wide), w_DxF.astype(recipe.wide)
-            return jnp.matmul(wide_x, wide_w, preferred_element_type=x_NxD.dtype)
-        x = recipe.activation(x_NxD, 1)
-        return x.times(recipe.weight(w_DxF, 0), x_NxD.dtype)
-
-    def forward(x_NxD: jax.Array, w_DxF: jax.Array) -> tuple[jax.Array, tuple]:
-        x = recipe.activation(recipe.mixed(x_NxD.T), 1)
+            y_NxF = jnp.matmul(wide_x, wide_w, preferred_element_type=x_NxD.dtype)
+        kept_x = recipe.activation(recipe.mixed(x_NxD.T), 1)
         # An empty slice has the dtype of the kernel's gradient.
-        return product(x_NxD, w_DxF), (x, recipe.weight(w_DxF, 1), w_DxF[:0])
+        return y_NxF, kept_x, (recipe.weight(w_DxF, 1), w_DxF[:0])
 
-    def backward(residuals: tuple, g_NxF: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, w, like_w = residuals
-        d_x_NxD = recipe.gradient(g_NxF, 1).times(w, g_NxF.dtype)
+    def backward(
+        x: BlockMatrix, w: tuple[BlockMatrix, jax.Array], g_NxF: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        kept_w, like_w = w
+        d_x_NxD = recipe.gradient(g_NxF, 1).times(kept_w, g_NxF.dtype)
         g = recipe.gradient(recipe.mixed(g_NxF.T), 1)
         return d_x_NxD, x.times(g, like_w.dtype)
 
-    product.defvjp(forward, backward)
-    return product
+    return Rounded(forward, backward)

@@ -97,11 +97,12 @@ class Method:
         """Return the keys that only other methods use, with the reason why they change
         nothing.
         """
-        why = {}
+        why: dict[str, str] = {}
         for method in METHODS.values():
             for key in method.settings:
                 if key not in self.settings:
-                    why[key] = f"precision.scaling={self.name}, not {method.name}"
+                    reason = f"precision.scaling={self.name}, not {method.name}"
+                    why.setdefault(key, reason)
         return why
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
@@ -334,7 +335,7 @@ class Blocks(Method):
                 f" {policy.forward} and {policy.backward}; set"
                 f" precision.forward={forward} precision.backward={backward}"
             )
-        if policy.weights == "fp16":
+        if policy.weights == "fp16" and not self.scaled:
             raise UserError(
                 "precision.weights=fp16 needs precision.scaling=propagate, not"
                 f" {self.name}"
@@ -391,6 +392,18 @@ class Mx(Blocks):
         from trainer.precision import blocks
 
         return blocks.mx_recipe(forward, backward, native=native)
+
+
+class PropagatedMx(Propagated, Mx):
+    """Scale propagation, with products of the data in blocks of 32."""
+
+    name = "propagate_mx"
+    scales_gradients = Mx.scales_gradients
+
+    def check(self, policy: "PrecisionFields") -> None:
+        """Raise UserError for fields that do not fit either method."""
+        Propagated.check(self, policy)
+        Mx.check(self, policy)
 
 
 class Rowwise(Blocks):
@@ -471,6 +484,7 @@ METHODS: dict[str, Method] = {
         Delayed(),
         Current(),
         Mx(),
+        PropagatedMx(),
         Rowwise(),
         DeepSeek(),
         Nvfp4(),

@@ -39,6 +39,11 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
         dtype = eqn.outvars[0].aval.dtype
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
     data = saturated(eqn.primitive.bind(*operands, *rest, **params))
+    return _summed_products(data, a, b, count, dtype)
+
+
+def _summed_products(data: Any, a: Value, b: Value, count: float, dtype: Any) -> Value:
+    """Return sums of `count` products of the data of `a` and `b`."""
     # Independent terms add up as their squares do. Where they agree, as over the tokens
     # of a batch, the sum is larger, and a rescale belongs there.
     rms = a.expected_rms * b.expected_rms * math.sqrt(max(count, 1))
@@ -260,3 +265,51 @@ def call_on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
     """Call `fun` on the data, under the vmaps of the call."""
     in_tree = jax.tree.structure(operands)
     return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)
+
+
+# A product of operands that the caller rounds: its functions act on the data.
+
+
+@forward_rule("rounded_product", wide=True)
+def _rounded_forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
+    rounded, sizes = call.settings["rounded"], call.settings["sizes"]
+    (lhs, rhs), dtype = lifted(lhs, rhs)
+    lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
+    out, *residuals = tree_on_data(call, rounded.forward, v.data32(lhs), v.data32(rhs))
+    return _summed_products(out, lhs, rhs, sizes[2], dtype), tuple(
+        _with_scale_of(x, residual)
+        for x, residual in zip((lhs, rhs), residuals, strict=True)
+    )
+
+
+@composite_rule("rounded_product.bwd", wide=True)
+def _rounded_backward(call: Any, residuals: tuple, gradient: Any) -> tuple:
+    rounded, (rows, columns, _) = call.settings["rounded"], call.settings["sizes"]
+    lhs, rhs = (jax.tree.leaves(x, is_leaf=_is_value)[0] for x in residuals)
+    data = jax.tree.map(v.data_of, residuals, is_leaf=_is_value)
+    (gradient,), dtype = lifted(gradient)
+    gradient = v.scalar_scale(gradient)
+    d_lhs, d_rhs = tree_on_data(call, rounded.backward, *data, v.data32(gradient))
+    return (
+        _summed_products(d_lhs, gradient, rhs, columns, dtype),
+        _summed_products(d_rhs, lhs, gradient, rows, dtype),
+    )
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, Value)
+
+
+def _with_scale_of(x: Value, residual: Any) -> Any:
+    """Return a rounded operand whose first array has the scale of the operand."""
+    first, *rest = jax.tree.leaves(residual)
+    return jax.tree.unflatten(
+        jax.tree.structure(residual), [v.value(first, x.scale, x.expected_rms), *rest]
+    )
+
+
+def tree_on_data(call: Any, fun: Callable, *operands: Any) -> Any:
+    """Call `fun` on pytrees of plain arrays, under the vmaps of the call."""
+    in_tree = jax.tree.structure(operands)
+    on_data = call.replace(fun=fun, static={}, in_tree=in_tree)
+    return on_data.tree(*jax.tree.leaves(operands))

@@ -150,6 +150,21 @@ def test_the_first_gradient_is_that_of_fp32_up_to_the_formats(preset):
         assert error > 0
 
 
+def test_mxfp8_with_propagated_scales_has_the_gradient_of_mxfp8():
+    """FP16 weights on scales and FP16 activations take nothing from it."""
+    scaled, plain, exact = map(gradient, ("scalify_mxfp8", "mxfp8", "fp32"))
+
+    def error(a, b):
+        difference = optax.global_norm(jax.tree.map(jnp.subtract, a, b))
+        return difference / optax.global_norm(exact)
+
+    # Four matmuls with two operands in E4M3 each: sqrt(8) 0.036.
+    assert error(plain, exact) < 0.11
+    assert error(scaled, exact) < 0.11
+    # Only operands that 16 bits move over the border of two E4M3 numbers differ.
+    assert 0 < error(scaled, plain) < error(plain, exact)
+
+
 STATE = {
     "fp32": ("float32", "float32", "float32", 12),
     "bf16": ("float32", "float32", "float32", 12),
@@ -159,6 +174,7 @@ STATE = {
     "scalify_fp8": ("float16", "float32", "float32", 10),
     "scalify_fp8_fp16": ("float16", "float16", "float16", 6),
     "scalify_fp8_fp8": ("float16", "float8_e4m3fn", "float8_e5m2", 4),
+    "scalify_mxfp8": ("float16", "float16", "float16", 6),
     "fp8_delayed": ("float32", "float32", "float32", 12),
     "fp8_current": ("float32", "float32", "float32", 12),
     "sim": ("float32", "float32", "float32", 12),
@@ -196,7 +212,8 @@ def test_the_program_multiplies_in_the_formats_of_the_preset(preset):
         "fp8_current",
         "fp8_delayed",
     )
-    assert all(casts.values()) == any(casts.values()) == fp8
+    found = tuple(count > 0 for count in casts.values())
+    assert found == (fp8 or preset == "scalify_mxfp8", fp8)
     compute = (
         "f32"
         if preset in ("fp32", "sim")

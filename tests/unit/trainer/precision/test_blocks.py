@@ -13,10 +13,12 @@ from for_h200 import program_for
 # public only behind a product for GPUs
 from jax._src.cudnn.scaled_matmul_stablehlo import quantize
 
+from scalify_core import as_scaled_array, asarray, scalify
 from scalify_core.numerics.formats import E4M3, E5M2, counter_bits
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.precision import blocks
+from trainer.precision.arrays import for_allgather
 from trainer.precision.dots import hadamard
 
 ROWS, COLUMNS = 48, 128
@@ -401,3 +403,37 @@ def test_a_wide_forward_pass_keeps_the_gradients_of_four_bits():
     assert jnp.any(y != y4)
     for a, b in zip(gradients, gradients_of_wide, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_propagated_scales_leave_mxfp8_its_numbers(simulate):
+    """Blocks on powers of two are the same for the data as for the values: the
+    products of scaled arrays are those of plain ones, rounded to 16 bits."""
+    policy = compose_config(["precision=scalify_mxfp8"]).precision.policy
+    if simulate:
+        dot = policy.method.simulated(policy, E4M3, E4M3)
+    else:
+        dot = policy.method.dot("", policy, gradient=E4M3)
+    x, w, g = (
+        as_scaled_array(
+            scale * jax.random.normal(jax.random.key(i), shape), scale, np.float16
+        )
+        for i, (shape, scale) in enumerate(
+            [((32, 64), 2.0**-8), ((64, 96), 2.0**4), ((32, 96), 2.0**-20)]
+        )
+    )
+
+    def step(x, w, g):
+        y, pull = jax.vjp(lambda x, w: dot(x, w, PRODUCT), x, w)
+        return y, *pull(g)
+
+    plain = jax.jit(step)(asarray(x), asarray(w), asarray(g))
+    scaled = jax.jit(scalify(step, scales="static"))(x, w, g)
+    for a, b in zip(scaled, plain, strict=True):
+        rounded = as_scaled_array(b, a.scale, np.float16)
+        np.testing.assert_array_equal(asarray(a), asarray(rounded))
+        rms = jnp.sqrt(jnp.mean(jnp.square(a.data.astype(jnp.float32))))
+        assert 0.5 < rms < 2
+    # An all-gather in E4M3 would round at another scale first.
+    sent = for_allgather(w, policy, kernel=True, narrow=True, factor=False)
+    assert sent.dtype == np.float16
