@@ -3,7 +3,7 @@
 They are cheap reductions, safe inside jit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,28 +94,31 @@ def _rms(magnitude: jax.Array) -> jax.Array:
 
 # Figures of an array and its gradient inside a program, without changing its results.
 # A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, holds
-# figures: one row for the array, one for the array's gradient. So figures come out of
-# any differentiated function as gradients do, through scan (stacked over its steps),
-# remat and `scalify`, by `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))`. Under
-# `scalify` they are figures of the data, in its format, and of the scale. Use a slot in
-# one probe only: the figures of two would be added.
+# figures: one row for the array, one for the array's gradient. A slot has more columns
+# where a measure of the caller's has more figures; the shorter row then ends in NaN. So
+# figures come out of any differentiated function as gradients do, through scan (stacked
+# over its steps), remat and `scalify`, by
+# `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))`. Under `scalify` they are figures of
+# the data, in its format, and of the scale. Use a slot in one probe only: the figures
+# of two would be added.
 
 SLOT = (2, len(FIGURES))  # of the array and of its gradient
+Measure = Callable[[Any], jax.Array]  # of an array or a ScaledArray: FP32 [figures]
 
 
 def probe(
     x: jax.Array,
     slot: jax.Array,
     *,
-    forward: FloatFormat | None = None,
-    backward: FloatFormat | None = None,
+    forward: Measure = figures,
+    backward: Measure = figures,
 ) -> jax.Array:
     """Return `x`; the gradient of `slot` becomes the figures of `x` and its gradient.
 
     Args:
         x: float array; a ScaledArray under `scalify`.
         slot: FP32 zeros of the shape SLOT; they are not read.
-        forward: the format that `x` is cast to next, or None; see `figures`.
+        forward: measures `x`; `figures` with the format that it is cast to next.
         backward: the same for the gradient of `x`.
     """
     return _probe(x, slot, forward=forward, backward=backward)
@@ -123,30 +126,30 @@ def probe(
 
 @composite(name="probe")
 def _probe(
-    x: jax.Array,
-    slot: jax.Array,
-    *,
-    forward: FloatFormat | None,
-    backward: FloatFormat | None,
+    x: jax.Array, slot: jax.Array, *, forward: Measure, backward: Measure
 ) -> jax.Array:
     del slot, forward, backward
     return x
 
 
 def fwd(
-    x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None
+    x: Any, slot: Any, *, forward: Measure, backward: Measure
 ) -> tuple[Any, jax.Array]:
     """Return the array, and its figures as the residual."""
     del slot, backward
-    return x, figures(x, forward)
+    return x, forward(x)
 
 
 def bwd(
-    seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None
+    seen: jax.Array, gradient: Any, *, forward: Measure, backward: Measure
 ) -> tuple[Any, jax.Array]:
     """Return the gradient, and the slot's: figures of the array and of the gradient."""
     del forward
-    return gradient, jnp.stack([seen, figures(gradient, backward)])
+    rows = seen, backward(gradient)
+    length = max(map(len, rows))
+    return gradient, jnp.stack(
+        [jnp.pad(x, (0, length - len(x)), constant_values=jnp.nan) for x in rows]
+    )
 
 
 _probe.defvjp(fwd, bwd)

@@ -15,6 +15,7 @@ from trainer.data.mixture import Mixture
 from trainer.observe.display import Display
 from trainer.observe.numerics import CLASSES
 from trainer.observe.records import without_layers
+from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.run import loop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,8 @@ def test_every_key_that_the_trainer_writes_is_in_the_table():
     written.update(keys_of_every_step())
     one = SimpleNamespace(parts={"X": SimpleNamespace(windows=1)})
     sources = {f"data/X/{figure}" for figure in Mixture.source_progress(one, [1])["X"]}
-    layers = {f"numerics/{kind}/X/{name}" for kind in CLASSES for name in FIGURES}
+    names = (*FIGURES, *BLOCK_FIGURES)
+    layers = {f"numerics/{kind}/X/{name}" for kind in CLASSES for name in names}
     # Loops write these, and their last parts are not in the code as text.
     written = {key for key in written if not key.startswith(("numerics/X", "data/X"))}
     written |= layers | sources

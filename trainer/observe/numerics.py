@@ -32,14 +32,19 @@ class:
 
 Saturation is counted for the format of the next cast, or else the tensor's own.
 
+Operands of narrow matmuls whose blocks or rows have scales of their own also have
+`blocks.BLOCK_FIGURES`: weights, inputs, and gradients of outputs, as they are cast for
+the output and for the gradient of the input.
+
 On request the row also has `sharpness/logits` and `sharpness/critical`; see
 `sharpness`.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +53,12 @@ from flax import nnx
 
 from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
-from scalify_core.debug.stats import FIGURES, SLOT, figures, probe
+from scalify_core.debug.stats import FIGURES, SLOT, Measure, figures, probe
 from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
+from trainer.precision.blocks import BLOCK_FIGURES, Cast, block_figures
+from trainer.precision.methods import Blocks
 from trainer.precision.policy import Policy
 from trainer.step.optimizers import MOMENT_KEYS, OPTIMIZERS
 from trainer.step.state import TrainState
@@ -76,12 +83,33 @@ class Slot(nnx.Variable):
     """The second argument of a probe, whose gradient is the measurement."""
 
 
-class Probe(nnx.Module):
-    """A probe with its slot and the formats of the next casts."""
+class BlockCast(NamedTuple):
+    """The cast of an operand in blocks, and the format of the numbers."""
 
-    def __init__(
-        self, slot: jax.Array, forward: FloatFormat | None, backward: FloatFormat | None
-    ) -> None:
+    cast: Cast
+    fmt: FloatFormat
+
+    def measure(self, x: Any, axis: int = 1) -> jax.Array:
+        """Return BLOCK_FIGURES of an array, or of the data of a ScaledArray."""
+        data = x.data if is_scaled_array(x) else x
+        return block_figures(data, self.cast, axis, self.fmt)
+
+
+def with_blocks(measure: Measure, blocks: BlockCast | None) -> Measure:
+    """Return a measure that measures blocks, too, if there are any."""
+    if blocks is None:
+        return measure
+
+    def both(x: Any) -> jax.Array:
+        return jnp.concatenate([measure(x), blocks.measure(x)])
+
+    return both
+
+
+class Probe(nnx.Module):
+    """A probe with its slot, and the measures of an array and its gradient."""
+
+    def __init__(self, slot: jax.Array, forward: Measure, backward: Measure) -> None:
         self.slot = Slot(slot)
         self.forward = forward
         self.backward = backward
@@ -131,8 +159,11 @@ def make_slots(model: Model) -> Slots:
     abstract = nnx.eval_shape(lambda: bind(init(jax.random.key(0)), init_histories()))
     slots = {}
     for name, _, _, sides in probed_layers(abstract):
-        shape = (model.spec.n_layer, *SLOT) if is_stack(model, name) else SLOT
         for side in sides:
+            blocks = any(block_casts(model, name, side))
+            shape: tuple[int, ...] = (SLOT[0], SLOT[1] + blocks * len(BLOCK_FIGURES))
+            if is_stack(model, name):
+                shape = (model.spec.n_layer, *shape)
             slots[f"{name}.{side}"] = jnp.zeros(shape, jnp.float32)
     return slots
 
@@ -167,6 +198,35 @@ def operand_formats(
     if side == "in":
         return forward_format(model.policy), None
     return None, backward_format(model.policy, path)
+
+
+def block_casts(
+    model: Model, name: str, side: str
+) -> tuple[BlockCast | None, BlockCast | None]:
+    """Return the casts in blocks of an input or output and of its gradient."""
+    path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
+    if path not in model.narrow:
+        return None, None
+    activation, _, gradient = operand_casts(
+        model.policy, model.policy.backward_of(path)
+    )
+    return (activation, None) if side == "in" else (None, gradient)
+
+
+@functools.cache
+def operand_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None, ...]:
+    """Return the casts in blocks of a narrow matmul's input, kernel, and gradient of
+    the output; Nones where operands have one scale. `backward`: of the matmul.
+    """
+    method, forward = policy.method, policy.forward
+    if not isinstance(method, Blocks) or forward is None or backward is None:
+        return None, None, None
+    if policy.has_wide_forward:
+        forward = backward  # of what the gradients read
+    formats = [FloatFormat.parse(name) for name in (forward, forward, backward)]
+    recipe = method.recipe(policy, formats[0], formats[2], native=False)
+    casts = recipe.activation, recipe.weight, recipe.gradient
+    return tuple(map(BlockCast, casts, formats))
 
 
 def format_name(model: Model, kind: str, layer: str) -> str:
@@ -206,10 +266,18 @@ def format_name(model: Model, kind: str, layer: str) -> str:
 def attach_probes(model: Model, bound: Any, slots: Slots) -> Any:
     """Put a probe at every slot of the bound model, and return the model."""
     for name, module, path, sides in list(probed_layers(bound)):
-        probes = {
-            side: Probe(slots[f"{name}.{side}"], *operand_formats(model, name, side))
-            for side in sides
-        }
+        probes = {}
+        for side in sides:
+            both = zip(
+                operand_formats(model, name, side),
+                block_casts(model, name, side),
+                strict=True,
+            )
+            measures = [
+                with_blocks(functools.partial(figures, fmt=fmt), blocks)
+                for fmt, blocks in both
+            ]
+            probes[side] = Probe(slots[f"{name}.{side}"], *measures)
         *parents, last_key = path
         parent: Any = bound
         for key in parents:
@@ -305,35 +373,36 @@ def tensor_figures(
     data: jax.Array,
     scale: Any,
     uncast: jax.Array | None,
-    settings: tuple[FloatFormat | None, bool, bool],
+    settings: tuple[FloatFormat | None, BlockCast | None, bool, bool],
 ) -> jax.Array:
-    """Return the figures of a stored tensor: [4], or [L, 4] of a stack of layers.
+    """Return the figures of a stored tensor: [figures], or [L, figures] of a stack of
+    layers.
 
     Args:
       data: the stored values.
       scale: their scale; 1 for a plain array.
       uncast: values before the cast, `exact` of `stats.figures`; or None.
-      settings: the format of the next cast, whether zeros count (both as in
-        `stats.figures`), and whether the tensor is a stack.
+      settings: the format of the next cast, or that cast in blocks; whether zeros
+        count, as in `stats.figures`; and whether the tensor is a stack.
     """
-    fmt, zeros, stacked = settings
-    measure = functools.partial(figures, zeros=zeros)
+    fmt, blocks, zeros, stacked = settings
+
+    def measure(data: jax.Array, scale: Any, uncast: Any) -> jax.Array:
+        row = figures(with_scale(data, scale), fmt, uncast, zeros=zeros)
+        if blocks is None:
+            return row
+        return jnp.concatenate([row, blocks.measure(data, axis=0)])
+
     if not stacked:
-        return measure(with_scale(data, scale), fmt, uncast)
+        return measure(data, scale, uncast)
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
-    if uncast is None:
-        return jax.vmap(lambda data, scale: measure(with_scale(data, scale), fmt))(
-            data, scale
-        )
-    return jax.vmap(
-        lambda data, scale, uncast: measure(with_scale(data, scale), None, uncast)
-    )(data, scale, uncast)
+    return jax.vmap(measure, (0, 0, None if uncast is None else 0))(data, scale, uncast)
 
 
 def in_forward_order(
     model: Model, layers: dict[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and figures [4] of every layer in the order of a forward pass.
+    """Yield name and figures of every layer in the order of a forward pass.
 
     A stack gives one pair for each of its layers.
     """
@@ -381,6 +450,7 @@ def make_numerics(
     measure = jit(tensor_figures, static_argnums=3)
     gather = jit(lambda params: params)
     operand_format = forward_format(model.policy)
+    _, kernel_blocks, _ = operand_casts(model.policy, model.policy.backward)
     roles = leaves_by_name(model.roles)
     kernels = {name for name, role in roles.items() if model.is_narrow(role)}
 
@@ -399,8 +469,10 @@ def make_numerics(
             uncast: Any = uncast_tensors.get(name)
             if is_scaled_array(uncast):
                 uncast = uncast.data
-            cast_to = operand_format if name in operands else None
-            settings = (cast_to, zeros, is_stack(model, name))
+            cast_to, blocks = None, None
+            if name in operands:
+                cast_to, blocks = operand_format, kernel_blocks
+            settings = (cast_to, blocks, zeros, is_stack(model, name))
             # One after the other: concurrent programs of several devices can deadlock.
             measured[name] = jax.block_until_ready(
                 measure(data, jnp.asarray(scale, jnp.float32), uncast, settings)
@@ -434,11 +506,14 @@ def make_numerics(
             "nu": figures_by_name(nu, {}, zeros=False),
         }
         measured = jax.device_get(measured)
+        figure_names = (*FIGURES, *BLOCK_FIGURES)
         row = {} if sharpness is None else sharpness(sharded_state, grads, batch, step)
         for kind in CLASSES:
             for layer, values in in_forward_order(model, measured[kind]):
-                for figure, value in zip(FIGURES, values.tolist(), strict=True):
-                    row[f"numerics/{kind}/{layer}/{figure}"] = value
+                # Only some layers have figures of blocks.
+                for figure, value in zip(figure_names, values.tolist(), strict=False):
+                    if figure in FIGURES or not math.isnan(value):
+                        row[f"numerics/{kind}/{layer}/{figure}"] = value
         return {name: float(f"{value:.6g}") for name, value in row.items()}
 
     return numerics

@@ -206,8 +206,9 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Return the row with extremes over the layers in place of each layer's numerics.
 
     `numerics/CLASS/LAYER/FIGURE` become `numerics/CLASS/` and `underflow_max`,
-    `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`. They are NaN
-    if a layer has NaN. RMS and exponents leave out layers that are all zeros.
+    `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`, and where
+    layers have blocks the largest of `blocks.BLOCK_FIGURES`. They are NaN if a layer
+    has NaN. RMS and exponents leave out layers that are all zeros.
     """
     short_row: dict[str, float | int | str] = {}
     # by class and figure, in the order of the layers
@@ -220,7 +221,8 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
             short_row[name] = value
     for kind, layers in figures.items():
         arrays = {figure: np.array(values) for figure, values in layers.items()}
-        for figure in ("underflow", "saturated"):
+        shares = [figure for figure in arrays if figure not in ("rms", "exponent")]
+        for figure in shares:
             short_row[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
         nonzero = arrays["rms"] != 0
         if not nonzero.any():

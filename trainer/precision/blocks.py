@@ -370,6 +370,52 @@ def nvfp4_recipe(
     )
 
 
+# of the blocks of an operand
+BLOCK_FIGURES = ("block_spread", "block_underflow", "block_saturated")
+
+
+def block_figures(x: jax.Array, cast: Cast, axis: int, fmt: FloatFormat) -> jax.Array:
+    """Return BLOCK_FIGURES of an operand, FP32 [3].
+
+    - block_spread: the standard deviation of log2 of the blocks' scales, in octaves.
+    - block_underflow: the share of blocks whose numbers all become zeros.
+    - block_saturated: the share of blocks with a number beyond the format's largest.
+
+    Blocks of zeros do not count. Without others the figures are 0.
+
+    Args:
+      x: a matrix.
+      cast: of the recipe.
+      axis: that the product sums over.
+      fmt: of the numbers of a block.
+    """
+    cut = cast(x, axis)
+    rows, length = cut.scales.shape[0], cut.data.shape[1] // cut.scales.shape[1]
+    x = summed_last(x, axis, length)
+    if cut.whole is not None:
+        x = x / cut.whole
+    largest, kept = (
+        jnp.max(jnp.abs(y.astype(jnp.float32)).reshape(rows, -1, length), axis=2)
+        for y in (x, cut.data)
+    )
+    counted, scales = largest > 0, cut.scales.astype(jnp.float32)
+    has_scale = counted & (scales > 0)
+    exponents = jnp.log2(jnp.where(has_scale, scales, 1))
+
+    def mean(y: jax.Array, chosen: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(chosen, y, 0)) / jnp.maximum(jnp.sum(chosen), 1)
+
+    center = mean(exponents, has_scale)
+    most = FP4_MAX if str(fmt) == "e2m1" else fmt.max
+    return jnp.stack(
+        [
+            jnp.sqrt(mean(jnp.square(exponents - center), has_scale)),
+            mean(kept == 0, counted),
+            mean(has_scale & (largest > most * scales), counted),
+        ]
+    )
+
+
 class BlockScaledDot:
     """The product of a linear layer, and the two of its backward pass, with operands
     cast by a recipe.

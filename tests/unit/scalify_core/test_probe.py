@@ -55,7 +55,10 @@ def test_under_scalify_the_figures_are_those_of_data_and_scale():
 @pytest.mark.parametrize("scale", [None, 2.0**-4])
 def test_the_formats_are_those_of_the_casts_to_come(scale):
     x, weight = 300 * normal(0), 1e-5 * normal(1)
-    function = seen(forward=E4M3, backward=E5M2)
+    function = seen(
+        forward=functools.partial(figures, fmt=E4M3),
+        backward=functools.partial(figures, fmt=E5M2),
+    )
     if scale is None:
         gradient, actual = jax.jit(function)(x, weight, EMPTY)
     else:

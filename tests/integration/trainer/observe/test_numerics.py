@@ -17,6 +17,7 @@ from scalify_core.debug.stats import FIGURES
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh
+from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.step.clip_and_decay import optimizer_from_roles
 from trainer.workload import Model, TrainTask, first_state
 
@@ -287,3 +288,36 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
         path.name for path in (tmp_path / "A" / "numerics").iterdir()
     ) == sorted(f"{c}.png" for c in CLASSES)
     assert not (tmp_path / "B" / "numerics").exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "scan"), [("scalify_mxfp8", False), slow("mxfp8", True)]
+)
+def test_operands_in_blocks_have_figures_of_their_blocks(preset, scan):
+    spec = dataclasses.replace(TWO, scan_layers=scan)
+    w = workload(preset, spec=spec, exclude=("h.*.mlp.c_proj",))
+    state = first_state(w, seed=0)
+    actual = make_numerics(w)(state, batch(w), 0)
+    found = {
+        tuple(name.split("/")[1:3])
+        for name in actual
+        if name.rpartition("/")[2] in BLOCK_FIGURES
+    }
+    assert found == {
+        operand
+        for layer in (f"h.{i}.{name}" for i in (0, 1) for name in LINEAR[:3])
+        for operand in (
+            ("weights", f"{layer}.kernel"),
+            ("activations", f"{layer}.in"),
+            ("activation_gradients", f"{layer}.out"),
+        )
+    }
+    assert all(np.isfinite(list(actual.values())))
+    gradient = "numerics/activation_gradients/h.1.attn.c_attn.out"
+    assert actual[f"{gradient}/block_spread"] > 0
+    blocks = state.params["h"]
+    kernel = (blocks if scan else blocks[1])["attn"]["c_attn"]["kernel"]
+    largest = np.abs(np.asarray(kernel)[1 if scan else ...]).max(axis=0)  # of 32 rows
+    expected = np.std(np.ceil(np.log2(largest / 448)))
+    key = "numerics/weights/h.1.attn.c_attn.kernel/block_spread"
+    assert actual[key] == pytest.approx(expected, rel=1e-4)

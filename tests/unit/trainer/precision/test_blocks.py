@@ -14,7 +14,7 @@ from for_h200 import program_for
 from jax._src.cudnn.scaled_matmul_stablehlo import quantize
 
 from scalify_core import as_scaled_array, asarray, scalify
-from scalify_core.numerics.formats import E4M3, E5M2, counter_bits
+from scalify_core.numerics.formats import E4M3, E5M2, FloatFormat, counter_bits
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.precision import blocks
@@ -437,3 +437,37 @@ def test_propagated_scales_leave_mxfp8_its_numbers(simulate):
     # An all-gather in E4M3 would round at another scale first.
     sent = for_allgather(w, policy, kernel=True, narrow=True, factor=False)
     assert sent.dtype == np.float16
+
+
+def figures_of(x, name):
+    recipe = RECIPES[name]
+    fmt = FloatFormat.parse("e2m1" if name in FP4_RECIPES else "e4m3")
+    figures = blocks.block_figures(x, recipe.activation, 1, fmt)
+    return dict(zip(blocks.BLOCK_FIGURES, figures.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_spread_of_scales_is_in_octaves_and_blocks_of_zeros_do_not_count(name):
+    row = jnp.arange(1, 129.0)[None]
+    x = jnp.concatenate([row, 4 * row, 0 * row])
+    figures = figures_of(x, name)
+    if name in ("rowwise", "deepseek"):
+        assert figures["block_spread"] == pytest.approx(1)
+    assert figures["block_spread"] >= 1 - 1e-6
+    assert figures["block_underflow"] == 0
+    assert not any(figures_of(0 * x, name).values())
+
+
+def test_blocks_that_are_lost_beside_a_large_one_are_counted():
+    x = jnp.ones((4, 32)).at[0, 0].set(2.0**20)
+    assert figures_of(x, "nvfp4")["block_underflow"] == 7 / 8
+    assert figures_of(x, "mx")["block_underflow"] == 0
+
+
+def test_blocks_whose_scale_is_rounded_down_saturate():
+    """The largest of all, 2688, has the scale 448. Of 2000 it is 333.3, rounded to
+    320, at which 6 stands for 1920; 1760 has 293.3, rounded to 288, 1728."""
+    x = jnp.ones((4, 16)).at[:, 0].set(jnp.array([2688.0, 2000.0, 1760.0, 1920.0]))
+    assert figures_of(x, "nvfp4")["block_saturated"] == 0.5
+    for name in ("mx", "rowwise"):  # their scales are rounded up
+        assert figures_of(spread((64, 64)), name)["block_saturated"] == 0
