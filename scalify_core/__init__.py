@@ -1,7 +1,7 @@
 """Scale propagation for JAX programs: narrow floating point without loss scaling or
 amax histories.
 
-Ten names are enough to train a model of your own:
+These names are enough to train a model of your own:
 
     params = as_scaled_array(params, dtype=jnp.float16)
     tx = scaled_state(optax.adamw(1e-3), mu=jnp.float16, nu=jnp.float16, seed=0)

@@ -144,7 +144,7 @@ class ScaledArray(UnsupportedArithmetic):
         """Return the logical value `data * scale`, as `asarray` does.
 
         It is computed in FP32, infinite beyond it, then cast to `dtype`, saturating.
-        The scale is not looked at: in a compiled step each look would be a kernel.
+        The scale is not checked: in a compiled step a check is a kernel.
         """
         return _unscale(self, np.dtype(dtype))
 

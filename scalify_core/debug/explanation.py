@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from scalify_core.numerics.jaxprs import Place
 
-# Octaves between the expected and the true RMS: up to here, roundings are not larger.
+# Octaves: a scale that is as near to the true RMS does not round worse.
 ASTRAY = 4.0
 TOP = 24  # rows of a printed table
 _TITLES = (

@@ -21,8 +21,8 @@ class Tensor:
     """An operand or result, in the scaled program and in plain FP32.
 
     Attributes:
-        value: it in the scaled program.
-        reference: it in plain FP32.
+        value: its value in the scaled program.
+        reference: its value in plain FP32.
         place: the user's line.
         when: the number of the evaluation.
         row: its row; None without a scale, and for tensors that no equation makes.

@@ -1,9 +1,10 @@
 """Equations in plain FP32, the reference that a scaled program is compared with.
 
-The references of inner jaxprs are those of the operands of each iteration, and of its
-results. The scaled program decides the iterations: call `operands(jaxpr)` before it
-evaluates an inner jaxpr, and `done(jaxpr, out)` with the results. A tensor is any
-dataclass with a field `reference`, the array of the plain program.
+`Scan`, `While` and `Call` hold the FP32 operands of an equation's inner jaxprs, of the
+next iteration in a loop, and collect the results. The scaled program decides the
+iterations: call `operands(jaxpr)` before it evaluates an inner jaxpr, and `done(jaxpr,
+out)` with the results. A tensor is any dataclass with a field `reference`, the array of
+the plain program.
 
 Deliberate roundings are left out: casts to narrower floats, FP8 products and
 `cast_on_forward` return their operands' values. So the reference holds the exact

@@ -41,8 +41,9 @@ class Evaluator:
         observer: sees jaxprs and equations, for `explain`.
         place: tells evaluators with an observer apart. A trace inside an equation
             belongs to its place, and must not be reused for another.
-        stacks: for each result of a scan's body how products of later loops read it,
-            None if anything else reads it too; see `uses`.
+        stacks: for each result of the jaxpr, the granularity of scales that later
+            products want of it, if only scans read it, slice by slice (a residual of
+            the backward pass); else None. A scan's body stores such results narrow.
     """
 
     measures: bool
@@ -164,12 +165,12 @@ def needed(jaxpr: Any) -> list[Any]:
 
 @per_jaxpr
 def stored_variables(jaxpr: Any) -> frozenset[Any]:
-    """Return the variables that are rounded once, for all their readers.
+    """Return the variables that static scales round where they are computed.
 
-    Several equations read such a variable, and not all of them elementwise: it is
-    stored in any case. A variable with only elementwise readers stays in FP32: rounding
-    an optimizer's second moment before its root is taken would flush it to zero. So do
-    fill values: a divisor's 1e-12 would become a zero.
+    Several equations read such a variable, and one of them needs narrow data, so the
+    narrow array exists anyway. A variable with only elementwise readers stays in FP32:
+    rounding an optimizer's second moment before its root is taken would flush it to
+    zero. So do fill values: a divisor's 1e-12 would become a zero.
     """
     readers: Counter = Counter()
     narrow_readers = set()

@@ -13,6 +13,17 @@ traced with float32 where the data may be narrower.
 
     @rule("mul")
     def _mul(eqn, a, b): ...
+
+A primitive without a rule is evaluated in FP32, with scale 1 (`default`). Beside this
+table, a new primitive may belong to:
+
+- `measured.products.MOVES`, `KEEP_AXES`: its elements only move, so that copies which
+  products read may move with them; the second keeps the axes, too.
+- `measured.masks._KEEP`: an element of an operand may be an element of the result.
+- `measured.uses._NEEDS_NONZERO`, `_SCALED`: it must not read a zero that was no zero;
+  its result is zero where an operand is.
+- `_READ_BITS`, `COMBINERS`, `_FOLDED` below, and `numerics.jaxprs.INLINED`, `CALLS`,
+  `CONTROL`.
 """
 
 import dataclasses
@@ -49,8 +60,8 @@ class Rule:
         wide: whether operands may have FP32 data that is not yet rounded to its format.
         control: whether `fun` takes the evaluator of inner jaxprs, as the keyword
             `evaluate`.
-        passes: the numbers of an operand and of the result that equals it, for an
-            equation that only looks at the operand.
+        passes: (i, j): result j is operand i, as of a probe. Readers of the result
+            count as readers of the operand.
     """
 
     fun: Callable
@@ -183,8 +194,13 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
 
 # Their results depend on the dtype that their operands were traced with.
 _READ_BITS = frozenset(
-    {"bitcast_convert_type", "nextafter", "reduce_precision", "pure_callback"}
-    | {"io_callback"}
+    {
+        "bitcast_convert_type",
+        "nextafter",
+        "reduce_precision",
+        "pure_callback",
+        "io_callback",
+    }
 )
 
 

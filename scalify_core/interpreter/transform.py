@@ -1,6 +1,6 @@
 """`scalify`: trace a function once, then evaluate its jaxpr with scales.
 
-The evaluation is `interpreter`. Here is the border: pytrees, traces, and the gradient
+`evaluator` evaluates the jaxpr. Here is the border: pytrees, traces, and the gradient
 of a scalified function.
 """
 

@@ -62,7 +62,7 @@ from scalify_core.numerics.scales import (
 _F32 = np.dtype(np.float32)
 
 
-MEASURED = 0.0  # the expected RMS where scales are measured
+MEASURED = 0.0  # in place of an expected RMS: the scale was measured, nothing expected
 
 
 @functools.partial(
@@ -87,15 +87,16 @@ class Value:
         data: narrow or FP32, without the scale.
         dynamic: the run-time scale; None where it is static.
         static: the scale where it is known while tracing.
-        expected_rms: of the data.
+        expected_rms: the RMS that is expected of the data; or `MEASURED`.
         dtype: the format that the value is stored in.
         rms_correction: a further factor of the expected RMS; None: 1.
-        is_fill_value: whether it holds a constant that its format cannot represent, as
-            in `maximum(x, 1e-12)`: its data stays FP32.
-        scale_multiplier: the scale is `dynamic` times this.
+        is_fill_value: whether its data stays FP32: it holds a constant that its format
+            cannot represent, as in `maximum(x, 1e-12)`, or is a carry kept in FP32.
+        scale_multiplier: a static power of two; the scale is `dynamic` times it, see
+            `scales.Multiple`.
         pre_rescale: `PreRescale`; None: the value was not rescaled.
         copies: where scales are measured, the copies that products read, by format and
-            parts.
+            granularity.
     """
 
     data: Any
@@ -210,15 +211,14 @@ def lift(x: Any, dtype: np.dtype) -> Value:
     """Return a plain operand as a value of format `dtype`; a value is unchanged.
 
     An array has scale 1; a uniform constant is split exactly. Zero, infinities and NaN
-    get the smallest scale, which does not count beside another.
+    are the same at every scale. They get the smallest, which a sum or a maximum with
+    other values ignores.
     """
     if isinstance(x, Value):
         return x
     constant = uniform(x)
     if constant is None:
         return value(as_float32(x), 1.0, 1.0, dtype)
-    # Zeros, infinities and NaN are the same at every scale, so they get the smallest,
-    # which a sum or a maximum with other values ignores.
     any_scale = has_any_scale(constant)
     scale = MIN_SCALE if any_scale else pow2_round(constant)
     number = np.float32(constant if any_scale else constant / scale)
@@ -403,10 +403,11 @@ def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
 
 
 def before_rescaling(v: Value) -> tuple[Value, Value]:
-    """Return a value whose scale is computed here, and the value before rescaling.
+    """Return the value with its scale as arithmetic of this equation, and the value
+    before it was rescaled.
 
-    The second is the value itself, if it was not rescaled. An operation that changes
-    the scale anyway starts from the second, and computes all scalars in one kernel.
+    Both are the value itself, if it was not rescaled. A sum computes a new scale
+    anyway: if it starts from the value before, all its scalars are one kernel.
     """
     if v.pre_rescale is None:
         return v, v

@@ -113,8 +113,8 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
     range.
 
     They need it where more elements would be stored below the smallest normal number
-    than lie 6 to 14 octaves below the largest. So either these stand apart, or most
-    elements are small. Counts do not depend on the order of summation.
+    than lie 6 to 14 octaves below the largest. The largest are then a few outliers, or
+    most elements are small. Counts do not depend on the order of summation.
     """
     magnitude, fmt = lax.abs(x), FloatFormat.of(dtype)
 

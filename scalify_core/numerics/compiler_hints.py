@@ -1,23 +1,23 @@
 """Hints to the compiler on how to keep arrays: barriers and platform-dependent cases.
 
-They do not change results. Their measured effects, without which they would be gone
-(docs/lab.md has more):
+They do not change results. A hint without a measured effect is removed. Each line says
+what happened without the hint (docs/lab.md has more):
 
 - `stored`: on CUDA a residual stream whose readers all begin by rounding it was written
-  in FP32: 72 MiB of traffic a layer of 124M (batch 8) for 36, and 12 more for every
-  reader.
+  in FP32: 72 MiB of traffic a layer of 124M (batch 8) instead of 36, and 12 more for
+  every reader.
 - `row_major`: on CUDA the order that cuBLASLt wants of a weight's second cast spread
   back to the parameter, which was then read transposed twice.
 - `stored_both_ways`: on CUDA the transposed order of an FP8 activation spread through
-  the model: 415 kernels for 390 in two layers of 124M. And a kernel that writes both
-  orders reaches a quarter of an H100's bandwidth, one that transposes bytes half.
-- `in_one_kernel`: on CUDA scalars that a large kernel reads were a kernel each: 77 for
-  60 in three layers.
+  the model: 415 kernels instead of 390 in two layers of 124M. And a kernel that writes
+  both orders reaches a quarter of an H100's bandwidth, one that transposes bytes half.
+- `in_one_kernel`: on CUDA scalars that a large kernel reads were a kernel each: 77
+  instead of 60 in three layers.
 - `separate_buffers`: on CUDA numbers that kernels of large arrays read were parts of
   one array, so that no two of them were the same: of four layers of 124M, each of the
   24 largest kernels was compiled by itself.
 - `materialize_once`: on CPU the chain of a global norm's scales was repeated in every
-  kernel that reads one: 10,674 instructions for 2,351 in the norm of 8 arrays.
+  kernel that reads one: 10,674 instructions instead of 2,351 in the norm of 8 arrays.
 - `barrier`: its callers say why.
 """
 
@@ -45,10 +45,11 @@ _scales_in_products = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def scales_in_products() -> Iterator[None]:
-    """Mark traces for compilation for CUDA with `PRODUCT_OPTIONS`.
+    """Mark traces that are compiled for CUDA with `PRODUCT_OPTIONS`.
 
-    FP8 products then take constants themselves. With other options the results are as
-    good, but the products are those of 16-bit arrays.
+    There `dot_fp8` multiplies an operand by its constant, and XLA makes of that the
+    operand's scale, an argument of the GEMM. Compiled with other options the results
+    are as good, but products run in 16 bits.
     """
     with _scales_in_products(True):
         yield

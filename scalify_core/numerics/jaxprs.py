@@ -140,10 +140,17 @@ per_jaxpr = functools.partial(
 )
 
 
-# Calls that only carry rules of transformations. These happen before an evaluation.
+# Calls that exist for a transformation's rule, as custom_jvp_call. Transformations are
+# done, so the body alone is evaluated. ("composite" is JAX's own, not `ops.composite`.)
 INLINED = frozenset(
-    {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-    | {"custom_vmap_call", "composite"}
+    {
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vmap_call",
+        "composite",
+    }
 )
 # Primitives whose one inner jaxpr takes their operands and gives their results.
 CALLS = INLINED | {"jit", "remat2", "shard_map"}

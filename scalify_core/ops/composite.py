@@ -11,7 +11,7 @@ compiled as the function's own equations.
 
     @composite_rule("squared_relu")             # optional: without it, FP32 and scale 1
     def _(call, x):
-        return registry.on_values(call, [(x.size**2, x.dtype)], x)
+        return rules.composites.on_values(call, [(x.size**2, x.dtype)], x)
 
 Differentiation (reverse mode; forward mode raises JAX's TypeError for custom_vjp) calls
 `name.fwd` and `name.bwd`. By default the residuals are the arguments and the backward

@@ -496,8 +496,9 @@ def dot_fp8(
                 preferred_element_type=wide,
             )
             return out.astype(dtype)
-        # XLA makes one of equal constants, and folds into the GEMM none that several
-        # products use.
+        # XLA merges equal constants, and folds a constant into the GEMM only if one
+        # product uses it. Otherwise the result would be stored without the constant,
+        # and may overflow FP16: so it is FP32 first.
         if alpha == 1 or (fits and dtype != jnp.float16):
             result = dtype
         else:

@@ -58,7 +58,7 @@ _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialized")
 )
 def _same(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Return the operand: scales are measured anyway, so rescaling is the identity."""
-    x = operands[-1]
+    x = operands[-1]  # the gradient in a backward pass, else the array
     return [like(x, in_order(call, logical(x)))] * len(eqn.outvars)
 
 
@@ -141,11 +141,11 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     product, last = call.settings["product"], len(operands) - 1
     axis_labels = _labels(call, eqn, product, (0, 1, last))
-    formats = (_E4M3, _E4M3, product.gradient.dtype)
+    dtypes = (_E4M3, _E4M3, product.gradient.dtype)
     read = (*operands[:2], operands[last])
     lhs, rhs, gradient = (
         _stored(x, np.dtype(dtype), axes)
-        for x, dtype, axes in zip(read, formats, shared(axis_labels), strict=True)
+        for x, dtype, axes in zip(read, dtypes, shared(axis_labels), strict=True)
     )
     unused = map(logical, operands[2:-1])
 
@@ -177,8 +177,9 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Evaluate attention on FP16 or BF16 operands, which a GPU's fused kernel reads.
 
-    The kernel's factor of the logits is a constant. So q takes the scale that k loses,
-    and v and the gradient lose theirs.
+    The kernel takes one constant factor of the logits. So q is multiplied by k's scale,
+    and k divided by it. v and the gradient are divided by theirs, and what is linear in
+    them is multiplied by it.
     """
     q, k, values, *others = operands
     dtype = v.result_dtype(q, k, values)

@@ -15,11 +15,11 @@ from scalify_core.interpreter.measured.products import MOVES
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
-# Elements at or below are masks if the program writes a number as large: programs do
-# not compute with such numbers.
+# At or below this an element is a mask, if the program contains a literal of this
+# magnitude: programs do not compute with such numbers.
 WRITTEN = -1e7
-# Elements at or below are masks wherever they come from: the lowest FP32 number, or a
-# large part of it.
+# At or below this an element is always a mask: the lowest FP32 number, or a large part
+# of it.
 LOWEST = -(2.0**120)
 NO_MASK = -math.inf
 

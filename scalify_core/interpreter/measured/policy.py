@@ -5,6 +5,14 @@ composites. These read their operands in narrow formats; the scale of a stored o
 follows from its largest magnitude. A `Value` is either *wide*, FP32 data at scale 1, or
 data as it is stored. It keeps the copies that were stored of it, so that one rounding
 serves all products that read it alike.
+
+The format of a product is decided here:
+
+- `_product`: 16 bits (FP8 data counts as FP16), or FP32. It is FP32 where plain code
+  has it in FP32, which `reference_trace` marks by the precision `IN_FULL`, and where it
+  may select elements (`_may_select_elements`).
+- FP8 is the user's choice, `ops.matmul.Fp8DotGeneral`: `composites._fp8`.
+- Under propagated scales the same two are `rules.matmul._contract` and `_forward`.
 """
 
 import dataclasses
@@ -40,7 +48,8 @@ from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import CALLS
 
 _F32 = np.dtype(np.float32)
-# Behind them products may read their operands. A device stores its own part.
+# Products inside or behind these may read their operands. Not shard_map: a device
+# quantizes its own shard.
 _READ_FURTHER_ON = (CALLS | MOVES | {"scan"}) - {"shard_map"}
 
 rules: dict[str, Callable] = {}  # of composites, by `registry.key_of` the equation
@@ -96,29 +105,30 @@ def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
 
 
 def _stacks(
-    eqn: Any, jaxpr: Any, returned: tuple[Reading | None, ...]
+    eqn: Any, jaxpr: Any, of_results: tuple[Reading | None, ...]
 ) -> tuple[Reading | None, ...]:
-    """Return how later loops read the results of an equation; see `Evaluator.stacks`.
+    """Return `Evaluator.stacks` for the bodies of an equation.
 
-    `returned` is that of the results of the jaxpr.
+    A result is stored narrow if scans read it only slice by slice, in this jaxpr or
+    behind its own results. `of_results` is the evaluator's `stacks` for the jaxpr.
     """
-    known = returned or (None,) * len(jaxpr.outvars)
-    elsewhere = uses.marked(
-        jaxpr, tuple(r is None for r in known), uses.reads_beside_loops
+    of_results = of_results or (None,) * len(jaxpr.outvars)
+    read_whole = uses.marked(
+        jaxpr, tuple(r is None for r in of_results), uses.reads_beside_loops
     )
-    given = {
+    outside = {
         atom: reading
-        for atom, reading in zip(jaxpr.outvars, known, strict=True)
+        for atom, reading in zip(jaxpr.outvars, of_results, strict=True)
         if not isinstance(atom, Literal)
     }
     reads = reads_in(jaxpr)
     stacks: list[Reading | None] = []
     for var in eqn.outvars:
-        if var in elsewhere:
+        if var in read_whole:
             stacks.append(None)
             continue
         ones = (1,) * len(var.aval.shape)
-        reading = reads.get(var) or given.get(var) or Reading(ones, ones)
+        reading = reads.get(var) or outside.get(var) or Reading(ones, ones)
         if eqn.primitive.name == "scan":  # an iteration makes a slice
             reading = Reading(reading.must[1:], reading.may[1:])
         stacks.append(reading)
@@ -152,9 +162,9 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
 
 
 def limit_of(atom: Any, jaxpr: Any) -> float:
-    """Return the limit of masks in a product's operand: only the lowest numbers.
+    """Return the limit at or below which an operand's elements are masks: `LOWEST`.
 
-    Other large numbers count in a sum.
+    A -1e9 is a term of the product's sums like any other.
     """
     return min(masks.limit_of(masks.limits_in(jaxpr), atom), masks.LOWEST)
 
@@ -193,12 +203,12 @@ def stored(
     Args:
         x: a value or a plain operand.
         dtype: the format.
-        reading: the parts that this reader must have, and may have.
-        common: the parts that suit all readers of the operand.
+        reading: the granularity that this reader must have, and may have.
+        common: the granularity that suits all readers of the operand.
         limit: elements at or below are masks.
     """
-    suits = is_finer(common.may, reading.must)
-    parts = common.may if suits else reading.may
+    common_suits = is_finer(common.may, reading.must)
+    parts = common.may if common_suits else reading.may
     if not isinstance(x, Value):
         x = formats.as_float32(formats.materialise(x))
         return quantize.stored(x, dtype, parts, limit=limit)
@@ -208,8 +218,8 @@ def stored(
     # Any copy serves whose scales are at least as fine as this reader must have, and no
     # finer than it can multiply out after its sum.
     for (name, copy_parts), copy in x.copies.items():
-        suits = is_finer(copy_parts, reading.must) and is_finer(reading.may, copy_parts)
-        if name == dtype.name and suits:
+        is_fine_enough = is_finer(copy_parts, reading.must)
+        if name == dtype.name and is_fine_enough and is_finer(reading.may, copy_parts):
             return copy
     copy = quantize.stored(x, dtype, parts, limit=limit)
     x.copies[dtype.name, parts] = copy
@@ -232,7 +242,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     if is_stored(x) and keeps:
         scale = _moved_scale(eqn, x)
         if scale is not None:
-            dtype = v.result_dtype(x)
+            dtype = v.result_dtype(x)  # of FP8 data: FP16, for later arithmetic
             out = registry.bind_all(eqn, x.data, *rest)
             return [v.value(y, scale, v.MEASURED, dtype) for y in out]
     # Not stored: the FP32 data moves, and so do its copies, which products read.
@@ -302,14 +312,14 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
 
 
 def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
-    """Return whether a product may copy elements of a value that is not stored.
+    """Return whether a product may select elements of an operand, as `one_hot @ x`.
 
-    One operand is plain then, as a one-hot matrix is, and traced in FP32. Copied
-    elements are often compared with their source, so all digits are read.
+    Selected elements are often compared with `x`, so they must be exact. A product may
+    select where one operand is a plain FP32 array, and the other is not rounded yet.
     """
     precision = eqn.params["precision"]
-    chosen = precision is not None and not isinstance(precision, tuple)
-    if eqn.primitive.name == "ragged_dot_general" or chosen:  # an algorithm by name
+    names_algorithm = precision is not None and not isinstance(precision, tuple)
+    if eqn.primitive.name == "ragged_dot_general" or names_algorithm:
         return False
     pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)
     return any(

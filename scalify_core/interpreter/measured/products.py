@@ -1,13 +1,12 @@
-"""The parts of a product's operands that may have their own scale.
+"""The granularity of the scales of a product's operands.
 
 A power of two that all terms of a sum share can be multiplied in afterwards. So each
 index along the axes of an operand that are not contracted may have its own scale. Each
 block of an axis that is split into groups may have one, too. The *parts* of an operand
-are the number of scales for each axis: 1, the number of groups, or the axis's size.
+(the granularity: per tensor, per row, per group) are the number of scales for each
+axis: 1, the number of groups, or the axis's size.
 
-The format of a product is decided in `policy._product` (16 bits or FP32), with what
-`reference_trace` found out about plain code (`IN_FULL`); FP8 in `ops.matmul`; under
-propagated scales in `rules.matmul`.
+`policy._product` decides the format of a product, and uses this.
 """
 
 import functools
@@ -60,8 +59,7 @@ def scales_of_result(
     (lhs, rhs), result = dot_labels(
         dims, a.data.ndim, b.data.ndim, group=numbers.rhs_group_dimensions
     )
-    # The contracted axis is grouped: the groups are the leading axis of the result.
-    if len(result) < ndim:
+    if len(result) < ndim:  # a contracted axis is grouped: the groups come first
         result = [None, *result]
     if numbers.rhs_group_dimensions and _has_parts(b, numbers.rhs_group_dimensions[0]):
         (group,) = numbers.rhs_group_dimensions
@@ -332,12 +330,12 @@ IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 class Reading(NamedTuple):
-    """The parts in which products read a value.
+    """The coarsest and the finest granularity in which products can read a value.
 
     Attributes:
-        must: the parts that differ in size by the meaning of the program, as the
-            entries of a batch do.
-        may: the finest parts that suit all readers.
+        must: one scale for each entry of a batch, and each group: these are unrelated,
+            so their sizes are.
+        may: one scale for each index of every axis that no reader contracts.
     """
 
     must: Parts
@@ -404,7 +402,7 @@ def operand_readings(
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
         length = max(eqn.params["length"], 1)
         return [*consts, *[None] * len(carry), *(_of_stack(x, length) for x in xs)]
-    if name in CALLS and name != "shard_map":  # its parts are per device
+    if name in CALLS and name != "shard_map":  # a device's shard has its own readers
         reads = reads_in(inner_jaxpr(eqn))
         return [reads.get(var) for var in inner_jaxpr(eqn).invars]
     return nothing

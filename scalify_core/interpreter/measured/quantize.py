@@ -128,10 +128,13 @@ def _measured_masked(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `x` with its masks saturated, its data and its scale.
 
-    The scale is that of the rest, or a larger one up to `furthest`, where the rest is
-    still 4 octaves above the format's smallest normal number. Masks are kept if that
-    suffices. Otherwise they saturate, at `_MASK` or above as far as it allows; in a
-    result beside tiny numbers, at `_LEAST_MASK` or above, or they are infinite.
+    The rest, without masks, has the scale `of_rest`. At a scale up to `furthest` its
+    largest element is at least 4 octaves above the format's smallest normal number.
+
+    1. If a scale up to `furthest` holds the masks, it is taken: masks are kept.
+    2. Otherwise masks saturate, at the smallest scale at which that is at -`_MASK` or
+       below, but at most at `furthest`.
+    3. Where a result's masks would then be above -`_LEAST_MASK`, they become -inf.
 
     Args:
         x: FP32 numbers.
@@ -152,11 +155,11 @@ def _measured_masked(
     furthest = of_rest * np.float32(2.0 ** (rest_top - 4) / fmt.min_normal)
     if parts is None:
         of_rest = amax.lower(rest, of_rest, dtype)
-    as_mask = lax.clamp(of_rest, lax.full_like(of_rest, _MASK / 2.0**top), furthest)
-    beside = lax.select(of_masks > furthest, as_mask, lax.max(of_masks, of_rest))
-    least = lax.full_like(of_rest, MIN_SCALE)
-    scale = lax.select(of_masks > least, beside, of_rest)
-    scale = lax.select(of_rest > least, scale, of_masks)
+    saturating = lax.clamp(of_rest, lax.full_like(of_rest, _MASK / 2.0**top), furthest)
+    of_both = lax.select(of_masks > furthest, saturating, lax.max(of_masks, of_rest))
+    of_zeros = lax.full_like(of_rest, MIN_SCALE)
+    scale = lax.select(of_masks > of_zeros, of_both, of_rest)
+    scale = lax.select(of_rest > of_zeros, scale, of_masks)
     lowest = scale * np.float32(-fmt.max)
     if parts is None and np.dtype(dtype).itemsize == 2:  # a format with infinities
         infinite = lax.full_like(lowest, -np.inf)

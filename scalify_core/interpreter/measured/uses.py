@@ -119,7 +119,7 @@ def needs_nonzero(eqn: Any, outs: Marks) -> Sequence[bool] | None:
 
 
 def reads_beside_loops(eqn: Any, outs: Marks) -> Sequence[bool] | None:
-    """Ask for variables that are read but as the slices of a scan."""
+    """Ask for variables that anything but a scan's slicing reads."""
     if eqn.primitive.name in CALLS:
         return None
     marks = [True] * len(eqn.invars)

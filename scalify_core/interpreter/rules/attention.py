@@ -1,8 +1,8 @@
 """Rules of attention, rotary positions, softmax, the losses and the embedding.
 
-Of attention, the kernel reads the narrow data, the scales of q and k are in that of the
-logits. A rotation changes no size: the scale stays, the data is rotated before it is
-rounded.
+Attention's kernel reads the narrow data; the scales of q and k are in that of the
+logits. A rotation changes no size: the scale stays, and the data is rotated before it
+is rounded.
 """
 
 import math
@@ -32,7 +32,8 @@ from scalify_core.numerics.formats import pow2_round
 def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
     """Return q, k and v for a kernel, and the scales that are in their data.
 
-    Attention is linear in v.
+    Attention is linear in v, so its data enters at scale 1, and the result gets its
+    scale.
     """
     q, k, values = (as_value(x, *operands) for x in operands)
     (q, k, static), scales = kernel_operands(
@@ -208,8 +209,8 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     number = v.uniform(gradient)
     dx, dhead = (as_value(x, gradient) for x in (dx, dhead))
     if number is None or call.in_axes:
-        # The function multiplies by the gradient, under the call's vmaps, and by
-        # logit_scale / tokens: here by 1.
+        # `fun` multiplies by gradient * logit_scale / tokens, under the call's vmaps.
+        # With logit_scale=tokens the last factor is 1.
         gradient, number = as_value(gradient, dx), 1.0
         wide = (
             v.data32(dx),

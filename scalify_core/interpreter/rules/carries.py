@@ -79,7 +79,7 @@ def wide_form(alternatives: Sequence[Any]) -> Form | None:
     values = [x for x in alternatives if isinstance(x, Value)]
     if not values:
         return None
-    dtype = v.result_dtype(*values)  # of 8 bits: FP16, which results of a turn have
+    dtype = v.result_dtype(*values)  # FP8 counts as FP16: a body's results have that
     return Form(1.0, v.MEASURED, dtype, wide=True)
 
 
@@ -271,7 +271,9 @@ def _reached(sizes: Sequence[float], length: int | None) -> list[float]:
 def _is_start(part: Sequence[Any], length: int | None) -> bool:
     """Return whether a part of the carry starts at a constant that sets no scale.
 
-    The constant is infinite, or far larger than the values after the first iterations.
+    Beside a run-time scale that is a constant of at least `_SENTINEL`, infinities
+    included. Beside static scales it is a finite constant far larger than the values
+    after the first iterations: infinities are the same at every scale.
     """
     constant = None if isinstance(part[0], Value) else v.uniform(part[0])
     if not constant or math.isnan(constant):

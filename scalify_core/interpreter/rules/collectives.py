@@ -1,8 +1,8 @@
 """Collectives over mesh axes, inside shard_map, and over those of vmap. A static scale
 is the same on every device.
 
-An axis of a vmap inside the function has become one of the array: a number, where that
-of a mesh, or of a vmap outside, is a name.
+In `axes`, an integer is an axis of the array: that of a vmap inside the function. A
+string is a mesh axis, or that of a vmap around the call.
 """
 
 import functools

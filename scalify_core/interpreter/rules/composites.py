@@ -400,8 +400,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
     rest = (*statistics, *parameters[: 1 + has_bias])
     dx, *sums = on_data(call, (v.data32(x), *rest), v.data32(gradient))
-    # What the norm divided by: the row's size, or the root of epsilon where that is
-    # larger.
+    # Rows smaller than sqrt(eps) were divided by sqrt(eps), so their gradient is, too.
     least = math.sqrt(call.settings["eps"])
     size, divisor = x.expected_rms, sc.largest(scale, pow2_round(least))
     if sc.is_static(scale):

@@ -46,7 +46,7 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     # An argument that comes back is that argument: no copy, and no new scale.
     returned = _arguments_returned(params["jaxpr"])
     return [
-        # What is donated is gone, if it is called eagerly.
+        # A donated argument of an eager call is deleted.
         y if i is None or i in donated else operands[i]
         for i, y in zip(returned, out, strict=True)
     ]

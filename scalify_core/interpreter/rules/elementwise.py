@@ -41,6 +41,8 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
             return _times_constant(b, -1.0)
         return b
     (a, b), dtype = lifted(a, b)
+    # Operands that were just rescaled enter as they were before: their scales, that of
+    # the sum, and the factors of both are one kernel.
     (a, b), sources = zip(*map(v.before_rescaling, (a, b)), strict=True)
     scale, rms, correction = v.hypot(a, b)
     if correction is None or scale.ndim:

@@ -34,9 +34,8 @@ from scalify_core.numerics import scales as sc
 def _loop(fun: Callable) -> Callable:
     """Return the rule of a loop, with coarse expected sizes inside another loop.
 
-    The outer loop evaluates the inner one with a carry after one iteration, and after
-    two. Each distinct size would evaluate the inner loop anew, and so on inwards. Sizes
-    rounded to a power of two are mostly equal.
+    The outer loop evaluates the inner one for each size that its carry takes. Sizes
+    rounded to powers of two are mostly equal, so the inner loop is traced once.
     """
 
     @functools.wraps(fun)

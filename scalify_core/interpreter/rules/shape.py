@@ -63,7 +63,7 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
         formats.as_float32(updates),
     )
     if eqn.primitive.name in ("scatter-add", "scatter-sub"):
-        # So many to an element, if they are spread evenly.
+        # Updates per element, if the indices are spread evenly.
         rms *= math.sqrt(
             max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0)
         )

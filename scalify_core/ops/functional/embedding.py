@@ -67,8 +67,8 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     target = jnp.where(
         ends, sorted_ids, table.shape[0] + jnp.arange(count, dtype=sorted_ids.dtype)
     )
-    # Not before the sums are there: zeros would be among the first things that are
-    # made, and held all the while.
+    # The zeros are made after the sums: XLA would allocate them at the start of the
+    # program, and hold them.
     zero, sums = compiler_hints.barrier((jnp.float32(0), sums))
     zeros = jnp.full(table.shape, zero)
     return (

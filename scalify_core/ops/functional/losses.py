@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from scalify_core.numerics import compiler_hints
 from scalify_core.ops.composite import composite
 
-# Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32
-# gradient of the whole head.
+# Bytes of a chunk's FP32 logits. Chunks are larger on GPUs, where each also reads and
+# writes the FP32 gradient of the whole head.
 _CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
 _LOWEST = -1e30
 
@@ -218,8 +218,8 @@ def _linear_cross_entropy_fwd_cuda(
 
     One pass makes all sums, one the error.
     """
-    # A constant would be there from the beginning, and be taken for other zeros of this
-    # size to the end.
+    # XLA would allocate a constant at the start of the program, and share it with other
+    # zeros of this size to the end.
     zero, x = compiler_hints.barrier((jnp.float32(0), x))
     return _loss_and_gradients(
         x,

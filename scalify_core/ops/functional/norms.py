@@ -69,15 +69,15 @@ def _layer_norm_fwd(
 def _layer_norm_fwd_cuda(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float
 ) -> tuple:
-    """Return the same with both statistics stored, by a kernel each.
+    """Return the same, with each statistic stored by a kernel of its own.
 
-    Other readers of a row then need no reduction of it. Left to the compiler, the mean
-    is computed again in each kernel, which then is a kernel for norms (Triton). Such a
-    kernel writes one array only, in FP32 the products that are summed to the gain's
-    gradient, and no transposed ones. The operations after the reductions have one
-    operand, so the reductions' kernels include them: all factors are applied before. So
-    the mean is kept times `_width`, as a sum with a power of two: for equal elements of
-    16 bits it is exact.
+    Otherwise XLA computes the mean again in every kernel that reads a row, as a Triton
+    kernel for norms. Such a kernel writes one array, not transposed; the products that
+    are summed to the gain's gradient are then stored in FP32.
+
+    A reduction's kernel includes later operations only if they have one operand, so all
+    factors come before it. The mean is kept times `_width`: a sum times a power of two
+    is exact for equal 16-bit elements.
     """
     size = x.shape[-1]
     width, x32 = _width(size), x.astype(jnp.float32)
