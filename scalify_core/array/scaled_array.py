@@ -164,7 +164,7 @@ class ScaledArray(UnsupportedArithmetic):
                 return self
         else:
             scale = jnp.asarray(scale, jnp.float32)
-        return _rescaled(undifferentiated(self), scale)
+        return _rescaled(not_differentiable(self), scale)
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """Return elements, as for an array.
@@ -291,14 +291,14 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
             return x  # a leaf that is no array, as the functions in an Equinox module
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
-        x = undifferentiated(jnp.asarray(x))
+        x = not_differentiable(jnp.asarray(x))
         at = ScaledArray(x, rms_scale(x) if scale is None else scale).scale
         if not isinstance(at, float):
             at = jnp.asarray(at, jnp.float32)
         to = np.dtype(x.dtype if dtype is None else dtype)
         out = _rescaled(ScaledArray(as_float32(x), 1.0), at).astype(to)
         name = f"as_scaled_array{jax.tree_util.keystr(path)}"
-        precision_warnings.entering(name, x, out.data, out.unscale)
+        precision_warnings.warn_of_losses(name, x, out.data, out.unscale)
         return out
 
     check_known(scale)
@@ -321,7 +321,7 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
     """
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled_array)
-    checked = readable("asarray", leaves, functools.partial(paths, tree))
+    checked = with_valid_scales("asarray", leaves, functools.partial(paths, tree))
     return structure.unflatten(
         [_unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x for x in checked]
     )
@@ -333,7 +333,7 @@ def paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in named]
 
 
-def readable(
+def with_valid_scales(
     where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]
 ) -> list[Any]:
     """Return the leaves of a tree; ScaledArrays with an invalid scale read as NaN.
@@ -384,18 +384,18 @@ def _is_at_hand(x: Any) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _barrier(x: Any, message: str) -> Any:
+def _refuse_jvp(x: Any, message: str) -> Any:
     return x
 
 
-@_barrier.defjvp
+@_refuse_jvp.defjvp
 def _refuse_gradient(message: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(message)
 
 
-def undifferentiated(tree: Any, message: str = _REFUSED) -> Any:
+def not_differentiable(tree: Any, message: str = _REFUSED) -> Any:
     """Return the tree as it is; differentiating with respect to it is a TypeError."""
-    return _barrier(tree, message)
+    return _refuse_jvp(tree, message)
 
 
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
@@ -415,7 +415,7 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
 
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
     if x.is_static:
-        return unscaled(undifferentiated(x.data), x.scale, dtype)
+        return unscaled(not_differentiable(x.data), x.scale, dtype)
     return _unscale_dynamic(x.data, x.scale, dtype)
 
 

@@ -2,7 +2,7 @@
 FP32.
 
 An observer of the evaluator that `scalify` uses, run eagerly: calls are entered, loops
-are run turn by turn, and a composite is one equation.
+are run iteration by iteration, and a composite is one equation.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from scalify_core.debug.figures import (
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.arguments import call_of
-from scalify_core.interpreter.evaluator import Evaluator, entering, is_plain
+from scalify_core.interpreter.evaluator import Evaluator, as_operand, is_plain
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.measured.products import IN_FULL, PRODUCTS
 from scalify_core.interpreter.reference_trace import traced
-from scalify_core.interpreter.transform import Scales
+from scalify_core.interpreter.transform import ScalePolicy
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import NO_PLACE, Place, name_of, place_of
 
-NOTHING = Figures(1.0, 1.0, *(0.0,) * 9)
+NOT_MEASURED = Figures(1.0, 1.0, *(0.0,) * 9)
 
 
 def explain(
     fun: Callable,
     *args: Any,
-    scales: Scales = "auto",
+    scales: ScalePolicy = "auto",
     tolerance: float = 0.01,
     **kwargs: Any,
 ) -> Explanation:
@@ -88,9 +88,9 @@ def explain(
             "explain: no argument is a ScaledArray; as_scaled_array(x,"
             " dtype=jnp.float16) makes them"
         )
-    if scales not in get_args(Scales):
+    if scales not in get_args(ScalePolicy):
         raise ValueError(
-            f"explain: scales={scales!r}, expected one of {get_args(Scales)}"
+            f"explain: scales={scales!r}, expected one of {get_args(ScalePolicy)}"
         )
     program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
     if closed_over or any(
@@ -161,15 +161,15 @@ class Recorder(precision_warnings.Observer):
         """
         operands = [
             Tensor(
-                entering(x),
-                fp32_reference.entering(asarray(x)),
+                as_operand(x),
+                fp32_reference.as_reference(asarray(x)),
                 NO_PLACE,
                 self._next_number(),
             )
             for x in leaves
         ]
         values = [x.value for x in operands]
-        program = fp32_reference.Call(operands)
+        program = fp32_reference.CallReference(operands)
         self._inside = _Inside(program, NO_PLACE, (), "jit")
         self.evaluate(jaxpr, values)
         out: list[Any] = program.out
@@ -210,7 +210,7 @@ class Recorder(precision_warnings.Observer):
             if inside is None or _is_traced():
                 return run()
             with jax.disable_jit(False), precision_warnings.watching(None):
-                tensors = self._entering(jaxpr, args, inside)
+                tensors = self._tensors_of(jaxpr, args, inside)
                 self._frame = frame = _Frame(tensors, inside.place, inside.path)
                 out = run()
                 pairs = zip(jaxpr.outvars, out, strict=True)
@@ -222,12 +222,12 @@ class Recorder(precision_warnings.Observer):
         finally:
             self._inside, self._frame = outer
 
-    def _entering(
+    def _tensors_of(
         self, jaxpr: Any, args: Sequence[Any], inside: _Inside
     ) -> dict[Any, Tensor]:
         """Return the tensors of a jaxpr's constants and arguments."""
         constants = [
-            Tensor(registry.known(x), fp32_reference.entering(x), inside.place, 0)
+            Tensor(registry.known(x), fp32_reference.as_reference(x), inside.place, 0)
             for x in jaxpr.consts
         ]
         tensors = []
@@ -253,7 +253,7 @@ class Recorder(precision_warnings.Observer):
         """Return results of a body as propagated scales store them."""
         if self.evaluate.measures:
             return tensors
-        return [self.stored(x, v.narrow) for x in tensors]
+        return [self.as_read(x, v.narrow) for x in tensors]
 
     def equation(self, eqn: Any, operands: Sequence[Any], run: Callable) -> list[Any]:
         """Evaluate an equation, and record the rows of its results."""
@@ -267,7 +267,7 @@ class Recorder(precision_warnings.Observer):
         if not is_plain(eqn, operands):
             rule = registry.rule_of(eqn)
             if not rule.wide and not self.evaluate.measures:
-                tensors = [self.stored(x, rule.bring) for x in tensors]
+                tensors = [self.as_read(x, rule.as_read) for x in tensors]
             bodies = _bodies(eqn, tensors)
         casts = Casts()
         self._frame = None
@@ -366,7 +366,7 @@ class Recorder(precision_warnings.Observer):
                 is_wide = x.expected_rms == v.MEASURED and not measuring.is_stored(x)
                 dtype = "float32" if is_wide else str(x.dtype)
                 shape = tuple(var.aval.shape)
-                new = Row(place, name_of(eqn), shape, dtype, NOTHING)
+                new = Row(place, name_of(eqn), shape, dtype, NOT_MEASURED)
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
             self.measure(tensor, casts.lost())
@@ -393,7 +393,7 @@ class Recorder(precision_warnings.Observer):
             )
             x.row.see(x.figures, x.when, loses=loses)
 
-    def stored(self, x: Tensor, bring: Callable) -> Tensor:
+    def as_read(self, x: Tensor, read: Callable) -> Tensor:
         """Return the tensor in its format.
 
         If that rounds the tensor, its row gets the figures after rounding.
@@ -402,7 +402,7 @@ class Recorder(precision_warnings.Observer):
             return x
         # Rounding does not make an error that the tensor already has.
         out = dataclasses.replace(
-            x, value=bring(x.value), operand_error=max(x.operand_error, x.error)
+            x, value=read(x.value), operand_error=max(x.operand_error, x.error)
         )
         # The constant of a mask saturates on purpose.
         if out.value is not x.value and not x.value.is_fill_value:
@@ -440,14 +440,14 @@ def _bodies(eqn: Any, operands: list[Tensor]) -> Any:
     """Return the references of an equation's inner jaxprs; None: it has none."""
     name = eqn.primitive.name
     if name in fp32_reference.CALLS:
-        return fp32_reference.Call(operands)
+        return fp32_reference.CallReference(operands)
     loop = fp32_reference.LOOPS.get(name)
-    if loop is not None and _has_turns(eqn):
+    if loop is not None and _is_stepwise(eqn):
         return loop(eqn, operands)
     return None
 
 
-def _has_turns(eqn: Any) -> bool:
+def _is_stepwise(eqn: Any) -> bool:
     """Return whether a loop can be evaluated one iteration at a time.
 
     A batch of `while` loops, each with its own end, cannot.

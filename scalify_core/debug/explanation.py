@@ -163,8 +163,8 @@ class Explanation:
         errors: the error of each floating-point result of the function, in the order of
             its leaves.
         tolerance: errors above it count as lost values.
-        turned: the place where booleans or integers, such as comparisons, first differ
-            from plain FP32; None: nowhere.
+        first_difference: the place where booleans or integers, such as comparisons,
+            first differ from plain FP32; None: nowhere.
         unknown: the reason why the FP32 products of plain code are unknown; None: they
             are known.
     """
@@ -172,7 +172,7 @@ class Explanation:
     rows: list[Row]
     errors: list[float]
     tolerance: float
-    turned: str | None = None
+    first_difference: str | None = None
     unknown: str | None = None
 
     @property
@@ -267,7 +267,7 @@ class Explanation:
                 f" norm){self._flushed()}"
             )
         reason = (
-            self.turned
+            self.first_difference
             or "roundings are left where larger numbers cancel, the format is coarse,"
             " or plain 16-bit arrays, which have no scale, were computed with"
         )

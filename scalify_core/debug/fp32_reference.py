@@ -1,10 +1,10 @@
 """Equations in plain FP32, the reference that a scaled program is compared with.
 
-`Scan`, `While` and `Call` hold the FP32 operands of an equation's inner jaxprs, of the
-next iteration in a loop, and collect the results. The scaled program decides the
-iterations: call `operands(jaxpr)` before it evaluates an inner jaxpr, and `done(jaxpr,
-out)` with the results. A tensor is any dataclass with a field `reference`, the array of
-the plain program.
+`ScanReference`, `WhileReference` and `CallReference` hold the FP32 operands of an
+equation's inner jaxprs, of the next iteration in a loop, and collect the results. The
+scaled program decides the iterations: call `operands(jaxpr)` before it evaluates an
+inner jaxpr, and `done(jaxpr, out)` with the results. A tensor is any dataclass with a
+field `reference`, the array of the plain program.
 
 Deliberate roundings are left out: casts to narrower floats, FP8 products and
 `cast_on_forward` return their operands' values. So the reference holds the exact
@@ -37,7 +37,7 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     return list(map(wide, registry.in_float32(eqn, *operands)))
 
 
-def entering(x: Any) -> Any:
+def as_reference(x: Any) -> Any:
     """Return an argument of the plain program, in FP32.
 
     A reference is copied, since the scaled program writes to the original.
@@ -84,7 +84,7 @@ _EXACT = {
 }
 
 
-class Scan:
+class ScanReference:
     """The reference tensors of a scan: operands of each iteration, and results."""
 
     def __init__(self, eqn: Any, operands: list[Any]) -> None:
@@ -123,7 +123,7 @@ class Scan:
         ]
 
 
-class While:
+class WhileReference:
     """The reference tensors of a while loop.
 
     It runs as many iterations as the scaled program.
@@ -152,7 +152,7 @@ class While:
         return self.carry
 
 
-class Call:
+class CallReference:
     """The reference tensors of a call, whose body is evaluated once."""
 
     def __init__(self, operands: list[Any]) -> None:
@@ -174,7 +174,7 @@ class Call:
 INLINE = INLINED | {"jit"}
 CALLS = INLINE | {"remat2"}
 LOOPS: dict[str, Any] = {
-    "scan": Scan,
-    "while": While,
-    "cond": lambda eqn, operands: Call(operands[1:]),
+    "scan": ScanReference,
+    "while": WhileReference,
+    "cond": lambda eqn, operands: CallReference(operands[1:]),
 }

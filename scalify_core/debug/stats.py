@@ -161,7 +161,7 @@ def _stored(x: Any) -> Any:
     The program continues with the unrounded array.
     """
     if not isinstance(x, Value):
-        return formats.materialise(x)
+        return formats.materialize(x)
     x = v.scalar_scale(v.narrow(x))
     return with_scale(x.data, x.scale)
 

@@ -15,7 +15,7 @@ from scalify_core.interpreter.reference_trace import (
     dtypes_of_results,
     reference_trace,
 )
-from scalify_core.interpreter.transform import Scales, scalify
+from scalify_core.interpreter.transform import ScalePolicy, scalify
 from scalify_core.numerics.formats import (
     E4M3,
     E5M2,
@@ -37,7 +37,7 @@ def check_scalify(
     grad: bool = False,
     ways: Sequence[str] = WAYS,
     strict: bool = True,
-    scales: Scales = "auto",
+    scales: ScalePolicy = "auto",
 ) -> Any:
     """Assert that `scalify(fun)(*args)` equals `fun(*args)`.
 
@@ -114,7 +114,7 @@ def _check(
     *,
     reduction: int,
     strict: bool,
-    scales: Scales,
+    scales: ScalePolicy,
 ) -> Any:
     """Check one function in all ways to run it."""
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
@@ -144,7 +144,7 @@ def _check(
 
 @functools.lru_cache(maxsize=32)
 def _functions(
-    fun: Callable, tree: Any, scales: Scales
+    fun: Callable, tree: Any, scales: ScalePolicy
 ) -> tuple[Callable, Callable, Callable]:
     """Return the plain function of leaves under jit, and the scaled one without and
     with jit.

@@ -10,7 +10,7 @@ import jax
 from scalify_core.array.scaled_array import asarray, is_scaled_array
 
 
-class Call(NamedTuple):
+class FlatCall(NamedTuple):
     """One call of a function.
 
     Attributes:
@@ -31,7 +31,7 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)
 
 
-def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
+def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
     """Return a call as that of a function of arrays alone.
 
     Leaves of arguments and results that are no arrays and no numbers, as the functions
@@ -60,7 +60,7 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
         return [named[i] for i in places]
 
     flat.__name__ = getattr(fun, "__name__", "scalified")
-    return Call([every[i] for i in places], flat, unflatten, names)
+    return FlatCall([every[i] for i in places], flat, unflatten, names)
 
 
 def _leaf_names(fun: Callable, tree: Any) -> list[str]:

@@ -25,7 +25,7 @@ from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.measured.products import Reading
 from scalify_core.interpreter.value import Value, narrow, value
-from scalify_core.numerics.formats import materialise
+from scalify_core.numerics.formats import materialize
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
 from scalify_core.numerics.precision_warnings import Observer
 from scalify_core.numerics.scales import broadcast_scale
@@ -39,8 +39,9 @@ class Evaluator:
         measures: whether scales are measured where values are stored; else rules
             propagate them.
         observer: sees jaxprs and equations, for `explain`.
-        place: tells evaluators with an observer apart. A trace inside an equation
-            belongs to its place, and must not be reused for another.
+        cache_key: tells evaluators with an observer apart, in caches of traces. A trace
+            inside an equation has the equation's observations, and must not be reused
+            for another.
         stacks: for each result of the jaxpr, the granularity of scales that later
             products want of it, if only scans read it, slice by slice (a residual of
             the backward pass); else None. A scan's body stores such results narrow.
@@ -48,7 +49,7 @@ class Evaluator:
 
     measures: bool
     observer: Observer | None = None
-    place: object = None
+    cache_key: object = None
     stacks: tuple[Reading | None, ...] = ()
 
     def __call__(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -84,21 +85,21 @@ class Evaluator:
         inner = self
         if self.observer is not None:
             # A body that is traced for one equation must not be reused for another: its
-            # callbacks hold the place. `object()` makes the key of the cache differ.
-            inner = dataclasses.replace(self, place=object())
+            # callbacks hold the equation's place.
+            inner = dataclasses.replace(self, cache_key=object())
         if is_plain(eqn, operands):
             return registry.plain(eqn, *operands)
         if self.measures:
             return measuring.results(eqn, operands, jaxpr, evaluate=inner)
         rule = registry.rule_of(eqn)
-        operands = [rule.bring(x) if isinstance(x, Value) else x for x in operands]
+        operands = [rule.as_read(x) if isinstance(x, Value) else x for x in operands]
         if rule.control:
             out = rule.fun(eqn, *operands, evaluate=inner)
         else:
             out = rule.fun(eqn, *operands)
         stored = stored_variables(jaxpr)
         return [
-            _stored_once(x) if var in stored and isinstance(x, Value) else x
+            _rounded_once(x) if var in stored and isinstance(x, Value) else x
             for var, x in zip(eqn.outvars, out, strict=True)
         ]
 
@@ -127,14 +128,14 @@ class Evaluator:
             dtypes: the dtypes of the results in plain code; None where unknown. They
                 are used where scales are measured.
         """
-        args = list(map(entering, leaves))
+        args = list(map(as_operand, leaves))
         out = self(jaxpr, args)
         if self.measures:
             out = measuring.leaving(jaxpr, args, out, dtypes)
             # An argument that comes back is that argument: no copy, and no new scale.
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
-            return [given[id(x)] if id(x) in given else _leaving(x) for x in out]
-        return list(map(_leaving, out))
+            return [given[id(x)] if id(x) in given else _as_result(x) for x in out]
+        return list(map(_as_result, out))
 
 
 evaluate = Evaluator(measures=False)
@@ -142,10 +143,12 @@ evaluate = Evaluator(measures=False)
 
 def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     """Return whether an equation neither reads nor stores a scaled value."""
-    return Value not in map(type, operands) and not registry.stores(eqn, *operands)
+    return Value not in map(type, operands) and not registry.casts_to_narrow(
+        eqn, *operands
+    )
 
 
-def _stored_once(x: Value) -> Value:
+def _rounded_once(x: Value) -> Value:
     if x.shape and not x.is_fill_value:
         return dataclasses.replace(narrow(x), pre_rescale=x.pre_rescale)
     return x
@@ -189,7 +192,7 @@ def stored_variables(jaxpr: Any) -> frozenset[Any]:
     return frozenset(var for var in narrow_readers if readers[var] > 1)
 
 
-def entering(x: Any) -> Any:
+def as_operand(x: Any) -> Any:
     """Return an argument as an operand: a ScaledArray as a `Value`."""
     if not is_scaled_array(x):
         if isinstance(x, jax.Array):
@@ -205,8 +208,8 @@ def entering(x: Any) -> Any:
     )
 
 
-def _leaving(x: Any) -> Any:
+def _as_result(x: Any) -> Any:
     """Return a result of a program; a value, in its format, as a ScaledArray."""
     if isinstance(x, Value):
         return with_scale(narrow(x).data, x.scale)
-    return materialise(x)
+    return materialize(x)

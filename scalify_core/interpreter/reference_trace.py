@@ -232,8 +232,8 @@ def _with_narrow_results(jaxpr: Any, reference: Any) -> Any:
     """Return the body of a scan that names the results which are narrow in the
     reference; see `narrow_results`.
 
-    Of bodies whose results have other shapes, as after a differentiation with other
-    residuals, none is named.
+    No result is named if the two bodies have results of different shapes, as after a
+    differentiation with other residuals.
     """
     ours, theirs = ([x.aval for x in j.outvars] for j in (jaxpr, reference))
     narrow = list(map(is_narrow, theirs))

@@ -69,7 +69,7 @@ class Rule:
     control: bool = False
     passes: tuple[int, int] | None = None
 
-    def bring(self, x: Value) -> Value:
+    def as_read(self, x: Value) -> Value:
         """Return an operand in the form that the rule reads."""
         if self.wide or (self.control and x.is_fill_value):
             return x
@@ -104,7 +104,7 @@ def structural(*primitives: str) -> None:
     Each result has the scale of the value at its position, or of the only value. A
     scale that differs along axes becomes the largest.
     """
-    _definer(primitives)(on_data)
+    _definer(primitives)(apply_to_data)
 
 
 def rule_of(eqn: Any) -> Rule:
@@ -131,9 +131,9 @@ def composite_rule(
 ) -> Callable:
     """Return a decorator that registers the rule of the composite calls named `name`.
 
-    Names are "gelu", "gelu.fwd", "gelu.bwd". The rule takes the `Call` and its operands
-    in the tree of the function's arguments (`Value`, plain or None). It returns the
-    results in the tree of the function's results.
+    Names are "gelu", "gelu.fwd", "gelu.bwd". The rule takes the `CompositeCall` and its
+    operands in the tree of the function's arguments (`Value`, plain or None). It
+    returns the results in the tree of the function's results.
 
     With `wide`, see `Rule`, operands may have FP32 data; by default their data is in
     their formats. `passes` counts all leaves; the program is evaluated as if without
@@ -240,7 +240,7 @@ def bind(eqn: Any, *operands: Any) -> Any:
 
 def bind_all(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of `bind` as a list, also where the primitive has one."""
-    out = bind(eqn, *map(formats.materialise, operands))
+    out = bind(eqn, *map(formats.materialize, operands))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -316,7 +316,7 @@ def plain(eqn: Any, *operands: Any) -> list[Any]:
     return out
 
 
-def stores(eqn: Any, *operands: Any) -> bool:
+def casts_to_narrow(eqn: Any, *operands: Any) -> bool:
     """Return whether plain operands of an equation are cast to fewer than 32 bits.
 
     Its results then have a scale, as those of a `Value` have: in the format alone, a
@@ -421,7 +421,7 @@ def _definer(keys: tuple[str, ...], **flags: Any) -> Callable:
     return register
 
 
-def on_data(eqn: Any, *operands: Any) -> list[Any]:
+def apply_to_data(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the data: the rule that `structural` registers."""
     # One scale: the operation may mix elements that had different ones.
     operands = tuple(map(v.scalar_scale, operands))
@@ -449,7 +449,7 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def on_logical(eqn: Any, *operands: Any) -> list[Any]:
+def apply_to_logical(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the logical value, and keep the first operand's scale."""
     first = next(x for x in operands if isinstance(x, Value))
     return [

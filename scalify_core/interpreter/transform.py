@@ -20,16 +20,16 @@ from scalify_core.array.scaled_array import (
     ScaledArray,
     asarray,
     is_scaled_array,
-    readable,
-    undifferentiated,
+    not_differentiable,
     with_scale,
+    with_valid_scales,
 )
 from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator
 from scalify_core.interpreter.reference_trace import Program, traced
 from scalify_core.numerics.formats import has_range_of_float32, is_float
 
-Scales = Literal["auto", "static"]
+ScalePolicy = Literal["auto", "static"]
 _OUTSIDE = (
     "scalify: a gradient with respect to a ScaledArray is taken inside, "
     "scalify(jax.grad(f)), not outside, jax.grad(scalify(f)), where JAX would add data "
@@ -40,7 +40,7 @@ _OUTSIDE = (
 def scalify(
     fun: Callable,
     *,
-    scales: Scales = "auto",
+    scales: ScalePolicy = "auto",
 ) -> Callable:
     """Return `fun` with scale propagation: the same function, on `ScaledArray`s.
 
@@ -94,7 +94,7 @@ def scalify(
         if not any(map(is_scaled_array, call.leaves)):
             # plain code, which a surrounding `scalify` sees as such
             return asarray(fun(*args, **kwargs))
-        leaves = _entering(call.leaves, call.names)
+        leaves = _checked(call.leaves, call.names)
         with _collector_paused():
             program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
             program.warn()
@@ -110,12 +110,14 @@ def scalify(
     return scalified
 
 
-def _entering(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:
+def _checked(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:
     """Return the arguments; scaled ones can no longer be differentiated."""
-    out = readable("argument", leaves, names)
-    traced = {i: x for i, x in enumerate(out) if is_scaled_array(x) and _is_traced(x)}
-    if traced:
-        for i, x in undifferentiated(traced, _OUTSIDE).items():
+    out = with_valid_scales("argument", leaves, names)
+    traced_leaves = {
+        i: x for i, x in enumerate(out) if is_scaled_array(x) and _is_traced(x)
+    }
+    if traced_leaves:
+        for i, x in not_differentiable(traced_leaves, _OUTSIDE).items():
             out[i] = x
     return out
 
@@ -124,13 +126,13 @@ def _is_traced(x: ScaledArray) -> bool:
     return any(isinstance(y, jax.core.Tracer) for y in (x.data, x.scale))
 
 
-def _evaluator(scales: Scales) -> Callable[[Program, Sequence[Any]], list[Any]]:
+def _evaluator(scales: ScalePolicy) -> Callable[[Program, Sequence[Any]], list[Any]]:
     """Return the function that evaluates a program on arrays and ScaledArrays.
 
     An FP32 scalar is returned plain, since losses are compared, averaged and branched
     on.
     """
-    if scales not in get_args(Scales):
+    if scales not in get_args(ScalePolicy):
         raise ValueError(
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
             ' "static" (propagated)'
@@ -217,13 +219,13 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
         return out, (leaves, scales, _Numbers(wanted))
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        leaves, scales, wanted = undifferentiated(residuals, _SECOND)
+        leaves, scales, wanted = not_differentiable(residuals, _SECOND)
         numbers, given = [], []
         for i, (cotangent, scale) in enumerate(zip(cotangents, scales, strict=True)):
             value = _logical(cotangent, scale)
             if value is not None:
                 numbers.append(i)
-                given.append(undifferentiated(value, _SECOND))
+                given.append(not_differentiable(value, _SECOND))
         if not given:
             return (None,) * len(leaves)
         computed = evaluate(program.vjp(wanted.positions, numbers), [*leaves, *given])

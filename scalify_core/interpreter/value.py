@@ -35,7 +35,7 @@ from scalify_core.numerics.compiler_hints import in_one_kernel, materialize_once
 from scalify_core.numerics.formats import (
     as_float32,
     at_least_float32,
-    materialise,
+    materialize,
     pow2_round,
     saturating_cast,
 )
@@ -53,7 +53,7 @@ from scalify_core.numerics.scales import (
     of_one_base,
     product,
     ratio,
-    rounded,
+    scale_and_rms,
     smallest,
     times,
     unless_of_zeros,
@@ -150,8 +150,8 @@ class Value:
         """Return the expected RMS of the logical value, unrounded."""
         if self.static is not None:
             return self.static * self.expected_rms
-        # Within the range of scales, so that the sizes of zeros are not zeros: a sum
-        # divides one by the other.
+        # `as_number` keeps it within the range of scales. So the sizes of zeros are not
+        # zeros: a sum divides one by the other.
         size = as_number(
             Multiple(self.dynamic, self.scale_multiplier * self.expected_rms)
         )
@@ -267,7 +267,7 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
     Plain operands are materialized.
     """
     if not isinstance(v, Value):
-        return materialise(v)
+        return materialize(v)
     return saturating_cast(data32_at(v, 1.0), dtype)
 
 
@@ -277,7 +277,7 @@ def logical(v: Any) -> Any:
     Plain operands are materialized.
     """
     if not isinstance(v, Value):
-        return materialise(v)
+        return materialize(v)
     return _at_scale(at_least_float32(v.data), v, 1.0)
 
 
@@ -320,12 +320,12 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
         for x in (a, b) if a.size >= b.size else (b, a):
             if 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
-        return *rounded(total), None
+        return *scale_and_rms(total), None
     # Multiples of one run-time scalar: their ratio is known while tracing, so the sum
     # needs no arithmetic on scalars at run time.
     both = of_one_base(a.multiple, b.multiple)
     if both is not None and a.rms_correction is None and b.rms_correction is None:
-        scale, expected_rms = rounded(
+        scale, expected_rms = scale_and_rms(
             math.hypot(both[0] * a.expected_rms, both[1] * b.expected_rms)
         )
         return product(a.dynamic, scale), expected_rms, None

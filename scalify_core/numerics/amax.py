@@ -16,7 +16,7 @@ from jax import lax
 
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
-from scalify_core.numerics.scales import OF_ZEROS
+from scalify_core.numerics.scales import LEAST_NONZERO_SCALE
 
 # For each axis, the number of parts that have their own scale; (): one scale for all.
 Parts = tuple[int, ...]
@@ -137,7 +137,7 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
     )
     full = lax.max(
         unit * np.float32(2.0 ** (RESULT_TOP - top_of(dtype))),
-        lax.min(unit, np.float32(OF_ZEROS)),
+        lax.min(unit, np.float32(LEAST_NONZERO_SCALE)),
     )
     return lax.select(lax.gt(more, np.int32(0)), full, unit)
 

@@ -3,14 +3,15 @@
 They do not change results. A hint without a measured effect is removed. Each line says
 what happened without the hint (docs/lab.md has more):
 
-- `stored`: on CUDA a residual stream whose readers all begin by rounding it was written
-  in FP32: 72 MiB of traffic a layer of 124M (batch 8) instead of 36, and 12 more for
-  every reader.
+- `kept_narrow`: on CUDA a residual stream whose readers all begin by rounding it was
+  written in FP32: 72 MiB of traffic a layer of 124M (batch 8) instead of 36, and 12
+  more for every reader.
 - `row_major`: on CUDA the order that cuBLASLt wants of a weight's second cast spread
   back to the parameter, which was then read transposed twice.
-- `stored_both_ways`: on CUDA the transposed order of an FP8 activation spread through
-  the model: 415 kernels instead of 390 in two layers of 124M. And a kernel that writes
-  both orders reaches a quarter of an H100's bandwidth, one that transposes bytes half.
+- `kept_in_both_orders`: on CUDA the transposed order of an FP8 activation spread
+  through the model: 415 kernels instead of 390 in two layers of 124M. And a kernel that
+  writes both orders reaches a quarter of an H100's bandwidth, one that transposes bytes
+  half.
 - `in_one_kernel`: on CUDA scalars that a large kernel reads were a kernel each: 77
   instead of 60 in three layers.
 - `separate_buffers`: on CUDA numbers that kernels of large arrays read were parts of
@@ -90,7 +91,7 @@ def _on_cuda(fun: Callable, *arrays: jax.Array, default: Callable) -> Any:
     return lax.platform_dependent(*arrays, cuda=fun, default=default)
 
 
-def stored(x: jax.Array) -> jax.Array:
+def kept_narrow(x: jax.Array) -> jax.Array:
     """Return `x`; on CUDA, it is written in its own format and read from memory.
 
     Otherwise a compiler may write the array that `x` is rounded from, if several
@@ -104,14 +105,14 @@ def row_major(x: jax.Array) -> jax.Array:
     return _on_cuda(_row_major, x, default=lambda x: x)
 
 
-def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def kept_in_both_orders(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a matrix twice; on CUDA, the second with contiguous columns.
 
     The second is transposed from the first, once that is stored. Where products take
     any layout, it is the first.
     """
     if products_take_any_layout():
-        return (stored(x),) * 2
+        return (kept_narrow(x),) * 2
 
     def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Otherwise the transposed order would spread to the producers of `x`.

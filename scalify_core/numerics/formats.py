@@ -379,7 +379,7 @@ def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
         )
     # Two rounds, with a key word before each: with one, two steps would draw shifted
     # copies of one sequence.
-    return (_products(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(
+    return (_mix_upper_bits(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(
         jnp.uint16
     )
 
@@ -389,11 +389,11 @@ def _mix(h: jax.Array) -> jax.Array:
 
     It is the finalizer of MurmurHash3.
     """
-    h = _products(h)
+    h = _mix_upper_bits(h)
     return h ^ (h >> 16)
 
 
-def _products(h: jax.Array) -> jax.Array:
+def _mix_upper_bits(h: jax.Array) -> jax.Array:
     """Return `_mix` without its last line, which leaves the upper 16 bits unchanged."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     return (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -499,7 +499,7 @@ def holds(dtype: Any, number: float) -> bool:
         return np.isnan(number) or float(np.asarray(number, dtype)) == number
 
 
-def materialise(x: Any) -> Any:
+def materialize(x: Any) -> Any:
     """Return a plain operand for `bind`.
 
     A uniform constant becomes a broadcast, not an array of constants.
@@ -511,7 +511,7 @@ def materialise(x: Any) -> Any:
 
 def as_float32(x: Any) -> Any:
     """Return `x` in FP32 (no operation if it already is)."""
-    x = materialise(x)
+    x = materialize(x)
     if getattr(x, "dtype", None) == _F32:
         return x
     return lax.convert_element_type(x, _F32)
@@ -535,12 +535,12 @@ def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
     out = _saturating_cast(x, dtype)
     if meant:
         return out
-    return precision_warnings.rounded(x, out)
+    return precision_warnings.observe_rounding(x, out)
 
 
 def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
     """Return `x` in an 8-bit format, see `FloatFormat.cast_or_nan`."""
-    return precision_warnings.rounded(x, fmt.cast_or_nan(x))
+    return precision_warnings.observe_rounding(x, fmt.cast_or_nan(x))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -31,7 +31,7 @@ def is_watched() -> bool:
     return _watcher.get() is not None
 
 
-def rounded(unrounded: Any, narrowed: Any) -> Any:
+def observe_rounding(unrounded: Any, narrowed: Any) -> Any:
     """Return `narrowed`, after showing both arrays to an observer.
 
     `narrowed` is `unrounded` in a narrower format, or clipped to one.
@@ -101,7 +101,7 @@ def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
     return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
 
 
-def entering(name: str, x: Any, data: Any, value: Callable[[], Any]) -> None:
+def warn_of_losses(name: str, x: Any, data: Any, value: Callable[[], Any]) -> None:
     """Warn (`PrecisionWarning`) of numbers that a format cannot hold at their scale.
 
     It warns where more than a tenth of the elements of `x` become zero, or more than 1%
@@ -165,8 +165,8 @@ def unreadable(where: str, names: Sequence[str]) -> None:
     _warn_once(
         f"{where}: {which} reads as NaN: what stands for its scale is none, because"
         " outside of scalify arithmetic was done on the leaves of ScaledArrays, as"
-        " optax.apply_updates, nnx.Optimizer and any optax optimiser do; use"
-        " weights.apply_updates and optim.scaled_state(optimiser), take gradients"
+        " optax.apply_updates, nnx.Optimizer and any optax optimizer do; use"
+        " weights.apply_updates and optim.scaled_state(optimizer), take gradients"
         " inside, scalify(jax.grad(f)), and compute inside, or on asarray(tree)"
     )
 

@@ -24,9 +24,9 @@ from scalify_core.numerics.formats import as_float32, pow2_inverse, pow2_round
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
-# A smaller scale is that of zeros. Results of other scales are at least this number,
-# and at most its inverse.
-OF_ZEROS = 2.0**-125
+# `MIN_SCALE` is the scale of zeros alone: computed scales of other values are clipped
+# to at least this number, so that none is taken for it.
+LEAST_NONZERO_SCALE = 2.0**-125
 
 
 @jax.jit
@@ -95,9 +95,13 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
     """
     # Zeros stay zeros: otherwise the product of zeros and a large scale would look like
     # a number of moderate size, and set the scale of a sum.
-    zeros = lax.lt(smaller, np.float32(OF_ZEROS))
+    zeros = lax.lt(smaller, np.float32(LEAST_NONZERO_SCALE))
     # A scale that is not of zeros stays within [2^-125, 2^125].
-    clipped = lax.clamp(np.float32(OF_ZEROS), lax.mul(a, b), np.float32(1 / OF_ZEROS))
+    clipped = lax.clamp(
+        np.float32(LEAST_NONZERO_SCALE),
+        lax.mul(a, b),
+        np.float32(1 / LEAST_NONZERO_SCALE),
+    )
     return lax.select(zeros, lax.full_like(smaller, MIN_SCALE), clipped)
 
 
@@ -122,7 +126,7 @@ def ratio(a: Any, b: Any) -> Any:
     if isinstance(a, np.generic):
         return quotient
     # Data at the scale of zeros may be infinite: times 0 it would be NaN.
-    zeros = lax.lt(a, np.float32(OF_ZEROS))
+    zeros = lax.lt(a, np.float32(LEAST_NONZERO_SCALE))
     return lax.max(
         quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0))
     )
@@ -213,7 +217,8 @@ def between(scales: Sequence[Scale]) -> Scale:
     top = as_number(top)
     numbers = [jnp.asarray(as_number(s), jnp.float32) for s in scales]
     low = functools.reduce(
-        jnp.minimum, (jnp.where(s < np.float32(OF_ZEROS), top, s) for s in numbers)
+        jnp.minimum,
+        (jnp.where(s < np.float32(LEAST_NONZERO_SCALE), top, s) for s in numbers),
     )
     middle = pow2_round(jnp.sqrt(top) * jnp.sqrt(low))
     return jnp.where(top > low * np.float32(2.0**64), middle, top)
@@ -227,11 +232,13 @@ def smallest(a: Scale, b: Scale) -> Scale:
 def unless_of_zeros(scale: Any, other: Any) -> Any:
     """Return a dynamic scale, or the number `other` where it is that of zeros."""
     return lax.select(
-        lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale
+        lax.lt(scale, np.float32(LEAST_NONZERO_SCALE)),
+        lax.full_like(scale, other),
+        scale,
     )
 
 
-def rounded(size: float) -> tuple[float, float]:
+def scale_and_rms(size: float) -> tuple[float, float]:
     """Return the scale of data of this expected size, and the expected RMS."""
     scale = pow2_round(size)
     return scale, size / scale
@@ -316,7 +323,9 @@ def rms_scale(x: Any) -> jax.Array:
     """
     rms = rms_of(x)
     scale = jnp.where(
-        rms > 0, jnp.clip(pow2_round(rms), OF_ZEROS, MAX_SCALE), jnp.float32(MIN_SCALE)
+        rms > 0,
+        jnp.clip(pow2_round(rms), LEAST_NONZERO_SCALE, MAX_SCALE),
+        jnp.float32(MIN_SCALE),
     )
     return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
 
@@ -327,7 +336,7 @@ def rms_of(x: Any) -> jax.Array:
     The squares of elements may overflow FP32.
     """
     x = jnp.abs(jnp.asarray(x, jnp.float32))
-    peak = jnp.minimum(jnp.max(x, initial=0.0), jnp.float32(1 / OF_ZEROS))
+    peak = jnp.minimum(jnp.max(x, initial=0.0), jnp.float32(1 / LEAST_NONZERO_SCALE))
     # Relative to the peak: squares of 2^100 or 2^-100 leave FP32, as does the inverse
     # of 2^127.
     inverse = 1 / jnp.where(peak > 0, peak, 1)

@@ -39,7 +39,7 @@ composite_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CompositeCall:
     """The call of one `composite_p` equation, which is its parameter.
 
     It is the first argument of its rule.
@@ -91,7 +91,7 @@ class Call:
         jaxpr = _jitted_call(self).trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
-    def replace(self, **changes: Any) -> Call:
+    def replace(self, **changes: Any) -> CompositeCall:
         """Return the same call with other fields; `static` may be a dict."""
         if isinstance(changes.get("static"), dict):
             changes["static"] = tuple(sorted(changes["static"].items()))
@@ -219,7 +219,7 @@ def _bind(
     residuals: bool = False,
 ) -> Any:
     leaves, in_tree = jax.tree.flatten(args)
-    call = Call(name, fun, static, in_tree, cuda)
+    call = CompositeCall(name, fun, static, in_tree, cuda)
     traced = _jitted_call(call).trace(*leaves)
     out = composite_p.bind(*leaves, jaxpr=traced.jaxpr, call=call)
     if residuals:
@@ -252,7 +252,7 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted_call(call: Call) -> Any:
+def _jitted_call(call: CompositeCall) -> Any:
     """Return the jitted function of equal calls, so that traces are cached."""
 
     def fun(*operands: jax.Array) -> Any:
@@ -263,12 +263,12 @@ def _jitted_call(call: Call) -> Any:
 
 
 @composite_p.def_impl
-def _impl(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
+def _impl(*operands: jax.Array, jaxpr: Any, call: CompositeCall) -> Sequence[jax.Array]:
     return _compiled(jaxpr, call)(*operands)
 
 
 @per_jaxpr
-def _compiled(jaxpr: Any, call: Call) -> Callable:
+def _compiled(jaxpr: Any, call: CompositeCall) -> Callable:
     """Return the compiled function of calls outside jit.
 
     There is one for each shape, not one for each call.
@@ -280,22 +280,30 @@ def _compiled(jaxpr: Any, call: Call) -> Callable:
 
 
 @composite_p.def_abstract_eval
-def _abstract_eval(*_: Any, jaxpr: Any, call: Call) -> Sequence[Any]:
+def _abstract_eval(*_: Any, jaxpr: Any, call: CompositeCall) -> Sequence[Any]:
     return [aval.strip_weak_type() for aval in jaxpr.out_avals]
 
 
-def _lower(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
+def _lower(
+    *operands: jax.Array, jaxpr: Any, call: CompositeCall
+) -> Sequence[jax.Array]:
     return _jitted(jaxpr, call.name)(*operands)
 
 
-def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
+def _lower_cuda(
+    *operands: jax.Array, jaxpr: Any, call: CompositeCall
+) -> Sequence[jax.Array]:
     if call.cuda is None:
         return _lower(*operands, jaxpr=jaxpr, call=call)
     return jax.tree.leaves(_jitted_call(call.replace(fun=call.cuda))(*operands))
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: Any,
+    call: CompositeCall,
 ) -> tuple[Any, Any]:
     """Return second derivatives, those of the call's equations.
 
@@ -310,7 +318,11 @@ def _jvp(
 
 
 def _batch(
-    operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: Any, call: Call
+    operands: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    jaxpr: Any,
+    call: CompositeCall,
 ) -> tuple[Any, Any]:
     del jaxpr
     call = call.replace(in_axes=(*call.in_axes, tuple(axes)))

@@ -185,7 +185,7 @@ class Fp8DotGeneral:
                     f"{self.name}: operands of an FP8 product are floats, not"
                     f" {operand.dtype}"
                 )
-        dims = normalised(dimension_numbers)
+        dims = normalized(dimension_numbers)
         sizes = matrix_sizes(lhs.shape, rhs.shape, dims)
         if any(size % MULTIPLE for size in sizes):
             if sizes not in self.skipped:
@@ -233,7 +233,7 @@ warning once per shape. It is differentiable once.
 """
 
 
-def normalised(dimension_numbers: Any) -> DimensionNumbers:
+def normalized(dimension_numbers: Any) -> DimensionNumbers:
     """Return hashable dimension numbers: tuples at every level."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     return (tuple(lhs_contract), tuple(rhs_contract)), (
@@ -486,7 +486,9 @@ def dot_fp8(
             # makes of the constant the scale of the operand. It is the GEMM's argument,
             # so equal products are one kernel, whatever their scales.
             wide = dtype if fits else np.dtype(np.float32)
-            lhs, rhs = (compiler_hints.stored(x).astype(wide) for x in (lhs8, rhs8))
+            lhs, rhs = (
+                compiler_hints.kept_narrow(x).astype(wide) for x in (lhs8, rhs8)
+            )
             # the highest: no fast accumulation
             exact = None if fast else lax.Precision.HIGHEST
             out = product(

@@ -113,7 +113,7 @@ def _identity(x: jax.Array, **_: Any) -> jax.Array:
     return x
 
 
-def _quantised(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
+def _quantized(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
     return fmt.quantise(x).astype(x.dtype)
 
 
@@ -135,8 +135,8 @@ _set_scaling = _acting("set_scaling")
 _stop_scaling = _acting("stop_scaling")
 _rebalance = _acting("rebalance")
 _rebalance_grad = _acting("rebalance_grad")
-_cast_on_forward = _acting("cast_on_forward", _quantised)
-_cast_on_backward = _acting("cast_on_backward", cotangent=_quantised)
+_cast_on_forward = _acting("cast_on_forward", _quantized)
+_cast_on_backward = _acting("cast_on_backward", cotangent=_quantized)
 _dynamic_rescale_rms = _acting("dynamic_rescale_rms")
 _dynamic_rescale_max = _acting("dynamic_rescale_max")
 _dynamic_rescale_rms_grad = _acting("dynamic_rescale_rms_grad")

@@ -21,9 +21,9 @@ from scalify_core.array.scaled_array import (
     data_of,
     is_scaled_array,
     paths,
-    readable,
     value_of,
     with_scale,
+    with_valid_scales,
 )
 from scalify_core.array.tree import leaves, map_arrays, structure_of
 from scalify_core.numerics import compiler_hints
@@ -211,7 +211,7 @@ def apply_with_compensation(
     old, changes = leaves(params), _beside(structure, updates, "updates")
     # Updates of `scaled_state` are plain. Scaled ones that no scalified function
     # returned may come from arithmetic on the leaves of ScaledArrays.
-    changes = readable(
+    changes = with_valid_scales(
         "weights.apply_updates, the update", changes, functools.partial(paths, updates)
     )
     # Leaves are numbered from the other end: another stream than that of the

@@ -13,7 +13,7 @@ from scalify_core.interpreter.measured.policy import (
     default,
     like,
     measured_composite,
-    stored,
+    quantized_copy,
     wide_value,
 )
 from scalify_core.interpreter.measured.products import (
@@ -79,7 +79,7 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
 
 
 @measured_composite("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
-def _quantised(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
+def _quantized(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """Round to a format at a measured scale, as storing in that format does."""
     fmt: FloatFormat = call.settings["fmt"]
     x = operands[-1]
@@ -106,7 +106,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     product = call.settings["product"]
     axis_labels = _labels(call, eqn, product, (0, 1))
     lhs, rhs = (
-        _stored(x, _E4M3, axes)
+        _quantized_operand(x, _E4M3, axes)
         for x, axes in zip(operands, shared(axis_labels), strict=True)
     )
     unused: Any = unused_scales(product)
@@ -144,7 +144,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     dtypes = (_E4M3, _E4M3, product.gradient.dtype)
     read = (*operands[:2], operands[last])
     lhs, rhs, gradient = (
-        _stored(x, np.dtype(dtype), axes)
+        _quantized_operand(x, np.dtype(dtype), axes)
         for x, dtype, axes in zip(read, dtypes, shared(axis_labels), strict=True)
     )
     unused = map(logical, operands[2:-1])
@@ -220,11 +220,11 @@ def _in_dtype(x: Any, dtype: np.dtype) -> Any:
     return x_wide
 
 
-def _stored(x: Any, dtype: np.dtype, axes: Sequence[int]) -> Value:
+def _quantized_operand(x: Any, dtype: np.dtype, axes: Sequence[int]) -> Value:
     """Return an operand in a format, each index along these axes at its own scale."""
     shape = x.shape if isinstance(x, Value) else np.shape(x)
     reading = Reading(*(each_index(shape, axes),) * 2)
-    return stored(x, dtype, reading, reading)
+    return quantized_copy(x, dtype, reading, reading)
 
 
 def _labels(call: Any, eqn: Any, product: Any, operands: Sequence[int]) -> list[Labels]:

@@ -79,7 +79,7 @@ def results(
         jaxpr: the jaxpr that contains the equation.
         evaluate: the evaluator of inner jaxprs.
     """
-    store_for_products(eqn, operands, jaxpr)
+    quantize_for_products(eqn, operands, jaxpr)
     if eqn.primitive.name == "convert_element_type":
         return _convert(eqn, operands[0], jaxpr)
     if eqn.primitive.name in MOVES:
@@ -133,7 +133,7 @@ def _stacks(
             reading = Reading(reading.must[1:], reading.may[1:])
         stacks.append(reading)
     if eqn.primitive.name == "scan":
-        # What plain code has in FP32, by a cast or promotion, stays FP32.
+        # Results that plain code has in FP32, by a cast or promotion, stay FP32.
         narrow = narrow_results(eqn.params["jaxpr"])
         return tuple(
             reading if is_narrow else None
@@ -142,7 +142,7 @@ def _stacks(
     return tuple(stacks)
 
 
-def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
+def quantize_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
     """Store the operands that products read behind a move, or inside a call or a loop.
 
     An operand is stored before it moves, and outside the call. So products inside and
@@ -158,10 +158,12 @@ def store_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None:
         if isinstance(x, Value) and reading is not None and not is_stored(x):
             dtype = v.result_dtype(x)
             if dtype.itemsize < 4:
-                stored(x, dtype, reading, reads[atom], limit_of(atom, jaxpr))
+                quantized_copy(
+                    x, dtype, reading, reads[atom], operand_mask_limit(atom, jaxpr)
+                )
 
 
-def limit_of(atom: Any, jaxpr: Any) -> float:
+def operand_mask_limit(atom: Any, jaxpr: Any) -> float:
     """Return the limit at or below which an operand's elements are masks: `LOWEST`.
 
     A -1e9 is a term of the product's sums like any other.
@@ -191,7 +193,7 @@ def default(eqn: Any, *operands: Any) -> list[Any]:
     return [like(x, v.data_of(x)) for x in registry.default(eqn, *operands)]
 
 
-def stored(
+def quantized_copy(
     x: Any,
     dtype: np.dtype,
     reading: Reading,
@@ -210,8 +212,8 @@ def stored(
     common_suits = is_finer(common.may, reading.must)
     parts = common.may if common_suits else reading.may
     if not isinstance(x, Value):
-        x = formats.as_float32(formats.materialise(x))
-        return quantize.stored(x, dtype, parts, limit=limit)
+        x = formats.as_float32(formats.materialize(x))
+        return quantize.quantized(x, dtype, parts, limit=limit)
     # An argument in FP16 that only moved is read as it is: no amax, no second rounding.
     if is_stored(x) and x.data.dtype == dtype and quantize.scaled_in(x, reading.may):
         return x
@@ -221,7 +223,7 @@ def stored(
         is_fine_enough = is_finer(copy_parts, reading.must)
         if name == dtype.name and is_fine_enough and is_finer(reading.may, copy_parts):
             return copy
-    copy = quantize.stored(x, dtype, parts, limit=limit)
+    copy = quantize.quantized(x, dtype, parts, limit=limit)
     x.copies[dtype.name, parts] = copy
     return copy
 
@@ -231,7 +233,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     if not isinstance(x, Value) or x.dtype.itemsize >= 4 or is_stored(x):
         return x
     dtype = v.result_dtype(x)
-    return stored(x, dtype, reading, reading, limit_of(var, jaxpr))
+    return quantized_copy(x, dtype, reading, reading, operand_mask_limit(var, jaxpr))
 
 
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
@@ -252,7 +254,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
             scale = _moved_scale(eqn, copy)
             moved = _moved_parts(eqn, parts)
             if scale is not None and moved is not None:
-                y = registry.bind(eqn, copy.data, *map(formats.materialise, rest))
+                y = registry.bind(eqn, copy.data, *map(formats.materialize, rest))
                 out[0].copies[name, moved] = quantize.stored_value(y, scale)
     return out
 
@@ -294,11 +296,13 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
     for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
         reading = Reading(*parts)
         common = reading if isinstance(atom, Literal) else reads.get(atom, reading)
-        copies.append(stored(x, fmt, reading, common, limit_of(atom, jaxpr)))
+        copies.append(
+            quantized_copy(x, fmt, reading, common, operand_mask_limit(atom, jaxpr))
+        )
     # The products of stored data are summed in FP32; both scales come after the sum, so
     # neither the product nor the sum can leave the range of FP32.
     a8, b8 = copies
-    others = list(map(formats.materialise, rest))
+    others = list(map(formats.materialize, rest))
     out = eqn.primitive.bind(
         *registry.as_traced(eqn, [a8.data, b8.data]),
         *others,
@@ -333,7 +337,7 @@ def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
 def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not isinstance(x, Value):
-        x = wide_value(formats.materialise(x), eqn.invars[0].aval.dtype)
+        x = wide_value(formats.materialize(x), eqn.invars[0].aval.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         integers = formats.saturating_cast(logical(x), eqn.invars[0].aval.dtype)
         return registry.bind_all(eqn, integers)
@@ -341,7 +345,7 @@ def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
         limit = masks.limit_of(masks.limits_in(jaxpr), eqn.invars[0])
         if limit > masks.NO_MASK:  # a mask is not to set the scale
             return [quantize.result(x, dtype, limit)]
-        return [quantize.stored(x, dtype)]
+        return [quantize.quantized(x, dtype)]
     return [wide_value(lax.convert_element_type(logical(x), dtype), dtype)]
 
 
@@ -367,7 +371,7 @@ def leaving(
     made = []
     for i, x in enumerate(out):
         if not isinstance(x, Value):
-            made.append(x if id(x) in given else formats.materialise(x))
+            made.append(x if id(x) in given else formats.materialize(x))
             continue
         dtype = result_format(x.dtype, dtypes[i] if i < len(dtypes) else None)
         if id(x) in given and x.dtype.itemsize >= dtype.itemsize:

@@ -29,7 +29,7 @@ def stored_value(data: Any, scale: Any) -> Value:
     return value(data, scale, MEASURED)
 
 
-def stored(
+def quantized(
     x: Any, dtype: np.dtype, parts: Parts = (), *, limit: float = NO_MASK
 ) -> Value:
     """Return a value in a narrow format, at a measured scale.
@@ -55,7 +55,7 @@ def stored(
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, parts)
     else:
         data, scale = amax.measured(x, np.dtype(dtype), amax.top_of(dtype), parts)
-    return stored_value(rounded(data, x=x, scale=scale), scale)
+    return stored_value(_observed(data, x=x, scale=scale), scale)
 
 
 def scaled_in(x: Value, parts: Parts = ()) -> bool:
@@ -69,11 +69,13 @@ def scaled_in(x: Value, parts: Parts = ()) -> bool:
     )
 
 
-def rounded(data: Any, *, x: Any, scale: Any) -> Any:
+def _observed(data: Any, *, x: Any, scale: Any) -> Any:
     """Return `data`, the stored form of `x`, after showing both to a watcher."""
     if precision_warnings.is_watched():
         inverse = broadcast_scale(pow2_inverse(scale), x)
-        precision_warnings.rounded(lax.mul(x, amax.spread(inverse, x.shape)), data)
+        precision_warnings.observe_rounding(
+            lax.mul(x, amax.spread(inverse, x.shape)), data
+        )
     return data
 
 
@@ -109,7 +111,7 @@ def result(
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, None)
     else:
         data, scale = amax.measured_result(x, np.dtype(dtype))
-    data = rounded(data, x=x, scale=scale)
+    data = _observed(data, x=x, scale=scale)
     return stored_value(_nonzero(exact, data) if nonzero else data, scale)
 
 

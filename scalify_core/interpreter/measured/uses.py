@@ -67,7 +67,7 @@ def _inside(eqn: Any, results: Marks, question: Question) -> tuple[Marks, Marks]
 def _loop(
     body: Any, results: Marks, first: int, count: int, question: Question
 ) -> tuple[Marks, Marks]:
-    """As `_body`: the next iteration reads what one makes of the carry."""
+    """Return the marks of `_body`; the next iteration reads the carry of this one."""
     while True:
         outs, operands = _body(body, results, question)
         read_next = operands[first : first + count]

@@ -161,7 +161,7 @@ _normalizer("log_softmax", 0.0)
 
 @forward_rule("cross_entropy")
 def _cross_entropy(call: Any, logits: Value, targets: Any) -> Any:
-    loss, *rest = call.bind(v.unscaled(logits), formats.materialise(targets))
+    loss, *rest = call.bind(v.unscaled(logits), formats.materialize(targets))
     log_norm = rest[1] if rest else None
     return v.value(loss, 1.0), (logits, log_norm, targets)
 

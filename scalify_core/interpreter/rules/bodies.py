@@ -16,29 +16,29 @@ from scalify_core.interpreter.value import Value, narrow, pack, unpack
 from scalify_core.numerics.jaxprs import per_jaxpr
 
 
-def run(jaxpr: Any, evaluate: Any, operands: Any, wide: int = 0) -> list[Any]:
+def run(jaxpr: Any, evaluate: Any, operands: Any, carry_count: int = 0) -> list[Any]:
     """Return the results of a body, with their scales and rounded to their formats.
 
-    Fill values and the first `wide` results are not rounded.
+    Fill values and the first `carry_count` results are not rounded.
     """
     packed = pack(operands)
     # A debugger and `explain` read the body equation by equation.
     if jax.config.jax_disable_jit:
-        return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide, evaluate)))
-    traced = traced_body(jaxpr, evaluate, packed, wide)
+        return unpack(_packed_results(jaxpr, evaluate, carry_count, packed))
+    traced = traced_body(jaxpr, evaluate, packed, carry_count)
     out = jax.core.eval_jaxpr(
         traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed)
     )
     return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
-def traced_body(jaxpr: Any, evaluate: Any, packed: Any, wide: int = 0) -> Any:
+def traced_body(jaxpr: Any, evaluate: Any, packed: Any, carry_count: int = 0) -> Any:
     """Return the trace of an evaluated body on packed operands, to packed results."""
-    return _evaluated(jaxpr, evaluate, wide).trace(*packed)
+    return _evaluated(jaxpr, evaluate, carry_count).trace(*packed)
 
 
 @per_jaxpr
-def _evaluated(jaxpr: Any, evaluate: Any, wide: int) -> Any:
+def _evaluated(jaxpr: Any, evaluate: Any, carry_count: int) -> Any:
     """Return the jitted function of a body, one for each body.
 
     `jit` keeps its traces, one for each structure of the operands.
@@ -46,17 +46,21 @@ def _evaluated(jaxpr: Any, evaluate: Any, wide: int) -> Any:
     jaxpr_ref = weakref.ref(jaxpr)  # freed with its program
 
     def evaluated(*operands: Any) -> list[Any]:
-        return pack(_stored(evaluate(jaxpr_ref(), unpack(operands)), wide, evaluate))
+        return _packed_results(jaxpr_ref(), evaluate, carry_count, operands)
 
     return jax.jit(evaluated)
 
 
-def _stored(out: list[Any], wide: int, evaluate: Any) -> list[Any]:
-    if evaluate.measures:
-        return out
-    return [
-        _result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out)
-    ]
+def _packed_results(
+    jaxpr: Any, evaluate: Any, carry_count: int, packed: Any
+) -> list[Any]:
+    out = evaluate(jaxpr, unpack(packed))
+    if not evaluate.measures:
+        out = [
+            _result(x, i < carry_count) if isinstance(x, Value) else x
+            for i, x in enumerate(out)
+        ]
+    return pack(out)
 
 
 def _result(x: Value, wide: bool) -> Value:

@@ -83,14 +83,14 @@ def wide_form(alternatives: Sequence[Any]) -> Form | None:
     return Form(1.0, v.MEASURED, dtype, wide=True)
 
 
-def wide_carry_forms(turn: Callable, init: Sequence[Any]) -> list[Form | None]:
+def wide_carry_forms(carry_after: Callable, init: Sequence[Any]) -> list[Form | None]:
     """Return the forms of a carry where scales are measured.
 
     A part is a value if it becomes one in some iteration.
     """
     carry = list(init)
     while True:
-        out = turn(carry)
+        out = carry_after(carry)
         grown = [
             isinstance(y, Value) and not isinstance(x, Value)
             for x, y in zip(carry, out, strict=True)
@@ -106,7 +106,7 @@ def to_form(x: Any, form: Form | None) -> Any:
     A form with a dynamic scale leaves the scale of `x`.
     """
     if form is None:
-        return jnp.asarray(formats.materialise(x))
+        return jnp.asarray(formats.materialize(x))
     if not isinstance(x, Value):
         if v.uniform(x) is not None and form.scale is not None:
             return _formed(
@@ -151,7 +151,7 @@ def chosen(which: Any, new: Any, old: Any) -> Any:
     It is the carry of a batch of which some elements have ended.
     """
     if not isinstance(new, Value) and not isinstance(old, Value):
-        new, old = (jnp.asarray(formats.materialise(x)) for x in (new, old))
+        new, old = (jnp.asarray(formats.materialize(x)) for x in (new, old))
         return lax.select(_over(which, new), new, old)
     (new_data, old_data), scale, rms, dtype = common(*map(v.scalar_scale, (new, old)))
     wide = any(isinstance(x, Value) and x.is_fill_value for x in (new, old))
@@ -168,20 +168,22 @@ def _over(which: Any, x: Any) -> Any:
     return lax.broadcast_in_dim(which, x.shape, range(which.ndim))
 
 
-def carry_forms(turn: Callable, init: Any, length: int | None) -> list[Form | None]:
+def carry_forms(
+    carry_after: Callable, init: Any, length: int | None
+) -> list[Form | None]:
     """Return the loop-invariant forms of a carry.
 
     Two iterations tell how each part of the carry grows. More are taken while parts
     become scaled, or their scales dynamic, where one part is passed on to the next.
 
     Args:
-        turn: returns the shapes of the carry after one iteration.
+        carry_after: returns the shapes of the carry after one iteration.
         init: the carry before the loop.
         length: the number of iterations; None if it is unknown.
     """
     history = [list(init)]
     while True:
-        previous, out = history[-1], turn(history[-1])
+        previous, out = history[-1], carry_after(history[-1])
         history.append(list(map(_after, previous, out)))
         pairs = list(zip(previous, history[-1], strict=True))
         changed = any(_kind(x) != _kind(y) for x, y in pairs)
@@ -227,7 +229,7 @@ def _size(x: Any) -> float:
     It is 0 where none is known: for zeros, and beside a dynamic scale.
     """
     if isinstance(x, Value):
-        if sc.is_static(x.scale) and x.scale >= sc.OF_ZEROS:
+        if sc.is_static(x.scale) and x.scale >= sc.LEAST_NONZERO_SCALE:
             return x.size
         return 0.0
     if sc.has_any_scale(v.uniform(x)):
@@ -302,9 +304,9 @@ def _final_size(sizes: Sequence[float], length: int | None) -> float:
     if a <= 0:
         return sizes[-1]
     if abs(a - 1) < 1e-6:
-        turns: float = rest
+        growth: float = rest
     elif a < 1:
-        turns = a * (1 - a**rest) / (1 - a)
+        growth = a * (1 - a**rest) / (1 - a)
     else:
-        turns = a * math.expm1(min(rest * math.log(a), 600.0)) / (a - 1)
-    return math.sqrt(max(z + (z - y) * turns, 0.0))
+        growth = a * math.expm1(min(rest * math.log(a), 600.0)) / (a - 1)
+    return math.sqrt(max(z + (z - y) * growth, 0.0))

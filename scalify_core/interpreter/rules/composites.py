@@ -39,7 +39,7 @@ def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
     `args` are pytrees of values and plain arrays.
     """
     leaves = [
-        x.data if is_value(x) else formats.materialise(x)
+        x.data if is_value(x) else formats.materialize(x)
         for x in jax.tree.leaves(args, is_leaf=is_value)
     ]
     return call.replace(static={**call.settings, **static}).bind(*leaves)
@@ -55,7 +55,7 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
         v.unscaled(x) if is_float(x) else x
         for x in jax.tree.leaves(args, is_leaf=is_value)
     ]
-    out = call.bind(*(formats.materialise(x) for x in leaves))
+    out = call.bind(*(formats.materialize(x) for x in leaves))
     return [
         brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=False)
     ]
@@ -98,7 +98,9 @@ def brought(x: Any, size: Any, dtype: Any) -> Value:
 
     The size is a number, or an FP32 scalar.
     """
-    scale, rms = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
+    scale, rms = (
+        sc.scale_and_rms(size) if sc.is_static(size) else (pow2_round(size), 1.0)
+    )
     return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rms, dtype)
 
 
@@ -286,10 +288,10 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     dx, dbias = on_gradient(call, results, (x, bias), gradient)
     dx = v.narrow(dx)
     if not call.in_axes:
-        # The rows are computed twice, and `stored` separates the two computations. The
-        # compiler then makes one kernel of their sum and their cast to FP8. Otherwise
-        # it stores the rows in between.
-        apart = v.value(compiler_hints.stored(v.unscaled(bias)), 1.0)
+        # The rows are computed twice, and `kept_narrow` separates the two computations.
+        # The compiler then makes one kernel of their sum and their cast to FP8.
+        # Otherwise it stores the rows in between.
+        apart = v.value(compiler_hints.kept_narrow(v.unscaled(bias)), 1.0)
         recomputed = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
         added = jnp.sum(
             recomputed.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32
@@ -329,7 +331,7 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 def _materialized(call: Any, x: Any) -> Any:
     x = in_order(call, x)
     if is_value(x):
-        x = dataclasses.replace(x, data=compiler_hints.stored(x.data))
+        x = dataclasses.replace(x, data=compiler_hints.kept_narrow(x.data))
     return x, None
 
 
@@ -341,7 +343,7 @@ composite_rule("materialized.bwd", wide=True)(
 # Norms. The data is normalized directly; epsilon stays that of the logical value.
 
 
-def _normalised(
+def _normalized(
     call: Any, x: Any, weight: Any, *bias: Any
 ) -> tuple[Value, list[Any], Value]:
     """Return the result, all flat results on data, and `x` with a static scale."""
@@ -377,7 +379,7 @@ def _weight_size(weight: Any) -> float:
 
 
 def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
-    y, out, static = _normalised(call, x, weight, *bias)
+    y, out, static = _normalized(call, x, weight, *bias)
     if len(out) == 1:  # not differentiated
         return y, None
     f32 = np.dtype(np.float32)
@@ -411,7 +413,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if sc.is_static(divisor):
         # It is measured and rescaled next, so read several times.
         dx = v.narrow(dx)
-        dx = dataclasses.replace(dx, data=compiler_hints.stored(dx.data))
+        dx = dataclasses.replace(dx, data=compiler_hints.kept_narrow(dx.data))
     return [
         moved(dx, sc.ratio(1.0, divisor)),
         *(
@@ -464,7 +466,7 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
     )
 
 
-def _quantised(x: Value, *, fmt: Any) -> Value:
+def _quantized(x: Value, *, fmt: Any) -> Value:
     return v.value(
         formats.saturating_cast(fmt.quantise(v.data32(x)), x.dtype),
         x.scale,
@@ -481,8 +483,8 @@ _rescaling("set_scaling", _at_static_scale, None)
 _rescaling("stop_scaling", v.unscaled, None)
 _rescaling("rebalance", _rebalanced, None)
 _rescaling("rebalance_grad", None, _rebalanced)
-_rescaling("cast_on_forward", _quantised, None)
-_rescaling("cast_on_backward", None, _quantised)
+_rescaling("cast_on_forward", _quantized, None)
+_rescaling("cast_on_backward", None, _quantized)
 _rescaling("dynamic_rescale_rms", _rms, None)
 _rescaling("dynamic_rescale_max", _max, None)
 _rescaling("dynamic_rescale_rms_grad", None, _rms)

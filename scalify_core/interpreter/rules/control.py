@@ -22,7 +22,7 @@ from scalify_core.interpreter.rules.bodies import run, shape_of, traced_body
 from scalify_core.interpreter.rules.carries import common_form, to_form, wide_form
 from scalify_core.interpreter.rules.collectives import equal_scale
 from scalify_core.interpreter.value import Constant, Value, pack, typed_as, unpack
-from scalify_core.numerics.formats import materialise
+from scalify_core.numerics.formats import materialize
 from scalify_core.numerics.jaxprs import INLINED, agreeing, inner_jaxpr, per_jaxpr
 
 
@@ -191,13 +191,13 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 
     def body(*xs: Any) -> list:
         out = run(params["jaxpr"], evaluate, unpack(xs))
-        # A constant is of a device's shape here: only as an array does it get the shape
-        # that all of them have.
+        # A constant has a device's shape here. Only as an array does it get the shape
+        # of all devices together.
         return pack(
             (
                 equal_scale(_without_copies(x), axes)
                 if isinstance(x, Value)
-                else jnp.asarray(materialise(x))
+                else jnp.asarray(materialize(x))
             )
             for x in out
         )

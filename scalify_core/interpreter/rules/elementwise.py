@@ -9,9 +9,9 @@ from jax import lax
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import (
+    apply_to_logical,
     bind,
     default,
-    on_logical,
     rule,
     structural,
 )
@@ -23,7 +23,7 @@ from scalify_core.numerics.formats import is_float, pow2_floor, pow2_round
 _LARGE = 2.0**104
 
 structural("abs", "copy", "real", "stop_gradient")
-rule("nextafter", "reduce_precision")(on_logical)
+rule("nextafter", "reduce_precision")(apply_to_logical)
 
 
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
@@ -166,7 +166,7 @@ def _root(degree: int, inverse: bool) -> Any:
                 )
             )
             # Data at the scale of zeros: its root is zero, the inverse infinite.
-            zeros = lax.lt(x.scale, np.float32(sc.OF_ZEROS))
+            zeros = lax.lt(x.scale, np.float32(sc.LEAST_NONZERO_SCALE))
             out = lax.select(
                 zeros, lax.full_like(out, 1.0 if inverse else sc.MIN_SCALE), out
             )
@@ -360,12 +360,12 @@ def _at_common_scale(eqn: Any, cases: tuple, *before: Any) -> Value:
 @rule("select_n")
 def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
     # Not for static scales: clipping by a global norm is such a choice, and would make
-    # all of an optimiser dynamic.
+    # all of an optimizer dynamic.
     if not np.shape(which) and any(
         isinstance(x, Value) and not sc.is_static(x.scale) for x in cases
     ):
-        return _select_whole(eqn, formats.materialise(which), *cases)
-    return _at_common_scale(eqn, cases, formats.materialise(which))
+        return _select_whole(eqn, formats.materialize(which), *cases)
+    return _at_common_scale(eqn, cases, formats.materialize(which))
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:

@@ -42,7 +42,7 @@ def _loop(fun: Callable) -> Callable:
     def rule(eqn: Any, *operands: Any, evaluate: Any) -> Any:
         token = _loop_depth.set(_loop_depth.get() + 1)
         try:
-            return fun(eqn, *_handed(operands), evaluate=evaluate)
+            return fun(eqn, *_coarse_inside(operands), evaluate=evaluate)
         finally:
             _loop_depth.reset(token)
 
@@ -52,8 +52,8 @@ def _loop(fun: Callable) -> Callable:
 _loop_depth: ContextVar[int] = ContextVar("loop_depth", default=0)
 
 
-def _handed(operands: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of a loop or iteration, coarse inside another loop."""
+def _coarse_inside(operands: Sequence[Any]) -> Sequence[Any]:
+    """Return operands, with coarse expected sizes inside of two loops or more."""
     if _loop_depth.get() > 1:
         return list(map(coarse, operands))
     return operands
@@ -81,25 +81,27 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 
     ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
 
-    def turn(carry: Sequence[Any]) -> list:
+    def carry_after(carry: Sequence[Any]) -> list:
         return step(carry, ends)[: len(init)]
 
     avals = jaxpr.out_avals[: len(init)]
-    carry, forms = _initial_carry(turn, init, length, evaluate, avals)
+    carry, forms = _initial_carry(carry_after, init, length, evaluate, avals)
 
-    def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def packed_step(carry: Any, slices: Any) -> tuple[Any, Any]:
         out = step(unpack(carry), slices)
         ys = evaluate.stacked(jaxpr, out[len(init) :])
         return _carried(map(next_carry, out[: len(init)], forms), avals), pack(ys)
 
-    agreed, carry = jaxprs.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
+    as_carry, carry = jaxprs.agreeing_carry(
+        lambda carry: packed_step(carry, ends)[0], carry
+    )
 
-    def turned(carry: Any, slices: Any) -> tuple[Any, Any]:
-        carry, ys = formed(carry, slices)
-        return agreed(carry), ys
+    def body(carry: Any, slices: Any) -> tuple[Any, Any]:
+        carry, ys = packed_step(carry, slices)
+        return as_carry(carry), ys
 
     carry, ys = lax.scan(
-        turned, carry, sliced, length, reverse=backwards, unroll=params["unroll"]
+        body, carry, sliced, length, reverse=backwards, unroll=params["unroll"]
     )
     return [*unpack(carry), *(_stacked(y, length) for y in ys)]
 
@@ -124,34 +126,38 @@ def _while(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     )
     is_batch = bool(params["cond_jaxpr"].out_avals[0].shape)
 
-    def going(carry: Sequence[Any]) -> Any:
+    def predicate(carry: Sequence[Any]) -> Any:
         return run(params["cond_jaxpr"], evaluate, [*consts[:n_cond], *carry])[0]
 
-    def turn(carry: Sequence[Any]) -> list:
+    def carry_after(carry: Sequence[Any]) -> list:
         new = run(jaxpr, evaluate, [*consts[n_cond:], *carry], len(init))
         if not is_batch:
             return new
-        which = going(carry)
+        which = predicate(carry)
         return [chosen(which, x, old) for x, old in zip(new, carry, strict=True)]
 
-    carry, forms = _initial_carry(turn, init, None, evaluate, jaxpr.out_avals)
+    carry, forms = _initial_carry(carry_after, init, None, evaluate, jaxpr.out_avals)
 
-    def formed(carry: Any) -> Any:
-        return _carried(map(next_carry, turn(unpack(carry)), forms), jaxpr.out_avals)
+    def packed_step(carry: Any) -> Any:
+        out = carry_after(unpack(carry))
+        return _carried(map(next_carry, out, forms), jaxpr.out_avals)
 
-    agreed, carry = jaxprs.agreeing_carry(formed, carry)
+    as_carry, carry = jaxprs.agreeing_carry(packed_step, carry)
 
-    def keep_on(carry: Any) -> Any:
-        is_going = going(unpack(carry))
+    def condition(carry: Any) -> Any:
+        goes_on = predicate(unpack(carry))
         if is_batch:
-            return jnp.any(is_going)
-        return is_going
+            return jnp.any(goes_on)
+        return goes_on
 
-    return unpack(lax.while_loop(keep_on, lambda carry: agreed(formed(carry)), carry))
+    def body(carry: Any) -> Any:
+        return as_carry(packed_step(carry))
+
+    return unpack(lax.while_loop(condition, body, carry))
 
 
 def _initial_carry(
-    turn: Callable,
+    carry_after: Callable,
     init: Sequence[Any],
     length: int | None,
     evaluate: Any,
@@ -160,10 +166,12 @@ def _initial_carry(
     """Return the packed carry before the first iteration, and its parts' forms."""
     if evaluate.measures:
         init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
-        forms = wide_carry_forms(lambda carry: shape_of(turn, carry), init)
+        forms = wide_carry_forms(lambda carry: shape_of(carry_after, carry), init)
     else:
-        forms = carry_forms(lambda carry: _handed(shape_of(turn, carry)), init, length)
-        forms = list(_handed(forms))
+        forms = carry_forms(
+            lambda carry: _coarse_inside(shape_of(carry_after, carry)), init, length
+        )
+        forms = list(_coarse_inside(forms))
     return _carried(map(to_form, init, forms), avals), forms
 
 
@@ -179,7 +187,7 @@ def _slices(x: Any) -> tuple[Any, Any]:
     axis.
     """
     if not isinstance(x, Value):
-        return (formats.materialise(x), None, {}), None
+        return (formats.materialize(x), None, {}), None
     copies = {key: _slices(copy)[0] for key, copy in x.copies.items()}
     scale = x.scale
     is_sliced = not sc.is_static(scale) and scale.shape[:1] not in ((), (1,))

@@ -24,7 +24,11 @@ from scalify_core.interpreter.rules.elementwise import lifted
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats, precision_warnings
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics.compiler_hints import row_major, stored, stored_both_ways
+from scalify_core.numerics.compiler_hints import (
+    kept_in_both_orders,
+    kept_narrow,
+    row_major,
+)
 from scalify_core.numerics.formats import E4M3, FP16, fp8_cast, saturating_cast
 from scalify_core.numerics.jaxprs import as_traced
 from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
@@ -67,7 +71,7 @@ def saturated(x: jax.Array) -> jax.Array:
     them.
     """
     if x.dtype == jnp.float16:
-        return precision_warnings.rounded(x, jnp.clip(x, -FP16.max, FP16.max))
+        return precision_warnings.observe_rounding(x, jnp.clip(x, -FP16.max, FP16.max))
     return x
 
 
@@ -173,9 +177,9 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
         lhs_kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # its producer writes it in FP8
-            lhs8, lhs_kept = _stored(lhs8, product.dims == _MATRICES)
+            lhs8, lhs_kept = _kept_twice(lhs8, product.dims == _MATRICES)
         if product.keep_rhs and rhs.dtype.itemsize == 2:
-            rhs_kept, rhs8 = _stored(rhs8, product.dims == _MATRICES)
+            rhs_kept, rhs8 = _kept_twice(rhs8, product.dims == _MATRICES)
         return (
             dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True),
             lhs_kept,
@@ -210,12 +214,13 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         if rhs8.dtype != E4M3.dtype:
-            # A parameter exists in any case, so it is cast again: `stored` separates
-            # the two casts. It is row-major: the product contracts its last axis.
-            rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
+            # A parameter exists in any case, so it is cast again: `kept_narrow`
+            # separates the two casts. It is row-major: the product contracts its last
+            # axis.
+            rhs8 = row_major(fp8_cast(kept_narrow(rhs8), E4M3))
         # Not `saturated`, which would make large numbers of infinities.
         gradient8 = fp8_cast(rest[-1], product.gradient)
-        gradient8 = stored(gradient8)
+        gradient8 = kept_narrow(gradient8)
         d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, 1 / lhs_power)
         return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
 
@@ -234,11 +239,11 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     )
 
 
-def _stored(x8: jax.Array, both_ways: bool) -> tuple[jax.Array, jax.Array]:
+def _kept_twice(x8: jax.Array, both_ways: bool) -> tuple[jax.Array, jax.Array]:
     """Return an FP8 array twice, in both orders if asked for."""
     if both_ways:
-        return stored_both_ways(x8)
-    return (stored(x8),) * 2
+        return kept_in_both_orders(x8)
+    return (kept_narrow(x8),) * 2
 
 
 def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
@@ -247,7 +252,7 @@ def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
     The power goes from the data into the scale. The product itself divides it out
     before rounding its result: as a constant of the GEMM it costs nothing.
     """
-    return sc.rounded(a.expected_rms * b.expected_rms * math.sqrt(count))
+    return sc.scale_and_rms(a.expected_rms * b.expected_rms * math.sqrt(count))
 
 
 def _scale(a: Value, b: Value, power: float) -> Any:

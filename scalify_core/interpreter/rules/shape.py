@@ -32,9 +32,9 @@ def _join(eqn: Any, *operands: Any) -> Value:
 def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
     fill = eqn.params["fill_value"]
     if fill is None or fill == 0 or not math.isfinite(fill):
-        return registry.on_data(eqn, operand, indices)
+        return registry.apply_to_data(eqn, operand, indices)
     # the number to fill with is a logical one
-    return registry.on_logical(eqn, operand, indices)
+    return registry.apply_to_logical(eqn, operand, indices)
 
 
 @rule("dynamic_update_slice")
@@ -43,7 +43,7 @@ def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) ->
         *map(v.scalar_scale, (operand, update))
     )
     return v.value(
-        bind(eqn, operand, update, *(formats.materialise(i) for i in indices)),
+        bind(eqn, operand, update, *(formats.materialize(i) for i in indices)),
         scale,
         rms,
         dtype,
@@ -59,7 +59,7 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
     out = bind(
         eqn,
         formats.as_float32(operand),
-        formats.materialise(indices),
+        formats.materialize(indices),
         formats.as_float32(updates),
     )
     if eqn.primitive.name in ("scatter-add", "scatter-sub"):

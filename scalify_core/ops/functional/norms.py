@@ -131,14 +131,14 @@ def _layer_norm_bwd(
     del eps
     x, mean, rstd, weight, bias = residuals
     g = gradient.astype(jnp.float32)
-    normalised = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd
+    normalized = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd
     gw = g * _row(weight, x)
     dx = (rstd * np.float32(width)) * (
         gw
         - jnp.mean(gw, axis=-1, keepdims=True)
-        - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True)
+        - normalized * jnp.mean(gw * normalized, axis=-1, keepdims=True)
     )
-    dweight, dbias = sums((g * normalised, g), tuple(range(x.ndim - 1)))
+    dweight, dbias = sums((g * normalized, g), tuple(range(x.ndim - 1)))
     return (
         dx.astype(x.dtype),
         dweight.astype(weight.dtype),
@@ -171,10 +171,10 @@ def _rms_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple
     del eps
     x, rrms, weight = residuals
     g = gradient.astype(jnp.float32)
-    normalised = x.astype(jnp.float32) * rrms
+    normalized = x.astype(jnp.float32) * rrms
     gw = g * _row(weight, x)
-    dx = rrms * (gw - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True))
-    dweight = jnp.sum(g * normalised, axis=tuple(range(x.ndim - 1))).astype(
+    dx = rrms * (gw - normalized * jnp.mean(gw * normalized, axis=-1, keepdims=True))
+    dweight = jnp.sum(g * normalized, axis=tuple(range(x.ndim - 1))).astype(
         weight.dtype
     )
     return dx.astype(x.dtype), dweight

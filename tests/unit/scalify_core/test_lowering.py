@@ -25,7 +25,7 @@ def table(x):
 PROGRAMS = {
     "stored": materialized,
     "row_major": compiler_hints.row_major,
-    "stored_both_ways": compiler_hints.stored_both_ways,
+    "kept_in_both_orders": compiler_hints.kept_in_both_orders,
     "in_one_kernel": lambda x: compiler_hints.in_one_kernel(x[0, 0], x[0, 1]),
     "separate_buffers": lambda x: compiler_hints.separate_buffers(x[:, 0]),
     "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).stack([x[0], x[1]])[0],

@@ -18,7 +18,7 @@ from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16
 
 @pytest.mark.parametrize("fmt", [FP16, BF16, E4M3, E5M2], ids=str)
 def test_what_is_stored_fills_its_format_without_saturating(fmt):
-    store = jax.jit(lambda x: quantize.stored(x, fmt.dtype))
+    store = jax.jit(lambda x: quantize.quantized(x, fmt.dtype))
     for size in SIZES:
         x = normal(0, 256) * size
         actual = store(x)
@@ -28,8 +28,8 @@ def test_what_is_stored_fills_its_format_without_saturating(fmt):
             peak = float(jnp.abs(actual.data.astype(jnp.float32)).max())
             top = 2.0 ** amax.top_of(fmt.dtype)
             assert top <= peak <= 2 * top <= fmt.max
-    assert_array_equal(logical(quantize.stored(jnp.zeros(4), fmt.dtype)), 0)
-    assert quantize.stored(jnp.zeros((0, 3)), fmt.dtype).shape == (0, 3)
+    assert_array_equal(logical(quantize.quantized(jnp.zeros(4), fmt.dtype)), 0)
+    assert quantize.quantized(jnp.zeros((0, 3)), fmt.dtype).shape == (0, 3)
 
 
 def test_formats_of_the_range_of_fp32_are_not_measured():

@@ -95,7 +95,7 @@ def primitives_in(jaxpr):
 def evaluates_inside(primitive):
     """Whether a rule evaluates inner programs, or the operation on the data."""
     rule = registry.rules.get(primitive, registry.DEFAULT)
-    return rule.control or rule.fun is registry.on_data
+    return rule.control or rule.fun is registry.apply_to_data
 
 
 class Program:

@@ -136,12 +136,12 @@ def test_zeros_are_zeros_whatever_they_meet(other):
 
 
 def test_scales_of_numbers_and_of_zeros_are_told_apart():
-    zeros, smallest = F32(scales.MIN_SCALE), F32(scales.OF_ZEROS)
+    zeros, smallest = F32(scales.MIN_SCALE), F32(scales.LEAST_NONZERO_SCALE)
     big = F32(2.0**100)
     for a, b in ((zeros, big), (big, zeros), (zeros, zeros), (zeros, smallest)):
         assert float(scales.product(a, b)) == scales.MIN_SCALE
     for a in (smallest, F32(2.0**-70)):
-        assert float(scales.product(a, F32(2.0**-70))) == scales.OF_ZEROS
+        assert float(scales.product(a, F32(2.0**-70))) == scales.LEAST_NONZERO_SCALE
     for a, b in ((-100, -100), (-60, -70), (100, 100), (-3, 5), (90, -20)):
         scale, rest = scales.product_and_rest(F32(2.0**a), F32(2.0**b))
         assert np.log2(float(scale)) + np.log2(float(rest)) == a + b
