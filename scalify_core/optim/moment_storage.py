@@ -192,43 +192,9 @@ def flatten(
         has = sorted({names[-1] for names in attributes if names})
         raise ValueError(
             f"scaled_state: the state has no float array in a field {min(missing)!r};"
-            f" it has some in {has}{_instead(stored, missing, has)}"
+            f" it has some in {has}, which fields= stores"
         )
     return [x for _, x in flat], plans, treedef
-
-
-# In optax: means of squares, which are stored as their roots.
-_SQUARES = frozenset({"nu", "nu_max", "exp_avg_sq", "sum_of_squares", "e_g", "e_x"})
-# Copies of parameters, and names that are squares in one optimizer and first moments in
-# another.
-_NOT_OFFERED = frozenset({"z", "params0", "v", "v_row", "v_col", "n"})
-
-
-def _instead(
-    stored: Mapping[str, Stored], missing: set[str], has: Sequence[str]
-) -> str:
-    """Return a hint that names storable fields, for fields that a state does not have.
-
-    It is appended to an error message.
-    """
-    absent = [name for name in stored if name in missing]
-    others = [name for name in has if name not in stored and name not in _NOT_OFFERED]
-    # Only partners named in `relative_to` are missing: nothing to offer instead.
-    if not absent:
-        return ""
-    if not others:
-        return f": leave {' and '.join(absent)} out" + (
-            "" if has else ", there is nothing to store"
-        )
-    fields = []
-    for name in others:
-        is_square = name in _SQUARES
-        how = stored["nu" if is_square and "nu" in absent else absent[0]]
-        root = ", sqrt=True" if is_square else ""
-        fields.append(
-            f"{name!r}: optim.Stored(FloatFormat.of(jnp.{how.format.dtype}){root})"
-        )
-    return f": in place of {' and '.join(absent)} give fields={{{', '.join(fields)}}}"
 
 
 def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:

@@ -353,19 +353,13 @@ REFUSED = [
     (
         optax.sgd(1e-2, momentum=0.9),
         {"mu": E4M3},
-        "in ['trace']: in place of mu give fields={'trace':"
-        " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+        "field 'mu'; it has some in ['trace'], which fields= stores",
     ),
-    # Scalars, and copies of the parameters, are not offered; means of squares as their
-    # roots.
+    # without scalars
     (
         optax.contrib.prodigy(),
         FP8,
-        "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0']: in place of mu"
-        " and nu give fields={'exp_avg':"
-        " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn)), 'exp_avg_sq':"
-        " optim.Stored(FloatFormat.of(jnp.float8_e5m2), sqrt=True), 'grad_sum':"
-        " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+        "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0'], which fields= stores",
     ),
 ]
 
