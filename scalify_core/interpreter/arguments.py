@@ -1,13 +1,11 @@
 """A call of a function, as a function of the arrays among its arguments."""
 
-import inspect
 from collections.abc import Callable, Sequence
-from inspect import Parameter
 from typing import Any, NamedTuple
 
 import jax
 
-from scalify_core.array.scaled_array import asarray, is_scaled_array
+from scalify_core.array.scaled_array import asarray, is_scaled_array, paths
 
 
 class FlatCall(NamedTuple):
@@ -17,7 +15,7 @@ class FlatCall(NamedTuple):
         leaves: the arrays, ScaledArrays and numbers among its arguments.
         fun: of such leaves to the arrays of the result.
         unflatten: gives the result with these arrays, once `fun` has been called.
-        names: of the leaves: `params['w']`.
+        names: gives the paths of the leaves: `[0]['w']`.
     """
 
     leaves: list[Any]
@@ -56,29 +54,8 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         return structure.unflatten([next(arrays) if x is None else x for x in rest])
 
     def names() -> list[str]:
-        named = _leaf_names(fun, tree)
-        return [named[i] for i in places]
+        named = paths((args, kwargs))
+        return [named[i].partition("]")[2] for i in places]
 
     flat.__name__ = getattr(fun, "__name__", "scalified")
     return FlatCall([every[i] for i in places], flat, unflatten, names)
-
-
-def _leaf_names(fun: Callable, tree: Any) -> list[str]:
-    """Return the names of the leaves of a tree of arguments, as `params['w']`."""
-    positional = [
-        name
-        for name, p in inspect.signature(fun).parameters.items()
-        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-
-    def name_at(place: Any, key: Any, *rest: Any) -> str:
-        if place.idx == 1:
-            name = key.key
-        elif key.idx < len(positional):
-            name = positional[key.idx]
-        else:
-            name = f"number {key.idx}"
-        return name + jax.tree_util.keystr(rest)
-
-    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return [name_at(*path) for path, _ in jax.tree.leaves_with_path(numbered)]

@@ -81,7 +81,7 @@ def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_use
     with pytest.warns(
         PrecisionWarning,
         match=(
-            r"argument: params\['w'\] reads as NaN.*use weights.apply_updates and optim"
+            r"argument: \[0\]\['w'\] reads as NaN.*use weights.apply_updates and optim"
         ),
     ):
         loss, _ = loss_of(updated)
