@@ -87,7 +87,7 @@ def rule(*primitives: str, wide: bool = True) -> Callable:
             out = fun(eqn, *operands)
             return out if isinstance(out, list) else [out]
 
-        _definer(primitives, wide=wide)(listed)
+        _register(primitives, listed, wide=wide)
         return fun
 
     return register
@@ -95,7 +95,7 @@ def rule(*primitives: str, wide: bool = True) -> Callable:
 
 def control(*primitives: str, wide: bool = False) -> Callable:
     """Return a decorator for a primitive with inner jaxprs: a rule with `evaluate=`."""
-    return _definer(primitives, wide=wide, control=True)
+    return functools.partial(_register, primitives, wide=wide, control=True)
 
 
 def structural(*primitives: str) -> None:
@@ -104,7 +104,7 @@ def structural(*primitives: str) -> None:
     Each result has the scale of the value at its position, or of the only value. A
     scale that differs along axes becomes the largest.
     """
-    _definer(primitives)(apply_to_data)
+    _register(primitives, apply_to_data)
 
 
 def rule_of(eqn: Any) -> Rule:
@@ -146,7 +146,7 @@ def composite_rule(
             out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
             return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
 
-        _definer((COMPOSITE + name,), passes=passes, wide=wide)(flat)
+        _register((COMPOSITE + name,), flat, passes=passes, wide=wide)
         return fun
 
     return register
@@ -413,12 +413,9 @@ _FOLDED: dict[str, Callable] = {
 }
 
 
-def _definer(keys: tuple[str, ...], **flags: Any) -> Callable:
-    def register(fun: Callable) -> Callable:
-        rules.update(dict.fromkeys(keys, Rule(fun, **flags)))
-        return fun
-
-    return register
+def _register(keys: tuple[str, ...], fun: Callable, **flags: Any) -> Callable:
+    rules.update(dict.fromkeys(keys, Rule(fun, **flags)))
+    return fun
 
 
 def apply_to_data(eqn: Any, *operands: Any) -> list[Any]:

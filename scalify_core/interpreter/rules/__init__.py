@@ -2,7 +2,7 @@
 `scalify_core.interpreter.registry`.
 """
 
-from scalify_core.interpreter.rules import (
+from scalify_core.interpreter.rules import (  # noqa: F401
     attention,
     collectives,
     composites,
@@ -12,14 +12,3 @@ from scalify_core.interpreter.rules import (
     matmul,
     shape,
 )
-
-__all__ = [
-    "attention",
-    "collectives",
-    "composites",
-    "control",
-    "elementwise",
-    "loops",
-    "matmul",
-    "shape",
-]

@@ -77,11 +77,10 @@ def _growth(eqn: Any, x: Value) -> float:
     )
 
 
-_operands_in_format = functools.partial(rule, wide=False)
-_operands_in_format("psum", "psum_invariant", "reduce_scatter")(
+rule("psum", "psum_invariant", "reduce_scatter", wide=False)(
     functools.partial(_collective, adds=True)
 )
-_operands_in_format(
+rule(
     "pmax",
     "pmin",
     "all_gather",
@@ -89,5 +88,6 @@ _operands_in_format(
     "all_to_all",
     "ppermute",
     "pbroadcast",
+    wide=False,
 )(_collective)
-_operands_in_format("pvary", "preduced")(functools.partial(_collective, mixes=False))
+rule("pvary", "preduced", wide=False)(functools.partial(_collective, mixes=False))

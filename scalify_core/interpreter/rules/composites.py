@@ -189,13 +189,6 @@ def as_value(x: Any, *others: Any) -> Value:
     return v.lift(x, v.result_dtype(*others))
 
 
-def dtype_of(parameter: Any, x: Value) -> np.dtype:
-    """Return the dtype of a parameter, or that of `x` for a plain parameter."""
-    if is_value(parameter):
-        return parameter.dtype
-    return x.dtype
-
-
 # Activations: x * g(x). Their result is known for a Gaussian of the expected size: near
 # zero, gelu only halves.
 
@@ -421,7 +414,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
                 d,
                 gradient.multiple,
                 gradient.expected_rms * math.sqrt(rows),
-                dtype_of(p, x),
+                p.dtype if is_value(p) else x.dtype,
                 SQRT_2,
             )
             for d, p in zip(sums, (weight, bias), strict=False)
