@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from scalify_core.debug.stats import FIGURES
 from trainer.data.mixture import Mixture
 from trainer.observe.display import Display
 from trainer.observe.numerics import CLASSES
+from trainer.observe.probe import FIGURES
 from trainer.observe.records import without_layers
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.run import loop

@@ -53,8 +53,8 @@ from flax import nnx
 
 from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
-from scalify_core.debug.stats import FIGURES, SLOT, Measure, figures, probe
 from scalify_core.numerics.formats import FloatFormat
+from trainer.observe.probe import FIGURES, SLOT, Measure, figures, probe
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.blocks import BLOCK_FIGURES, Cast, block_figures

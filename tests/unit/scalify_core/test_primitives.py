@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
-import scalify_core.debug.stats  # noqa: F401  (registers its rules)
 from scalify_core.debug.testing import WAYS, check_scalify
 from scalify_core.interpreter import registry
 

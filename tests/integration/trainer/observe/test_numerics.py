@@ -13,9 +13,9 @@ from families import slow
 from precisions import SPEC, batch, policy, workload
 
 from scalify_core.array.tree import leaves
-from scalify_core.debug.stats import FIGURES
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
+from trainer.observe.probe import FIGURES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.step.clip_and_decay import optimizer_from_roles

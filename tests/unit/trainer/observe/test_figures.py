@@ -1,4 +1,4 @@
-"""stats.figures, counted by hand, in every format, for plain arrays and
+"""probe.figures, counted by hand, in every format, for plain arrays and
 ScaledArrays."""
 
 import functools
@@ -12,8 +12,8 @@ from beside_plain import HALF
 from numpy.testing import assert_allclose
 
 from scalify_core.array.scaled_array import ScaledArray
-from scalify_core.debug.stats import FIGURES, figures
 from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from trainer.observe.probe import FIGURES, figures
 
 
 def shown(x, **options):

@@ -12,9 +12,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import ScaledArray, asarray
-from scalify_core.debug.stats import FIGURES, SLOT, figures, probe
 from scalify_core.numerics.formats import E4M3, E5M2, FloatFormat
 from scalify_core.ops.functional import gelu
+from trainer.observe.probe import FIGURES, SLOT, figures, probe
 
 EMPTY = jnp.zeros(SLOT)
 

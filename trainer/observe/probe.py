@@ -1,9 +1,10 @@
-"""Figures that tell whether a format holds an array.
+"""Figures that tell whether a format holds an array, and a probe that takes them inside
+a program whose scales are propagated.
 
 They are cheap reductions, safe inside jit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +13,8 @@ from jax import lax
 
 from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.measured import quantize
-from scalify_core.interpreter.measured.policy import like, measured_composite
 from scalify_core.interpreter.registry import composite_rule
-from scalify_core.interpreter.value import Value, logical
+from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics.formats import FloatFormat, pow2_floor
 from scalify_core.ops.composite import composite
@@ -155,7 +154,7 @@ def bwd(
 _probe.defvjp(fwd, bwd)
 
 
-def _stored(x: Any) -> Any:
+def _storage_form(x: Any) -> Any:
     """Return the array in storage form, rounded to its format.
 
     The program continues with the unrounded array.
@@ -173,26 +172,9 @@ def _(call: Any, x: Any, slot: Any) -> Any:
 
 @composite_rule("probe.fwd", wide=True, passes=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
-    return x, fwd(_stored(x), slot, **call.settings)[1]
+    return x, fwd(_storage_form(x), slot, **call.settings)[1]
 
 
 @composite_rule("probe.bwd", wide=True, passes=(1, 0))
 def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
-    return gradient, bwd(seen, _stored(gradient), **call.settings)[1]
-
-
-@measured_composite("probe", "probe.fwd", "probe.bwd")
-def _measured_probe(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    """Return the array unchanged; the figures are those of its storage form."""
-    number = 1 if call.name == "probe.bwd" else 0
-    x = operands[number]
-    data = logical(x)
-    if call.name == "probe":
-        return [like(x, data)]
-    seen = _stored(quantize.result(data, x.dtype)) if isinstance(x, Value) else data
-    rest = [logical(y) for i, y in enumerate(operands) if i != number]
-    static = call.settings
-    if call.name == "probe.fwd":
-        return [like(x, data), fwd(seen, *rest, **static)[1]]
-    (forward,) = rest
-    return [like(x, data), bwd(forward, seen, **static)[1]]
+    return gradient, bwd(seen, _storage_form(gradient), **call.settings)[1]
