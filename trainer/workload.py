@@ -13,8 +13,6 @@ from jax.sharding import Mesh
 
 from scalify_core import asarray, tree
 from scalify_core.numerics import compiler_hints
-from scalify_core.optim.stacking import NONE as NO_STACKS
-from scalify_core.optim.stacking import Stacks
 from trainer.models.family import Family, Spec
 from trainer.models.flops import flops_per_token, param_count
 from trainer.models.functional import Functional, Params, next_token_loss
@@ -62,6 +60,8 @@ from trainer.step.kernels import (
     takes_any_layout,
 )
 from trainer.step.moments import stacks_of, store_moments
+from trainer.step.stacking import NONE as NO_STACKS
+from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import subtree_like
 from trainer.step.step import (

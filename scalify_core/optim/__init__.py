@@ -1,4 +1,4 @@
-"""Optimizer state, weights and stacks of layers in narrow formats, around Optax."""
+"""Optimizer state and weights in narrow formats, around Optax."""
 
 from scalify_core.optim.moment_storage import AmaxFn, Stored, largest_of_arrays
 from scalify_core.optim.scaled_optimizer import (

@@ -8,8 +8,6 @@ import optax
 
 from scalify_core import optim, weights
 from scalify_core.numerics.formats import FP32, FloatFormat
-from scalify_core.optim.stacking import NONE as NO_STACKS
-from scalify_core.optim.stacking import Stacks
 from trainer.errors import UserError
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
@@ -20,6 +18,8 @@ from trainer.step.optimizers import (
     Optimizer,
     check_moments,
 )
+from trainer.step.stacking import NONE as NO_STACKS
+from trainer.step.stacking import Stacks
 
 
 def store_moments(

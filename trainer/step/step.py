@@ -17,9 +17,9 @@ from scalify_core import tree, weights
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.amax import squares_of_rows, sums_of_squares
 from scalify_core.optim import AmaxFn, largest_of_arrays
-from scalify_core.optim.stacking import NONE as NO_STACKS
-from scalify_core.optim.stacking import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
+from trainer.step.stacking import NONE as NO_STACKS
+from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
 

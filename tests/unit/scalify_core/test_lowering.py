@@ -8,7 +8,6 @@ import pytest
 from scalify_core.numerics import compiler_hints
 from scalify_core.ops.functional import embedding, layer_norm
 from scalify_core.ops.functional.embedding import materialized
-from scalify_core.optim.stacking import Stacks
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float16)
 ONES = jnp.ones(16, jnp.float16)
@@ -28,7 +27,6 @@ PROGRAMS = {
     "kept_in_both_orders": compiler_hints.kept_in_both_orders,
     "in_one_kernel": lambda x: compiler_hints.in_one_kernel(x[0, 0], x[0, 1]),
     "separate_buffers": lambda x: compiler_hints.separate_buffers(x[:, 0]),
-    "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).stack([x[0], x[1]])[0],
     "materialize_once": lambda x: compiler_hints.materialize_once(x, x + 1),
     "norm_statistics": norm,
     "late_zeros": table,

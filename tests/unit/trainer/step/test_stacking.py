@@ -15,8 +15,8 @@ from numpy.testing import assert_array_equal
 from scalify_core import ScaledArray, tree
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.optim import scaled_state
-from scalify_core.optim.stacking import NONE, Stacks
 from scalify_core.optim.weights import LARGE, apply_updates, wide
+from trainer.step.stacking import NONE, Stacks
 
 SHAPES = {
     "a": (12,),
