@@ -293,8 +293,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return default(eqn, *operands)
     reads, copies = reads_in(jaxpr), []
-    for atom, x, parts in zip(eqn.invars, (a, b), readings(eqn), strict=False):
-        reading = Reading(*parts)
+    for atom, x, reading in zip(eqn.invars, (a, b), readings(eqn), strict=False):
         common = reading if isinstance(atom, Literal) else reads.get(atom, reading)
         copies.append(
             quantized_copy(x, fmt, reading, common, operand_mask_limit(atom, jaxpr))

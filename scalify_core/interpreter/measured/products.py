@@ -23,20 +23,38 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
-# For each axis of an operand or result, what tells it from others; None: contracted, or
-# no batch.
+# For each axis of an operand or result, a label: axes of one label are the same axis.
+# None: contracted. An integer: an axis of the batch. `_GROUP`: the matrices of a ragged
+# product. A tuple: an axis of one operand only.
 Labels = list[Any]
+_GROUP = "group"
 
 
-def readings(eqn: Any) -> tuple[tuple[Parts, Parts], tuple[Parts, Parts]]:
-    """Return the parts that a product must have, and may have, of each operand."""
-    parts_of = {
-        "dot_general": _of_dot,
-        "conv_general_dilated": _of_conv,
-        "ragged_dot_general": _of_ragged,
-    }
-    lhs, rhs = parts_of[eqn.primitive.name](eqn)
-    return lhs, rhs
+class Reading(NamedTuple):
+    """The coarsest and the finest granularity in which products can read a value.
+
+    Attributes:
+        must: one scale for each entry of a batch, and each group: these are unrelated,
+            so their sizes are.
+        may: one scale for each index of every axis that no reader contracts.
+    """
+
+    must: Parts
+    may: Parts
+
+
+def readings(eqn: Any) -> list[Reading]:
+    """Return how a product can read each operand."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return _of_conv(eqn)
+    operands, _ = product_labels(eqn)
+    out = []
+    for x, axis_labels in zip(eqn.invars, operands, strict=False):
+        kept = [i for i, label in enumerate(axis_labels) if label is not None]
+        shared_axes = [i for i in kept if not isinstance(axis_labels[i], tuple)]
+        shape = x.aval.shape
+        out.append(Reading(each_index(shape, shared_axes), each_index(shape, kept)))
+    return out
 
 
 def scales_of_result(
@@ -46,54 +64,50 @@ def scales_of_result(
 
     Both broadcast to the result.
     """
-    name, ndim = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
-    if name == "conv_general_dilated":
-        return _conv_scales(eqn.params, a, b, eqn.outvars[0].aval.shape)
-    if name == "dot_general":
-        (lhs, rhs), result = dot_labels(
-            eqn.params["dimension_numbers"], a.data.ndim, b.data.ndim
-        )
-        return scale_for(a, lhs, result), scale_for(b, rhs, result)
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    dims, (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
-    (lhs, rhs), result = dot_labels(
-        dims, a.data.ndim, b.data.ndim, group=numbers.rhs_group_dimensions
-    )
-    if len(result) < ndim:  # a contracted axis is grouped: the groups come first
-        result = [None, *result]
-    if numbers.rhs_group_dimensions and _has_parts(b, numbers.rhs_group_dimensions[0]):
-        (group,) = numbers.rhs_group_dimensions
-        ids = _group_of_each(group_sizes, a.shape[ragged])
+    if eqn.primitive.name == "conv_general_dilated":
+        return _conv_scales(eqn, a, b)
+    (lhs, rhs), result = product_labels(eqn)
+    scale = scale_for(a, lhs, result)
+    if _GROUP in rhs and _shape(b)[rhs.index(_GROUP)] > 1:
         # Each row is multiplied by the matrix of its group, and by the scale of that
         # matrix.
-        of_rows = jnp.take(b.scale, ids, axis=group)
-        return scale_for(a, lhs, result), placed(
-            of_rows, [*rhs[:group], lhs[ragged], *rhs[group + 1 :]], result
-        )
-    return scale_for(a, lhs, result), scale_for(b, rhs, result)
+        group = rhs.index(_GROUP)
+        (rows,) = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        ids = _group_of_each(group_sizes, a.shape[rows])
+        rhs[group] = lhs[rows]
+        return scale, placed(jnp.take(b.scale, ids, axis=group), rhs, result)
+    return scale, scale_for(b, rhs, result)
 
 
-def dot_labels(
-    dims: Any, lhs_rank: int, rhs_rank: int, group: Sequence[int] = ()
+def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
+    """Return the labels of the axes of a product's operands and result."""
+    ranks = [len(x.aval.shape) for x in eqn.invars]
+    if eqn.primitive.name == "dot_general":
+        return _dot_labels(eqn.params["dimension_numbers"], ranks)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs, rhs), result = _dot_labels(numbers.dot_dimension_numbers, ranks)
+    for axis in numbers.rhs_group_dimensions:
+        result.remove(rhs[axis])
+        # Groups may have other sizes for each entry of the batch.
+        rhs[axis] = _GROUP if ranks[2] == 1 else None
+    if len(result) < len(eqn.outvars[0].aval.shape):
+        # A contracted axis is grouped: the groups come first.
+        result = [None, *result]
+    return (lhs, rhs), result
+
+
+def _dot_labels(
+    dims: Any, ranks: Sequence[int]
 ) -> tuple[tuple[Labels, Labels], Labels]:
-    """Return the labels of the axes of both operands and the result of a `dot_general`.
-
-    Contracted axes have the label None.
-    """
-    contracted, batches = dims
-    out: list[Labels] = []
-    for side, rank in enumerate((lhs_rank, rhs_rank)):
-        numbers = {axis: number for number, axis in enumerate(batches[side])}
-        without = {*contracted[side], *(group if side else ())}
-        out.append(
-            [
-                numbers.get(axis, None if axis in without else (side, axis))
-                for axis in range(rank)
-            ]
-        )
-    lhs, rhs = out
+    lhs: Labels = [(0, axis) for axis in range(ranks[0])]
+    rhs: Labels = [(1, axis) for axis in range(ranks[1])]
+    for operand, contracted, batch in zip((lhs, rhs), *dims, strict=True):
+        for axis in contracted:
+            operand[axis] = None
+        for number, axis in enumerate(batch):
+            operand[axis] = number
     free = [label for label in (*lhs, *rhs) if isinstance(label, tuple)]
-    return (lhs, rhs), [*range(len(batches[0])), *free]
+    return (lhs, rhs), [*range(len(dims[1][0])), *free]
 
 
 def contracted_size(eqn: Any) -> int:
@@ -112,42 +126,11 @@ def each_index(shape: Sequence[int], axes: Any) -> Parts:
     return tuple(max(n, 1) if axis in axes else 1 for axis, n in enumerate(shape))
 
 
-def _of_dot(eqn: Any) -> list[tuple[Parts, Parts]]:
-    contracted, batches = eqn.params["dimension_numbers"]
-    shapes = (x.aval.shape for x in eqn.invars[:2])
-    return [
-        (
-            each_index(shape, batch),
-            each_index(shape, set(range(len(shape))) - set(axes)),
-        )
-        for shape, axes, batch in zip(shapes, contracted, batches, strict=True)
-    ]
+def _of_conv(eqn: Any) -> list[Reading]:
+    """Return how a convolution can read its operands.
 
-
-def _of_ragged(eqn: Any) -> list[tuple[Parts, Parts]]:
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = (
-        numbers.dot_dimension_numbers
-    )
-    lhs, rhs, sizes = (x.aval.shape for x in eqn.invars[:3])
-    groups = numbers.rhs_group_dimensions if len(sizes) == 1 else ()
-    without = {*rhs_contracted, *numbers.rhs_group_dimensions} - set(groups)
-    return [
-        (
-            each_index(lhs, lhs_batch),
-            each_index(lhs, set(range(len(lhs))) - set(lhs_contracted)),
-        ),
-        (
-            each_index(rhs, (*rhs_batch, *groups)),
-            each_index(rhs, set(range(len(rhs))) - without),
-        ),
-    ]
-
-
-def _of_conv(eqn: Any) -> list[tuple[Parts, Parts]]:
-    """Return the parts of the operands of a convolution.
-
-    They are the batch on the left, output features on the right, and groups in both.
+    It may have scales for the batch on the left, output features on the right, and
+    groups in both.
     """
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     (batch, feature, *_), (out_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
@@ -158,38 +141,25 @@ def _of_conv(eqn: Any) -> list[tuple[Parts, Parts]]:
     may_lhs[batch], may_lhs[feature] = max(lhs[batch], 1), features
     must_rhs[out_feature] = max(features, batches)
     return [
-        (tuple(must_lhs), tuple(may_lhs)),
-        (tuple(must_rhs), each_index(rhs, (out_feature,))),
+        Reading(tuple(must_lhs), tuple(may_lhs)),
+        Reading(tuple(must_rhs), each_index(rhs, (out_feature,))),
     ]
 
 
-def _conv_scales(
-    params: Any, a: Value, b: Value, out: Sequence[int]
-) -> tuple[Any, Any]:
-    numbers = params["dimension_numbers"]
-    batch, feature, *_ = numbers.out_spec
-
-    def on_result(scale: Any) -> Any:
-        """Reshape a scale [batch, features] to the axes of the result."""
-        shape = [1] * len(out)
-        shape[batch], shape[feature] = scale.shape
-        return lax.reshape(scale if batch < feature else scale.T, shape)
-
-    scales: list[Any] = []
-    for x, (first, second, *_) in ((a, numbers.lhs_spec), (b, numbers.rhs_spec)):
-        if jnp.size(x.scale) == 1:
-            scales.append(scale_for(x, [], []))
-            continue
-        scale = jnp.reshape(x.scale, _shape(x))
-        rest = [axis for axis in range(x.data.ndim) if axis not in (first, second)]
-        table = lax.reshape(
-            lax.transpose(scale, (first, second, *rest)),
-            (scale.shape[first], scale.shape[second]),
-        )
-        scales.append(
-            on_result(_of_groups(table, params, out[feature]) if x is a else table.T)
-        )
-    return scales[0], scales[1]
+def _conv_scales(eqn: Any, a: Value, b: Value) -> tuple[Any, Any]:
+    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    image: Labels = [None] * len(out)
+    kernel: Labels = [None] * len(out)
+    result: Labels = [None] * len(out)
+    table: Labels = ["batch", "feature"]
+    for axis_labels, spec in ((image, numbers.lhs_spec), (result, numbers.out_spec)):
+        axis_labels[spec[0]], axis_labels[spec[1]] = table
+    kernel[numbers.rhs_spec[0]] = "feature"
+    scale = scale_for(a, image, table)
+    if jnp.ndim(scale):
+        features = out[numbers.out_spec[1]]
+        scale = placed(_of_groups(scale, eqn.params, features), table, result)
+    return scale, scale_for(b, kernel, result)
 
 
 def _of_groups(table: Any, params: Any, features: int) -> Any:
@@ -219,10 +189,6 @@ def _group_of_each(group_sizes: Any, rows: int) -> Any:
 def _shape(x: Value) -> tuple[int, ...]:
     """Return the shape of a dynamic scale, with the rank of the data."""
     return (*jnp.shape(x.scale), *(1,) * (x.data.ndim - jnp.ndim(x.scale)))
-
-
-def _has_parts(x: Value, axis: int) -> bool:
-    return _shape(x)[axis] > 1
 
 
 def is_finer(parts: Parts, than: Parts) -> bool:
@@ -329,19 +295,6 @@ _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-class Reading(NamedTuple):
-    """The coarsest and the finest granularity in which products can read a value.
-
-    Attributes:
-        must: one scale for each entry of a batch, and each group: these are unrelated,
-            so their sizes are.
-        may: one scale for each index of every axis that no reader contracts.
-    """
-
-    must: Parts
-    may: Parts
-
-
 def is_narrow_product(eqn: Any) -> bool:
     """Return whether a product may read its operands in a narrow format."""
     return eqn.params["precision"] != IN_FULL and contracted_size(eqn) > 1
@@ -393,7 +346,7 @@ def operand_readings(
     name = eqn.primitive.name
     nothing = [None] * len(eqn.invars)
     if name in PRODUCTS and is_narrow_product(eqn):
-        return [Reading(*parts) for parts in readings(eqn)] + nothing[2:]
+        return [*readings(eqn), *nothing[2:]]
     if name in MOVES:
         return [reading_before_move(eqn, result_readings[0]), *nothing[1:]]
     if name == "scan":
