@@ -19,11 +19,12 @@ from scalify_core.interpreter.measured.policy import (
 from scalify_core.interpreter.measured.products import (
     Labels,
     Reading,
+    dot_labels,
     each_index,
-    labels,
-    labels_of_result,
     scale_for,
     shared,
+    vmap_labels,
+    with_vmaps,
 )
 from scalify_core.interpreter.measured.quantize import stored_value
 from scalify_core.interpreter.rules.composites import in_order
@@ -104,7 +105,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     that of a vmap of both operands.
     """
     product = call.settings["product"]
-    axis_labels = _labels(call, eqn, product, (0, 1))
+    axis_labels, (of_lhs, of_rhs, of_result) = _labels(call, eqn, product, (0, 1))
     lhs, rhs = (
         _quantized_operand(x, _E4M3, axes)
         for x, axes in zip(operands, shared(axis_labels), strict=True)
@@ -117,30 +118,27 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     # The residuals, too: under vmap all results have the axis of the batch in front,
     # whatever that of the operands is.
     out, lhs8, rhs8, *unused = call_on_data(call, forward, lhs.data, rhs.data)
-    batch, vmaps = len(product.dims[1][0]), len(call.in_axes)
-    result = labels_of_result(
-        [*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps
+    lhs_labels, rhs_labels = axis_labels
+    out = quantize.scaled_by(
+        out,
+        scale_for(lhs, lhs_labels, of_result),
+        scale_for(rhs, rhs_labels, of_result),
     )
-    scales = (
-        scale_for(x, axes, result)
-        for x, axes in zip((lhs, rhs), axis_labels, strict=True)
-    )
-    value = wide_value(quantize.scaled_by(out, *scales), v.result_dtype(*operands))
+    value = wide_value(out, v.result_dtype(*operands))
     if call.name == "fp8_dot_general":
         return [value]
-    residuals = (
-        stored_value(
-            x8, scale_for(x, axes, labels_of_result(_without_vmaps(axes), vmaps))
-        )
-        for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), axis_labels, strict=True)
-    )
-    return [value, *residuals, *unused]
+    return [
+        value,
+        stored_value(lhs8, scale_for(lhs, lhs_labels, of_lhs)),
+        stored_value(rhs8, scale_for(rhs, rhs_labels, of_rhs)),
+        *unused,
+    ]
 
 
 @measured_composite("fp8_dot_general.bwd")
 def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     product, last = call.settings["product"], len(operands) - 1
-    axis_labels = _labels(call, eqn, product, (0, 1, last))
+    axis_labels, (of_lhs, of_rhs, _) = _labels(call, eqn, product, (0, 1, last))
     dtypes = (_E4M3, _E4M3, product.gradient.dtype)
     read = (*operands[:2], operands[last])
     lhs, rhs, gradient = (
@@ -158,11 +156,10 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     )
     lhs_labels, rhs_labels, gradient_labels = axis_labels
     out = []
-    for data, operand_labels, other, other_labels in (
-        (d_lhs, lhs_labels, rhs, rhs_labels),
-        (d_rhs, rhs_labels, lhs, lhs_labels),
+    for data, result, other, other_labels in (
+        (d_lhs, of_lhs, rhs, rhs_labels),
+        (d_rhs, of_rhs, lhs, lhs_labels),
     ):
-        result = labels_of_result(_without_vmaps(operand_labels), len(call.in_axes))
         scales = (
             scale_for(gradient, gradient_labels, result),
             scale_for(other, other_labels, result),
@@ -227,15 +224,23 @@ def _quantized_operand(x: Any, dtype: np.dtype, axes: Sequence[int]) -> Value:
     return quantized_copy(x, dtype, reading, reading)
 
 
-def _labels(call: Any, eqn: Any, product: Any, operands: Sequence[int]) -> list[Labels]:
-    """Return the labels of the operands of these numbers, axis by axis."""
-    _, (lhs, rhs) = product.dims
-    batches = (lhs, rhs, range(len(lhs)))
-    mapped = ([axes[i] for axes in call.in_axes] for i in operands)
-    ranks = (len(eqn.invars[i].aval.shape) for i in operands)
-    return [labels(*each) for each in zip(ranks, batches, mapped, strict=False)]
+def _labels(
+    call: Any, eqn: Any, product: Any, operands: Sequence[int]
+) -> tuple[list[Labels], list[Labels]]:
+    """Return the labels of the operands of these numbers, under the vmaps of the call.
 
-
-def _without_vmaps(axis_labels: Labels) -> Labels:
-    """Return the labels of the axes that belong to no vmap."""
-    return [label for label in axis_labels if not isinstance(label, tuple)]
+    And those of the left operand, the right operand and the product, where each is a
+    result.
+    """
+    mapped = [[axes[i] for axes in call.in_axes] for i in operands]
+    ranks = [
+        len(eqn.invars[i].aval.shape) - len(axes) + axes.count(None)
+        for i, axes in zip(operands, mapped, strict=True)
+    ]
+    (lhs, rhs), result = dot_labels(product.dims, ranks)
+    without_vmaps = lhs, rhs, result
+    vmaps = vmap_labels(len(call.in_axes))
+    return (
+        list(map(with_vmaps, without_vmaps, mapped)),
+        [[*vmaps, *axis_labels] for axis_labels in without_vmaps],
+    )

@@ -83,9 +83,9 @@ def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
     """Return the labels of the axes of a product's operands and result."""
     ranks = [len(x.aval.shape) for x in eqn.invars]
     if eqn.primitive.name == "dot_general":
-        return _dot_labels(eqn.params["dimension_numbers"], ranks)
+        return dot_labels(eqn.params["dimension_numbers"], ranks)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (lhs, rhs), result = _dot_labels(numbers.dot_dimension_numbers, ranks)
+    (lhs, rhs), result = dot_labels(numbers.dot_dimension_numbers, ranks)
     for axis in numbers.rhs_group_dimensions:
         result.remove(rhs[axis])
         # Groups may have other sizes for each entry of the batch.
@@ -96,9 +96,8 @@ def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
     return (lhs, rhs), result
 
 
-def _dot_labels(
-    dims: Any, ranks: Sequence[int]
-) -> tuple[tuple[Labels, Labels], Labels]:
+def dot_labels(dims: Any, ranks: Sequence[int]) -> tuple[tuple[Labels, Labels], Labels]:
+    """Return the labels of the axes of a `dot_general`, given its dimensions."""
     lhs: Labels = [(0, axis) for axis in range(ranks[0])]
     rhs: Labels = [(1, axis) for axis in range(ranks[1])]
     for operand, contracted, batch in zip((lhs, rhs), *dims, strict=True):
@@ -196,37 +195,24 @@ def is_finer(parts: Parts, than: Parts) -> bool:
     return all(a % b == 0 for a, b in zip(parts, than, strict=True))
 
 
-# The batch axes of an FP8 product's operands and results.
-# They are the axes of the product's own batch, and the axes of the vmaps around it.
+# A product under vmaps, as the call of a composite is.
 
 
-def labels(ndim: int, batch: Sequence[int], mapped: Sequence[int | None]) -> Labels:
-    """Return the labels of the axes of an operand, vmaps included.
+def vmap_labels(count: int) -> Labels:
+    """Return the labels of the axes of vmaps in results: the outermost first."""
+    return [("vmap", number) for number in reversed(range(count))]
 
-    Args:
-        ndim: the operand's rank, vmaps included.
-        batch: the axes of the product's own batch, in its order, as without vmaps.
-        mapped: the axis of each vmap, innermost first, or None.
+
+def with_vmaps(axis_labels: Labels, mapped: Sequence[int | None]) -> Labels:
+    """Return the labels of an operand under vmaps, given those without.
+
+    `mapped` is the axis of each vmap, innermost first, or None.
     """
-    numbers = {axis: number for number, axis in enumerate(batch)}
-    out: Labels = [
-        numbers.get(axis)
-        for axis in range(ndim - sum(axis is not None for axis in mapped))
-    ]
+    out = list(axis_labels)
     for number, axis in enumerate(mapped):
         if axis is not None:
             out.insert(axis, ("vmap", number))
     return out
-
-
-def labels_of_result(axis_labels: Labels, vmaps: int) -> Labels:
-    """Return the labels of a result; the axes of the vmaps come first.
-
-    Args:
-        axis_labels: the labels of the axes without vmaps.
-        vmaps: the number of vmaps.
-    """
-    return [("vmap", number) for number in reversed(range(vmaps))] + axis_labels
 
 
 def shared(operands: Sequence[Labels]) -> list[tuple[int, ...]]:
