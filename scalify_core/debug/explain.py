@@ -27,6 +27,7 @@ from scalify_core.debug.figures import (
     differing,
     measured,
 )
+from scalify_core.debug.source_location import NO_PLACE, Place, name_of, place_of
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.arguments import call_of
@@ -38,7 +39,6 @@ from scalify_core.interpreter.transform import ScalePolicy
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import NO_PLACE, Place, name_of, place_of
 
 NOT_MEASURED = Figures(1.0, 1.0, *(0.0,) * 9)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from scalify_core.numerics.jaxprs import Place
+from scalify_core.debug.source_location import Place
 
 # Octaves: a scale that is as near to the true RMS does not round worse.
 ASTRAY = 4.0

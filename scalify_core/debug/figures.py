@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.debug.explanation import Figures, Row, epsilon
+from scalify_core.debug.source_location import Place
 from scalify_core.interpreter.measured.policy import is_stored
 from scalify_core.interpreter.value import MEASURED, Value, logical
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import Place
 from scalify_core.numerics.scales import broadcast_scale, is_static
 
 

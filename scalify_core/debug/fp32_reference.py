@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalify_core.debug.source_location import name_of
 from scalify_core.interpreter import registry
 from scalify_core.numerics.formats import at_least_float32 as wide
-from scalify_core.numerics.jaxprs import INLINED, name_of
+from scalify_core.numerics.jaxprs import INLINED
 
 
 def in_float32(eqn: Any, *operands: Any) -> list[Any]:

@@ -1,12 +1,7 @@
-"""Facts about jaxprs and equations: lines of the user, name scopes, types, caches."""
-
-from __future__ import annotations
+"""Facts about jaxprs and equations: name scopes, calls, types on a mesh, caches."""
 
 import contextlib
-import dataclasses
 import functools
-import os
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,95 +10,6 @@ import numpy as np
 from jax import lax
 from jax._src.util import weakref_lru_cache
 from jax.sharding import AxisType
-
-_JAX_AND_THIS = tuple(
-    os.path.dirname(path) + os.sep
-    for path in (str(jax.__file__), os.path.dirname(__file__))  # and scalify_core
-)
-# Flax and Optax are installed beside JAX: the user cannot change their lines.
-_INSTALLED = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A line of a program.
-
-    Attributes:
-        file: path of the file; empty where no line of the user's is known.
-        line: number of the line, from 1.
-        function: qualified name of the function that the line stands in.
-        library: name of the function of another library that the line calls and that
-            makes the equation, or empty.
-        backward: whether the equation belongs to the backward pass of a differentiated
-            function.
-    """
-
-    file: str = ""
-    line: int = 0
-    function: str = ""
-    library: str = ""
-    backward: bool = False
-
-    def __str__(self) -> str:
-        if not self.file:
-            return "(no line of yours)"
-        return (
-            f"{os.path.basename(self.file)}:{self.line}"
-            f" {self.function.rpartition('<locals>.')[2]}"
-        )
-
-    @property
-    def line_alone(self) -> Place:
-        """Return the line, without the fields that tell its equations apart."""
-        return dataclasses.replace(self, library="", backward=False)
-
-
-NO_PLACE = Place()
-
-
-def place_of(eqn: Any, outer: Place = NO_PLACE) -> Place:
-    """Return the innermost line of the user's code that makes an equation.
-
-    JAX traces a function that it has jitted (`jax.nn.silu`) once for all callers, so
-    its equations know no line of a user. They get `outer`, the place of the equation
-    that calls them.
-    """
-    backward = (
-        outer.backward
-        or "transpose(" in str(eqn.source_info.name_stack)
-        or name_of(eqn).endswith(".bwd")
-    )
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    frames = [frame for frame in frames if not _is_of(frame.file_name, _JAX_AND_THIS)]
-    user_frame = next(
-        (frame for frame in frames if not _is_of(frame.file_name, _INSTALLED)), None
-    )
-    if user_frame is None:
-        return dataclasses.replace(outer, backward=backward)
-    library = "" if frames[0] is user_frame else frames[0].function_name
-    return Place(
-        user_frame.file_name,
-        user_frame.line_num,
-        user_frame.function_name,
-        library,
-        backward,
-    )
-
-
-def name_of(eqn: Any) -> str:
-    """Return the name of an equation's primitive, or of the composite that it calls."""
-    if eqn.primitive.name == "scalify_composite":
-        return eqn.params["call"].name
-    return eqn.primitive.name
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_of(file: str, folders: tuple[str, ...]) -> bool:
-    return file.startswith((*folders, "<frozen "))
-
 
 # The name scopes and compiler contexts of equations.
 
