@@ -15,6 +15,24 @@ from scalify_core.numerics.formats import FloatFormat, pow2_round
 from scalify_core.ops.composite import composite
 
 
+def _identity(x: jax.Array, **_: Any) -> jax.Array:
+    return x
+
+
+def _acting(
+    fun: Callable, name: str | None = None, cotangent: Callable = _identity
+) -> Any:
+    """Return a composite of one array that acts by `fun`, and by `cotangent` on its
+    gradient.
+    """
+    made = composite(fun, name=name)
+    made.defvjp(
+        lambda x, **static: (fun(x, **static), None),
+        lambda _, g, **static: (cotangent(g, **static),),
+    )
+    return made
+
+
 def set_scaling(x: jax.Array, scale: float) -> jax.Array:
     """Return `x`; under `scalify`, its data rescaled to this static scale, saturating.
 
@@ -24,12 +42,13 @@ def set_scaling(x: jax.Array, scale: float) -> jax.Array:
     return _set_scaling(x, scale=_power_of_two("set_scaling", scale))
 
 
+@_acting
 def stop_scaling(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, as a plain FP32 array.
 
     Later operations propagate no scale from it.
     """
-    return _stop_scaling(x)
+    return x
 
 
 def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,6 +89,7 @@ def cast_on_backward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     return _cast_on_backward(x, fmt=fmt)
 
 
+@_acting
 def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its scale becomes the power of two nearest to its
     RMS, measured at run time in FP32.
@@ -77,29 +97,32 @@ def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
     A tensor that is all zero or not finite keeps its scale. The result's scale is
     dynamic.
     """
-    return _dynamic_rescale_rms(x)
+    return x
 
 
+@_acting
 def dynamic_rescale_max(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its scale follows its largest magnitude.
 
     It is measured at run time, as in `dynamic_rescale_rms`.
     """
-    return _dynamic_rescale_max(x)
+    return x
 
 
+@_acting
 def dynamic_rescale_rms_grad(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its *gradient* is rescaled as by
     `dynamic_rescale_rms`.
     """
-    return _dynamic_rescale_rms_grad(x)
+    return x
 
 
+@_acting
 def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its *gradient* is rescaled as by
     `dynamic_rescale_max`.
     """
-    return _dynamic_rescale_max_grad(x)
+    return x
 
 
 def _power_of_two(name: str, number: float) -> float:
@@ -109,38 +132,15 @@ def _power_of_two(name: str, number: float) -> float:
     return number
 
 
-def _identity(x: jax.Array, **_: Any) -> jax.Array:
-    return x
-
-
 def _quantized(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
     return fmt.quantise(x).astype(x.dtype)
 
 
-def _acting(
-    name: str, fun: Callable = _identity, cotangent: Callable = _identity
-) -> Any:
-    """Return a composite of one array that acts by `fun`, and by `cotangent` on its
-    gradient.
-    """
-    made = composite(fun, name=name)
-    made.defvjp(
-        lambda x, **static: (fun(x, **static), None),
-        lambda _, g, **static: (cotangent(g, **static),),
-    )
-    return made
-
-
-_set_scaling = _acting("set_scaling")
-_stop_scaling = _acting("stop_scaling")
-_rebalance = _acting("rebalance")
-_rebalance_grad = _acting("rebalance_grad")
-_cast_on_forward = _acting("cast_on_forward", _quantized)
-_cast_on_backward = _acting("cast_on_backward", cotangent=_quantized)
-_dynamic_rescale_rms = _acting("dynamic_rescale_rms")
-_dynamic_rescale_max = _acting("dynamic_rescale_max")
-_dynamic_rescale_rms_grad = _acting("dynamic_rescale_rms_grad")
-_dynamic_rescale_max_grad = _acting("dynamic_rescale_max_grad")
+_set_scaling = _acting(_identity, "set_scaling")
+_rebalance = _acting(_identity, "rebalance")
+_rebalance_grad = _acting(_identity, "rebalance_grad")
+_cast_on_forward = _acting(_quantized, "cast_on_forward")
+_cast_on_backward = _acting(_identity, "cast_on_backward", _quantized)
 _get_data_scale = composite(
     lambda x: (x, jnp.ones((), jnp.float32)), name="get_data_scale"
 )
