@@ -143,11 +143,17 @@ def stored_fields(
 
 
 class Plan(NamedTuple):
-    """The storage of one array of a state."""
+    """The storage of one array of a state.
 
-    how: Stored | None  # None: unchanged
-    other: int | None  # the index of the array that it is relative to
-    # The key of the parameter that the array belongs to: its path without the field.
+    Attributes:
+        how: None: unchanged.
+        other: the index of the array that it is relative to.
+        parameter: its path without the name of the field, which is equal for all
+            moments of one parameter.
+    """
+
+    how: Stored | None
+    other: int | None
     parameter: Any
 
 
@@ -232,7 +238,7 @@ def recompute_barrier(tree: Any, scales: Any) -> tuple[Any, Any]:
     return jax.tree.unflatten(treedef, barred), scales
 
 
-class Scales(NamedTuple):
+class StorageScales(NamedTuple):
     """The scales at which arrays are stored.
 
     Attributes:
@@ -260,7 +266,7 @@ def new_scales(
     old: list[Any],
     accept: Any = None,
     largest_of: AmaxFn = largest_of_arrays,
-) -> Scales:
+) -> StorageScales:
     """Return the scales at which new values are stored.
 
     An array without a positive finite magnitude keeps its old scale. Where `accept` is
@@ -318,7 +324,7 @@ def new_scales(
         leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
         for leaf, end in zip((*measured, *fixed), ends, strict=True)
     }
-    return Scales(
+    return StorageScales(
         jnp.concatenate([*measured_scales, of_rows(constants, fixed)]), places
     )
 
@@ -335,10 +341,10 @@ def _square_root(x: jax.Array) -> jax.Array:
 def narrow_arrays(
     new: list[Any],
     plans: list[Plan],
-    scales: Scales,
+    scales: StorageScales,
     seed: int,
     step: Any,
-    keep: Callable[[int, Any], Any] = lambda leaf, x: x,
+    restore_rejected: Callable[[int, Any], Any] = lambda leaf, x: x,
     numbers: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Return the arrays of a state in storage form.
@@ -348,8 +354,8 @@ def narrow_arrays(
         plans: their storage.
         scales: their scales.
         seed, step: of the stochastic rounding.
-        keep: takes an array's number and its new storage form, and returns the array to
-            store: it may restore old values.
+        restore_rejected: takes an array's number and its new storage form, and returns
+            the array to store, with the old values of an update that is not accepted.
         numbers: tell the random bits of arrays apart, see `weights.words_of`; None: 0,
             1, ...
     """
@@ -373,7 +379,7 @@ def narrow_arrays(
         assert how is not None
         x = _square_root(new[leaf]) if how.sqrt else new[leaf]
         if other is not None:
-            # Divide by the stored root, so that its rounding does not enter.
+            # By the root as it is stored: `widen` multiplies by that one.
             x = x / _divisor(widen([fresh[other]], [plans[other]])[0])
         data = x * inverse[leaf]
         if how.sqrt:
@@ -388,7 +394,7 @@ def narrow_arrays(
     for leaf in sorted(stored):
         groups.setdefault(plans[leaf].parameter, []).append(leaf)
     out = [
-        x if plan.how else keep(leaf, x)
+        x if plan.how else restore_rejected(leaf, x)
         for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))
     ]
     previous = list[int]()
@@ -405,5 +411,5 @@ def narrow_arrays(
             previous = group
         for i in sorted(group, key=lambda i: plans[i].other is not None):
             fresh[i] = narrow(i)
-            out[i] = keep(i, fresh[i])
+            out[i] = restore_rejected(i, fresh[i])
     return out

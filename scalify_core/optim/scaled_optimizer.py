@@ -136,7 +136,8 @@ def scaled_state(
                 x if plan.how is None else x * one.astype(x.dtype)
                 for x, plan in zip(new, plans, strict=True)
             ]
-            like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
+            # An array of zeros keeps this scale, as in `as_scaled_array`.
+            like = jnp.float32(MIN_SCALE)
             scales = new_scales(new, plans, [like] * len(new))
             # To nearest: first states are constants, and the program is much smaller.
             plans = [
@@ -185,13 +186,15 @@ def scaled_state(
             x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)
         ]
         scales = new_scales(new, plans, old_scales, accept, largest_of)
-        # The moments are computed again once the scales are known: otherwise the
-        # compiler would hold the new moments in FP32 in between. The first computation
-        # only makes the scales, and the updates of small arrays. One kernel stores the
-        # moments of many small arrays, and later readers of the old ones would need a
-        # copy of each. (A stack is a copy already.) Scales of large arrays get buffers
-        # of their own, so that equal arrays run the same program. Small gradients are
-        # not held: their casts become part of their readers, not kernels.
+        # `advance` runs twice: above for the new scales and the updates of small
+        # arrays, and behind a barrier on the scales for the moments to store. Otherwise
+        # XLA would hold all new moments in FP32 until the scales are known.
+        # Small arrays keep their first updates: one kernel stores the moments of many,
+        # and a later reader of the old moments would need a copy of each. Stacks are
+        # copies already.
+        # Scales of large arrays get separate buffers, so that equal arrays run one
+        # program. Small gradients stay outside the barrier: their casts fuse into their
+        # readers.
         gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
         stacks = [is_scaled_array(x) and np.ndim(x.scale) > 0 for x in gradients]
         small = {
@@ -215,7 +218,7 @@ def scaled_state(
         updates = jax.tree.unflatten(form, _with(flat, small))
         old, step = flatten(inner_state, stored)[0], state.step + 1
 
-        def keep(leaf: int, x: Any) -> Any:
+        def restore_rejected(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
             data = compiler_hints.barrier(x.data) if x.scale.ndim else x.data
@@ -223,7 +226,13 @@ def scaled_state(
 
         indices = None if leaf_indices is None else jax.tree.leaves(leaf_indices)
         arrays = narrow_arrays(
-            new, plans, scales._replace(numbers=known), seed, step, keep, indices
+            new,
+            plans,
+            scales._replace(numbers=known),
+            seed,
+            step,
+            restore_rejected,
+            indices,
         )
         return updates, ScaledOptState(
             _unless(accept, step, state.step), treedef.unflatten(arrays)

@@ -168,7 +168,10 @@ def apply_with_compensation(
             " made"
         )
 
-    def add(p: Any, update: Any, number: Any, words: Any, old_rest: Any) -> Any:
+    def add(
+        p: Any, update: Any, number: Any, words: Any, old_rest: Any
+    ) -> tuple[Any, Any]:
+        """Return the new parameter, and the rest that its rounding leaves, or None."""
         data = data_of(p)
         fmt = FloatFormat.of(data.dtype)
         if old_rest is None:
@@ -186,7 +189,7 @@ def apply_with_compensation(
                 1 / broadcast_scale(scale, data)
             )
         # Before rounding: the remainder is what the rounding takes away.
-        exact = total
+        exact, rest = total, None
         if fmt is not FP32:
             total = round_to(total, fmt, rounding, words)
         if old_rest is not None:
@@ -194,7 +197,8 @@ def apply_with_compensation(
                 scale if is_static else broadcast_scale(scale, data)
             )
             rest = rest.astype(old_rest.dtype)
-            remain.append(rest if accept is None else jnp.where(accept, rest, old_rest))
+            if accept is not None:
+                rest = jnp.where(accept, rest, old_rest)
         if accept is not None:
             total = jnp.where(
                 accept,
@@ -204,13 +208,13 @@ def apply_with_compensation(
             if not is_static:
                 scale = jnp.where(accept, scale, old_scale)
         if is_scaled_array(p):
-            return with_scale(total, scale)
-        return total
+            return with_scale(total, scale), rest
+        return total, rest
 
     structure = structure_of(params)
     old, changes = leaves(params), _beside(structure, updates, "updates")
-    # Updates of `scaled_state` are plain. Scaled ones that no scalified function
-    # returned may come from arithmetic on the leaves of ScaledArrays.
+    # Scaled updates may come from arithmetic on leaves, as `optax.apply_updates` does,
+    # which makes invalid scales.
     changes = with_valid_scales(
         "weights.apply_updates, the update", changes, functools.partial(paths, updates)
     )
@@ -231,7 +235,7 @@ def apply_with_compensation(
         else list(stream_numbers)
     )
     if leaves(compensation):
-        rests = _beside(structure, compensation, "lost")
+        rests = _beside(structure, compensation, "compensation")
     else:
         rests = [None] * len(old)
     new: list[Any] = []
@@ -246,7 +250,10 @@ def apply_with_compensation(
             # kernels that spill to memory. What is held is small: the compiler would
             # read an array that is also held twice.
             new[previous], words[i] = compiler_hints.barrier((new[previous], words[i]))
-        new.append(add(p, update, number, words[i], rest))
+        parameter, remainder = add(p, update, number, words[i], rest)
+        new.append(parameter)
+        if rest is not None:
+            remain.append(remainder)
         if is_large:
             previous = i
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
