@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -125,18 +125,6 @@ class Row:
             self.figures = figures
         if first:
             self.lost_at = when
-
-    def figures_by_name(self) -> dict[str, Any]:
-        """Return all fields but the place, as plain numbers and strings."""
-        return {
-            "primitive": self.primitive,
-            "shape": self.shape,
-            "dtype": self.dtype,
-            "turns": self.turns,
-            "lost": self.lost_at is not None,
-            **self.figures._asdict(),
-            "astray": self.figures.astray,
-        }
 
     @property
     def weight(self) -> tuple[bool, float, float]:

@@ -115,7 +115,16 @@ def load(
 def write(path: Path, explained: "Explanation") -> None:
     """Write all rows and their summary as JSON."""
     rows = [
-        {**dataclasses.asdict(row.place), **row.figures_by_name()}
+        {
+            **dataclasses.asdict(row.place),
+            "primitive": row.primitive,
+            "shape": row.shape,
+            "dtype": row.dtype,
+            "turns": row.turns,
+            "lost": row.lost_at is not None,
+            **row.figures._asdict(),
+            "astray": row.figures.astray,
+        }
         for row in explained.rows
     ]
     document = {
