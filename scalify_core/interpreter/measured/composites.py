@@ -1,6 +1,5 @@
-"""Composites under measured scales: rescaling is the identity, FP8 products are FP8."""
+"""Composites under measured scales: FP8 products and attention read narrow formats."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,27 +39,15 @@ _F32 = np.dtype(np.float32)
 # v must not overflow, nor those with small probabilities vanish.
 _GRADIENT_TOP = 4
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
-_RESCALES = (
-    "dynamic_rescale_rms",
-    "dynamic_rescale_max",
-    "dynamic_rescale_rms_grad",
-    "dynamic_rescale_max_grad",
-)
-_SAME = (*_RESCALES, "rebalance", "rebalance_grad", "materialized")
 
 
-@measured_composite(
-    *map("".join, itertools.product(_SAME, ("", ".fwd", ".bwd"))),
-    "stop_scaling.bwd",
-    "set_scaling.bwd",
-    "cast_on_forward.bwd",
-    "cast_on_backward",
-    "cast_on_backward.fwd",
-)
-def _same(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
-    """Return the operand: scales are measured anyway, so rescaling is the identity."""
-    x = operands[-1]  # the gradient in a backward pass, else the array
-    return [like(x, in_order(call, logical(x)))] * len(eqn.outvars)
+@measured_composite("materialized", "materialized.fwd", "materialized.bwd")
+def _materialized(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
+    """Return the operand: in FP32 it need not be written to memory."""
+    return [like(x, in_order(call, logical(x)))]
+
+
+# Rescales have no rule: their functions are the identity, and scales are measured.
 
 
 @measured_composite("stop_scaling", "stop_scaling.fwd")
