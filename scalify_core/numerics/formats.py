@@ -53,7 +53,7 @@ class FloatFormat:
     the 8-bit E4M3 of hardware and of the OCP standard (float8_e4m3fn, max 448). `dtype`
     is the native NumPy/JAX dtype, None where the format can only be simulated.
 
-    `rounding` is the rounding of `quantise`. "truncate" drops the digits behind the
+    `rounding` is the rounding of `quantize`. "truncate" drops the digits behind the
     last place, as arXiv 2405.18710 simulates by masking bits; the name ends in t, as in
     e4m3t. "stochastic" is that of `stochastic_round`, with bits that are a hash of the
     position and of the whole array, so that a repeated step is the same; the name ends
@@ -154,7 +154,7 @@ class FloatFormat:
         See the module's rules.
 
         Raises:
-            ValueError: the format has no native dtype; `quantise` simulates it.
+            ValueError: the format has no native dtype; `quantize` simulates it.
         """
         if not self.infinities:
             return self.cast_or_nan(x)
@@ -187,7 +187,7 @@ class FloatFormat:
         # leaves the sign of a zero.
         return (lax.clamp(-limit, x, limit) - (x - x)).astype(self._native())
 
-    def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
+    def quantize(self, x: jax.typing.ArrayLike) -> jax.Array:
         """Return `x` rounded to the nearest number of the format, as FP32.
 
         It simulates any format, with ties to even, and saturates. Where the format
@@ -233,7 +233,7 @@ class FloatFormat:
     def _native(self) -> np.dtype:
         if self.dtype is None:
             raise ValueError(
-                f"{self} has no native dtype: use quantise, which simulates it in"
+                f"{self} has no native dtype: use quantize, which simulates it in"
                 " float32"
             )
         return self.dtype

@@ -133,7 +133,7 @@ def _power_of_two(name: str, number: float) -> float:
 
 
 def _quantized(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
-    return fmt.quantise(x).astype(x.dtype)
+    return fmt.quantize(x).astype(x.dtype)
 
 
 _set_scaling = _acting(_identity, "set_scaling")

@@ -279,7 +279,7 @@ def _remainder(exact: jax.Array, fmt: FloatFormat) -> jax.Array:
     It is zero beyond the format, where numbers saturate. It is not computed by a cast
     and its inverse, which compilers remove.
     """
-    return jnp.where(jnp.abs(exact) <= fmt.max, exact - fmt.quantise(exact), 0.0)
+    return jnp.where(jnp.abs(exact) <= fmt.max, exact - fmt.quantize(exact), 0.0)
 
 
 def kahan_compensation(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> Any:

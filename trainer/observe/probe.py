@@ -63,7 +63,7 @@ def figures(
     if exact is not None:
         lost = zero & ~_is_zero(jnp.asarray(data_of(exact)).astype(jnp.float32))
     elif fmt is not None:
-        lost = ~zero & _is_zero(fmt.quantise(data))
+        lost = ~zero & _is_zero(fmt.quantize(data))
         saturated = magnitude > fmt.max
     else:
         lost = (magnitude < data_format.min_normal) & (zeros | ~zero)

@@ -176,7 +176,7 @@ def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
 
 def stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """Return FP32 numbers rounded to a format; in FP32 where it has no dtype."""
-    return fmt.quantise(x) if fmt.dtype is None else fmt.cast(x)
+    return fmt.quantize(x) if fmt.dtype is None else fmt.cast(x)
 
 
 def on_powers_of_two(
@@ -287,9 +287,9 @@ def nvfp4(
     whole = jnp.maximum(largest / np.float32(FP4_MAX * most), LEAST_SCALE)
     x = x / whole
     largest = amax_of_blocks(x, NVFP4_BLOCK, rows)
-    scales = E4M3.quantise(largest / np.float32(FP4_MAX))
+    scales = E4M3.quantize(largest / np.float32(FP4_MAX))
     if four_over_six:
-        scales_at_4 = E4M3.quantise(largest / np.float32(4))
+        scales_at_4 = E4M3.quantize(largest / np.float32(4))
         is_closer = fp4_error(x, scales_at_4, rows) < fp4_error(x, scales, rows)
         scales = jnp.where(is_closer, scales_at_4, scales)
     data = fp4(on_scales(x, scales), bits)

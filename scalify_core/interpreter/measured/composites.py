@@ -73,7 +73,7 @@ def _quantized(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     x = operands[-1]
     data = in_order(call, logical(x))
     unit = amax.unit_of(data, int(np.log2(fmt.max)) - 1)
-    return [like(x, fmt.quantise(data * (1 / unit)) * unit)]
+    return [like(x, fmt.quantize(data * (1 / unit)) * unit)]
 
 
 @measured_composite("get_data_scale")

@@ -461,7 +461,7 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
 
 def _quantized(x: Value, *, fmt: Any) -> Value:
     return v.value(
-        formats.saturating_cast(fmt.quantise(v.data32(x)), x.dtype),
+        formats.saturating_cast(fmt.quantize(v.data32(x)), x.dtype),
         x.scale,
         x.expected_rms,
         x.dtype,

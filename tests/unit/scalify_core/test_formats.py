@@ -93,7 +93,7 @@ def assert_same(actual, expected) -> None:
 def test_every_16_bit_pattern_and_numbers_around_ties_round_to_nearest_even(fmt):
     x = np.concatenate([EVERY_16_BITS, near_ties(fmt)])
     expected = oracle(fmt, x)
-    assert_same(jax.jit(fmt.quantise)(x), expected)
+    assert_same(jax.jit(fmt.quantize)(x), expected)
     if fmt.dtype is not None:
         actual = jax.jit(fmt.cast)(x)
         assert actual.dtype == fmt.dtype
@@ -118,8 +118,8 @@ def test_a_truncating_format_leaves_out_digits_and_never_rounds_up(name):
     like = FloatFormat.parse(name[:-1])
     assert (str(fmt), fmt.dtype, fmt.max) == (name, None, like.max)
     x = np.concatenate([EVERY_16_BITS, near_ties(fmt)])
-    assert_same(jax.jit(fmt.quantise)(x), truncated(fmt, x))
-    with pytest.raises(ValueError, match="quantise"):
+    assert_same(jax.jit(fmt.quantize)(x), truncated(fmt, x))
+    with pytest.raises(ValueError, match="quantize"):
         fmt.cast(1.0)
 
 
@@ -128,10 +128,10 @@ def test_a_stochastic_format_gives_either_neighbour_the_nearer_the_likelier(name
     fmt = FloatFormat.parse(name)
     like = FloatFormat.parse(name[:-1])
     assert (str(fmt), fmt.dtype, fmt.max) == (name, None, like.max)
-    quantise = jax.jit(fmt.quantise)
+    quantize = jax.jit(fmt.quantize)
     special = np.array([0.0, -0.0, np.inf, np.nan], F32)
     x = np.random.default_rng(0).normal(size=2**16).astype(F32)
-    all_of_it = np.asarray(quantise(np.append(x, special)))
+    all_of_it = np.asarray(quantize(np.append(x, special)))
     ends = np.where(np.isfinite(special) | fmt.infinities, special, np.nan)
     assert_same(all_of_it[-4:], ends)
     actual, below, table = all_of_it[:-4], truncated(fmt, x), values(fmt)
@@ -140,12 +140,12 @@ def test_a_stochastic_format_gives_either_neighbour_the_nearer_the_likelier(name
     assert np.all((actual == below) | (actual == above))
     assert np.mean(actual == below) > 0.3
     assert np.mean(actual == above) > 0.3
-    assert_same(actual, np.asarray(quantise(np.append(x, special)))[:-4])
+    assert_same(actual, np.asarray(quantize(np.append(x, special)))[:-4])
     # A rounding is off by at most the space between its neighbours, so that many are
     # off by its root together.
     error, space = (actual - x).astype(np.float64), np.abs(above - below)
     assert abs(error.sum()) < 4 * np.sqrt(np.square(space).sum() / 4)
-    assert np.any(actual != np.asarray(quantise(np.append(x, F32(1))))[:-1])
+    assert np.any(actual != np.asarray(quantize(np.append(x, F32(1))))[:-1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -191,7 +191,7 @@ def test_names_give_the_native_formats_and_unknown_names_are_refused():
             FloatFormat.parse(wrong)
     with pytest.raises(ValueError, match="FloatFormat"):
         FloatFormat.of(jnp.int32)
-    with pytest.raises(ValueError, match="quantise"):
+    with pytest.raises(ValueError, match="quantize"):
         FloatFormat.parse("e3m4").cast(1.0)
 
 
@@ -342,7 +342,7 @@ def test_powers_of_two_of_zero_infinity_and_nan_are_defined(function, convert):
 
 def test_rounding_is_not_removed_by_the_compiler():
     text = (
-        jax.jit(FloatFormat.parse("e3m4").quantise)
+        jax.jit(FloatFormat.parse("e3m4").quantize)
         .lower(jnp.ones(4))
         .compile()
         .as_text()

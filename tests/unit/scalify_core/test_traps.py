@@ -71,7 +71,7 @@ def test_cast_on_forward_acts_in_the_differentiated_function():
     # rounded.
     gradient = jax.grad(lambda x: jnp.sum(sc.static.cast_on_forward(x, E4M3) ** 2))
     for actual in (gradient(x), asarray(scalify(gradient)(as_scaled_array(x, 1.0)))):
-        assert_array_equal(actual, 2 * E4M3.quantise(x))
+        assert_array_equal(actual, 2 * E4M3.quantize(x))
 
 
 def test_cast_on_backward_rounds_the_gradient_only():
@@ -80,7 +80,7 @@ def test_cast_on_backward_rounds_the_gradient_only():
         lambda x: jnp.sum(sc.static.cast_on_backward(x, E5M2) ** 3)
     )
     exact = 3 * x**2
-    assert_array_equal(both(x)[1], E5M2.quantise(exact))
+    assert_array_equal(both(x)[1], E5M2.quantize(exact))
     for value, gradient in (both(x), asarray(scalify(both)(as_scaled_array(x, 1.0)))):
         assert_allclose(value, jnp.sum(x**3), rtol=1e-6)
         assert float(jnp.abs(gradient - exact).max()) > 0

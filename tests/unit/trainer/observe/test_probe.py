@@ -68,7 +68,7 @@ def test_the_formats_are_those_of_the_casts_to_come(scale):
         gradient = gradient.data
     saturated, lost = (
         np.mean(np.abs(x) > 448),
-        np.mean(np.asarray(E5M2.quantise(gradient)) == 0),
+        np.mean(np.asarray(E5M2.quantize(gradient)) == 0),
     )
     assert saturated > 0.1
     assert lost > 0.1

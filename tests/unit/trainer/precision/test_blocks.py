@@ -1,4 +1,4 @@
-"""Block-scaled products: their quantisers are JAX's own, and a layer's three products
+"""Block-scaled products: their quantizers are JAX's own, and a layer's three products
 are rounded as a recipe says."""
 
 import functools
@@ -55,7 +55,7 @@ def spread(shape, key=0, octaves=12):
 
 
 @pytest.mark.parametrize("octaves", [1, 12, 40])
-def test_mxfp8_is_jaxs_own_quantiser(octaves):
+def test_mxfp8_is_jaxs_own_quantizer(octaves):
     x = spread((ROWS, COLUMNS), octaves=octaves)
     data, scales = quantize(x[None], jax.nn.get_scaled_dot_general_config("mxfp8"))
     theirs = (
@@ -71,7 +71,7 @@ def test_mxfp8_is_jaxs_own_quantiser(octaves):
 
 
 @pytest.mark.parametrize("octaves", [1, 4])
-def test_nvfp4_is_jaxs_own_quantiser(octaves):
+def test_nvfp4_is_jaxs_own_quantizer(octaves):
     x = spread((ROWS, COLUMNS), octaves=octaves)
     whole = jnp.max(jnp.abs(x)) / (6 * 448)
     config = jax.nn.get_scaled_dot_general_config("nvfp4", whole.reshape(1, 1, 1, 1))
