@@ -33,12 +33,12 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator, as_operand, is_plain
 from scalify_core.interpreter.measured import policy as measuring
-from scalify_core.interpreter.measured.products import IN_FULL, PRODUCTS
 from scalify_core.interpreter.reference_trace import traced
 from scalify_core.interpreter.transform import ScalePolicy
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import is_float
+from scalify_core.numerics.jaxprs import IN_FULL, PRODUCTS
 
 NOT_MEASURED = Figures(1.0, 1.0, *(0.0,) * 9)
 

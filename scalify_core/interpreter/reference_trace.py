@@ -20,13 +20,8 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from scalify_core.array.scaled_array import is_scaled_array
-from scalify_core.interpreter.measured.products import (
-    IN_FULL,
-    NARROW,
-    PRODUCTS,
-)
 from scalify_core.numerics.formats import is_narrow
-from scalify_core.numerics.jaxprs import CONTROL, per_jaxpr
+from scalify_core.numerics.jaxprs import CONTROL, IN_FULL, PRODUCTS, per_jaxpr
 from scalify_core.numerics.precision_warnings import PrecisionWarning
 
 _LIBRARIES = (
@@ -228,6 +223,22 @@ def _as_in(eqn: Any, reference: Any) -> Any:
     return eqn.replace(params={**eqn.params, **params})
 
 
+# The name that a reference trace gives to a narrow result of a scan's body, in the
+# body's debug information: a jaxpr of FP32 arrays has no other place for it.
+_NARROW = "fewer than 32 bits"
+
+
+def narrow_results(jaxpr: Any) -> tuple[bool, ...]:
+    """Return which results of a scan's body plain code has in fewer than 32 bits.
+
+    Those of a scan without products are not known: False.
+    """
+    names = jaxpr.debug_info.result_paths
+    if not isinstance(names, tuple) or len(names) != len(jaxpr.outvars):
+        return (False,) * len(jaxpr.outvars)
+    return tuple(name == _NARROW for name in names)
+
+
 def _with_narrow_results(jaxpr: Any, reference: Any) -> Any:
     """Return the body of a scan that names the results which are narrow in the
     reference; see `narrow_results`.
@@ -239,7 +250,7 @@ def _with_narrow_results(jaxpr: Any, reference: Any) -> Any:
     narrow = list(map(is_narrow, theirs))
     if not any(narrow) or [x.shape for x in ours] != [x.shape for x in theirs]:
         return jaxpr
-    names = tuple(NARROW if is_narrow else "" for is_narrow in narrow)
+    names = tuple(_NARROW if is_narrow else "" for is_narrow in narrow)
     info = jaxpr.debug_info._replace(result_paths=names)
     return jaxpr.replace(debug_info=info)
 

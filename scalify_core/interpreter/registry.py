@@ -23,7 +23,7 @@ table, a new primitive may belong to:
 - `measured.uses._NEEDS_NONZERO`, `_SCALED`: it must not read a zero that was no zero;
   its result is zero where an operand is.
 - `_READ_BITS`, `COMBINERS`, `_FOLDED` below, and `numerics.jaxprs.INLINED`, `CALLS`,
-  `CONTROL`.
+  `CONTROL`, `PRODUCTS`.
 """
 
 import dataclasses

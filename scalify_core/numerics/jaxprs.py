@@ -62,6 +62,10 @@ INLINED = frozenset(
 CALLS = INLINED | {"jit", "remat2", "shard_map"}
 # All whose inner jaxprs are evaluated with scales.
 CONTROL = CALLS | {"scan", "while", "cond"}
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+# The precision that marks FP32 products in a jaxpr: at the default precision GPUs read
+# FP32 operands in TF32.
+IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def inner_jaxpr(eqn: Any) -> Any:

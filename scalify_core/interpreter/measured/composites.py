@@ -7,6 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.interpreter import value as v
+from scalify_core.interpreter.composite_calls import (
+    call_on_data,
+    in_order,
+    unused_scales,
+)
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
     default,
@@ -26,8 +31,6 @@ from scalify_core.interpreter.measured.products import (
     with_vmaps,
 )
 from scalify_core.interpreter.measured.quantize import stored_value
-from scalify_core.interpreter.rules.composites import in_order
-from scalify_core.interpreter.rules.matmul import call_on_data, unused_scales
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat

@@ -28,24 +28,22 @@ from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.measured import masks, quantize, uses
 from scalify_core.interpreter.measured.products import (
-    IN_FULL,
     KEEP_AXES,
     MOVES,
-    PRODUCTS,
     Reading,
     is_finer,
     is_narrow_product,
-    narrow_results,
     operand_readings,
     readings,
     reads_in,
     scales_of_result,
 )
+from scalify_core.interpreter.reference_trace import narrow_results
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import formats
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import is_float
-from scalify_core.numerics.jaxprs import CALLS
+from scalify_core.numerics.jaxprs import CALLS, IN_FULL, PRODUCTS
 
 _F32 = np.dtype(np.float32)
 # Products inside or behind these may read their operands. Not shard_map: a device

@@ -21,7 +21,13 @@ from jax.extend.core import Literal
 
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics.amax import Parts
-from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import (
+    CALLS,
+    IN_FULL,
+    PRODUCTS,
+    inner_jaxpr,
+    per_jaxpr,
+)
 
 # For each axis of an operand or result, a label: axes of one label are the same axis.
 # None: contracted. An integer: an axis of the batch. `_GROUP`: the matrices of a ragged
@@ -264,7 +270,6 @@ def placed(scale: Any, axis_labels: Labels, result: Labels) -> Any:
 # them. So the readers of a variable are found before it is stored, in its own jaxpr and
 # in the jaxprs of calls and loops.
 
-PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 # Elements only move, so a stored copy may be moved without storing it anew.
 MOVES = frozenset(
     {
@@ -278,28 +283,11 @@ KEEP_AXES = frozenset(
 )
 # A reader of the entire result reads the entire operand.
 _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
-IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def is_narrow_product(eqn: Any) -> bool:
     """Return whether a product may read its operands in a narrow format."""
     return eqn.params["precision"] != IN_FULL and contracted_size(eqn) > 1
-
-
-# The name that a reference trace gives to a narrow result of a scan's body, in the
-# body's debug information: a jaxpr of FP32 arrays has no other place for it.
-NARROW = "fewer than 32 bits"
-
-
-def narrow_results(jaxpr: Any) -> tuple[bool, ...]:
-    """Return which results of a scan's body plain code has in fewer than 32 bits.
-
-    Those of a scan without products are not known: False.
-    """
-    names = jaxpr.debug_info.result_paths
-    if not isinstance(names, tuple) or len(names) != len(jaxpr.outvars):
-        return (False,) * len(jaxpr.outvars)
-    return tuple(name == NARROW for name in names)
 
 
 @per_jaxpr

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from scalify_core.interpreter import value as v
+from scalify_core.interpreter.composite_calls import unbatched_shape
 from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.rules.composites import (
     SQRT_2,
@@ -21,7 +22,6 @@ from scalify_core.interpreter.rules.composites import (
     on_data,
     on_values,
     size_of,
-    unbatched_shape,
 )
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats

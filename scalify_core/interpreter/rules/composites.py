@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.interpreter import value as v
+from scalify_core.interpreter.composite_calls import in_order
 from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
@@ -139,33 +140,6 @@ def moved(x: Value, scale: Any) -> Value:
         return x
     data = sc.times(v.data32(x), sc.ratio(1.0, scale))
     return x.with_scale(data, sc.product(x.scale, scale))
-
-
-def in_order(call: Any, x: Any) -> Any:
-    """Return the one operand of a call with its axes in the order of results.
-
-    The axes of the vmaps around the call come first, the outermost first.
-    """
-    axes = [axis for (axis,) in reversed(call.in_axes)]
-    if not any(axes):
-        return x
-    if is_value(x):
-        x = v.scalar_scale(x)
-        return dataclasses.replace(x, data=in_order(call, x.data), pre_rescale=None)
-    for depth, axis in enumerate(axes):
-        x = jnp.moveaxis(x, depth + axis, depth)
-    return x
-
-
-def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
-    """Return the shape of operand `index` without the axes of the vmaps around the
-    call.
-    """
-    shape = list(x.shape)
-    for axes in reversed(call.in_axes):  # the outermost last
-        if axes[index] is not None:
-            del shape[axes[index]]
-    return tuple(shape)
 
 
 def size_of(*factors: Any) -> Any:

@@ -5,7 +5,6 @@ RMS of a sum of K independent terms is sqrt(K) times that of one.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.interpreter import value as v
+from scalify_core.interpreter.composite_calls import (
+    call_on_data,
+    tree_on_data,
+    unused_scales,
+)
 from scalify_core.interpreter.registry import (
     bind,
     composite_rule,
@@ -31,7 +35,7 @@ from scalify_core.numerics.compiler_hints import (
 )
 from scalify_core.numerics.formats import E4M3, FP16, fp8_cast, saturating_cast
 from scalify_core.numerics.jaxprs import as_traced
-from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
+from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
 
 
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
@@ -259,19 +263,6 @@ def _scale(a: Value, b: Value, power: float) -> Any:
     return sc.product(sc.product(a.multiple, b.multiple), power)
 
 
-def unused_scales(product: Product) -> tuple:
-    """Return placeholders for the plain program's traced scales, in the residuals."""
-    return tuple(
-        np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
-    )
-
-
-def call_on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
-    """Call `fun` on the data, under the vmaps of the call."""
-    in_tree = jax.tree.structure(operands)
-    return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)
-
-
 # A product of operands that the caller rounds: its functions act on the data.
 
 
@@ -311,10 +302,3 @@ def _with_scale_of(x: Value, residual: Any) -> Any:
     return jax.tree.unflatten(
         jax.tree.structure(residual), [v.value(first, x.scale, x.expected_rms), *rest]
     )
-
-
-def tree_on_data(call: Any, fun: Callable, *operands: Any) -> Any:
-    """Call `fun` on pytrees of plain arrays, under the vmaps of the call."""
-    in_tree = jax.tree.structure(operands)
-    on_data = call.replace(fun=fun, static={}, in_tree=in_tree)
-    return on_data.tree(*jax.tree.leaves(operands))

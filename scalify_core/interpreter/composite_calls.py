@@ -1,0 +1,61 @@
+"""Helpers for the rules of composites, under either policy of scales: the axes of the
+vmaps around a call, and calls of another function.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.interpreter import value as v
+from scalify_core.interpreter.value import Value
+from scalify_core.ops.matmul import Product
+
+
+def in_order(call: Any, x: Any) -> Any:
+    """Return the one operand of a call with its axes in the order of results.
+
+    The axes of the vmaps around the call come first, the outermost first.
+    """
+    axes = [axis for (axis,) in reversed(call.in_axes)]
+    if not any(axes):
+        return x
+    if isinstance(x, Value):
+        x = v.scalar_scale(x)
+        return dataclasses.replace(x, data=in_order(call, x.data), pre_rescale=None)
+    for depth, axis in enumerate(axes):
+        x = jnp.moveaxis(x, depth + axis, depth)
+    return x
+
+
+def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
+    """Return the shape of operand `index` without the axes of the vmaps around the
+    call.
+    """
+    shape = list(x.shape)
+    for axes in reversed(call.in_axes):  # the outermost last
+        if axes[index] is not None:
+            del shape[axes[index]]
+    return tuple(shape)
+
+
+def unused_scales(product: Product) -> tuple:
+    """Return placeholders for the plain program's traced scales, in the residuals."""
+    return tuple(
+        np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
+    )
+
+
+def call_on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
+    """Return the flat results of `fun` on the data, under the vmaps of the call."""
+    return jax.tree.leaves(tree_on_data(call, fun, *operands))
+
+
+def tree_on_data(call: Any, fun: Callable, *operands: Any) -> Any:
+    """Return the results of `fun` on pytrees of arrays, under the vmaps of the call."""
+    in_tree = jax.tree.structure(operands)
+    on_data = call.replace(fun=fun, static={}, in_tree=in_tree)
+    return on_data.tree(*jax.tree.leaves(operands))
