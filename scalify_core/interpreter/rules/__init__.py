@@ -10,5 +10,6 @@ from scalify_core.interpreter.rules import (  # noqa: F401
     elementwise,
     loops,
     matmul,
+    reductions,
     shape,
 )

@@ -1,4 +1,4 @@
-"""Products and sums: matrix products in FP16 and FP8, convolutions, and reductions.
+"""Products: matrix products in FP16 and FP8, and convolutions.
 
 The narrow data is multiplied, and the result moved by one power of two. The expected
 RMS of a sum of K independent terms is sqrt(K) times that of one.
@@ -18,11 +18,9 @@ from scalify_core.interpreter.composite_calls import (
     unused_scales,
 )
 from scalify_core.interpreter.registry import (
-    bind,
     composite_rule,
     forward_rule,
     rule,
-    structural,
 )
 from scalify_core.interpreter.rules.elementwise import lifted
 from scalify_core.interpreter.value import Value
@@ -99,68 +97,6 @@ def _ragged_dot_general(eqn: Any, a: Any, b: Any, group_sizes: Any) -> Value:
 def _conv(eqn: Any, x: Any, kernel: Any) -> Value:
     outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return _contract(eqn, x, kernel, count=math.prod(kernel.shape) / outputs)
-
-
-# Reductions, cumulative and windowed ones among them. Sums add up in FP32.
-
-structural(
-    "reduce_max",
-    "reduce_min",
-    "cummax",
-    "cummin",
-    "reduce_window_max",
-    "reduce_window_min",
-)
-
-
-def summed(eqn: Any, x: Value, count: float) -> Value:
-    """Return a sum of `count` terms."""
-    x = v.scalar_scale(x)
-    out = bind(eqn, v.data32(x))
-    rms = x.expected_rms * math.sqrt(max(count, 1))
-    return v.settled(out, x.multiple, rms, v.result_dtype(x), slack=math.sqrt(2))
-
-
-@rule("reduce_sum")
-def _reduce_sum(eqn: Any, x: Value) -> Value:
-    if x.pre_rescale is not None:
-        # A sum is that of what is not rounded yet: many small terms would be zeros.
-        x = x.with_data(v.data32_at(x.pre_rescale.value, x.scale))
-    return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
-
-
-@rule("cumsum")
-def _cumsum(eqn: Any, x: Value) -> Value:
-    return summed(eqn, x, x.shape[eqn.params["axis"]])
-
-
-@rule("reduce_window_sum")
-def _reduce_window_sum(eqn: Any, x: Value) -> Value:
-    return summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
-
-
-@rule("argmax", "argmin")
-def _argmax(eqn: Any, x: Value) -> Any:
-    return bind(eqn, v.scalar_scale(x).data)
-
-
-@rule("select_and_scatter_add", "select_and_gather_add")
-def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
-    """Evaluate a gradient of max pooling: `source`, or tangents, at the maxima of
-    `operand`.
-    """
-    source = v.lift(source, operand.dtype)
-    if isinstance(operand, Value):
-        where = v.data32(v.scalar_scale(operand))
-    else:
-        where = formats.as_float32(operand)
-    source = v.scalar_scale(source)
-    return v.value(
-        bind(eqn, v.data32(source), where),
-        source.scale,
-        source.expected_rms,
-        source.dtype,
-    )
 
 
 # The FP8 product: a cast of data whose RMS is near 1, so no scale is computed.
