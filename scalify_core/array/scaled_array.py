@@ -381,19 +381,19 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
         else:
             factor = 1 / broadcast_scale(scale, x.data)
         # The old scale first: a ratio of two scales may leave FP32.
-        data = times(unscaled(x.data, x.scale), factor)
+        data = times(_times_scale(x.data, x.scale), factor)
     return with_scale(saturating_cast(data, x.dtype), scale)
 
 
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
     if x.is_static:
-        return unscaled(not_differentiable(x.data), x.scale, dtype)
+        return _times_scale(not_differentiable(x.data), x.scale, dtype)
     return _unscale_dynamic(x.data, x.scale, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _unscale_dynamic(data: Any, scale: Any, dtype: np.dtype) -> jax.Array:
-    return unscaled(data, scale, dtype)
+    return _times_scale(data, scale, dtype)
 
 
 def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
@@ -411,13 +411,13 @@ def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
             "that format does not hold; return it in FP32, x.astype(jnp.float32), or "
             f"a scalar loss, or {_INSIDE}"
         )
-    return unscaled(data, scale, dtype), unscaled(tangent, scale, dtype)
+    return _times_scale(data, scale, dtype), _times_scale(tangent, scale, dtype)
 
 
 _unscale_dynamic.defjvp(_unscale_jvp, symbolic_zeros=True)
 
 
-def unscaled(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
+def _times_scale(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
     """Return `data * scale`, which may be differentiated."""
     if data.dtype != jnp.float64:
         data = jnp.asarray(data, jnp.float32)

@@ -14,10 +14,10 @@ from scalify_core.interpreter.composite_calls import (
 )
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
-    default,
     like,
     measured_composite,
     quantized_copy,
+    wide_results,
     wide_value,
 )
 from scalify_core.interpreter.measured.products import (
@@ -171,7 +171,7 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     q, k, values, *others = operands
     dtype = v.result_dtype(q, k, values)
     if dtype.itemsize >= 4:
-        return default(eqn, *operands)
+        return wide_results(eqn, *operands)
     backward = call.name.endswith(".bwd")
     of_k, of_v = (amax.unit_of(logical(x), 0) for x in (k, values))
     units = [1 / of_k, of_k, of_v]

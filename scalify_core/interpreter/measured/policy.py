@@ -92,7 +92,7 @@ def results(
         fun = rules.get(registry.key_of(eqn))
         if fun is not None:
             return fun(eqn.params["call"], eqn, *operands)
-    return default(eqn, *operands)
+    return wide_results(eqn, *operands)
 
 
 def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
@@ -186,7 +186,7 @@ def is_stored(x: Value) -> bool:
     return x.data.dtype.itemsize < 4
 
 
-def default(eqn: Any, *operands: Any) -> list[Any]:
+def wide_results(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of an equation on the logical values, in FP32."""
     return [like(x, v.data_of(x)) for x in registry.default(eqn, *operands)]
 
@@ -236,7 +236,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
 
 def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
     if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
-        return default(eqn, x, *rest)
+        return wide_results(eqn, x, *rest)
     fill = eqn.params.get("fill_value")
     keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
     if is_stored(x) and keeps:
@@ -246,7 +246,7 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
             out = registry.bind_all(eqn, x.data, *rest)
             return [v.value(y, scale, v.MEASURED, dtype) for y in out]
     # Not stored: the FP32 data moves, and so do its copies, which products read.
-    out = default(eqn, x, *rest)
+    out = wide_results(eqn, x, *rest)
     if keeps and not eqn.primitive.multiple_results:
         for (name, parts), copy in x.copies.items():
             scale = _moved_scale(eqn, copy)
@@ -285,11 +285,11 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         eqn = eqn.replace(params={**eqn.params, "precision": None})
     fmt = v.result_dtype(a, b)
     if fmt.itemsize >= 4 or not is_float(aval) or not is_narrow_product(eqn):
-        return default(eqn, *operands)
+        return wide_results(eqn, *operands)
     if _may_select_elements(eqn, operands):
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
-        return default(eqn, *operands)
+        return wide_results(eqn, *operands)
     reads, copies = reads_in(jaxpr), []
     for atom, x, reading in zip(eqn.invars, (a, b), readings(eqn), strict=False):
         common = reading if isinstance(atom, Literal) else reads.get(atom, reading)
