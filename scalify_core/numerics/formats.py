@@ -532,7 +532,10 @@ def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
         return x
     if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):
         return lax.convert_element_type(x, dtype)
-    out = _saturating_cast(x, dtype)
+    if has_range_of_float32(dtype):  # it has FP32's subnormal numbers, too
+        out = FloatFormat.of(dtype).cast(x)
+    else:
+        out = _saturating_cast(x, dtype)
     if meant:
         return out
     return precision_warnings.observe_rounding(x, out)
@@ -547,8 +550,9 @@ def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
 def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     x = as_float32(x)
     limit = np.float32(FloatFormat.of(dtype).max)
-    # Not `is_finite`, which XLA's kernels for norms on GPUs (Triton) do not have: a
-    # cast would be a kernel of its own.
+    # A clamp flushes FP32's subnormal numbers on CPU, and is less for compilers to fuse
+    # than `FloatFormat.cast`. Not `is_finite`, which XLA's kernels for norms on GPUs
+    # (Triton) do not have: a cast would be a kernel of its own.
     finite = lax.lt(lax.abs(x), np.float32(np.inf))
     return lax.convert_element_type(
         lax.select(finite, lax.clamp(-limit, x, limit), x), dtype

@@ -22,6 +22,7 @@ from scalify_core.numerics.formats import (
     pow2_floor,
     pow2_inverse,
     pow2_round,
+    saturating_cast,
 )
 
 NATIVE = [E4M3, E5M2, FP16, BF16]
@@ -98,6 +99,7 @@ def test_every_16_bit_pattern_and_numbers_around_ties_round_to_nearest_even(fmt)
         actual = jax.jit(fmt.cast)(x)
         assert actual.dtype == fmt.dtype
         assert_same(actual, expected)
+        assert_same(saturating_cast(jnp.asarray(x), fmt.dtype), expected)
         inside = np.abs(x) <= fmt.max
         assert_same(np.asarray(actual)[inside], x[inside].astype(fmt.dtype))
 
