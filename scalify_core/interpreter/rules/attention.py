@@ -79,7 +79,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     static = call.settings
     growth = _attention_growth(call, q, k)
     # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal
-    # numbers: up, and down again.
+    # numbers, so gradients are multiplied by `lift`, and results divided by it.
     lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
     raised = formats.saturating_cast(sc.times(v.data32(gradient), lift), q.data.dtype)
     residuals = (q, k, values, segments, kernel_output, log_norm)
