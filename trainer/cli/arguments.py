@@ -19,6 +19,7 @@ from trainer.text import nearest, refuse_twice, show
 
 HELP_WIDTH = 79
 KEY_COLUMNS = 26  # part of HELP_WIDTH that shows the keys
+MAX_INTEGER = 2**31 - 1  # JAX's integers have 32 bits
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 HELP = ("--help", "-h")
 STEP = "the checkpoint: newest, best (lowest validation loss), or its number of steps"
@@ -92,9 +93,12 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
     if hint not in kinds:
         return value
     try:
-        return hint(value)
+        number = hint(value)
     except ValueError:
         raise UserError(f"{key}={value}: expected {kinds[hint]}") from None
+    if hint is int and abs(number) > MAX_INTEGER:
+        raise UserError(f"{key}={value}: expected at most {MAX_INTEGER}")
+    return number
 
 
 def without_dashes(

@@ -303,6 +303,7 @@ def launch(
 
 def connect() -> None:
     """Connect to the cluster of this machine. Raises UserError if there is none."""
+    check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
         ray.init(
             "auto", logging_level="ERROR", runtime_env={"env_vars": passed_variables()}
@@ -312,6 +313,20 @@ def connect() -> None:
             "launcher=ray found no Ray cluster on this machine; start one by `ray start"
             " --head --disable-usage-stats`, and `ray start --address=HOST:6379` on the"
             " other machines"
+        ) from error
+
+
+def check_address(address: str) -> None:
+    """Raise UserError if nobody answers at HOST:PORT. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start it,"
+            " or unset RAY_ADDRESS for that of this machine"
         ) from error
 
 

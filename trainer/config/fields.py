@@ -30,6 +30,10 @@ def completed(hint: Any, tree: Any) -> Any:
     """Return saved values of the class `hint`, with null for missing keys that may be
     null.
     """
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
+        return completed(typing.get_args(hint)[0], tree)
+    if typing.get_origin(hint) is tuple and isinstance(tree, list):
+        return [completed(typing.get_args(hint)[0], item) for item in tree]
     if not isinstance(tree, Mapping):
         return tree
     variants = _variants(hint)

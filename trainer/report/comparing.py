@@ -139,7 +139,10 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         page = page.replace("<head>", f"<head>{runs_tag(paths)}", 1)
         replaced = out.is_file() and not compares(out, paths)
     write_text(out, page)
-    return [*lines, f"{out}, in place of another comparison" if replaced else str(out)]
+    return [
+        *lines,
+        f"{out}, in place of the file of that name" if replaced else str(out),
+    ]
 
 
 def ranked_entries(histories: Sequence[History]) -> list[Entry]:

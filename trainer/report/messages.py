@@ -405,4 +405,5 @@ def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> No
     # which reads its arguments as they are
     here = shlex.quote(f"run_dir={run_dir}")
     say(f"sample more:  {program} generate {here} prompt='And God said'")
-    say(f"train longer: {resume} train.steps={2 * run.plan.steps}")
+    command = "the same command with" if has_launcher else resume
+    say(f"train longer: {command} train.steps={2 * run.plan.steps}")

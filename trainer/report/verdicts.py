@@ -458,6 +458,9 @@ def _fp8_cast(
     layer = name.removesuffix(suffix)
     if not any(fnmatchcase(layer, path) for path in fp8_layers):
         return None
+    fine = settings.get("precision.backward_e4m3") or ()
+    if key == "backward" and any(fnmatchcase(layer, path) for path in fine):
+        format_name = "e4m3"
     return f"{description} {layer}", FloatFormat.parse(format_name)
 
 

@@ -80,7 +80,7 @@ def check_same_precision(
     old = dataclasses.asdict(saved)
     new = dataclasses.asdict(policy)
     different = [
-        f"precision.{name}={old[name]} (now {new[name]})"
+        f"{override(f'precision.{name}', old[name])} (now {new[name]})"
         for name in new
         if old[name] != new[name]
     ]
@@ -96,7 +96,8 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
     saved = saved_trainable(meta)
     if task._replace(trainable=saved).trained_roles != task.trained_roles:
         saved_key, key = (
-            f"train.trainable=[{','.join(names)}]" for names in (saved, task.trainable)
+            override("train.trainable", f"[{','.join(names)}]")
+            for names in (saved, task.trainable)
         )
         raise UserError(
             f"resume={source} was trained with {saved_key}, this is {key}: its"

@@ -20,8 +20,9 @@ from typing import Any, Self
 import jax
 import yaml
 
-from trainer.config.fields import flatten
+from trainer.config.fields import completed, flatten
 from trainer.config.renamed import renamed_keys
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import (
     FOLDERS,
@@ -46,6 +47,18 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.text import override, redact
 from trainer.version import __version__
 
+# Files that a run writes, which a user may have under the same name.
+REPLACED = (
+    "metrics.jsonl",
+    "samples.txt",
+    "tokenizer.json",
+    "tokenizer.tiktoken",
+    "tokenizer_config.json",
+    "environment.txt",
+    "report.html",
+    "evaluation.json",
+    "divergence.txt",
+)
 # Keys that a resumed run may change. They decide how long, how often and where it
 # runs, but not which numbers it computes.
 MAY_CHANGE = (
@@ -245,6 +258,7 @@ class RunDir:
         """
         path = self.path / "config.yaml"
         if not path.exists():
+            self._check_no_other_files()
             return
         differing = config_differences(self._saved_config(), config, may_change, fixed)
         if differing:
@@ -258,6 +272,17 @@ class RunDir:
                 f"run_dir={self.path} belongs to another configuration:"
                 f" {'; '.join(differing)}; restore these values, or choose another"
                 f" run_dir{hint}"
+            )
+
+    def _check_no_other_files(self) -> None:
+        """Refuse a directory that is no run, but has files that a run would replace."""
+        if has_checkpoints(self.path):  # a run whose config.yaml was removed
+            return
+        found = [name for name in REPLACED if (self.path / name).exists()]
+        if found:
+            raise UserError(
+                f"run_dir={self.path} is no run, and has a {found[0]}, which a run"
+                " would replace; choose another run_dir, or move it away"
             )
 
     def check_no_effect_after_end(self, step: int, config: Mapping[str, Any]) -> None:
@@ -305,7 +330,7 @@ class RunDir:
         try:
             return renamed_keys(read_mapping(path))
         except ValueError as error:
-            if not any(entry.name.isdecimal() for entry in checkpoints.glob("*")):
+            if not has_checkpoints(self.path):
                 raise UserError(
                     f"{path} is damaged ({error}); choose another run_dir"
                 ) from error
@@ -344,6 +369,11 @@ class RunDir:
         self.release()
 
 
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return whether a run directory has a checkpoint, readable or not."""
+    return any(entry.name.isdecimal() for entry in (run_dir / "checkpoints").glob("*"))
+
+
 def config_differences(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
@@ -355,8 +385,8 @@ def config_differences(
     Keys that match a pattern of `may_change` are left out, unless `fixed` names them or
     their group.
     """
-    old_values = dict(flatten(old))
-    new_values = dict(flatten(new))
+    old_values = dict(flatten(completed(Config, old)))
+    new_values = dict(flatten(completed(Config, new)))
     changes = []
     for key in dict.fromkeys([*new_values, *old_values]):
         old_value = old_values.get(key)

@@ -84,6 +84,13 @@ class WandbTracker(Tracker):
             target=self._run_calls, name="wandb", daemon=True
         )
         self._thread.start()
+        if self._sent > start.step and not start.is_new:
+            logger.warning(
+                "W&B keeps what a killed attempt sent of steps %d to %d; if settings"
+                " have changed since, metrics.jsonl alone has this run's values",
+                start.step + 1,
+                self._sent,
+            )
         if start.log is not None:
             start.log.replay(self, after=self._sent)
 

@@ -54,6 +54,16 @@ def test_the_nearest_keys_share_the_last_part():
     assert nearest_keys("nothing", KEYS) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["generate", "top_k=3000000000"], ["explain", "batch=10000000000000000000"]],
+)
+def test_integers_that_jax_lacks_are_refused(words, monkeypatch, capsys):
+    code, _, err = called(monkeypatch, capsys, words[0], "run_dir=x", words[1])
+    assert code == 2
+    assert "expected at most 2147483647" in err
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_explains_its_keys_in_80_columns(name, monkeypatch, capsys):
     code, out, _ = called(monkeypatch, capsys, name, "--help")

@@ -431,5 +431,6 @@ def test_another_comparison_is_not_overwritten_unless_it_is_said(sweep, compare)
     assert without_scripts(sweep / "compare.html") == first
     out = str(sweep / "compare.html")
     assert (
-        where(f"{sweep}/1,{sweep}/2", out) == f"{out}, in place of another comparison"
+        where(f"{sweep}/1,{sweep}/2", out)
+        == f"{out}, in place of the file of that name"
     )

@@ -406,6 +406,13 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             BAD,
             "at most 100.00% of that tensor's RMS",
         ),
+        # E4M3 flushes values that E5M2 keeps.
+        (
+            tensor("activation_gradients", "h.0.mlp.c_fc.out", underflow=0.5, rms=0.01),
+            FP8.replace("backward:", "backward_e4m3: ['h.0.*'], backward:"),
+            FAIR,
+            "the gradients of the outputs of h.0.mlp.c_fc",
+        ),
         # What is not cast to eight bits, or not known to be.
         *(
             (

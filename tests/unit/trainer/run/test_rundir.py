@@ -1,3 +1,4 @@
+import copy
 import fcntl
 import json
 import os
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
+from trainer.config.composition import compose_config
+from trainer.config.fields import from_saved, to_tree
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.rundir import (
@@ -47,6 +51,24 @@ def test_a_job_of_a_sweep_does_not_go_on_with_a_run_of_other_steps(run_dir):
     assert f"resume={run_dir.path}" in str(refused.value)
     with pytest.raises(UserError, match=r"tracker\.tags"):
         run_dir.check(CONFIG | {"tracker": {"tags": ()}}, fixed=["tracker"])
+
+
+@pytest.mark.parametrize("name", ["samples.txt", "metrics.jsonl", "tokenizer.json"])
+def test_a_directory_that_is_no_run_keeps_its_files(tmp_path, run_dir, name):
+    (run_dir.path / name).write_text("the user's own")
+    with pytest.raises(UserError, match=f"is no run, and has a {name}"):
+        run_dir.write_config(CONFIG)
+    assert (run_dir.path / name).read_text() == "the user's own"
+
+
+def test_a_key_of_a_phase_that_is_newer_than_the_run_is_no_difference(run_dir):
+    new = to_tree(compose_config(["train.phases=[{until:3,precision:sim},{}]"]))
+    new["train"]["phases"] = list(new["train"]["phases"])
+    old = copy.deepcopy(new)
+    del old["train"]["phases"][0]["precision"]["four_over_six"]
+    run_dir.write_config(old)
+    run_dir.check(new)
+    assert from_saved(Config, old) == from_saved(Config, new)
 
 
 HOLDER = """
