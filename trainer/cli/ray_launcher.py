@@ -15,20 +15,21 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from trainer.cli.train import LOST_PROCESS
 from trainer.config.combinations import with_workers
 from trainer.config.fields import from_tree, to_tree
 from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain
-from trainer.text import override, show
+from trainer.text import show
 
 # The start of a line of Ray's log, or of a message of Ray about a lost process.
 RAY_LINE = (
@@ -92,6 +93,7 @@ autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 40
 # them, and others may be secrets. For all others, workers have those of their node.
 PASSED_PREFIXES = ("JAX_", "XLA_", "PYTHONPATH")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RESUME = "to resume: run the same command again"
 
 
 class WorkerJob(NamedTuple):
@@ -120,13 +122,21 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._signal = 0
+        self._signal, self._training = 0, False
         self._wake, self._stopped = asyncio.Event(), asyncio.Event()
 
-    async def send(self, number: int) -> None:
-        """Send a signal's number to these workers and all later ones."""
+    async def set_training(self, now: bool) -> None:
+        """Note whether workers train now."""
+        self._training = now
+
+    async def send(self, number: int) -> bool:
+        """Send a signal's number to these workers and all later ones.
+
+        Return whether workers train, which then will stop.
+        """
         self._signal = number
         self._wake.set()
+        return self._training
 
     async def interrupt(self) -> None:
         """Stop these workers for a resize, and wait until they have stopped."""
@@ -176,27 +186,36 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
     def __init__(self, stop: Any, stop_seconds: float | None) -> None:
         self.stop, self.stop_seconds = stop, stop_seconds
         self.is_training = False
+        self.asked_for = 0
+        self.has_waited = False
         self.places: list[str] = []
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Print the machine and the process of each worker."""
         processes = [worker.metadata for worker in worker_group.get_workers()]
         self.places = [f"{p.hostname}, process {p.pid}" for p in processes]
-        workers = "; ".join(f"{i} on {place}" for i, place in enumerate(self.places))
-        show(f"workers: {workers}")
+        listed = "; ".join(f"{i} on {place}" for i, place in enumerate(self.places))
+        show(f"workers: {listed}")
+        self.asked_for, self.has_waited = 0, False
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         """Note that workers train."""
-        self.is_training = True
+        self._set_training(True)
+
+    def _set_training(self, now: bool) -> None:
+        self.is_training = now
+        ray.get(self.stop.set_training.remote(now))
 
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any
     ) -> None:
-        """Print that workers did not start, if Ray will ask for them again."""
-        if isinstance(current_state, ReschedulingState):
+        """Print once that the cluster lacks room, if Ray will ask for workers again."""
+        if isinstance(current_state, ReschedulingState) and not self.has_waited:
+            self.has_waited = True
             show(
-                "the cluster has not started them, perhaps because it still counts a"
-                " lost machine"
+                f"the cluster has no room for {workers(self.asked_for)}, or still"
+                " counts a lost machine: asking until it has; a machine on which Ray is"
+                " started is taken in"
             )
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -211,27 +230,34 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
         if refusals and not any(map(is_lost, errors.values())):
             raise refusals[0]
         if errors and self.is_training:
-            self.is_training = False
+            self._set_training(False)
             ranks, lowest = ", ".join(str(rank) for rank in sorted(errors)), min(errors)
             show(
                 f"worker {ranks} of {len(worker_group_status.worker_statuses)} has"
                 f" failed ({self.places[lowest]}: {describe(errors[lowest])}): starting"
-                " again from the newest checkpoint, with the workers that the cluster"
-                " has"
+                " again with the workers that the cluster has, from the newest"
+                " checkpoint, or from the beginning if there is none"
             )
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         """Print how many workers start; let those that train save a checkpoint."""
         count = resize_decision.num_workers
         if self.is_training:
-            self.is_training = False
+            self._set_training(False)
             show(
                 f"the cluster has room for {count} workers: saving a checkpoint, and"
                 " starting again with them"
             )
             with contextlib.suppress(GetTimeoutError):
                 ray.get(self.stop.interrupt.remote(), timeout=self.stop_seconds)
-        show(f"asking the cluster for {count} worker{'s' * (count != 1)}")
+        if count != self.asked_for:
+            self.asked_for = count
+            show(f"asking the cluster for {workers(count)}")
+
+
+def workers(count: int) -> str:
+    """Return `1 worker` or `N workers`."""
+    return f"{count} worker{'s' * (count != 1)}"
 
 
 def is_lost(error: Exception) -> bool:
@@ -287,17 +313,17 @@ def launch(
                 logging_config=LoggingConfig("CRITICAL"),
             ),
         )
-        min_workers, _ = config.launcher.workers or ()
+        min_workers, max_workers = config.launcher.workers or ()
         show(
-            f"waiting until the Ray cluster has room for {min_workers} workers or more;"
-            " `ray status` says what it has"
+            f"looking for room for {min_workers} to {max_workers} workers on the Ray"
+            " cluster; `ray status` says what it has"
         )
         try:
             code = fit(trainer, stop)
         finally:
             ray.shutdown()
     if code:
-        show(f"to resume: the same command with {override('run_dir', config.run_dir)}")
+        show(RESUME)
     return code
 
 
@@ -340,13 +366,13 @@ def scaling(launcher: Launcher) -> ScalingConfig:
     assert launcher.workers is not None
     min_workers, max_workers = launcher.workers
     # For a fixed number, unlike a range, Ray holds no machines after a killed command.
-    workers = max_workers if min_workers == max_workers else launcher.workers
+    count = max_workers if min_workers == max_workers else launcher.workers
     gpus = launcher.worker_gpus
     if gpus is None:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
     resources = {"CPU": launcher.worker_cpus or 1} | ({"GPU": gpus} if gpus else {})
     return ScalingConfig(
-        num_workers=workers,
+        num_workers=count,
         use_gpu=gpus > 0,
         resources_per_worker=resources,
         elastic_resize_monitor_interval_s=float(launcher.resize_seconds or 0),
@@ -364,8 +390,7 @@ def fit(trainer: Trainer, stop: Any) -> int:
     def handle(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > 1:
-            # Ray ends the workers of a command that has ended.
-            os._exit(128 + number)
+            end_at_once(number)
 
     # In the main thread, Ray would end the workers at the first Ctrl-C.
     with signal_handlers(handle), ThreadPoolExecutor(1) as pool:
@@ -374,12 +399,23 @@ def fit(trainer: Trainer, stop: Any) -> int:
         while not wait([running], timeout=0.5).done:
             if signals and not sent:
                 sent = signals[0]
+                name = signal.Signals(sent).name
+                if not ray.get(stop.send.remote(sent)):
+                    show(f"{name}: no worker is training, so there is nothing to save")
+                    end_at_once(sent)
                 show(
-                    f"{signal.Signals(sent).name}: stopping all workers after a step"
-                    " and saving a checkpoint; a second signal ends them at once"
+                    f"{name}: stopping all workers after a step, or after what they"
+                    " compile, and saving a checkpoint; a second signal ends them at"
+                    " once"
                 )
-                ray.get(stop.send.remote(sent))
         return exit_code(running)
+
+
+def end_at_once(number: int) -> NoReturn:
+    """End the command after a signal. Ray then ends its workers."""
+    show(RESUME)
+    sys.stdout.flush()
+    os._exit(128 + number)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,18 @@ def test_a_run_goes_on_without_a_killed_node_and_takes_another_in(
         assert "DiLoCo: one replica" in said
 
 
+def test_a_signal_while_it_waits_for_machines_ends_the_command(nodes, tmp_path):
+    words = ["launcher=ray", "launcher.workers=[1,1]", "launcher.worker_cpus=2"]
+    process = trainer(tmp_path, "A", *ARGS, *words, RAY_ADDRESS=nodes.address)
+    for line in process.stdout:
+        if "the cluster has no room for 1 worker," in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, code=143)
+    assert "SIGTERM: no worker is training, so there is nothing to save" in output
+    assert "to resume: run the same command again" in output
+
+
 def test_a_users_error_in_a_worker_is_one_line_and_no_start_follows(nodes, tmp_path):
     words = ["data=text", "data.tokenizer=byte", "data.paths=[not_here.txt]"]
     output = finish(on_ray(nodes, tmp_path, *words), code=2)
