@@ -12,8 +12,8 @@ from trainer.data import (
     EmbeddedSource,
     HubSource,
     PreparedSource,
-    PythonSource,
     Source,
+    StandardLibrarySource,
     TextSource,
     check_prepared,
     prepare,
@@ -39,7 +39,7 @@ def build_source(c: schema.Data) -> Source:
         case "embedded":
             return EmbeddedSource()
         case "python":
-            return PythonSource()
+            return StandardLibrarySource()
         case "text":
             assert c.column is not None  # by config.combinations.validate
             return TextSource(c.paths, c.format, c.column, c.max_documents)

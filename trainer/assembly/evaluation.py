@@ -93,7 +93,9 @@ def source_text(
     arrays: list[Any] = []
     tokens = 0
     pieces = (
-        (rows, text) for rows in corpus.read_for(tokenizer, None) for text in rows.texts
+        (rows, text)
+        for rows in corpus.batches_for(tokenizer, None)
+        for text in rows.texts
     )
     for rows, text in pieces:
         ids = tokenizer.encode_array(text, rows.preceding, rows.following)

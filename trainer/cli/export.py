@@ -85,7 +85,7 @@ def original_directory(
 
 def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
     """Return the ids of special tokens in a model's configuration file."""
-    from trainer.data.settings_beside import read_beside
+    from trainer.data.tokenizer_settings import read_beside
 
     tree = read_beside(directory, name)
     keys = [key for key in SPECIAL_IDS if key in tree]
@@ -98,7 +98,7 @@ def special_ids(origin: Path | None, eot: int) -> dict[str, Any]:
     A model may end a turn of a chat with another token than a document. Only its
     original directory names that token.
     """
-    from trainer.data.settings_beside import MODEL_CONFIGS
+    from trainer.data.tokenizer_settings import MODEL_CONFIGS
 
     if origin is None:
         return {"bos_token_id": eot, "eos_token_id": eot}
@@ -128,7 +128,7 @@ def with_ids_of(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def describe_origin(origin: Path, files: Sequence[Path]) -> str:
     """Return a line that says which settings an export has from the original."""
-    from trainer.data.settings_beside import SETTINGS, read_beside
+    from trainer.data.tokenizer_settings import SETTINGS, read_beside
 
     names = [file.name for file in files]
     has_template = "chat_template.jinja" in names or (
@@ -153,7 +153,7 @@ def tokenizer_class(out: Path) -> str:
 
 def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
     """Return generation_config.json: the original's settings, with `special_ids`."""
-    from trainer.data.settings_beside import read_beside
+    from trainer.data.tokenizer_settings import read_beside
 
     ids = special_ids(origin, eot)
     if origin is None:
@@ -162,8 +162,8 @@ def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
 
 
 def limit_lengths(out: Path, context: int) -> None:
-    """Lower the original's lengths in an export to the context of its model."""
-    from trainer.data.settings_beside import SETTINGS, read_beside
+    """Lower model_max_length and max_length of an export to the model's context."""
+    from trainer.data.tokenizer_settings import SETTINGS, read_beside
     from trainer.models.weight_files import write_object
 
     lengths = {SETTINGS: "model_max_length", "generation_config.json": "max_length"}
@@ -173,7 +173,7 @@ def limit_lengths(out: Path, context: int) -> None:
             write_object(out / name, tree | {key: context})
 
 
-def model_card(model: "SavedModel", formats: str, tokenizer_class: str) -> str:
+def model_card(model: "SavedModel", formats: str, reader: str) -> str:
     """Return the text of README.md, as Hugging Face's hub shows it."""
     from trainer.models.flops import param_count
 
@@ -206,10 +206,10 @@ tokens in all.
 - Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
 
 ```python
-from transformers import AutoModelForCausalLM, {tokenizer_class}
+from transformers import AutoModelForCausalLM, {reader}
 
 model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = {tokenizer_class}.from_pretrained(".")
+tokenizer = {reader}.from_pretrained(".")
 ```
 """
 
@@ -279,8 +279,8 @@ def main(args: Arguments) -> None:
     elif model.config.init_from is not None:
         show(
             f"init_from={model.config.init_from} is not here, is no Hugging Face"
-            " directory, or has another tokenizer: no chat template and no further ends"
-            " of texts are exported"
+            " directory, or has another tokenizer: no chat template is exported,"
+            " and no eos_token_id but the run's own"
         )
     if kernels is not None:
         show(f"{len(kernels)} FP8 matmuls; serve it: vllm serve {args.out}")

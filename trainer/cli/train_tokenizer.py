@@ -24,7 +24,7 @@ from trainer.cli.arguments import argument
 from trainer.cli.composing import run_with_data_keys
 from trainer.cli.prepare_data import text_settings
 from trainer.data import PreparedSource, Source
-from trainer.data.bpe_files import known_settings
+from trainer.data.bpe_files import builtin_settings
 from trainer.data.byte_spelling import BYTE_LEVEL
 from trainer.data.corpus import open_corpus
 from trainer.data.hf_tokenizer import TOKENIZER_JSON, save_hf, split_by
@@ -94,7 +94,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
     from tokenizers import Tokenizer as HFTokenizer
 
     split = split_by(
-        known_settings(pattern if pattern != "gpt2" else "r50k_base")["pat_str"]
+        builtin_settings(pattern if pattern != "gpt2" else "r50k_base")["pat_str"]
     )
     tree = json.loads(HFTokenizer(models.BPE()).to_str())
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
@@ -142,20 +142,21 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Train, write, and show how the tokenizer is used."""
     from trainer.assembly.data import build_source
 
-    c = text_settings(overrides)
-    assert c.cache_dir is not None  # text_settings refuses sources without one
-    assert c.val_fraction is not None
-    if c.max_tokens is not None:
+    data_config = text_settings(overrides)
+    # text_settings refuses sources without one.
+    assert data_config.cache_dir is not None
+    assert data_config.val_fraction is not None
+    if data_config.max_tokens is not None:
         raise UserError(
             "data.max_tokens: there are no tokens yet; bound the text by"
             " data.max_documents or max_chars"
         )
     texts = ByteCounter(
         texts_of(
-            build_source(c),
-            Path(c.cache_dir),
+            build_source(data_config),
+            Path(data_config.cache_dir),
             args.max_chars,
-            0 if args.all_text else c.val_fraction,
+            0 if args.all_text else data_config.val_fraction,
         )
     )
     tokenizer = train(iter(texts), args.vocab_size, args.pattern, Path(args.out))

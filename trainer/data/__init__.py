@@ -4,7 +4,7 @@ Read in this order: corpus (sources), tokenizer, encode and preparation (from te
 shards), shards (the prepared directory), loader.
 
 Readers: files, jsonl, parquet, compressed, hub_data, standard_library. Tokenizer files:
-bpe_files, json_tokenizer, hf_tokenizer, settings_beside. Checks of tokenizers that
+bpe_files, json_tokenizer, hf_tokenizer, tokenizer_settings. Checks of tokenizers that
 others wrote: line_cuts, word_patterns, tokenizer_bounds.
 """
 
@@ -12,8 +12,8 @@ from trainer.data.corpus import (
     EmbeddedSource,
     HubSource,
     PreparedSource,
-    PythonSource,
     Source,
+    StandardLibrarySource,
     TextSource,
 )
 from trainer.data.custom import Batches
@@ -31,8 +31,8 @@ __all__ = [
     "Manifest",
     "PreparedSource",
     "Progress",
-    "PythonSource",
     "Source",
+    "StandardLibrarySource",
     "TextSource",
     "Tokenizer",
     "check_prepared",

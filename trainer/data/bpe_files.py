@@ -18,7 +18,8 @@ import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING, unspell
-from trainer.data.settings_beside import (
+from trainer.data.tokenizer_bounds import check_pattern
+from trainer.data.tokenizer_settings import (
     NUL,
     SAVE_AGAIN,
     SETTINGS,
@@ -27,8 +28,7 @@ from trainer.data.settings_beside import (
     read_bytes,
     read_json,
 )
-from trainer.data.tokenizer_bounds import check_pattern
-from trainer.data.word_patterns import for_hugging_face, splitting_difference
+from trainer.data.word_patterns import splitting_difference, to_hf_pattern
 from trainer.errors import UserError
 
 # A file of merges in order of priority, and one of ids: OpenAI's names and Hugging
@@ -81,10 +81,10 @@ def pattern_and_special_tokens(path: Path) -> dict[str, Any]:
                 " (text to id)"
             )
     else:
-        tree = known_settings(path.stem)
+        tree = builtin_settings(path.stem)
         if not tree:
             names = tiktoken.list_encoding_names()
-            valid = sorted(name for name in names if known_settings(name))
+            valid = sorted(name for name in names if builtin_settings(name))
             raise UserError(
                 f"{path} does not say how a text is split into words; put"
                 f" {json_file.name} beside it, with the keys pat_str (a pattern) and"
@@ -94,7 +94,7 @@ def pattern_and_special_tokens(path: Path) -> dict[str, Any]:
     return {key: tree[key] for key in ("pat_str", "special_tokens")}
 
 
-def known_settings(name: str) -> dict[str, Any]:
+def builtin_settings(name: str) -> dict[str, Any]:
     """Return the pattern and the special tokens of tiktoken's encoding `name`, without
     a download; {} if tiktoken has no such encoding.
     """
@@ -110,7 +110,7 @@ def known_settings(name: str) -> dict[str, Any]:
     return types.FunctionType(constructor.__code__, names)()
 
 
-def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
+def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     """Return the tokenizer.json of a merges file and the ids in `ids_path`.
 
     Without `ids_path` the ids are in the order of the merges. Words are split by
@@ -139,16 +139,19 @@ def tree_of_merges(path: Path, ids_path: Path) -> dict[str, Any]:
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(ordinary))}
     if ids_path.is_file():
         vocabulary = read_json(ids_path)
+    # The files may have no special token. End-of-text then gets the next id.
     if vocabulary.keys() <= set(ordinary):
         vocabulary[ENDOFTEXT] = max(vocabulary.values()) + 1
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
     # The two files do not record how transformers finds an added word in a text.
     check_added_later(directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)})
     pre_tokenizer = BYTE_LEVEL | {"use_regex": True}
-    return bpe_tree(vocabulary, merges, special, pre_tokenizer, ignore_merges=False)
+    return bpe_tokenizer_json(
+        vocabulary, merges, special, pre_tokenizer, ignore_merges=False
+    )
 
 
-def bpe_tree(
+def bpe_tokenizer_json(
     vocabulary: dict[str, int],
     merges: list[list[str]],
     special: dict[str, int],
@@ -202,7 +205,7 @@ def pair_of(merge: Any) -> Pair | None:
     return (tokens[0], tokens[1]) if len(tokens) == len(spellings) == 2 else None
 
 
-def tiktoken_merges_alike(
+def is_same_in_tiktoken(
     ids: TokenIds, merges: Sequence[Pair], *, ignore_merges: bool = False
 ) -> bool:
     """Return whether tiktoken encodes as these merges do.
@@ -220,8 +223,8 @@ def tiktoken_merges_alike(
     if not all(bytes([byte]) in ids for byte in range(256)):
         return False
     if ignore_merges:
-        # `merges` may have several for a token. Only the one in `merges_of` is ever
-        # applied.
+        # Here a token may have several merges, or none. Only its merge in `merges_of`
+        # is ever applied, so others may be ignored if priorities follow the ids.
         return merged_ids == sorted(merged_ids) and set(merges_of(ids)) <= set(merges)
     return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
 
@@ -260,7 +263,7 @@ def tiktoken_settings(
     order of the merges, one pattern for words, and GPT-2's end-of-text token after each
     document. tiktoken knows no added words, which `tokenizers` matches before all
     others. An encoding whose ids are the bytes themselves, with NUL after each
-    document, is read too.
+    document, is accepted too; `from_tokenizer_json` makes it a ByteTokenizer.
 
     Args:
       tree: the content of a tokenizer.json.
@@ -289,7 +292,7 @@ def tiktoken_settings(
         not has_added_words
         and end == ENDOFTEXT
         and len(merges) == len(pairs)
-        and tiktoken_merges_alike(ids, merges, ignore_merges=ignore_merges)
+        and is_same_in_tiktoken(ids, merges, ignore_merges=ignore_merges)
     )
     if not is_bytes and not is_like_gpt2:
         return None
@@ -351,9 +354,9 @@ def known_patterns() -> dict[str, str]:
 
     tiktoken and `tokenizers` split texts alike by these patterns.
     """
-    settings = (known_settings(name) for name in tiktoken.list_encoding_names())
+    settings = (builtin_settings(name) for name in tiktoken.list_encoding_names())
     patterns = (tree["pat_str"] for tree in settings if tree)
-    return {for_hugging_face(pattern): pattern for pattern in patterns}
+    return {to_hf_pattern(pattern): pattern for pattern in patterns}
 
 
 def encoding(

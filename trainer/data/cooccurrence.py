@@ -41,7 +41,9 @@ def token_vectors(
     Returns:
       FP32 [n_ids, width]; the vectors of ids that the text lacks are 0.
     """
-    counts = neighbors(np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window)
+    counts = cooccurrence_counts(
+        np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window
+    )
     present = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((n_ids, width), np.float32)
     rank = min(width, len(present) - 1)
@@ -70,7 +72,7 @@ def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
     return (basis @ left)[:, :rank], values[:rank]
 
 
-def neighbors(
+def cooccurrence_counts(
     tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, window: int
 ) -> sparse.csr_array:
     """Return the weighted co-occurrences of tokens, FP32 [n_ids, n_ids], symmetric."""
@@ -80,8 +82,8 @@ def neighbors(
     for distance in range(1, min(window, len(tokens_N) - 1) + 1):
         left, right = tokens_N[:-distance], tokens_N[distance:]
         if end is not None:
-            same_text = document_N[:-distance] == document_N[distance:]
-            is_pair = (left != end) & same_text
+            same_document = document_N[:-distance] == document_N[distance:]
+            is_pair = (left != end) & same_document
             left, right = left[is_pair], right[is_pair]
         weight = np.full(len(left), 1 / distance, np.float32)
         pairs = sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids))

@@ -25,7 +25,7 @@ from trainer.data.files import (
     expand,
     folder_of,
     format_of,
-    read_errors,
+    reading_errors,
     with_column_advice,
 )
 from trainer.data.hub_data import (
@@ -56,7 +56,7 @@ DOCUMENTS_PER_READ = 256
 FILES_PER_READ = 16
 # A single text is read in pieces of about this size.
 PIECE_CHARS = 1 << 21
-# The tokens of a piece may depend on so much text before it.
+# Characters of the preceding text that the tokens of a piece may depend on.
 PRECEDING_CHARS = 1 << 12
 
 
@@ -68,7 +68,7 @@ class EmbeddedSource:
 
 
 @dataclass(frozen=True)
-class PythonSource:
+class StandardLibrarySource:
     """The standard library of the running Python, as text; see `standard_library`."""
 
 
@@ -126,7 +126,9 @@ class PreparedSource:
     directory: Path
 
 
-Source = EmbeddedSource | PythonSource | TextSource | HubSource | PreparedSource
+Source = (
+    EmbeddedSource | StandardLibrarySource | TextSource | HubSource | PreparedSource
+)
 
 
 class TextBatch(NamedTuple):
@@ -167,11 +169,14 @@ class Corpus:
     max_tokens: int | None = None
     files: Sequence[SourceFile] = ()
 
-    def read_for(self, tokenizer: Tokenizer, position: Position) -> Iterator[TextBatch]:
+    def batches_for(
+        self, tokenizer: Tokenizer, position: Position
+    ) -> Iterator[TextBatch]:
         """Return the batches that a tokenizer encodes.
 
-        A single text comes in pieces. For a tokenizer that is not line-safe it comes
-        whole, and all of it is held in memory.
+        A single text comes in pieces that are cut at starts of lines. If cuts could
+        change the ids (`line_safe` is False), it comes whole, and all of it is held in
+        memory.
         """
         batches = self.read(position)
         if self.length is None or tokenizer.line_safe:
@@ -191,7 +196,8 @@ class Corpus:
 
 
 def open_corpus(
-    source: EmbeddedSource | PythonSource | TextSource | HubSource, cache_dir: Path
+    source: EmbeddedSource | StandardLibrarySource | TextSource | HubSource,
+    cache_dir: Path,
 ) -> Corpus:
     """Check a source and open it.
 
@@ -207,7 +213,7 @@ def open_corpus(
     match source:
         case EmbeddedSource():
             return embedded_corpus()
-        case PythonSource():
+        case StandardLibrarySource():
             return python_corpus(find_library())
         case TextSource():
             return files_corpus(source, cache_dir)
@@ -262,27 +268,30 @@ def files_corpus(source: TextSource, cache_dir: Path) -> Corpus:
     paths = expand(source.paths)
     check_numbered_files(paths)
     refuse_compressed_duplicates(paths)
-    origin_of = {decompressed(path, cache_dir): path for path in paths}
-    origins = {path: origin for path, origin in origin_of.items() if path != origin}
-    with original_names(origins):
-        corpus = corpus_of_decompressed(source, list(origin_of), origins, cache_dir)
+    user_files = {decompressed(path, cache_dir): path for path in paths}
+    compressed = {path: file for path, file in user_files.items() if path != file}
+    with original_names(compressed):
+        corpus = corpus_of_decompressed(source, list(user_files), compressed, cache_dir)
 
     def read(position: Position) -> Iterator[TextBatch]:
-        with original_names(origins):
+        with original_names(compressed):
             yield from corpus.read(position)
 
     return replace(corpus, read=read)
 
 
 def corpus_of_decompressed(
-    source: TextSource, paths: list[Path], origins: Mapping[Path, Path], cache_dir: Path
+    source: TextSource,
+    paths: list[Path],
+    compressed: Mapping[Path, Path],
+    cache_dir: Path,
 ) -> Corpus:
     """Return the corpus of files that are already decompressed.
 
     Args:
       source: the user's source.
       paths: its decompressed files.
-      origins: the compressed file of each file in the cache.
+      compressed: the compressed file of each file in the cache.
       cache_dir: see `open_corpus`.
     """
     formats = {path: format_of(path, source.format) for path in paths}
@@ -303,7 +312,7 @@ def corpus_of_decompressed(
     if len(groups) > 1:  # A data set's README.md, for example, is read as text.
         counts = []
         for format, members in groups:
-            example = origins.get(members[0].path, members[0].path)
+            example = compressed.get(members[0].path, members[0].path)
             counts.append(f"{len(members):,} {format} ({example})")
         note(
             f"data.paths: files of {len(groups)} formats are read: {', '.join(counts)}"
@@ -317,7 +326,7 @@ def corpus_of_decompressed(
     description["paths"] = list(source.paths)
     description["digests"] = digests
     description["formats"] = {format: len(members) for format, members in groups}
-    first_file = origins.get(files[0].path, files[0].path)
+    first_file = compressed.get(files[0].path, files[0].path)
     name = folder_of(source.paths[0], first_file)
     if len(files) == 1:
         name = files[0].path.stem
@@ -326,7 +335,7 @@ def corpus_of_decompressed(
         return with_column_advice(read_groups(groups, source, position), len(files))
 
     read: Callable[[Position], Iterator[TextBatch]] = read_all
-    content: list[Any]
+    fingerprint_parts: list[Any]
     length, max_documents = None, source.max_documents
     match groups:
         case [("text", [file])]:
@@ -335,18 +344,19 @@ def corpus_of_decompressed(
                     f"data.max_documents={max_documents}, but {file.path} is a single"
                     " text without documents; leave it out"
                 )
-            content, length = ["single", digests], file.chars
+            fingerprint_parts, length = ["single", digests], file.chars
             read = functools.partial(read_text, file)
         case [("text", _)]:
-            content = ["files", digests, max_documents]
+            fingerprint_parts = ["files", digests, max_documents]
         case [(format, _)]:
-            content = [format, digests, source.column, max_documents]
+            fingerprint_parts = [format, digests, source.column, max_documents]
         case _:
             parts = [
                 (format, [f.digest for f in members]) for format, members in groups
             ]
-            content = ["mixed", parts, source.column, max_documents]
-    return Corpus(name, description, digest(content), read, length, files=files)
+            fingerprint_parts = ["mixed", parts, source.column, max_documents]
+    fingerprint = digest(fingerprint_parts)
+    return Corpus(name, description, fingerprint, read, length, files=files)
 
 
 def read_groups(
@@ -358,9 +368,9 @@ def read_groups(
 
     Before the first document, raises UserError for any parquet file without the column.
 
-    A position is that of `read_files` if there is one group. Else it is the number of
-    the group, the documents left at its start (None: no limit), the documents read of
-    it, and the position of `read_files` in it.
+    With one group, a position is that of `read_files`. With several it is a list: the
+    index of the group, the documents that were left when it began (None: no limit), the
+    documents read of it, and the position of `read_files` in it.
     """
     if position is None:
         for format, files in groups:
@@ -402,7 +412,7 @@ def read_files(
             yield TextBatch(texts, after)
         return
     read = read_parquet if format == "parquet" else read_documents
-    with read_errors(files, format):
+    with reading_errors(files, format):
         for texts, after in read(files, column, max_documents, position):
             yield TextBatch(texts, after)
 
@@ -444,6 +454,7 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
     # Names are part of the fingerprint: `datasets` finds a file's format and split by
     # them.
     contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
+    # Streaming reads the same text, so it is no part of the fingerprint.
     content = digest(["hub", asdict(replace(source, streaming=False)), contents])
 
     @functools.cache
@@ -491,7 +502,7 @@ def read_text(file: SourceFile, position: Position) -> Iterator[TextBatch]:
     start = position or 0
     preceding, piece = "", list[str]()
     size = 0
-    with read_errors([file], "text"), file.path.open(encoding="utf-8-sig") as lines:
+    with reading_errors([file], "text"), file.path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines):
             if number < start:
                 preceding = (preceding + line)[-PRECEDING_CHARS:]

@@ -70,6 +70,7 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
                 line = json.dumps({"text": text}).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
+        # Renamed, the prepared data of earlier versions would not be found.
         path = cache_dir / f"own-{digest.hexdigest()}.jsonl"
         os.replace(file.name, path)
     except OSError as error:
@@ -129,7 +130,7 @@ class CustomManifest(Manifest):
 
     @property
     def shards(self) -> list[Shard]:
-        """No shards: the validation split lists one only for its checksum."""
+        """No shards. The validation split lists one without file, for its checksum."""
         return []
 
 
@@ -161,7 +162,7 @@ class CustomLoader(Loader):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of validation batches. Training batches have no epoch."""
+        """Number of validation batches. Only the validation loader is asked for it."""
         return len(self._batches.validation)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:

@@ -34,9 +34,10 @@ class Dataset(NamedTuple):
     ) -> Self:
         """Open both splits; `settings` are those of `Loader`.
 
-        Only training is shuffled. If validation has fewer windows than `batch_size`,
-        its batches are smaller: the largest multiple of `batch_parts` that its windows
-        fill.
+        Only training is shuffled. `batch_parts` is micro-batches times devices, over
+        which a batch is split. If validation has fewer windows than `batch_size`, its
+        batches have fewer rows: the largest multiple of `batch_parts` for which there
+        are windows.
         """
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)

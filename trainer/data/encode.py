@@ -22,7 +22,7 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 
 class Piece(NamedTuple):
-    """A piece of a text or a whole text, and the text around it.
+    """A text, or a cut of it, that is encoded in one call, and the text around it.
 
     `is_last` tells whether the text ends with the piece.
     """
@@ -36,7 +36,11 @@ class Piece(NamedTuple):
 class Part(NamedTuple):
     """The part of a batch that goes into one split.
 
-    A document that is cut in two counts in the split where it starts.
+    Attributes:
+      split: "train" or "val".
+      documents: number of documents that start in this split.
+      bytes: size of the text as UTF-8.
+      tokens: ids of the text, in order.
     """
 
     split: str
@@ -139,9 +143,10 @@ class Encoder:
             texts = ["".join(batch.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
-        # The text around a piece must be of its own split. A cut below 0 lies in
-        # `preceding`, and a cut beyond the texts in `following`.
-        # Documents have no text around them.
+        # A piece sees only text of its own split. `cut` counts from the start of this
+        # batch. If it is below 0, the validation part starts inside `preceding`; if it
+        # is beyond the texts, inside `following`. Documents have no text around them,
+        # so None acts as 0.
         cut_offset = 0 if cut is None else cut
         following_chars = max(0, cut_offset - sum(map(len, texts)))
         train_following = batch.following[:following_chars]

@@ -49,6 +49,7 @@ OTHER_COLUMNS = (
     " data=text data.paths=[FILE] data.column=NAME` for each, then train with data=mix"
     " data.sources=[DIRECTORY,...] of the directories that it prints"
 )
+# Follows "leave it" in messages.
 OUT_OF_PATHS = (
     " out of data.paths, by patterns: 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt"
     " files below DIRECTORY"
@@ -183,20 +184,18 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
         key = (path.parent, name, suffix)
         expected, first_path = totals.setdefault(key, (int(total), path))
         same_index = sets.setdefault(key, {}).setdefault(int(index), path)
-        # Another total, or one index twice (with another hash), means two sets.
-        conflicting = first_path
-        if int(total) == expected:
-            conflicting = same_index  # `path` itself, unless the index came before
+        # A second save has another total, or repeats an index with another hash.
+        conflicting = same_index if int(total) == expected else first_path
         if conflicting != path:
             raise UserError(
-                f"{conflicting} and {path} are shards of two sets, the earlier of which"
-                " would be read beside the later; move one set elsewhere"
+                f"{conflicting} and {path} are shards of two saves of one data set, and"
+                " both would be read; move the shards of one elsewhere"
             )
     for key, (expected, first_path) in totals.items():
         if len(sets[key]) < expected:
             note(
-                f"{first_path} is one of {len(sets[key]):,} shards that are read, of"
-                f" {expected:,} by its name"
+                f"{first_path} belongs to {expected:,} shards by its name, but only"
+                f" {len(sets[key]):,} of them are read"
             )
 
 
@@ -284,8 +283,8 @@ def begins_like_json(start: bytes) -> bool:
         return True
     line, line_end, _ = start.partition(b"\n")
     is_open = line.strip() == b"{"  # an object over several lines
-    # A first row longer than BLOCK has no line end. `start` is shorter than BLOCK if
-    # white space before the row was removed.
+    # A first row longer than BLOCK has no line end. White space before it was removed,
+    # so `start` may be shorter than BLOCK; half of it is enough to decide.
     is_cut_off = not line_end and len(start) > BLOCK // 2
     if is_open or is_cut_off:
         return bool(re.match(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:', start))
@@ -374,16 +373,17 @@ def read_through(path: Path, must_be_text: bool, stamp: str) -> SourceFile:
 
 def decode(
     path: Path,
-    lines: io.IncrementalNewlineDecoder,
+    newline_decoder: io.IncrementalNewlineDecoder,
     utf8: codecs.IncrementalDecoder,
     block: bytes,
     offset: int,
 ) -> str:
     """Return the text of the block at `offset`; an empty block ends the file."""
+    # Bytes of a character that began in the previous block.
     pending = len(utf8.getstate()[0])
     nul = block.find(b"\0")
     try:
-        text = lines.decode(block, final=not block)
+        text = newline_decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
         start = offset - pending + error.start
         raise not_text(
@@ -430,7 +430,8 @@ def combine_errors(errors: Sequence[NotText]) -> NotText:
 def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
     """Yield the rows, and add advice to the error of a missing column.
 
-    `n_sources` is the number of files, or of a mixture's sources. One needs no advice.
+    `n_sources` is the number of files, or of a mixture's sources. A single one needs
+    no advice.
     """
     try:
         yield from rows
@@ -441,7 +442,7 @@ def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
 
 
 @contextmanager
-def read_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
+def reading_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
     """Turn errors of reading local files into a UserError that names them."""
     try:
         yield

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
     TokenIds,
-    bpe_tree,
+    bpe_tokenizer_json,
     known_patterns,
     merges_of,
 )
@@ -22,9 +22,9 @@ from trainer.data.json_tokenizer import (
     ids_of,
     spelled_ids,
 )
-from trainer.data.settings_beside import SETTINGS, added_later, read_json
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
-from trainer.data.word_patterns import for_hugging_face, splitting_difference
+from trainer.data.tokenizer_settings import SETTINGS, added_later, read_json
+from trainer.data.word_patterns import splitting_difference, to_hf_pattern
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
@@ -72,7 +72,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     else:
         check_hf_pattern(tokenizer)
         trees = {
-            TOKENIZER_JSON: tokenizer_tree(tokenizer),
+            TOKENIZER_JSON: to_tokenizer_json(tokenizer),
             SETTINGS: settings | {"bos_token": end},
         }
     for name, tree in trees.items():
@@ -93,7 +93,7 @@ def check_hf_pattern(tokenizer: Tokenizer) -> None:
     pattern = tokenizer.pattern
     if pattern is None or pattern in known_patterns().values():
         return
-    difference = splitting_difference(pattern, for_hugging_face(pattern))
+    difference = splitting_difference(pattern, to_hf_pattern(pattern))
     if difference is not None:
         raise UserError(
             f"tokenizer {tokenizer.name}: Hugging Face's `tokenizers` reads its word"
@@ -103,7 +103,7 @@ def check_hf_pattern(tokenizer: Tokenizer) -> None:
         )
 
 
-def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
+def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the content of a tokenizer.json."""
     special = set(tokenizer.special_tokens.values())
     tokens = {token: i for token, i in tokenizer.tokens.items() if i not in special}
@@ -114,7 +114,7 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
     } | tokenizer.special_tokens
     splits = [] if tokenizer.pattern is None else [split_by(tokenizer.pattern)]
     merges = [[spell(left), spell(right)] for left, right in merges_of(tokens)]
-    return bpe_tree(
+    return bpe_tokenizer_json(
         vocabulary,
         merges,
         tokenizer.special_tokens,
@@ -126,7 +126,7 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def split_by(pattern: str) -> dict[str, Any]:
     """Return the pre-tokenizer that splits a text into the words of a pattern."""
-    regex = {"Regex": for_hugging_face(pattern)}
+    regex = {"Regex": to_hf_pattern(pattern)}
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
 

@@ -132,11 +132,11 @@ def open_builder(
 
 
 def check_tables(builder: "DatasetBuilder", column: str) -> None:
-    """Have a builder raise UserError for a table that it would read wrongly.
+    """Replace a builder's `_cast_table` by one that checks each table first.
 
-    Each table passes `_cast_table` after it is read, streaming or not. If the first
-    file has text, `_cast_table` turns the numbers, dates and objects of later files
-    into text.
+    `_cast_table` gets each table after it is read, streaming or not. Without the check
+    it would turn numbers, dates and objects of later files into text, if the first file
+    has text.
 
     Raises:
       UserError: the method is private to `datasets`, and this version lacks it.
@@ -247,9 +247,10 @@ def refuse_unsaved(
 
 
 def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) -> None:
-    """Raise UserError where saved splits would be read as one, such as `a` and `b`.
+    """Raise UserError if `datasets` would read several saved splits as one.
 
-    `datasets` finds splits by the words train, validation and test in names.
+    It does so with splits, such as `a` and `b`, whose names hold none of the words
+    train, validation and test.
     """
     if not (folder / DICT_FILE).is_file():
         return
@@ -268,8 +269,8 @@ def note_unread_files(
 ) -> None:
     """Print which files of a directory `datasets` leaves out.
 
-    `datasets` reads one format, and takes splits, patterns and URLs from names of
-    files.
+    `datasets` reads the files of one format, and only those whose names match its
+    patterns.
     """
     read_paths, folder = set(map(os.path.realpath, read_files)), path_of(name)
     data = [

@@ -18,16 +18,16 @@ import tokenizers
 from trainer.data.bpe_files import TokenIds, added_ids, is_bpe
 from trainer.data.byte_spelling import unspell
 from trainer.data.line_cuts import is_line_safe
-from trainer.data.settings_beside import (
+from trainer.data.tokenizer_bounds import check_tokenizer_json
+from trainer.data.tokenizer_settings import (
     ENDS,
     SETTINGS,
     check_added_flags,
     check_added_later,
-    check_overrides,
+    check_transformers_settings,
     end_token,
     read_json,
 )
-from trainer.data.tokenizer_bounds import check_tree
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
@@ -84,6 +84,8 @@ class JSONTokenizer:
             self._lost_bytes = {
                 byte for byte in range(256) if bytes([byte]) not in self.tokens
             }
+            # `_refuse_lost` looks for bytes without a token. Only byte-level tokens are
+            # bytes, so in other tokenizers it could not find a lost character.
             if self._lost_bytes and not has_part(
                 tree.get("pre_tokenizer"), "ByteLevel"
             ):
@@ -117,8 +119,8 @@ class JSONTokenizer:
         )
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         ids = np.array(encoding.ids, np.uint32)
-        # At the text's end nothing is cut: a space that the tokenizer adds may start
-        # there.
+        # Without `following`, keep all tokens up to the end: a space that the tokenizer
+        # appends may have the length of the text as its offset.
         inside = starts >= len(preceding)
         if following:
             inside &= starts < len(preceding) + len(text)
@@ -199,7 +201,7 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
             f"{path} has dropout={model['dropout']} in its model, so that a text's ids"
             " are random; set it to null"
         )
-    check_tree(path, tree)
+    check_tokenizer_json(path, tree)
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # the library raises this class only
@@ -282,7 +284,7 @@ def check_added_ids(
     check_added_later(path.parent, path.name, tokenizer.get_vocab())
     words = {token["content"]: token for token in tree.get("added_tokens") or ()}
     check_added_flags(path.parent, path.name, words)
-    check_overrides(path.parent, path.name, tree)
+    check_transformers_settings(path.parent, path.name, tree)
 
 
 def end_of_document(path: Path, tree: dict[str, Any]) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 
 import tokenizers
 
-from trainer.data.bpe_files import added_ids, is_bpe, known_settings
-from trainer.data.word_patterns import for_hugging_face
+from trainer.data.bpe_files import added_ids, builtin_settings, is_bpe
+from trainer.data.word_patterns import to_hf_pattern
 
 # The start of a line with an ASCII letter, after a line that ends in a printable ASCII
-# character. No token of a line-safe pattern crosses it: no token has a letter after a
-# newline, and a newline is matched alike before a letter and at the end of the text.
+# character. A line-safe pattern never matches across it, since none of its words has a
+# letter after a newline. Cut there, a text ends with the newline, which the pattern
+# matches at the end of a text as it does before a letter.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -55,7 +56,8 @@ def cut_at_lines(text: str, size: int) -> list[str]:
 def line_safe_patterns() -> frozenset[str]:
     """Return the word patterns for which `LINE_START` is a token boundary."""
     names = ("r50k_base", "cl100k_base", "o200k_base")
-    *gpt_patterns, gpt4o = (known_settings(name)["pat_str"] for name in names)
+    *gpt_patterns, gpt4o = (builtin_settings(name)["pat_str"] for name in names)
+    # Mistral's pattern is GPT-4o's without contractions, with one digit a word.
     mistral = gpt4o.replace(f"{CONTRACTIONS}?", "").replace("{1,3}", "")
     return frozenset([*HUB_PATTERNS, *gpt_patterns, gpt4o, mistral])
 
@@ -124,7 +126,7 @@ def is_local(part: dict[str, Any], types: set[str]) -> bool:
 def splits_at_lines(part: dict[str, Any]) -> bool:
     """Return whether a pre-tokenizer ends a word at each LINE_START."""
     if part["type"] == "Split":
-        known = {for_hugging_face(pattern) for pattern in line_safe_patterns()}
+        known = {to_hf_pattern(pattern) for pattern in line_safe_patterns()}
         behavior = (part["behavior"], bool(part["invert"]))
         keeps_words = behavior in (("Isolated", False), ("Removed", True))
         return keeps_words and part["pattern"].get("Regex") in known

@@ -1,10 +1,11 @@
 """Mixtures of prepared texts in given shares, in stages.
 
 The source of a sample is a pure function of seed and step. The samples of a stage come
-in blocks; the last block ends with the stage. At the end of each block, the samples of
-a source so far are within one of its share. A keyed permutation orders the samples of a
-block. So shares hold in any thousand batches, not only on average. Each source counts
-its own samples, and reads its windows like a `Loader` of its own.
+in blocks; the last block ends with the stage. At the end of each block, the number of
+samples that a source has given differs from its share by at most one. A keyed
+permutation orders the samples of a block. So shares hold in any thousand batches, not
+only on average. Each source counts its own samples, and reads its windows like a
+`Loader` of its own.
 
 Legend: K sources, B sequences of the global batch, b those of this process.
 """
@@ -127,16 +128,17 @@ class StageSampler:
             shares[-1] = 1.0
             smallest = min(filter(None, np.diff(shares)))
             self._block_sizes.append(max(MIN_BLOCK, math.ceil(2 / smallest)))
-        # The samples of each source in all earlier stages, for each stage.
+        # [stages][K]
         self._earlier_samples = [np.zeros(len(stages[0].weights), np.int64)]
         for i, length in enumerate(self._lengths[:-1]):
             counts = np.diff(self._cumulative(i, length))
             self._earlier_samples.append(self._earlier_samples[-1] + counts)
 
     def _cumulative(self, stage: int, samples: npt.ArrayLike) -> Ints:
-        """Return how many of a stage's first `samples` have a source below k.
+        """Return cumulative counts over sources, [..., K + 1].
 
-        Shape [..., K + 1], for k = 0 to K.
+        Element k is the number of samples of sources 0 to k - 1 among the stage's first
+        `samples`.
         """
         column = np.asarray(samples, np.float64)[..., None]
         counts = column * self._cumulative_shares[stage]
@@ -201,12 +203,12 @@ class ReplicaSampler:
     Args:
       replicas: K.
       batch_size: B.
-      accum: number of micro-batches of a batch, which are consecutive rows.
+      grad_accum_steps: number of micro-batches of a batch, which are consecutive rows.
     """
 
-    def __init__(self, replicas: int, batch_size: int, accum: int) -> None:
+    def __init__(self, replicas: int, batch_size: int, grad_accum_steps: int) -> None:
         self._replicas, self._batch_size = replicas, batch_size
-        self._micro_batch = batch_size // accum
+        self._micro_batch = batch_size // grad_accum_steps
         self._replica_rows = self._micro_batch // replicas
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:

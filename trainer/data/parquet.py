@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.files import NoColumn, SourceFile, read_errors
+from trainer.data.files import NoColumn, SourceFile, reading_errors
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_parquet(file: SourceFile, column: str) -> None:
     """
     import pyarrow.parquet
 
-    with read_errors([file], "parquet"):
+    with reading_errors([file], "parquet"):
         schema = pyarrow.parquet.read_schema(file.path)
     if column not in schema.names:
         raise NoColumn(column, schema.names, f"{file.path}: ")
@@ -40,7 +40,7 @@ def check_parquet(file: SourceFile, column: str) -> None:
     kind = schema.field(column).type
     if not is_text(kind):
         raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")
-    with read_errors([file], "parquet"), open_column(file, column) as parquet:
+    with reading_errors([file], "parquet"), open_column(file, column) as parquet:
         limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * file.size)
         if claimed_bytes(parquet.metadata, column) > limit:
             raise too_large(file, limit)
@@ -52,7 +52,7 @@ def check_parquet(file: SourceFile, column: str) -> None:
 
 
 def open_column(file: SourceFile, column: str) -> "pyarrow.parquet.ParquetFile":
-    """Open a file, and keep a column dictionary-encoded if the file has it so encoded.
+    """Open a file, and leave a dictionary-encoded column encoded.
 
     Repeated text then takes no memory. Arrow cannot open delta-encoded text that way.
     """

@@ -155,8 +155,8 @@ def prepare(
           and settings.
       val_fraction: share of the validation part.
       workers: number of encoding threads; None: one per core.
-      shard_bytes: bytes of text of a pair of shards, the most that an interruption
-          loses.
+      shard_bytes: bytes of text of a chunk, which gives one shard per split; an
+          interruption loses at most one chunk.
       progress: called after every batch of texts.
 
     Returns:
@@ -222,8 +222,9 @@ def prepare(
 def validation_start(corpus: Corpus, val_fraction: float) -> int | None:
     """Return the character where the validation part of a corpus starts.
 
-    None: a hash of each document decides, because there are enough documents. It also
-    decides if a number of tokens ends the corpus, whose length is then unknown.
+    None: a hash of each document decides, because there are enough documents. The
+    hash also decides if `max_tokens` bounds the corpus, because its length is then
+    unknown.
     """
     if corpus.length is not None:
         return int(corpus.length * (1 - val_fraction))
@@ -279,7 +280,7 @@ def run(
     chunk = Chunk()
     tokenizer = job.encoder.tokenizer
     batches = note_special_tokens(
-        job.corpus.read_for(tokenizer, job.position), tokenizer
+        job.corpus.batches_for(tokenizer, job.position), tokenizer
     )
     for encoded in job.encoder.encode(batches, job.chars, budget):
         chunk.add(encoded)
@@ -315,9 +316,9 @@ def note_special_tokens(
             if listed:
                 chars = sum(map(len, batch.texts))
                 note(
-                    f"the first {chars:,} characters spell {listed}: encoded as"
-                    " ordinary characters, since no text makes special tokens; each row"
-                    " of JSON lines is a document, and its end is added"
+                    f"the first {chars:,} characters contain {listed}, encoded as"
+                    " ordinary characters: text never becomes a special token; to"
+                    " separate documents, write each as a row of JSON lines"
                 )
         yield batch
 

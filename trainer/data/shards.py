@@ -32,7 +32,7 @@ from trainer.files import (
 )
 
 MANIFEST_VERSION = 2
-# A part of fingerprints, which changes when a text would get other ids.
+# Part of every fingerprint. Increase it when this code starts to give a text other ids.
 SHARD_VERSION = 1
 # Version 1 has no digest of its content.
 READABLE_VERSIONS = (1, MANIFEST_VERSION)
@@ -60,8 +60,8 @@ REQUIRED_SOURCE_FIELDS = {
     "mix": ("sources",),
     "python": ("implementation", "version", "digest", "files", "bytes"),
 }
-# Shards of up to so many bytes in all are verified at every opening, which takes a
-# tenth of a second.
+# If all shards together have at most this many bytes, they are verified at every
+# opening, which takes a tenth of a second.
 ALWAYS_VERIFY = 256 << 20
 
 
@@ -216,12 +216,12 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """A digest of the tokens: a data set of the hub may change under its name."""
+        """A digest of all tokens. A hub data set may change while its name stays."""
         return digest([asdict(shard) for shard in self.shards])
 
     @property
     def validation_content(self) -> str:
-        """A digest of the validation tokens, which may change and keep their number."""
+        """A digest of the validation tokens. They may change and keep their number."""
         return digest([asdict(shard) for shard in self.splits["val"].shards])
 
     def get_tokenizer(self) -> Tokenizer:

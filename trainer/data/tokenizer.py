@@ -23,9 +23,9 @@ import tiktoken
 from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
     encoding,
+    merges_to_tokenizer_json,
     read_tiktoken,
     tiktoken_settings,
-    tree_of_merges,
 )
 from trainer.data.json_tokenizer import (
     TOKENIZER_JSON,
@@ -176,7 +176,7 @@ class BPETokenizer:
 
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
-        # If no special token is disallowed, all text is encoded as ordinary text.
+        # By default, tiktoken raises an error for the text of a special token.
         with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
             return self.encoding.encode_to_numpy(text, disallowed_special=())
 
@@ -311,10 +311,10 @@ def from_files(name: str) -> Tokenizer:
         return BPETokenizer(name, read_tiktoken(path))
     for merges, ids in MERGES_AND_IDS_FILES:
         if path.name == merges:
-            tree = tree_of_merges(path, path.with_name(ids))
-            return from_tree(name, path, tree)
+            tree = merges_to_tokenizer_json(path, path.with_name(ids))
+            return from_tokenizer_json(name, path, tree)
     if path.name == TOKENIZER_JSON:
-        return from_tree(name, path, read_tokenizer_json(path))
+        return from_tokenizer_json(name, path, read_tokenizer_json(path))
     if path.name != name and not path.exists():
         raise UserError(
             f"there is no tokenizer directory or file {name} (looked from"
@@ -329,7 +329,7 @@ def from_files(name: str) -> Tokenizer:
     )
 
 
-def from_tree(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
+def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of `tree`, the content of the tokenizer.json `path`."""
     tokenizer = parse_tokenizer(path, tree)
     check_added_ids(path, tree, tokenizer)

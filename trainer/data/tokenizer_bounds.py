@@ -47,7 +47,7 @@ REGEX_TOKEN = re.compile(
 )
 
 
-def check_tree(path: Path, tree: dict[str, Any]) -> None:
+def check_tokenizer_json(path: Path, tree: dict[str, Any]) -> None:
     """Refuse a tokenizer.json that may make texts much longer, or search for ever.
 
     Args:
@@ -64,6 +64,7 @@ def check_tree(path: Path, tree: dict[str, Any]) -> None:
     ]
     lengths = [len(text) for key, text in pairs if key in INSERTED]
     lengths += [longest_form(text) for key, text in pairs if key == CHARSMAP]
+    # Parts are applied one after another, so their growths multiply.
     growth = prod(max(1, length) for length in lengths)
     if growth > MAX_GROWTH:
         raise UserError(
@@ -97,8 +98,8 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
     pairs = []
     for key, value in part.items():
         if isinstance(value, str):
-            # If the pattern matches the empty text, the content is inserted beside a
-            # character.
+            # If the pattern matches the empty text, the content is inserted and the
+            # character beside it stays. The added space counts that character.
             is_inserted = may_insert and key == "content"
             pairs.append((key, f" {value}" if is_inserted else value))
         elif key not in ("vocab", "merges"):
@@ -183,7 +184,8 @@ def check_pattern(path: Path, pattern: str) -> None:
         elif part["repeat"] and atom is not None:
             minimum, maximum = bounds_of(part)
             repeats = maximum is None or maximum > 1
-            # To Oniguruma, `{1,3}+` is the repetition of a repetition.
+            # Oniguruma reads `{1,3}+` as a repetition of a repetition. At the end of an
+            # alternative `to_hf_pattern` drops the plus.
             is_double = part["kind"] == "+" and part["min"] is not None
             is_at_end = pattern[part.end() :][:1] in ("", "|")
             if (repeats and atom.has_variable_length) or (is_double and not is_at_end):

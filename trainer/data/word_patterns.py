@@ -43,7 +43,7 @@ PROBE_MERGES = [
 ]
 
 
-def for_hugging_face(pattern: str) -> str:
+def to_hf_pattern(pattern: str) -> str:
     """Return a pattern in the spelling of tokenizer.json.
 
     Oniguruma reads `{1,3}+` as a repetition of the repetition. tiktoken has it only at
@@ -136,6 +136,7 @@ def character_difference(
     for text in in_context:
         if tiktoken_encoding.encode_ordinary(text) != hf_tokenizer.encode(text).ids:
             return text
+    # Ideographs are too many to compare. Check only that tiktoken drops none.
     for text in isolated:
         ids = tiktoken_encoding.encode_ordinary(text)
         if tiktoken_encoding.decode_bytes(ids) != text.encode():

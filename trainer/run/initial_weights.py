@@ -20,8 +20,8 @@ from trainer.data.hf_tokenizer import (
     token_ids_in,
     tokenizer_in,
 )
-from trainer.data.settings_beside import MODEL_CONFIGS
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
+from trainer.data.tokenizer_settings import MODEL_CONFIGS
 from trainer.errors import UserError
 from trainer.files import ORIGIN, read_object
 from trainer.models import huggingface

@@ -16,8 +16,8 @@ from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
 from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import token_ids_in
 from trainer.data.json_tokenizer import TOKENIZER_JSON
-from trainer.data.settings_beside import ENDS, end_token, read_beside
 from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer_settings import ENDS, end_token, read_beside
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec

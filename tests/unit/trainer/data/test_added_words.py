@@ -61,7 +61,7 @@ def test_a_token_of_the_vocabulary_that_is_a_word_beside_it_is_refused(tmp_path)
 def test_a_word_that_was_added_to_a_pair_of_files_is_refused(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(VOCABULARY))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    message = r"adds '<tool>' with the id 257, which vocab\.json alone has not; save"
+    message = r"adds '<tool>' with the id 257, but vocab\.json has no such token"
     assert get_tokenizer(str(tmp_path)).eot == VOCABULARY[END]
     for special in (True, False):
         with pytest.raises(UserError, match=message):

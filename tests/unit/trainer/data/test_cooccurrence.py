@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from trainer.data.cooccurrence import neighbors, token_vectors, truncated_svd
+from trainer.data.cooccurrence import cooccurrence_counts, token_vectors, truncated_svd
 
 END, CATS, DOGS, OTHERS = 0, 1, 2, range(3, 30)
 
@@ -39,9 +39,11 @@ def test_the_same_text_has_the_same_vectors_and_its_end_is_no_neighbour():
     np.testing.assert_array_equal(
         token_vectors(tokens, 100, end=END), token_vectors(tokens, 100, end=END)
     )
-    assert neighbors(tokens.astype(np.int64), 100, END, 5)[[END]].sum() == 0
-    assert neighbors(np.array([1, 2, END, 3]), 4, END, 3).nnz == 2
-    assert neighbors(np.array([1, 2, END, 3]), 4, None, 1).toarray().tolist() == [
+    assert cooccurrence_counts(tokens.astype(np.int64), 100, END, 5)[[END]].sum() == 0
+    assert cooccurrence_counts(np.array([1, 2, END, 3]), 4, END, 3).nnz == 2
+    assert cooccurrence_counts(
+        np.array([1, 2, END, 3]), 4, None, 1
+    ).toarray().tolist() == [
         [0, 0, 1, 1],
         [0, 0, 1, 0],
         [1, 1, 0, 0],

@@ -22,7 +22,7 @@ from trainer.cli.export import (
 from trainer.cli.train_tokenizer import train_bpe
 from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import known_settings
+from trainer.data.bpe_files import builtin_settings
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING
 from trainer.data.hf_tokenizer import (
     save_hf,
@@ -81,7 +81,7 @@ def ours(request, small, small_dir, tmp_path):
         return small
     encoding = tiktoken.Encoding(
         "own",
-        pat_str=known_settings(request.param)["pat_str"],
+        pat_str=builtin_settings(request.param)["pat_str"],
         mergeable_ranks=small.tokens,
         special_tokens={"<|endoftext|>": 50256, "<|other|>": 50300},
     )

@@ -329,7 +329,9 @@ def test_shards_of_an_earlier_data_set_beside_those_of_a_later(
         if is_read:
             assert len(read_source(source, tmp_path / "cache")) >= len(TEXTS)
         else:
-            with pytest.raises(UserError, match="are shards of two sets, the earlier"):
+            with pytest.raises(
+                UserError, match="are shards of two saves of one data set"
+            ):
                 read_source(source, tmp_path / "cache")
     assert "shards" not in capsys.readouterr().err
 
@@ -337,7 +339,7 @@ def test_shards_of_an_earlier_data_set_beside_those_of_a_later(
 def test_shards_that_are_missing_by_their_names_are_said(tmp_path, capsys):
     names = ("train-00001-of-00003", "train-00002-of-00003", "test-00000-of-00001")
     folder = write(tmp_path / "set", {f"{name}.parquet": TEXTS for name in names})
-    line = "train-00001-of-00003.parquet is one of 2 shards that are read, of 3 by its "
+    line = "train-00001-of-00003.parquet belongs to 3 shards by its name, but only 2 "
     for source in (TextSource((str(folder),)), HubSource(str(folder))):
         read_source(source, tmp_path / "cache")
         assert capsys.readouterr().err.count(line) == 1

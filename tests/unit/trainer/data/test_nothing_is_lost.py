@@ -123,7 +123,7 @@ def test_special_tokens_that_a_text_spells_are_said(tmp_path, capsys, kind):
     write(tmp_path, {"chat.jsonl": rows(turns)})
     prepared(TextSource((str(tmp_path / "chat.jsonl"),)), tmp_path / "cache", name)
     counts = f"'{END}' (100 times)" + ", '<|im_end|>' (100 times)" * (kind != "byte")
-    line = f" characters spell {counts}: encoded as ordinary characters"
+    line = f" characters contain {counts}, encoded as ordinary characters"
     assert capsys.readouterr().err.count(line) == 1
 
 
@@ -241,7 +241,7 @@ def test_tokens_that_only_a_file_beside_adds_are_refused(tmp_path, name, kind):
 
     assert add(present, i).special_tokens
     with pytest.raises(
-        UserError, match=r"adds '<new>' with the id 300, which .*; save"
+        UserError, match=r"adds '<new>' with the id 300, but .*; save"
     ):
         add("<new>", 300)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data import Manifest, PythonSource, corpus, prepare
+from trainer.data import Manifest, StandardLibrarySource, corpus, prepare
 from trainer.data.standard_library import find_library
 from trainer.errors import UserError
 from trainer.report.messages import text_of
@@ -83,7 +83,9 @@ def test_the_installed_library_is_prepared_and_told_by_its_manifest(
     monkeypatch.setattr(
         "trainer.data.standard_library.files_below", lambda _: iter(few)
     )
-    manifest = Manifest.load(prepare(PythonSource(), "byte", tmp_path / "data"))
+    manifest = Manifest.load(
+        prepare(StandardLibrarySource(), "byte", tmp_path / "data")
+    )
     source = manifest.source
     assert (source["kind"], source["version"], source["files"]) == (
         "python",

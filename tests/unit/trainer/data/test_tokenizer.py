@@ -244,7 +244,7 @@ def test_ids_of_other_merges_are_those_of_the_file_or_refused(small_dir, tmp_pat
 
 
 def test_a_file_of_no_tokenizers_size_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.settings_beside.MAX_BYTES", 10)
+    monkeypatch.setattr("trainer.data.tokenizer_settings.MAX_BYTES", 10)
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(UserError, match=r"tokenizer\.json has more than 10 bytes"):
         get_tokenizer(str(tmp_path))

@@ -9,9 +9,9 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import known_settings
-from trainer.data.tokenizer_bounds import check_pattern, check_tree
-from trainer.data.word_patterns import for_hugging_face
+from trainer.data.bpe_files import builtin_settings
+from trainer.data.tokenizer_bounds import check_pattern, check_tokenizer_json
+from trainer.data.word_patterns import to_hf_pattern
 from trainer.errors import UserError
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -62,9 +62,9 @@ def test_patterns_of_known_tokenizers_are_accepted(tmp_path, name):
 
 def test_tiktoken_s_own_patterns_are_accepted(tmp_path):
     for name in tiktoken.list_encoding_names():
-        pattern = known_settings(name).get("pat_str", "")
+        pattern = builtin_settings(name).get("pat_str", "")
         check_pattern(tmp_path, pattern)
-        check_pattern(tmp_path, for_hugging_face(pattern))
+        check_pattern(tmp_path, to_hf_pattern(pattern))
 
 
 @pytest.mark.parametrize("pattern", SLOW)
@@ -152,7 +152,7 @@ def test_normalizers_of_transformers_converters_are_accepted(tmp_path):
         for regex, content in replacements
     ]
     for some in (parts[:1], parts[1:]):
-        check_tree(tmp_path, {"normalizer": {"normalizers": [table, *some]}})
+        check_tokenizer_json(tmp_path, {"normalizer": {"normalizers": [table, *some]}})
 
 
 @pytest.mark.parametrize(("length", "is_refused"), [(33, False), (1000, True)])
@@ -160,6 +160,6 @@ def test_a_table_of_normal_forms_has_no_long_ones(tmp_path, length, is_refused):
     charsmap = charsmap_of(b"y" * length)
     tree = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}}
     if not is_refused:
-        return check_tree(tmp_path, tree)
+        return check_tokenizer_json(tmp_path, tree)
     with pytest.raises(UserError, match="by up to 1,000 others"):
-        check_tree(tmp_path, tree)
+        check_tokenizer_json(tmp_path, tree)

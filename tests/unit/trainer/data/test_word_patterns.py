@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_patterns
-from trainer.data.hf_tokenizer import save_hf, tokenizer_tree
+from trainer.data.hf_tokenizer import save_hf, to_tokenizer_json
 from trainer.data.json_tokenizer import JSONTokenizer
 from trainer.data.tokenizer import BPETokenizer
 from trainer.data.word_patterns import splitting_difference
@@ -45,7 +45,7 @@ def saved(tmp_path, pattern, text):
         mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": len(ranks)},
     )
-    tree = tokenizer_tree(BPETokenizer("own", encoding))
+    tree = to_tokenizer_json(BPETokenizer("own", encoding))
     tree["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     return Tokenizer.from_str(json.dumps(tree))

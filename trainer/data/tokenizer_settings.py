@@ -1,4 +1,4 @@
-"""Read the files beside a vocabulary.
+"""Read the settings files in the directory of a vocabulary.
 
 They name the token that ends a document, tokens that were added later, and settings
 that transformers puts in the place of those in tokenizer.json.
@@ -14,15 +14,15 @@ from tiktoken_ext.openai_public import ENDOFTEXT
 from trainer.errors import UserError
 from trainer.files import read_file, read_object
 
-# Of a file; the largest vocabularies take some 40 MB.
+# Largest size of a file that is read; the largest vocabularies take some 40 MB.
 MAX_BYTES = 1 << 28
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 MODEL_CONFIGS = ("generation_config.json", "config.json")  # the first has priority
-# Keys of tokenizer_config.json, and the part and the field of tokenizer.json that
-# transformers overwrites by them.
-OVERRIDES = {
+# Keys of tokenizer_config.json. By each, transformers overwrites a field in a part of
+# tokenizer.json.
+REPLACED_SETTINGS = {
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
     "strip_accents": ("normalizer", "strip_accents"),
@@ -97,14 +97,14 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> Non
         if ids.get(token) != i:
             raise UserError(
                 f"{directory}: {ADDED} or {SETTINGS} adds {token!r} with the id {i},"
-                f" which {file} alone has not; {SAVE_AGAIN}"
+                f" but {file} has no such token with this id; {SAVE_AGAIN}"
             )
 
 
 def check_added_flags(
     directory: Path, file: str, added_tokens: Mapping[str, Any]
 ) -> None:
-    """Refuse a vocabulary whose added words transformers finds elsewhere in a text.
+    """Refuse a vocabulary if transformers matches its added words by other `FLAGS`.
 
     Special tokens are not checked, since no text is encoded to them.
 
@@ -143,7 +143,9 @@ def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
     return {flag: bool(token.get(flag, defaults.get(flag))) for flag in FLAGS}
 
 
-def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
+def check_transformers_settings(
+    directory: Path, file: str, tree: Mapping[str, Any]
+) -> None:
     """Refuse a tokenizer.json that transformers changes by the settings beside it.
 
     Args:
@@ -155,7 +157,7 @@ def check_overrides(directory: Path, file: str, tree: Mapping[str, Any]) -> None
       UserError: a setting beside the file differs from it.
     """
     settings = read_beside(directory, SETTINGS)
-    for key, (part, name) in OVERRIDES.items():
+    for key, (part, name) in REPLACED_SETTINGS.items():
         setting, value = settings.get(key), (tree.get(part) or {}).get(name)
         if isinstance(setting, bool) and isinstance(value, bool) and setting != value:
             raise UserError(
