@@ -42,8 +42,8 @@ def build_plan(
     bf16: schema.Precision | None,
     search: bool,
     exact: bool,
-    say: Callable[[str], None],
-    show: Callable[[Plan], None],
+    log: Callable[[str], None],
+    on_first_plan: Callable[[Plan], None],
 ) -> Plan:
     """Return what a configuration's step needs on GPUs that are not present.
 
@@ -54,15 +54,15 @@ def build_plan(
       bf16: the precision to compare with; None: no comparison.
       search: see `plan.make_plan`.
       exact: see `plan.make_plan`.
-      say: prints a message.
-      show: see `plan.make_plan`.
+      log: prints a message.
+      on_first_plan: see `plan.make_plan`.
     """
     mesh = make_target_mesh(
         hardware.target, hardware.gpus, hardware.hosts, *build_sizes(c.parallel)
     )
     ids = vocab_size(c)
     if c.model.vocab_size is None and c.data.tokenizer == ByteTokenizer.name:
-        say(
+        log(
             f"planned with the vocabulary of data.tokenizer={c.data.tokenizer}: {ids}"
             f" ids; model.vocab_size={GPT2_IDS} plans GPT-2's"
         )
@@ -74,7 +74,7 @@ def build_plan(
         check_fragments(diloco_task)
         exchanges = exchanges_of(diloco_task)
         for line in describe_exchanges(exchanges, c.diloco.bandwidth_gbps):
-            say(line)
+            log(line)
     bf16_task = None
     if bf16 is not None:
         bf16_task = task._replace(model=Model.make(model.spec, bf16.policy))
@@ -98,6 +98,6 @@ def build_plan(
         bf16=bf16_task,
         search=search,
         exact=exact,
-        log=say,
-        show=show,
+        log=log,
+        on_first_plan=on_first_plan,
     )

@@ -67,7 +67,7 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
-def at_least(arguments: object, **bounds: int) -> None:
+def check_at_least(arguments: object, **bounds: int) -> None:
     """Raise UserError for an argument that is less than its bound."""
     for name, bound in bounds.items():
         if getattr(arguments, name) < bound:
@@ -234,8 +234,8 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 def run_main(main: Callable[[], None]) -> int:
     """Call `main`, and return the exit code.
 
-    It is 0, the error's own after a UserError, which is printed, or 141 for a broken
-    pipe.
+    The code is 0. After a UserError, which is printed, it is the error's `exit_code`.
+    After a broken pipe it is 141.
     """
 
     def call() -> int:

@@ -5,9 +5,10 @@
 It takes the model of the run's newest checkpoint, one batch of its training data, and
 four casts of every FP8 matmul: of activations, weights, the output's gradient, and the
 weight gradient for the optimizer. One compiled program has a switch for each cast. It
-runs without one cast of one layer, all casts of one layer, one cast of all layers, and
-the compute format of everything else. Each time, loss and gradient are compared with
-FP32. Master weights are those of the checkpoint; no wider ones exist.
+runs without one cast of one layer, without all casts of one layer, and without one cast
+of all layers. Another program has all casts, and computes in FP32 between the matmuls.
+The loss and gradient of each run are compared with FP32. Master weights are those of
+the checkpoint; no wider ones exist.
 
 Prints the remaining errors of the gradient, the lowest first, and writes them as JSON.
 """
@@ -17,7 +18,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import argument, at_least, run_command
+from trainer.cli.arguments import argument, check_at_least, run_command
 from trainer.files import write_text
 from trainer.text import show
 
@@ -35,19 +36,19 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Bisect the run, print, and write precision_bisect.json into it."""
-    at_least(arguments, batch=0, top=1)
+    check_at_least(arguments, batch=0, top=1)
     from trainer.assembly.saved_model import restore_training
     from trainer.observe.precision_bisect import advice, bisect, report, unrolled
     from trainer.parallel.mesh import place_batch
 
     run_dir = Path(arguments.run_dir)
-    c, w, restored = restore_training(run_dir)
+    config, workload, restored = restore_training(run_dir)
     batch = place_batch(
-        w.data.train.batch(arguments.batch),
-        accum=c.train.grad_accum_steps,
-        mesh=w.mesh,
+        workload.data.train.batch(arguments.batch),
+        accum=config.train.grad_accum_steps,
+        mesh=workload.mesh,
     )
-    model, params = unrolled(w.model, restored.state.params)
+    model, params = unrolled(workload.model, restored.state.params)
     segments = batch.segments_AxBxT1
     findings = bisect(
         model,

@@ -43,6 +43,7 @@ def run_with_training_keys[T](
     Return the exit code. The command takes the keys of group `group_name`, or of all
     groups if that is None.
     """
+    command_keys = names_of(cls)
 
     def call() -> None:
         refuse_twice(argv)
@@ -60,7 +61,6 @@ def run_with_training_keys[T](
         ]
         show("\n" + "\n".join(training_help(overrides, group_name)))
 
-    command_keys = names_of(cls)
     return run_main(show_help if asks_for_help(argv) else call)
 
 

@@ -7,9 +7,9 @@
     scalify-trainer evaluate run_dir=runs/mine step=best
 
 All precisions get the same weights and batches, so they differ in the arithmetic of the
-forward pass alone: the cost of FP8 in use, not in training. Weights are rounded to the
-other precision's format. last_word and word_order are made of the validation text;
-other tasks are lm-evaluation-harness's.
+forward pass alone. This is the cost of FP8 at inference, not in training. Weights are
+rounded to the other precision's format. last_word and word_order are made of the
+validation text; other tasks are lm-evaluation-harness's.
 """
 
 import glob
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.arguments import STEP, argument, at_least, run_command, split
+from trainer.cli.arguments import STEP, argument, check_at_least, run_command, split
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import finite, write_text
@@ -69,7 +69,7 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Print a line for each precision, and write evaluation.json into the run."""
-    at_least(args, batches=0)
+    check_at_least(args, batches=0)
     names = split(args.precisions)
     if not args.precisions and not args.tasks:
         names = ["fp32"]
@@ -95,39 +95,43 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     from trainer.data import TextSource
 
     run_dir = Path(args.run_dir)
-    c, w, restored = restore_training(run_dir, args.step)
-    tasks = {name: w.task.in_precision(policy) for name, policy in policies.items()}
-    max_batches = args.batches or c.train.final_eval_batches
+    config, workload, restored = restore_training(run_dir, args.step)
+    train_tasks = {
+        name: workload.task.in_precision(policy) for name, policy in policies.items()
+    }
+    max_batches = args.batches or config.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
-        text = source_text(source, own_cache(), w, max_batches)
+        text = source_text(source, own_cache(), workload, max_batches)
     else:
-        text = validation_text(w, max_batches)
-    size = text.batches * w.data.val.batch_size * w.model.spec.context
+        text = validation_text(workload, max_batches)
+    size = text.batches * workload.data.val.batch_size * workload.model.spec.context
     files = f"; {args.text}" if args.text else ""
     count = "1 batch" if text.batches == 1 else f"{text.batches} batches"
-    unread = f"; text after batches={max_batches} is not read"
-    if text.left_out is not None:
+    if text.left_out is None:
+        unread = f"; text after batches={max_batches} is not read"
+    else:
         unread = f"; {text.left_out:,} tokens after them, less than a batch, left out"
     show(
-        f"{run_dir}: {c.precision.name}, step {restored.step:,}{files}; {count},"
-        f" {size:,} tokens{unread}"
+        f"{run_dir}: {config.precision.name}, step {restored.step:,}{files};"
+        f" {count}, {size:,} tokens{unread}"
     )
     show(
         f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"
         f" {'in %':>8}"
     )
     results = []
-    accum = c.train.grad_accum_steps
-    for result in evaluate(w.task, restored.state, tasks, text, accum):
+    accum = config.train.grad_accum_steps
+    for result in evaluate(workload.task, restored.state, train_tasks, text, accum):
         results.append(result)
         show(table_row(result, results[0].loss))
-    for name, task in tasks.items():
-        if task.model.policy.forward and not task.model.narrow:
-            why = next(iter(task.model.skipped.values()))
+    for name, train_task in train_tasks.items():
+        model = train_task.model
+        if model.policy.forward and not model.narrow:
+            why = next(iter(model.skipped.values()))
             show(
-                f"{name}: none of the model's matmuls is in"
-                f" {task.model.policy.forward}: {why}"
+                f"{name}: none of the model's matmuls is in {model.policy.forward}:"
+                f" {why}"
             )
     # The report shows evaluation.json as the run's, so other text has its own file.
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")
@@ -141,7 +145,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
 
 def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     """Print a line for each metric of each task, and write tasks.json into the run."""
-    at_least(args, limit=0, fewshot=-1, batch=1)
+    check_at_least(args, limit=0, fewshot=-1, batch=1)
     if args.text:
         raise UserError(
             "tasks and text: give one of them; the tasks of this package are made of"
@@ -153,21 +157,23 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     from trainer.tasks.offline import write_for_harness
 
     run_dir = Path(args.run_dir)
-    c, w, restored = restore_training(run_dir, args.step)
+    config, workload, restored = restore_training(run_dir, args.step)
     fewshot = None if args.fewshot < 0 else args.fewshot
     tasks = choose_tasks(
         split(args.tasks),
-        w.data.first_documents,
+        workload.data.first_documents,
         limit=args.limit or None,
         fewshot=fewshot,
     )
     show(
-        f"{run_dir}: {c.precision.name}, step {restored.step:,};"
+        f"{run_dir}: {config.precision.name}, step {restored.step:,};"
         f" {', '.join(split(args.tasks))}",
     )
     show(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
     results = []
-    for name, scores in evaluate_tasks(w, restored.state, policies, tasks, args.batch):
+    for name, scores in evaluate_tasks(
+        workload, restored.state, policies, tasks, args.batch
+    ):
         rows: dict[str, dict[str, Any]] = {}
         for task_name, metrics in scores.items():
             rows[task_name] = {}
@@ -231,13 +237,13 @@ def policy_of(item: str) -> Policy:
             )
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
-    c = compose_config([f"precision={name}", *changes]).precision
-    if c.method.has_history:
+    precision = compose_config([f"precision={name}", *changes]).precision
+    if precision.method.has_history:
         raise UserError(
             f"{item}: its scales come from a history that only training writes; valid:"
             " any other scaling"
         )
-    return c.policy
+    return precision.policy
 
 
 def table_row(result: "PrecisionResult", reference: float) -> str:

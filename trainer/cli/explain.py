@@ -1,4 +1,4 @@
-"""Find where scales go wrong: loss and gradient by equation, compared with FP32.
+"""Find where scales go wrong: loss and gradient of each equation, compared with FP32.
 
     scalify-trainer explain run_dir=runs/mine
     scalify-trainer explain precision=scalify_fp8 model.n_layer=2
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.arguments import argument, at_least
+from trainer.cli.arguments import argument, check_at_least
 from trainer.cli.composing import run_with_training_keys
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
@@ -73,7 +73,12 @@ def explain_step(
     dtype = DTYPES[model.policy.compute]
     params = map_arrays(lambda p: p.astype(dtype), params)
     return explain(
-        jax.value_and_grad(model.loss), params, tokens, segments, None, scales="static"
+        jax.value_and_grad(model.loss),
+        params,
+        tokens,
+        segments,
+        None,  # no dropout keys
+        scales="static",
     )
 
 
@@ -92,15 +97,17 @@ def load(
     from trainer.run.libraries import prepare_jax
 
     if arguments.run_dir:
-        c, w, restored = restore_training(Path(arguments.run_dir))
+        config, workload, restored = restore_training(Path(arguments.run_dir))
         state = restored.state
     else:
         prepare_jax()
-        c = compose_config(overrides)
-        w = build_workload(c)
-        state = build_state(c, w)
+        config = compose_config(overrides)
+        workload = build_workload(config)
+        state = build_state(config, workload)
     batch = place_batch(
-        w.data.train.batch(arguments.batch), accum=c.train.grad_accum_steps, mesh=w.mesh
+        workload.data.train.batch(arguments.batch),
+        accum=config.train.grad_accum_steps,
+        mesh=workload.mesh,
     )
     tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
     if arguments.sequences > len(tokens):
@@ -109,7 +116,7 @@ def load(
             f" {len(tokens)}"
         )
     segments = None if segments is None else segments[0][: arguments.sequences]
-    return w.model, state.params, tokens[: arguments.sequences], segments
+    return workload.model, state.params, tokens[: arguments.sequences], segments
 
 
 def write(path: Path, explained: "Explanation") -> None:
@@ -137,7 +144,7 @@ def write(path: Path, explained: "Explanation") -> None:
 
 def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     """Explain, print and write."""
-    at_least(arguments, batch=0, sequences=1, top=1)
+    check_at_least(arguments, batch=0, sequences=1, top=1)
     out = Path(arguments.out)
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")

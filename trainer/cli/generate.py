@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import STEP, argument, at_least, run_command
+from trainer.cli.arguments import STEP, argument, check_at_least, run_command
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note, show
@@ -76,7 +76,7 @@ def main(args: Arguments) -> None:
     """Print each prompt with its continuations, and an empty line between two texts."""
     if args.prompt and args.prompts:
         raise UserError("prompt and prompts: give one of them")
-    at_least(args, count=1)
+    check_at_least(args, count=1)
     if args.prompts not in ("", "-"):
         # Report a missing file before the model is loaded.
         list(prompts_of(args))

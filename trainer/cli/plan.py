@@ -132,8 +132,8 @@ def make_plan(
         hardware,
         sequences=sequences,
         bf16=bf16,
-        say=note,
-        show=on_first_plan,
+        log=note,
+        on_first_plan=on_first_plan,
         search=args.search,
         exact=args.exact,
     )
@@ -151,7 +151,8 @@ def sets_batch(overrides: Sequence[str]) -> bool:
 def planned_config(overrides: Sequence[str]) -> Config:
     """Return the configuration.
 
-    If the user sets no batch, train.batch_tokens is one sequence: the default may be
+    If the user sets no batch, train.batch_tokens is one sequence. The plan takes its
+    batch from `sequences_of`; the key only has to be valid, and its default may be
     shorter than the model's context.
     """
     if sets_batch(overrides) or any(

@@ -76,22 +76,23 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     show("\n".join(describe(manifest)))
 
 
-def prepare_text(c: Data) -> Manifest:
+def prepare_text(data_config: Data) -> Manifest:
     """Prepare the text, and return the manifest."""
     from trainer.assembly.data import build_source
     from trainer.data import prepare
     from trainer.observe.preparing import show_progress
 
-    assert c.tokenizer is not None  # text_settings refuses sources without one
-    assert c.cache_dir is not None
-    assert c.val_fraction is not None
+    # text_settings refuses sources without one.
+    assert data_config.tokenizer is not None
+    assert data_config.cache_dir is not None
+    assert data_config.val_fraction is not None
     with show_progress() as progress:
         directory = prepare(
-            build_source(c),
-            c.tokenizer,
-            Path(c.cache_dir),
-            val_fraction=c.val_fraction,
-            workers=c.workers,
+            build_source(data_config),
+            data_config.tokenizer,
+            Path(data_config.cache_dir),
+            val_fraction=data_config.val_fraction,
+            workers=data_config.workers,
             progress=progress,
         )
     return Manifest.load(directory)

@@ -3,8 +3,8 @@
 Ray Train places the workers and watches them. When one is lost, it starts all of them
 again, as many as the cluster then has room for. It does no more than that. Each worker
 is the trainer, joined to the others by `trainer.parallel.processes`; Ray's JAX backend,
-which would start `jax.distributed` itself, is not used. One start leaves the next only
-the checkpoints in the run directory.
+which would start `jax.distributed` itself, is not used. A restart gets nothing from the
+start before it but the checkpoints in the run directory.
 
 No other module of the trainer imports Ray. It is imported only for `launcher=ray`.
 """
@@ -89,8 +89,9 @@ except ImportError as missing:
 # Seconds after which Ray frees what a killed command requested, for the next command.
 # Ray's default is 180; a running command renews its request every 20 s.
 autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 40
-# Prefixes of the environment variables that workers get from the command. Ray logs
-# them, and others may be secrets. For all others, workers have those of their node.
+# Prefixes of the environment variables that workers get from the command. No others
+# are passed, because Ray logs them, and they may be secrets. Workers have all other
+# variables from their own machine.
 PASSED_PREFIXES = ("JAX_", "XLA_", "PYTHONPATH")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESUME = "to resume: run the same command again"
@@ -291,7 +292,7 @@ def launch(
     connect()
     with tempfile.TemporaryDirectory() as storage:
         stop = ray.remote(num_cpus=0)(StopRequest).options(
-            # On the command's machine it does not end with another machine.
+            # Pinned to the command's machine, so that losing another does not end it.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
@@ -460,7 +461,7 @@ def work(settings: Mapping[str, Any]) -> int:
     from trainer.parallel.processes import PROCESS_VARIABLES
 
     job: WorkerJob = settings["job"]
-    # Ray shows more of all loggers.
+    # In workers, Ray prints INFO of all loggers, JAX's among them.
     logging.getLogger("jax").setLevel(logging.WARNING)
     change_directory(job.folder)
     context = ray.train.get_context()

@@ -77,7 +77,7 @@ LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
 RESUME_ALL = "start all processes again with the same run_dir to resume"
-# Wait so long for processes that end for the same reason.
+# Seconds to wait for the other processes, which usually end for the same reason.
 LEAVE_SECONDS = 15
 NO_BEST = (
     "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
@@ -128,8 +128,9 @@ def load(
     for key, value in command_line.not_trusted.items():
         if value != used.get(key):
             show(
-                f"{key}={value} of that run is ignored, because a run directory may"
-                f" come from others; give {key}= to use it"
+                f"{key}={value} of the resumed run's config.yaml is ignored, because"
+                f" somebody else may have written that file; give {key}={value} to use"
+                " it"
             )
     if in_sweep() and config.tracker.name is None:
         folder = "/".join(Path(config.run_dir).parts[-2:])
@@ -233,6 +234,7 @@ def main(argv: list[str]) -> int:
     """
     # Let Hydra raise exceptions instead of printing tracebacks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # It becomes True when training begins; a Ctrl-C before is reported differently.
     EARLY_INTERRUPT.guard_entered = False
     try:
         argv = without_dashes(argv, training_keys, FLAGS)

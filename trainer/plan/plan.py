@@ -421,7 +421,7 @@ def make_plan(
     search: bool = False,
     exact: bool = False,
     log: Callable[[str], None] = lambda text: None,
-    show: Callable[[Plan], None] = lambda plan: None,
+    on_first_plan: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """Compile the step of a task and read its figures.
 
@@ -436,8 +436,8 @@ def make_plan(
       search: whether to search the largest micro-batch.
       exact: compile all layers, however many.
       log: receives messages about the progress.
-      show: receives the plan after the first compilation, without comparison and
-        search.
+      on_first_plan: receives the plan after the first compilation, without comparison
+        and search.
     """
     split = is_extrapolated(task.model.spec, task.model.policy, exact, task.trainable)
     model = task.model
@@ -477,7 +477,7 @@ def make_plan(
             layers=not_fp8(measured.model, program, tokens, gpu, task.frozen_layers),
             largest=None,
         )
-        show(plan)
+        on_first_plan(plan)
         if bf16 is not None and plan.fits:
             compared = measure(bf16, sequences, "the same in bf16, to compare")
             plan = plan._replace(bf16=compared)
