@@ -136,7 +136,7 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
     assert d.fragments is not None
     return DiLoCoSettings(
         replicas=d.replicas,
-        steps=d.sync_every,
+        sync_every=d.sync_every,
         format=d.outer_grad,
         lr=d.outer_lr,
         momentum=d.outer_momentum,
@@ -144,7 +144,7 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
         feedback=bool(d.error_feedback) and d.outer_grad != "fp32",
         fragments=d.fragments,
         participants=d.participants or d.replicas,
-        last=c.train.steps,
+        last_step=c.train.steps,
     )
 
 

@@ -45,7 +45,7 @@ from trainer.observe.progress import log_duration
 from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
-from trainer.parallel.processes import Agreement, raise_together, start_processes
+from trainer.parallel.processes import AsyncMax, raise_together, start_processes
 from trainer.report.history import FINAL_VALIDATION
 from trainer.report.messages import (
     describe_communication,
@@ -263,7 +263,7 @@ def open_session(
         display=display,
         # Made before the step is compiled: its first call connects the processes, which
         # may finish compiling minutes apart.
-        max_over_processes=Agreement(workload.mesh),
+        max_over_processes=AsyncMax(workload.mesh),
         timeouts=Timeouts(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
         ),

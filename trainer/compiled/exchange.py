@@ -31,7 +31,7 @@ class Exchanges(NamedTuple):
     @property
     def mean(self) -> float:
         """Mean bytes a step, over a round."""
-        return math.fsum(self.fragments) / self.diloco.steps
+        return math.fsum(self.fragments) / self.diloco.sync_every
 
     @property
     def fewer(self) -> float:
@@ -44,12 +44,12 @@ class Exchanges(NamedTuple):
 
     def up_to(self, step: int) -> float:
         """Return the bytes of the exchanges in the first `step` steps."""
-        total = 0.0
+        diloco, total = self.diloco, 0.0
         for fragment, size in enumerate(self.fragments):
-            place = fragment * self.diloco.steps // self.diloco.fragments
-            count = (step - place) // self.diloco.steps + (place > 0)
-            last = step == self.diloco.last and step % self.diloco.steps != place
-            total += size * (max(0, count) + last)
+            place = fragment * diloco.sync_every // diloco.fragments
+            count = (step - place) // diloco.sync_every + (place > 0)
+            is_extra = step == diloco.last_step and step % diloco.sync_every != place
+            total += size * (max(0, count) + is_extra)
         return total
 
 

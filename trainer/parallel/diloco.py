@@ -43,7 +43,7 @@ from scalify_core.numerics.formats import (
     pow2_floor,
 )
 from trainer.parallel.mesh import REPLICA, STEP_AXES
-from trainer.parallel.reduction import as_bits, from_bits, upper_octave_scale
+from trainer.parallel.reduction import as_bits, from_bits, top_binade_scale
 
 # Not OCP's E2M1, where code 7 stands for 6.0. Here code 7 is NaN, so that a nonfinite
 # outer gradient arrives as NaN.
@@ -63,7 +63,7 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
 # Constants that keep streams of random bits apart. Replica k trains with the seed
 # `seed ^ (k * REPLICA_STREAM mod 2^32)`: no other constant may equal such a product.
 REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
-PIECE_STREAM, DRAW_STREAM = 0x85EBCA77, 0x27D4EB2F
+PIECE_STREAM, PARTICIPANT_STREAM = 0x85EBCA77, 0x27D4EB2F
 # The counter of random bits is `replica index * MAX_ARRAYS + tensor index`.
 MAX_ARRAYS = 2**16
 
@@ -73,7 +73,7 @@ class DiLoCoSettings(NamedTuple):
 
     Attributes:
       replicas: K.
-      steps: number of steps between two exchanges of a fragment.
+      sync_every: number of steps between two exchanges of a fragment.
       format: format of sent data, a key of FORMATS.
       lr, momentum: settings of the outer optimizer, SGD with Nesterov momentum. With 1
         and 0 the outer weights become the mean of the replicas' weights.
@@ -81,29 +81,29 @@ class DiLoCoSettings(NamedTuple):
       fragments: number of parts of the parameters, exchanged one after another in a
         round.
       participants: number of replicas that train in a round, drawn for each round.
-      last: the last step, after which all fragments are exchanged.
+      last_step: the last step, after which all fragments are exchanged.
     """
 
     replicas: int
-    steps: int
+    sync_every: int
     format: str
     lr: float
     momentum: float
     feedback: bool
     fragments: int
     participants: int
-    last: int
+    last_step: int
 
     def due(self, step: int) -> list[int]:
         """Return the fragments that are exchanged after `step` steps; all after the
         last step.
         """
-        if step == self.last:
+        if step == self.last_step:
             return list(range(self.fragments))
         return [
             fragment
             for fragment in range(self.fragments)
-            if step % self.steps == fragment * self.steps // self.fragments
+            if step % self.sync_every == fragment * self.sync_every // self.fragments
         ]
 
     def participating(self, seed: Any, step: Any) -> jax.Array:
@@ -114,7 +114,9 @@ class DiLoCoSettings(NamedTuple):
         if self.participants == self.replicas:
             return jnp.ones(self.replicas, bool)
         words = counter_words(
-            seed, step // self.steps + DRAW_STREAM, jnp.arange(self.replicas)
+            seed,
+            step // self.sync_every + PARTICIPANT_STREAM,
+            jnp.arange(self.replicas),
         )[:, 0]
         return jnp.argsort(jnp.argsort(words)) < self.participants
 
@@ -137,7 +139,7 @@ def shared_scales(
     tensors: Sequence[jax.Array], fmt: FloatFormat, axes: Sequence[str]
 ) -> jax.Array:
     """Return the power of two that puts each tensor's amax over the mesh axes into the
-    upper octave of a format, FP32 [tensors].
+    top binade of a format, FP32 [tensors].
 
     Devices send one byte a tensor, the exponent. The scale is 2^-126 for zeros, and 1
     for nonfinite values, which are kept. It is 1 for FP32 data.
@@ -145,7 +147,7 @@ def shared_scales(
     if fmt is FP32:
         return jnp.ones(len(tensors), jnp.float32)
     amax = jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tensors])
-    scales = jnp.where(jnp.isfinite(amax), upper_octave_scale(amax, fmt), jnp.inf)
+    scales = jnp.where(jnp.isfinite(amax), top_binade_scale(amax, fmt), jnp.inf)
     exponents = lax.pmax(
         (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8),
         tuple(axes),
@@ -157,9 +159,10 @@ def shared_scales(
 
 
 def encode(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
-    """Round FP32 [..., m] stochastically, and return the data to send; m is even.
+    """Round FP32 [..., m] stochastically, and return the data to send.
 
-    The result has integers of the format's width, or bytes of two FP4 numbers each.
+    The result has integers of the format's width, or bytes of two FP4 numbers each, for
+    which m must be even.
     `bits` are random bits; None: FP32 data, which is not rounded.
     """
     if bits is None:
@@ -215,8 +218,9 @@ def exchange(
       tensors: FP32 [R, ...] of this device's replicas.
       diloco: the participants and the format.
       seed: seed of the random bits.
-      step: number of steps taken. Participants are those of the last step, `step - 1`.
-        Random bits differ by step, replica, piece and tensor.
+      step: number of steps taken. The participants are those of the last step taken,
+        whose index is `step - 1`. Random bits differ by step, replica, piece and
+        tensor.
       tensor_indices: the index of each tensor among all trained tensors, so that
         fragments have different random bits.
       axes: all mesh axes that hold parts of a tensor, REPLICA among them.
@@ -268,9 +272,10 @@ def exchange(
         start += sent_values.shape[1]
         means.append(mean_flat[columns].reshape(x.shape[1:]) * scale)
         if diloco.feedback:
-            # The replica's own rounding error, and the mean's error in its piece.
-            error = mean_error[:, columns] - sent_values[:, :size]
-            residuals.append(x + error.reshape(x.shape) * scale)
+            # The replica's own rounding error is `x - sent_values * scale`. The mean's
+            # error is nonzero only in this replica's piece.
+            correction = mean_error[:, columns] - sent_values[:, :size]
+            residuals.append(x + correction.reshape(x.shape) * scale)
     return ExchangeResult(means, residuals, scales)
 
 

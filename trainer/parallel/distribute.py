@@ -38,8 +38,8 @@ from trainer.parallel.mesh import (
 )
 from trainer.parallel.reduction import (
     WireFormat,
-    all_gather,
-    all_to_all,
+    all_gather_bits,
+    all_to_all_bits,
     mean_over_devices,
 )
 from trainer.parallel.sharding import (
@@ -60,7 +60,7 @@ from trainer.step.step import (
 )
 
 LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
-MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
+MICRO_BATCH_SPEC = PartitionSpec(None, BATCH_AXES)
 
 
 class GradReduceConfig(NamedTuple):
@@ -108,9 +108,10 @@ def qkv_rows_to_columns(x: jax.Array, role: Role) -> jax.Array:
     n = lax.axis_size("tensor")
     if n == 1:
         return x
+    # kernel [.., D/n, g, n, F/n], bias [.., g, n, F/n]
     parts = x.reshape(*x.shape[:-1], role.groups, n, -1)
     if role.is_kernel:
-        parts = all_to_all(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
+        parts = all_to_all_bits(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
     else:
         parts = lax.dynamic_index_in_dim(
             parts, lax.axis_index("tensor"), parts.ndim - 2
@@ -123,11 +124,12 @@ def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
     n = lax.axis_size("tensor")
     if n == 1:
         return x
+    # kernel [.., D, g, 1, F/n], bias [.., g, 1, F/n]
     parts = x.reshape(*x.shape[:-1], role.groups, 1, -1)
     if role.is_kernel:
-        parts = all_to_all(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
+        parts = all_to_all_bits(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
     else:
-        parts = all_gather(parts, parts.ndim - 2, "tensor")
+        parts = all_gather_bits(parts, "tensor", parts.ndim - 2)
     return parts.reshape(*parts.shape[:-3], -1)
 
 
@@ -142,7 +144,7 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
         is_fused = role.groups > 1
 
         def gather_array(x: jax.Array) -> jax.Array:
-            x = x if axis is None else all_gather(x, axis, "fsdp")
+            x = x if axis is None else all_gather_bits(x, "fsdp", axis)
             return qkv_rows_to_columns(x, role) if is_fused else x
 
         if axis is None and not is_fused:
@@ -163,7 +165,7 @@ def reduce_gradients(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) 
     leaf_indices = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
-        def arrange(x: jax.Array) -> jax.Array:
+        def reshard(x: jax.Array) -> jax.Array:
             return qkv_columns_to_rows(x, role) if role.groups > 1 else x
 
         with jax.named_scope("reduce"):
@@ -173,7 +175,7 @@ def reduce_gradients(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) 
                 comm.wire_format(role),
                 seed=seed,
                 leaf=next(leaf_indices),
-                arrange=arrange,
+                reshard=reshard,
             )
         return mean if is_scaled_array(grad) else mean.astype(grad.dtype)
 
@@ -208,18 +210,18 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
         def micro_gradient(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
         ) -> tuple[Any, Any, Any]:
-            loss, grads, observed = value_and_grad(
+            loss, grads, statistics = value_and_grad(
                 gather(params, specs, comm), scaling, tokens, segments, keys_B
             )
             if reduce_micro_batches:
                 seed = rounding_seed(keys_B)
                 grads = reduce_gradients(grads, specs, comm, seed)
-            return loss, grads, observed
+            return loss, grads, statistics
 
         def on_device(
             params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
         ) -> tuple[Any, Any, Any]:
-            loss, grads, observed = mean_gradient(
+            loss, grads, statistics = mean_gradient(
                 micro_gradient, params, scaling, batch, keys_AxB
             )
             if not reduce_micro_batches:
@@ -228,7 +230,8 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
             return (
                 mean_of_scalars(loss),
                 grads,
-                jax.tree.map(lambda x: lax.pmax(x, STEP_AXES), observed),
+                # `statistics` holds the amax of tensors, for their next scales.
+                jax.tree.map(lambda x: lax.pmax(x, STEP_AXES), statistics),
             )
 
         return over_devices(
@@ -239,8 +242,8 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
             in_specs=(
                 partition_specs(params, mesh, comm.roles),
                 REPLICATED,
-                MICRO_BATCHES,
-                MICRO_BATCHES,
+                MICRO_BATCH_SPEC,
+                MICRO_BATCH_SPEC,
             ),
             out_specs=(REPLICATED, specs, REPLICATED),
         )(params, scaling, batch, keys_AxB)
@@ -249,7 +252,11 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
 
 
 def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> StepReductions:
-    """Return the reductions of a train step over the devices of a mesh."""
+    """Return the reductions of a train step over the devices of a mesh.
+
+    `trained_roles` are the roles of the trained parameters; the norms are those of
+    their gradients.
+    """
     gradient: GradientFn = mean_gradient
     if devices_of_replica(mesh) > 1:
         gradient = gradient_over(mesh, comm)
@@ -299,9 +306,11 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
 
 
 def amax_over(mesh: Mesh, roles: Any) -> AmaxFn:
-    """Return a function like `largest_of_arrays` for a state sharded as in `sharding`.
+    """Return a function that computes the amax of each group of arrays, for a state
+    sharded as in `sharding`.
 
-    Devices send only maxima.
+    Its argument `paths` holds the path of each group in the state. Devices send only
+    maxima.
     """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return largest_of_arrays

@@ -126,8 +126,8 @@ def over_devices(
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` over a mesh.
 
-    Inside a DiLoCo replica REPLICA is already a manual axis: only STEP_AXES are mapped,
-    of the mesh that is being traced.
+    Inside a DiLoCo replica, REPLICA is already a manual axis. Then only STEP_AXES of
+    the current abstract mesh are mapped.
     """
     settings: dict[str, Any] = {"mesh": mesh}
     if is_inside_replica():
@@ -149,7 +149,10 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def batch_shards(mesh: Mesh, replicas: int = 1) -> int:
-    """Return the number of parts into which the batch of all replicas is split."""
+    """Return the number of parts into which the batch of all replicas is split.
+
+    Several replicas may share devices, so `replicas` is not the size of REPLICA.
+    """
     return replicas * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
@@ -166,10 +169,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def abstract_batch(
     accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh
 ) -> Tokens:
-    """Return shapes, dtypes and shardings of a batch of `batch_size` sequences, N."""
+    """Return shapes, dtypes and shardings of a batch of N = `batch_size` sequences."""
     shape = (accum, batch_size // accum, context + 1)
     tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
-    return Tokens(tokens, tokens if document_mask else None)
+    segments = tokens if document_mask else None  # same shape, dtype and sharding
+    return Tokens(tokens, segments)
 
 
 def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:

@@ -39,7 +39,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
         second case all processes raise it.
     """
     # JAX's preemption service would catch SIGTERM for the life of the process. The loop
-    # has its own handler, and `Agreement` tells the other processes.
+    # has its own handler, and `AsyncMax` tells the other processes.
     jax.config.update("jax_enable_preemption_service", False)
     join = functools.partial(
         jax.distributed.initialize, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
@@ -162,7 +162,7 @@ def raise_together() -> Iterator[None]:
         raise user_error
 
 
-class Agreement:
+class AsyncMax:
     """An asynchronous all-reduce of the maximum over processes.
 
     Every process must call it equally often. With several processes a call returns the

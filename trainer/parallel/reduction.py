@@ -5,8 +5,9 @@ Narrow data is moved and never added. By an all-to-all each device receives its 
 the array from all devices, and adds the parts in FP32. If several devices need the
 mean, it is rounded again and all-gathered. So a sum cannot overflow, and a ring moves
 as many elements as an FP32 reduce-scatter or all-reduce would. Each tensor has one
-scale: the power of two that puts the amax over all devices into the upper octave of the
-format. FP8 is rounded stochastically, so that the mean is unbiased.
+scale: the power of two that puts the amax over all devices into the format's top
+binade, from half its maximum to its maximum. FP8 is rounded stochastically, so that the
+mean is unbiased.
 
 The deterministic reduction moves FP32 data in the same way, without a scale. Parts are
 added in the order of the devices in the mesh, on any number of processes. FP32 data is
@@ -71,23 +72,27 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
-def all_gather(x: jax.Array, axis: int, name: str | tuple[str, ...]) -> jax.Array:
-    """All-gather parts over the mesh axis `name`, and concatenate them along `axis`."""
-    return from_bits(lax.all_gather(as_bits(x), name, axis=axis, tiled=True), x.dtype)
-
-
-def all_to_all(
-    x: jax.Array, name: str | tuple[str, ...], split: int, concat: int
+def all_gather_bits(
+    x: jax.Array, axis_name: str | tuple[str, ...], axis: int
 ) -> jax.Array:
-    """Send the parts along the axis `split` to the devices of the mesh axes `name`, and
-    concatenate the received parts along `concat`.
+    """Return `lax.all_gather` of narrow or FP32 data, tiled; narrow data is moved as
+    integers.
     """
-    return from_bits(
-        lax.all_to_all(
-            as_bits(x), name, split_axis=split, concat_axis=concat, tiled=True
-        ),
-        x.dtype,
-    )
+    gathered = lax.all_gather(as_bits(x), axis_name, axis=axis, tiled=True)
+    return from_bits(gathered, x.dtype)
+
+
+def all_to_all_bits(
+    x: jax.Array,
+    axis_name: str | tuple[str, ...],
+    split_axis: int,
+    concat_axis: int,
+) -> jax.Array:
+    """Return `lax.all_to_all` of narrow or FP32 data, tiled; narrow data is moved as
+    integers.
+    """
+    bits = lax.all_to_all(as_bits(x), axis_name, split_axis, concat_axis, tiled=True)
+    return from_bits(bits, x.dtype)
 
 
 def batch_shard_index() -> jax.Array:
@@ -108,8 +113,8 @@ def quantize(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
     return fmt.stochastic_round(x, counter_bits(x.shape, *counters))
 
 
-def upper_octave_scale(amax: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Return the power of two that puts an amax into the upper octave of a format."""
+def top_binade_scale(amax: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """Return the power of two that puts an amax into the top binade of a format."""
     # BF16 has FP32's range: at its maximum the FP32 sum would overflow, and the scale
     # would be subnormal.
     top = min(fmt.max, FP16.max)
@@ -126,7 +131,7 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
         return 1.0
     amax = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), STEP_AXES)
     return jnp.where(
-        jnp.isfinite(amax) & (amax > 0), upper_octave_scale(amax, fmt), jnp.float32(1)
+        jnp.isfinite(amax) & (amax > 0), top_binade_scale(amax, fmt), jnp.float32(1)
     )
 
 
@@ -137,7 +142,7 @@ def mean_over_devices(
     *,
     seed: Any,
     leaf: int,
-    arrange: Callable[[jax.Array], jax.Array] = lambda x: x,
+    reshard: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
     """Return the mean over the devices that the batch is split over, FP32.
 
@@ -147,11 +152,12 @@ def mean_over_devices(
       wire: format and order.
       seed: seed of stochastic rounding.
       leaf: index of the array; each has different random bits.
-      arrange: moves data inside the tensor-parallel group, before it is reduced.
+      reshard: moves data inside the tensor-parallel group. It is called after rounding,
+        so that narrow data is moved.
     """
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
     if wire.is_native:
-        x = arrange(x)
+        x = reshard(x)
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
         part = lax.psum_scatter(x, "fsdp", scatter_dimension=split, tiled=True)
@@ -161,7 +167,7 @@ def mean_over_devices(
         return part / devices
     scale = common_scale(x, wire.format)
     counters = (seed, leaf, batch_shard_index())
-    data = arrange(quantize(x * (1 / scale), wire.format, *counters))
+    data = reshard(quantize(x * (1 / scale), wire.format, *counters))
     mean = mean_by_all_to_all(data, split, wire.format, seed=seed, leaf=leaf)
     return mean * scale
 
@@ -173,7 +179,7 @@ def mean_by_all_to_all(
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
     parts = 1 if split is None else lax.axis_size("fsdp")
     devices_per_part = devices // parts
-    part_axes = BATCH_AXES if split is None else "data"
+    gather_axes = BATCH_AXES if split is None else "data"
     # Device (data d, fsdp f) sums piece d of part f, then gathers part f over `data`.
     # Without `split` there is one part, and every device sums a piece of it.
     shape = list(x.shape)
@@ -182,17 +188,17 @@ def mean_by_all_to_all(
         x = jnp.moveaxis(
             x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), split, 0
         )
-    pieces = x.reshape(parts, -1)
-    size = pieces.shape[1]
-    pieces = jnp.pad(pieces, ((0, 0), (0, -size % devices_per_part)))
-    pieces = pieces.reshape(parts, devices_per_part, -1)
-    # The index over BATCH_AXES varies fastest along `fsdp`: pieces come before parts.
-    received = all_to_all(
-        jnp.swapaxes(pieces, 0, 1).reshape(devices, -1), BATCH_AXES, 0, 0
-    )
+    flat_parts = x.reshape(parts, -1)
+    size = flat_parts.shape[1]
+    flat_parts = jnp.pad(flat_parts, ((0, 0), (0, -size % devices_per_part)))
+    pieces = flat_parts.reshape(parts, devices_per_part, -1)
+    # all_to_all numbers the devices with `fsdp` fastest, so the axis of pieces (`data`)
+    # must precede that of parts (`fsdp`).
+    pieces = jnp.swapaxes(pieces, 0, 1).reshape(devices, -1)
+    received = all_to_all_bits(pieces, BATCH_AXES, 0, 0)
     mean = jnp.sum(received.astype(jnp.float32), axis=0) / devices
     if devices_per_part > 1:
         # The data keeps its scale: a mean is at most as large as the largest operand.
         piece = quantize(mean, fmt, seed, leaf + SECOND_ROUNDING, batch_shard_index())
-        mean = all_gather(piece, 0, part_axes).astype(jnp.float32)[:size]
+        mean = all_gather_bits(piece, gather_axes, 0).astype(jnp.float32)[:size]
     return mean.reshape(shape)

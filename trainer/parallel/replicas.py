@@ -94,7 +94,7 @@ def replica_keys(key: jax.Array, count: int) -> jax.Array:
 
 def with_replicas(
     state: TrainState,
-    trained: Callable[[Any], Any],
+    select_trained: Callable[[Any], Any],
     diloco: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
@@ -112,9 +112,10 @@ def with_replicas(
         replica_keys(state.key, diloco.replicas),
         scaling,
     )
-    replicas = Replicas(
-        states, *initial_outer_state(trained(state.params), diloco, storage)
+    residuals, momentum = initial_outer_state(
+        select_trained(state.params), diloco, storage
     )
+    replicas = Replicas(states, residuals, momentum)
     return TrainState(state.params, (), state.key, state.scaling, replicas)
 
 
@@ -141,7 +142,7 @@ def initial_outer_state(
 
 def with_outer_state(
     state: TrainState,
-    trained: Callable[[Any], Any],
+    select_trained: Callable[[Any], Any],
     diloco: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
@@ -151,7 +152,9 @@ def with_outer_state(
     `diloco.replicas` replicas.
     """
     replicas: Replicas = state.diloco
-    residuals, momentum = initial_outer_state(trained(state.params), diloco, storage)
+    residuals, momentum = initial_outer_state(
+        select_trained(state.params), diloco, storage
+    )
     if jax.tree.leaves(residuals) and jax.tree.leaves(replicas.residuals):
         residuals = replicas.residuals
     if jax.tree.leaves(momentum) and jax.tree.leaves(replicas.momentum):
@@ -354,7 +357,7 @@ def make_exchange(
     roles: Any,
     diloco: DiLoCoSettings,
     storage: Storage,
-    trained: Callable[[Any], Any],
+    select_trained: Callable[[Any], Any],
     rounding: weights.Rounding,
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
     """Return the exchange of a fragment and the outer update: `(state, steps taken,
@@ -366,7 +369,7 @@ def make_exchange(
       roles: roles of the trained parameters, which determine their sharding.
       diloco: the settings.
       storage: storage of residuals and momentum.
-      trained: selects the trained parameters.
+      select_trained: selects the trained parameters.
       rounding: rounding of narrow outer weights.
     """
 
@@ -374,10 +377,10 @@ def make_exchange(
         state: TrainState, step: jax.Array, seed: jax.Array
     ) -> TrainState:
         replicas: Replicas = state.diloco
-        outer = trained(state.params)
+        outer = select_trained(state.params)
         states = replicas.states
         outer_leaves = tree.leaves(outer)
-        replica_leaves = tree.leaves(trained(states.params))
+        replica_leaves = tree.leaves(select_trained(states.params))
         residuals = tree.leaves(replicas.residuals)
         momenta = tree.leaves(replicas.momentum)
         sizes = [p.size for p in outer_leaves]
@@ -397,14 +400,16 @@ def make_exchange(
         # outer weights, and keep their earlier residuals.
         accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
         updates = []
-        for j, i in enumerate(tensor_indices):
-            update = means[j]
+        for local_index, i in enumerate(tensor_indices):
+            update = means[local_index]
             if diloco.momentum:  # Nesterov
                 velocity = diloco.momentum * weights.wide(momenta[i]) + update
                 update = update + diloco.momentum * velocity
                 momenta[i] = select(accept, storage.quantize(velocity), momenta[i])
             if diloco.feedback:
-                residual = storage.quantize(new_residuals[j], scales[j])
+                residual = storage.quantize(
+                    new_residuals[local_index], scales[local_index]
+                )
                 residuals[i] = select(accept, residual, zero_nonfinite(residuals[i]))
             updates.append(update)
         new_leaves = weights.apply_updates(

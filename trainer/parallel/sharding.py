@@ -33,8 +33,8 @@ def partition_spec(
 ) -> PartitionSpec:
     """Return how an array of the state is split over a mesh.
 
-    If both axes split a kernel [D, F], `fsdp` splits the rows. If `tensor` splits the
-    rows too, `fsdp` splits each tensor shard.
+    Of a kernel [D, F], `fsdp` splits the rows if it divides them. If `tensor` splits
+    the rows as well, `fsdp` splits each shard of `tensor` further.
 
     Args:
       role: role of the parameter, also for its moments; None for other arrays.
@@ -44,13 +44,15 @@ def partition_spec(
     axes: list[Any] = [None] * len(shape)
     if role is None:
         return PartitionSpec(*axes)
-    first_axis = int(role.stacked)  # layers are not split
+    first_axis = int(role.stacked)  # the axis of stacked layers is not split
     local_shape = list(shape)
     if sizes["tensor"] > 1 and role.split is not None:
-        split = len(shape) + role.split
-        if split >= first_axis and local_shape[split] % sizes["tensor"] == 0:
-            axes[split] = "tensor"
-            local_shape[split] //= sizes["tensor"]
+        # `role.split` counts from the end: -1 is the last axis. A factored moment may
+        # lack that axis.
+        split_axis = len(shape) + role.split
+        if split_axis >= first_axis and local_shape[split_axis] % sizes["tensor"] == 0:
+            axes[split_axis] = "tensor"
+            local_shape[split_axis] //= sizes["tensor"]
     if sizes["fsdp"] > 1:
         for axis in range(first_axis, len(shape)):
             if local_shape[axis] % sizes["fsdp"] == 0 and local_shape[axis]:
@@ -77,47 +79,48 @@ def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def map_specs(
-    make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, roles: Any
+    fun: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, roles: Any
 ) -> Any:
-    """Apply `make` to every array of a tree and its `partition_spec`.
+    """Apply `fun` to every array of a tree and its `partition_spec`.
 
-    A packed tree stays packed. Arrays of DiLoCo replicas have a leading axis, which is
-    split over the mesh axis REPLICA. `roles` are those of the parameters; see
-    `roles.role_of`.
+    A `Packed` tree stays packed; its scales are one array. Arrays of DiLoCo replicas
+    have a leading axis, which is split over the mesh axis REPLICA. `roles` are those of
+    the parameters; see `roles.role_of`.
     """
     sizes = dict(mesh.shape)
 
-    def make_array(path: Any, x: Any, by_replica: bool) -> Any:
+    def map_array(path: Any, x: Any, by_replica: bool) -> Any:
         role = role_of(roles, path)
+        # Scalars are the scales of parameters, which all replicas share.
         if by_replica and x.shape:
             spec = PartitionSpec(REPLICA, *partition_spec(role, x.shape[1:], sizes))
         else:
             spec = partition_spec(role, x.shape, sizes)
-        return make(x, spec)
+        return fun(x, spec)
 
-    def make_leaf(path: Any, x: Any) -> Any:
+    def map_leaf(path: Any, x: Any) -> Any:
         by_replica = any(
             isinstance(entry, GetAttrKey) and entry.name in REPLICA_FIELDS
             for entry in path
         )
         if not isinstance(x, Packed):
-            return make_array(path, x, by_replica)
+            return map_array(path, x, by_replica)
         array_paths = jax.tree_util.tree_leaves_with_path(
             jax.tree.unflatten(x.structure, x.names)
         )
         arrays = {
             name: jax.tree.map(
-                functools.partial(make_array, array_path, by_replica=by_replica),
+                functools.partial(map_array, array_path, by_replica=by_replica),
                 x.arrays[name],
             )
             for array_path, name in array_paths
         }
         return dataclasses.replace(
-            x, arrays=arrays, scales=make_array((), x.scales, by_replica)
+            x, arrays=arrays, scales=map_array((), x.scales, by_replica)
         )
 
     return jax.tree_util.tree_map_with_path(
-        make_leaf, tree, is_leaf=lambda x: isinstance(x, Packed)
+        map_leaf, tree, is_leaf=lambda x: isinstance(x, Packed)
     )
 
 

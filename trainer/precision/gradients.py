@@ -32,10 +32,10 @@ class Differentiate(NamedTuple):
     Attributes:
       init: makes the first state of the scaling: a loss scale, amax histories, or ().
       value_and_grad: (parameters, scaling, tokens, segments, keys) -> (loss, gradients,
-        observed). There is a key for each sequence. The loss is FP32; gradients are
-        plain or scaled arrays. `observed` holds the statistics that `next_scaling`
-        needs; over several micro-batches they are maxima.
-      next_scaling: (scaling, observed, whether the step was finite) -> the scaling of
+        statistics). There is a key for each sequence. The loss is FP32; gradients are
+        plain or scaled arrays. `next_scaling` needs the statistics; over several
+        micro-batches they are maxima.
+      next_scaling: (scaling, statistics, whether the step was finite) -> the scaling of
         the next step.
     """
 
@@ -49,7 +49,7 @@ def plain(loss_fn: LossFn) -> Differentiate:
     return Differentiate(
         tuple,
         stateless(jax.value_and_grad(loss_fn)),
-        lambda scaling, observed, finite: scaling,
+        lambda scaling, statistics, finite: scaling,
     )
 
 
@@ -127,7 +127,9 @@ def divided(grads: Any, factor: jax.Array) -> Any:
     return jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
 
 
-def next_loss_scale(scaling: LossScale, observed: Any, finite: jax.Array) -> LossScale:
+def next_loss_scale(
+    scaling: LossScale, statistics: Any, finite: jax.Array
+) -> LossScale:
     """Halve the factor after a step that was not finite; double it after GROWTH_STEPS
     finite steps.
 
@@ -156,17 +158,19 @@ def with_histories(loss_fn: LossFn) -> ValueAndGrad:
         as_fm32 = jax.tree.map(lambda x: jax.lax.convert_element_type(x, fm32), scaling)
         # jax.grad refuses the type fm32.
         loss, pullback = jax.vjp(loss_of, params, as_fm32)
-        grads, observed = pullback(jnp.float32(1))
-        observed = jax.tree.map(
-            lambda x: jax.lax.convert_element_type(x, jnp.float32), observed
+        grads, statistics = pullback(jnp.float32(1))
+        statistics = jax.tree.map(
+            lambda x: jax.lax.convert_element_type(x, jnp.float32), statistics
         )
-        return loss, grads, observed
+        return loss, grads, statistics
 
     return call
 
 
-def next_histories(scaling: Any, observed: Any, finite: jax.Array) -> Any:
+def next_histories(scaling: Any, statistics: Any, finite: jax.Array) -> Any:
     """Return the histories that the step has observed; a step that was not finite
     leaves them unchanged.
     """
-    return jax.tree.map(lambda old, new: jnp.where(finite, new, old), scaling, observed)
+    return jax.tree.map(
+        lambda old, new: jnp.where(finite, new, old), scaling, statistics
+    )

@@ -179,13 +179,13 @@ def describe_exchanges(exchanges: Exchanges, gbps: float | None = None) -> list[
     if diloco.replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
-            f" every {diloco.steps} steps"
+            f" every {diloco.sync_every} steps"
         ]
     lines = [
         (
             f"DiLoCo: {diloco.replicas} replicas{some} exchange outer gradients in"
-            f" {diloco.format} every {diloco.steps} steps{parts}; outer learning rate"
-            f" {diloco.lr:g}, momentum"
+            f" {diloco.format} every {diloco.sync_every} steps{parts}; outer"
+            f" learning rate {diloco.lr:g}, momentum"
             f" {diloco.momentum:g}{', with error feedback' * diloco.feedback}"
         ),
         (

@@ -89,11 +89,11 @@ def mean_gradient(
         return micro_gradient(*first_micro)
 
     def add(total: Any, micro: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
-        loss, grads, observed = micro_gradient(*micro)
+        loss, grads, statistics = micro_gradient(*micro)
         mean = jax.tree.map(
             lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads))
         )
-        return (*mean, jax.tree.map(jnp.maximum, total[2], observed)), None
+        return (*mean, jax.tree.map(jnp.maximum, total[2], statistics)), None
 
     shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(*first_micro)))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -179,7 +179,7 @@ def make_train_step(
     ) -> tuple[TrainState, Metrics]:
         # Keys depend on the step number alone: a resumed run has the same dropout.
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
-        loss, grads, observed = reductions.gradient(
+        loss, grads, statistics = reductions.gradient(
             loss_gradient.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
         grads = stacks.stack(update.store_gradients(trained(grads)))
@@ -227,7 +227,7 @@ def make_train_step(
             with_subtree(state.params, stacks.unstack(new_params, params)),
             new_opt_state,
             state.key,
-            loss_gradient.next_scaling(state.scaling, observed, finite),
+            loss_gradient.next_scaling(state.scaling, statistics, finite),
             kahan_compensation=stacks.unstack(compensation, state.kahan_compensation),
         )
         return new_state, {

@@ -28,7 +28,7 @@ from trainer.parallel.replicas import OUTER_STREAM
 
 SHAPES = ((5, 3), (4,), (16, 24))  # 15 elements are split over no number of replicas
 PLAIN = DiLoCoSettings(
-    4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100
+    4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last_step=100
 )
 
 
@@ -203,7 +203,7 @@ def test_fragments_have_each_array_once_and_about_equal_sizes():
 
 
 def test_each_fragment_is_due_once_a_round_and_all_after_the_last_step():
-    diloco = PLAIN._replace(steps=6, fragments=3, last=23)
+    diloco = PLAIN._replace(sync_every=6, fragments=3, last_step=23)
     due = {step: diloco.due(step) for step in range(1, 24)}
     assert {step: actual for step, actual in due.items() if actual} == {
         2: [1], 4: [2], 6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 16: [2], 18: [0], 20: [1], 22: [2], 23: [0, 1, 2],

@@ -34,7 +34,7 @@ tree_leaves = functools.partial(
     jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array
 )
 AVERAGE = DiLoCoSettings(
-    2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100
+    2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last_step=100
 )
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
@@ -99,7 +99,9 @@ def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas(
     for i in range(3):
         state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
         losses.append(float(metrics["loss"]))
-    actual, theirs = trained(3, AVERAGE._replace(replicas=1, participants=1, steps=1))
+    actual, theirs = trained(
+        3, AVERAGE._replace(replicas=1, participants=1, sync_every=1)
+    )
     assert theirs == losses
     # Outer weights - (outer weights - new ones) is exact where both are near each
     # other: else one rounding.
@@ -299,7 +301,7 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
 
 
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
-    diloco = AVERAGE._replace(replicas=4, participants=1, steps=2)
+    diloco = AVERAGE._replace(replicas=4, participants=1, sync_every=2)
     state, losses = trained(1, diloco, "fp32", 1)
     (drawn,) = np.flatnonzero(diloco.participating(np.uint32(0), np.int32(0)))
     for k in range(4):
@@ -352,7 +354,7 @@ def test_a_residual_that_is_not_finite_is_dropped_where_it_is_not_so_that_exchan
 
 
 def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
-    diloco = NARROW._replace(steps=100, fragments=2, last=1000)
+    diloco = NARROW._replace(sync_every=100, fragments=2, last_step=1000)
     task = task_of(diloco, "fp32", 2)
     state = from_checkpoint_form(first_state(task, 0))
     programs = [lower_exchange(task, i, state).compile() for i in range(2)]

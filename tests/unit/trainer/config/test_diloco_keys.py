@@ -27,7 +27,7 @@ def test_a_run_that_was_saved_before_has_none_of_it():
 
 def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
     diloco = build_diloco(compose_config(["parallel=diloco"]))
-    assert (diloco.replicas, diloco.steps, diloco.format, diloco.feedback) == (
+    assert (diloco.replicas, diloco.sync_every, diloco.format, diloco.feedback) == (
         4,
         32,
         "fp8",
