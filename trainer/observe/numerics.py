@@ -241,8 +241,8 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     if kind in MOMENT_KEYS:
         return str(getattr(policy, kind))
     if is_stack(model, layer):
-        blocks, _, *rest = layer.split(".")
-        layer = ".".join([blocks, *rest])
+        blocks, *rest = layer.split(".")
+        layer = ".".join([blocks, *rest[1:]])  # without the number of the block
     path, _, last_part = layer.rpartition(".")
     if last_part in SIDES:
         forward, backward = operand_formats(model, path, last_part)

@@ -2,6 +2,7 @@
 samples, rescale, pictures, checkpoint.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 
 from scalify_core import weights
+from trainer.errors import UserError
+from trainer.files import well_formed
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
@@ -27,6 +30,8 @@ CHECKPOINT = "checkpoint"
 # biases are computed in 16 bits.
 MATRIX_OCTAVES = 2
 VECTOR_OCTAVES = 9
+
+logger = logging.getLogger(__name__)
 
 
 def numerics(
@@ -196,8 +201,16 @@ def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:
         # Matplotlib takes half a second to import.
         from trainer.observe.heatmap import draw_all
 
-        rows = read_rows(context.run_dir / "metrics.jsonl")
-        paths = draw_all(rows, context.run_dir / "numerics", format_name)
+        log = context.run_dir / "metrics.jsonl"
+        try:
+            with well_formed(log, "repair the file, or move it away"):
+                paths = draw_all(
+                    read_rows(log), context.run_dir / "numerics", format_name
+                )
+        # Rows that somebody edited must not prevent the checkpoint that follows.
+        except UserError as error:
+            logger.warning("no heat maps after step %d: %s", context.step, error)
+            return
         for kind, path in paths.items():
             context.picture(f"numerics/{kind}/picture", path)
 

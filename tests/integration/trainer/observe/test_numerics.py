@@ -99,6 +99,15 @@ def test_every_tensor_has_the_format_of_its_cast_or_its_own(preset, kernel, rest
         ] == rest
 
 
+@pytest.mark.parametrize("layer", ["", "h", "h.kernel", "h.1", "another.1.kernel"])
+def test_a_layer_that_the_model_lacks_has_a_format_too(layer):
+    """Somebody may have edited the log that a resumed run draws."""
+    for scan in (False, True):
+        spec = dataclasses.replace(TWO, scan_layers=scan)
+        model = Model.make(spec, policy("fp32"))
+        assert {format_name(model, kind, layer) for kind in CLASSES} == {"fp32"}
+
+
 def test_layers_come_in_the_order_of_a_forward_pass():
     names = [
         name.split("/")[2]

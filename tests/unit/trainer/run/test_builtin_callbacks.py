@@ -1,0 +1,38 @@
+"""Heat maps are drawn before a checkpoint is saved, and never prevent it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from scalify_core.debug.stats import FIGURES
+from trainer.observe.records import encode_row
+from trainer.run.builtin_callbacks import pictures
+
+
+def numerics(layer):
+    names = [f"numerics/weights/{layer}/{figure}" for figure in FIGURES]
+    return encode_row(1, dict.fromkeys(names, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (numerics("h.0"), None),
+        (b"{not json}\n", "metrics.jsonl:1 is not a row of metrics"),
+        (numerics(r"$\foo$"), "metrics.jsonl is damaged (ValueError"),
+        (numerics("\ud800"), "metrics.jsonl is damaged (TypeError"),
+    ],
+    ids=["whole", "torn", "a formula", "half a character"],
+)
+def test_a_log_that_cannot_be_drawn_is_a_warning(tmp_path, caplog, line, reason):
+    (tmp_path / "metrics.jsonl").write_bytes(line)
+    drawn = {}
+    context = SimpleNamespace(run_dir=tmp_path, step=7, picture=drawn.__setitem__)
+    pictures(10, lambda kind, layer: "fp16").run(context)
+    if reason is None:
+        assert drawn.keys() == {"numerics/weights/picture"}
+        assert not caplog.text
+    else:
+        assert not drawn
+        assert "no heat maps after step 7: " in caplog.text
+        assert reason in caplog.text
