@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.csv_texts import csv_tables
 from trainer.data.files import NoColumn, check_numbered_files
 from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json_or_empty
@@ -31,8 +32,7 @@ DOCUMENTATION = re.compile(r"(?i)(readme|license)(\.(txt|rst))?|.*\.md")
 DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
 # Builders that cast tables, in the reference version of `datasets`.
-CASTING_BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")
-PANDAS_INDEX = "__index_level_0__"  # the column of pandas' index in Arrow
+CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
 
 
 def refuse_builder(name: str) -> None:
@@ -99,12 +99,12 @@ def open_builder(
     )
     builder = load_builder()
     if builder.name == "csv":
-        # Otherwise pandas reads texts such as NA and null as missing. And it rewrites
-        # 10,000 rows that all are numbers or truth values: 007 as 7, True as true.
-        converters = {source.column: str}
-        builder = load_builder(keep_default_na=False, converters=converters)
-        # Drop the README.md's types: they name all columns, and only one is read.
-        builder.info.features = None
+        # Settings of its own give it a cache without the tables of pandas.
+        builder = load_builder(usecols=[source.column], keep_default_na=False)
+        # Not the README.md's types: they name all columns, and only one is read.
+        text = datasets.Value("string")
+        builder.info.features = datasets.Features({source.column: text})
+        read_csv_strictly(builder, source.column)
     check_tables(builder, source.column)
     data_files = builder.config.data_files or {}
     splits = data_files.values()
@@ -148,22 +148,32 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
         return
 
     def checked(table: "pyarrow.Table", **settings: Any) -> "pyarrow.Table":
-        # If a row has too many fields, pandas takes the first for the row's name.
-        if builder.name == "csv" and PANDAS_INDEX in table.column_names:
-            raise UserError(
-                "a row of the CSV file has more fields than its header has names; put"
-                " fields that hold commas in double quotes"
-            )
         # `datasets` writes a column of several types as JSON, its texts in quotes.
         if any(path[0] == column for path in settings.get("json_field_paths", ())):
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # A JSON file whose rows are {} has none.
             check_text_column(table, column)
-        if builder.name == "csv":  # Other columns may differ in type and in order.
-            table = table.select([column])
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked
+
+
+def read_csv_strictly(builder: "DatasetBuilder", column: str) -> None:
+    """Have a builder read one column of CSV files by `csv_tables`.
+
+    Raises:
+      UserError: the method is private to `datasets`, and this version lacks it.
+    """
+    if not hasattr(builder, "_generate_tables"):
+        raise unknown_version("csv")
+
+    def tables(
+        base_files: Any, files_iterables: Iterable[Iterable[str]]
+    ) -> Iterator[tuple[Any, "pyarrow.Table"]]:
+        del base_files
+        return csv_tables(builder.config, column, files_iterables)
+
+    vars(builder)["_generate_tables"] = tables
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from corpora import prepared, read, write
 
 from trainer.data import HubSource
 from trainer.data.corpus import open_corpus
-from trainer.data.hub_data import check_tables
+from trainer.data.hub_data import check_tables, read_csv_strictly
 from trainer.errors import UserError
 
 TEXTS = ["one", "two", "", "four"]
@@ -39,6 +39,7 @@ def refused(tmp_path, message, folder="set", **settings):
     assert "\n" not in str(error.value)
 
 
+LONG = "x" * 200_000
 FEATURES = """---
 dataset_info:
   features:
@@ -46,7 +47,32 @@ dataset_info:
   - {name: text, dtype: string}
 ---
 """
+CSV_SETTINGS = """---
+configs:
+- config_name: default
+  data_files: train.csv
+  {}
+---
+"""
 READ = {
+    "quotes, line ends and blank lines": (
+        {"train.csv": '\ufeffid,text\r\n1,"a\r\nb, ""c"""\r\n\r\n2,d "e"\r\n'},
+        ['a\r\nb, "c"', 'd "e"'],
+    ),
+    "a field of 200,000 characters": ({"train.csv": f"text\n{LONG}\n"}, [LONG]),
+    "a CSV file without rows": (
+        {"train-1.csv": "id,text\n", "train-2.csv": "text\na\n", "train-3.csv": ""},
+        ["a"],
+    ),
+    "tabs": ({"train.tsv": 'id\ttext\n1\t"a\n""b"""\n2\tc,d\n'}, ['a\n"b"', "c,d"]),
+    "a README.md without quotes": (
+        {"train.csv": 'text\n"a\n', "README.md": CSV_SETTINGS.format("quoting: 3")},
+        ['"a'],
+    ),
+    "a README.md with names": (
+        {"train.csv": "1,a\n", "README.md": CSV_SETTINGS.format("names: [id, text]")},
+        ["a"],
+    ),
     "categories": ({"b.parquet": AS_CATEGORIES}, TEXTS),
     "numbers beside texts": (
         {"a.jsonl": '{"text": "1", "n": 1}\n{"text": "one", "n": ""}\n'},
@@ -85,7 +111,21 @@ def test_texts_are_read_as_they_are_spelled(tmp_path, kind):
 FIRST = {"train-1.jsonl": '{"text": "one", "n": 1}\n'}
 FIRST_CSV = {"train-1.csv": "text,label\nsome,1\n"}
 NO_TEXT = "column 'text' holds {}, not text"
-FIELDS = "^a row of the CSV file has more fields than its header"
+FIELDS = r"{}, line {}: the number of fields is {}, of columns {}; put a field that "
+ROWS_OF_TABS = 'id\ttext\n1\t"Hello\n2\tmid\n3\tbye"\n4\tx\n'
+CARRIAGE_RETURN = r"line {}: new-line character seen in unquoted field; put"
+
+
+def csv(data, message):
+    """A CSV file, and the message that refuses it."""
+    return {"train.csv": data}, message
+
+
+def fields(name, line, found, expected):
+    """The message of a row with another number of fields than its header."""
+    return FIELDS.format(name, line, found, expected)
+
+
 SURROGATE = "The surrogate pair in string is invalid"
 ELSEWHERE = "takes .*{} for its own data, which is elsewhere; correct its README.md"
 REFUSED = [
@@ -114,10 +154,34 @@ REFUSED = [
         {"train-1.parquet": ["one"], "train-2.parquet": pa.table({"text": [1.5]})},
         NO_TEXT.format("double"),
     ),
-    ({"train.csv": "text\nhalf a, half b\nhalf c, half d\n"}, FIELDS),
-    ({"train.csv": "label,text\n1,half a, half b\n"}, FIELDS),
-    (FIRST_CSV | {"train-2.csv": "text\nhalf a, half b\nwithout a comma\n"}, FIELDS),
-    (FIRST_CSV | {"train-2.csv": "text,label\nhalf a, half b,1\n"}, FIELDS),
+    csv("text\nhalf a, half b\nhalf c, half d\n", fields("train.csv", 2, 2, 1)),
+    csv("label,text\n1,half a, half b\n", fields("train.csv", 2, 3, 2)),
+    (
+        FIRST_CSV | {"train-2.csv": "text\nhalf a, half b\nwithout a comma\n"},
+        fields("train-2.csv", 2, 2, 1),
+    ),
+    (
+        FIRST_CSV | {"train-2.csv": "text,label\nhalf a, half b,1\n"},
+        fields("train-2.csv", 2, 3, 2),
+    ),
+    # as pandas numbers rows, so that it took these fields for an index
+    csv("id,text\n0,hello, world\n1,foo, bar\n", fields("train.csv", 2, 3, 2)),
+    csv("id,text\n0,hello,\n1,foo,\n", fields("train.csv", 2, 3, 2)),
+    csv('id,text\n1,"a\nb"\n\n2\n', fields("train.csv", 5, 1, 2)),
+    csv("id,text\n1,hello\rworld\n", CARRIAGE_RETURN.format(2)),
+    csv("text\nhello\rworld\n", CARRIAGE_RETURN.format(2)),
+    csv('id,text\n1,"say \\"hi\\", now"\n', "line 2: ',' expected after"),
+    csv('id,text\n1,"open\n2,more\n', "line 2: unexpected end of data; put"),
+    csv("text,text\na,b\n", "train.csv: several columns are named 'text'; rename"),
+    ({"train.csv": b"text\n\xe9\n"}, "train.csv: .*codec.*; convert it to UTF-8$"),
+    ({"train.tsv": ROWS_OF_TABS}, "line 2: quotes join 3 lines to a row, each of whic"),
+    *(
+        (
+            {"train.csv": "text\na\n", "README.md": CSV_SETTINGS.format(setting)},
+            rf"train.csv: the README.md sets {setting.split(':')[0]}, which data=hf",
+        )
+        for setting in ("nrows: 1", "skiprows: 1", "header: 1")
+    ),
     # files elsewhere
     *(
         (
@@ -177,10 +241,12 @@ def test_a_version_of_datasets_that_reads_json_otherwise_is_refused(
     refused(tmp_path, r"reads json in a way .* datasets==5\.2\.0")
 
 
-@pytest.mark.parametrize("name", ["csv", "parquet"])
-def test_a_version_of_datasets_that_casts_otherwise_is_refused(name):
+@pytest.mark.parametrize(
+    ("name", "check"), [("csv", read_csv_strictly), ("parquet", check_tables)]
+)
+def test_a_version_of_datasets_that_casts_otherwise_is_refused(name, check):
     with pytest.raises(UserError, match=rf"reads {name} in a way .* datasets==5\.2\.0"):
-        check_tables(SimpleNamespace(name=name), "text")
+        check(SimpleNamespace(name=name), "text")
     check_tables(SimpleNamespace(name="webdataset"), "text")  # casts nothing
 
 
