@@ -33,7 +33,7 @@ from trainer.files import well_formed, write_atomically
 
 TOKENIZER_JSON = "tokenizer.json"
 SPACE = "\u2581"  # how SentencePiece writes a space
-BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class NoToken(UserError):
@@ -317,8 +317,9 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
     """Return the ids of a tokenizer.json by the bytes of its tokens.
 
     None: the file has no vocabulary. Bytes may be spelled as GPT-2 or SentencePiece
-    spell them. SentencePiece's `<0x41>` is the byte 0x41. If another token is that
-    byte, `<0x41>` stands for its own six characters.
+    spell them. With `byte_fallback` of the model, SentencePiece's `<0x41>` is the byte
+    0x41, unless another token is that byte. Otherwise `<0x41>` stands for its own six
+    characters.
     """
     model = tree.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -335,14 +336,21 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
     tokens = {token: i for token, i in vocabulary.items() if i not in added_values}
     if is_byte_level(tree):
         return spelled_ids(tokens) | added
-    ids: TokenIds = {}
-    for token, i in tokens.items():
-        if not BYTE_FALLBACK_TOKEN.fullmatch(token):
-            ids[token.replace(SPACE, " ").encode()] = i
-    for token, i in tokens.items():
-        if match := BYTE_FALLBACK_TOKEN.fullmatch(token):
-            raw = bytes([int(match[1], 16)])
-            ids[token.encode() if raw in ids else raw] = i
+    byte_tokens: dict[str, int] = {}
+    if tree["model"].get("byte_fallback"):
+        byte_tokens = {
+            token: i
+            for token, i in tokens.items()
+            if BYTE_FALLBACK_TOKEN.fullmatch(token)
+        }
+    ids: TokenIds = {
+        token.replace(SPACE, " ").encode(): i
+        for token, i in tokens.items()
+        if token not in byte_tokens
+    }
+    for token, i in byte_tokens.items():
+        raw = bytes.fromhex(token[3:5])
+        ids[token.encode() if raw in ids else raw] = i
     return ids | added
 
 

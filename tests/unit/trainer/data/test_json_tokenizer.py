@@ -144,8 +144,23 @@ def test_tokens_stand_for_bytes_however_they_are_spelt(made):
 
 def test_a_byte_that_is_a_token_too_keeps_its_spelling():
     vocabulary = {"<0x20>": 0, "▁": 1, "<0x0A>": 2, "a": 3}
-    tree = {"model": {"vocab": vocabulary}, "added_tokens": None}
+    model = {"vocab": vocabulary, "byte_fallback": True}
+    tree = {"model": model, "added_tokens": None}
     assert ids_of(tree) == {b"<0x20>": 0, b" ": 1, b"\n": 2, b"a": 3}
+
+
+def test_names_of_bytes_that_the_model_does_not_use_are_no_bytes(tmp_path):
+    tree = json.loads(llama2().to_str())
+    tree["model"] |= {"byte_fallback": False}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(tree))
+    ours = get_tokenizer(str(tmp_path))
+    assert b"\n" not in ours.tokens
+    assert ours.tokens[b"<0x0A>"] == tree["model"]["vocab"]["<0x0A>"]
+    tree["model"] |= {"unk_token": None}
+    file.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match="no token for characters outside of its voc"):
+        get_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama2", "unigram"])
