@@ -181,7 +181,9 @@ class Validation:
 
     def _measured_bytes(self, loader: Loader, max_batches: int) -> float:
         count = min(loader.steps_per_epoch, max_batches)
-        return bytes_per_target(map(loader.batch, range(count)), self._data.tokenizer)
+        batches = map(loader.batch, range(count))
+        source_bytes = loader.validation_bytes(count)
+        return bytes_per_target(batches, self._data.tokenizer, source_bytes)
 
     def _validated_text(self, batches: int) -> str:
         """Return the text of the first batches, at most MAX_XZ_BYTES of it."""

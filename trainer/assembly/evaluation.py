@@ -75,7 +75,8 @@ def validation_text(w: Workload, max_batches: int) -> Text:
     left_out = None
     if count < max_batches:
         left_out = val.tokens - 1 - count * val.batch_size * val.context
-    size = bytes_per_target(map(val.batch, range(count)), w.data.tokenizer)
+    batches = map(val.batch, range(count))
+    size = bytes_per_target(batches, w.data.tokenizer, val.validation_bytes(count))
     return Text(val.batch, count, size, left_out)
 
 
@@ -91,7 +92,7 @@ def source_text(
     max_tokens = max_batches * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
-    tokens = 0
+    tokens = n_bytes = 0
     pieces = (
         (rows, text)
         for rows in corpus.batches_for(tokenizer, None)
@@ -103,6 +104,7 @@ def source_text(
             ids = np.append(ids, ids.dtype.type(tokenizer.eot))
         arrays.append(ids)
         tokens += len(ids)
+        n_bytes += len(text.encode())
         if tokens >= max_tokens:
             break
     count = min(max_batches, (tokens - 1) // (loader.batch_size * context))
@@ -125,7 +127,7 @@ def source_text(
     left_out = None
     if count < max_batches:
         left_out = tokens - 1 - count * loader.batch_size * context
-    size = bytes_per_target(map(batch, range(count)), tokenizer)
+    size = bytes_per_target(map(batch, range(count)), tokenizer, n_bytes / tokens)
     return Text(batch, count, size, left_out)
 
 

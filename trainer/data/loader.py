@@ -21,11 +21,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.json_tokenizer import SPACE, JSONTokenizer
+from trainer.data.json_tokenizer import SPACE, JSONTokenizer, NoToken
 from trainer.data.permutation import permute
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+
+# Characters that tokenizers change or leave out: cases, spaces around punctuation, line
+# ends, accents in two spellings, Chinese, an emoji, a ligature.
+SAMPLE_TEXT = (
+    'F(x)=a-b/c, "it\'s" 12.5%:\n\n  Two\tcafe\N{COMBINING ACUTE ACCENT} café 日本 🙂'
+    " \N{LATIN SMALL LIGATURE FI}"
+)
 
 
 class Batch(NamedTuple):
@@ -115,6 +122,14 @@ class Loader:
         """
         return max(1, self.windows // self.batch_size)
 
+    def validation_bytes(self, steps: int) -> float:
+        """Return the mean bytes of source text per token of the validation part.
+
+        `steps` is the number of batches that are read of a mixture.
+        """
+        del steps
+        return self.manifest.byte_count("val") / self.manifest.token_count("val")
+
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """Return batch `step`, counted from 0, or some of its rows.
 
@@ -184,12 +199,23 @@ def validation_rows(windows: int, batch_size: int, batch_parts: int, name: str) 
     return rows
 
 
-def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
+def bytes_per_target(
+    batches: Iterable[Batch], tokenizer: Tokenizer, source_bytes: float
+) -> float:
     """Return the mean bytes of text per target of these batches.
 
     Special tokens stand for no text. If the tokenizer lists no tokens
     (NumberTokenizer), each id counts as a byte. NaN if the targets have no text.
+
+    Args:
+      batches: the batches.
+      tokenizer: the tokenizer of their ids.
+      source_bytes: the mean of the source text, which is returned if the tokenizer does
+        not give a text back.
     """
+    spells_bytes = not isinstance(tokenizer, JSONTokenizer) or tokenizer.spells_bytes
+    if not spells_bytes and not restores_text(tokenizer):
+        return source_bytes
     unknown_size = 0 if tokenizer.tokens else 1
     sizes = np.full(tokenizer.vocab_size, unknown_size)
     for token, i in tokenizer.tokens.items():
@@ -197,12 +223,23 @@ def bytes_per_target(batches: Iterable[Batch], tokenizer: Tokenizer) -> float:
     sizes[list(tokenizer.special_tokens.values())] = 0
     means = []
     for batch in batches:
-        if isinstance(tokenizer, JSONTokenizer) and not tokenizer.spells_bytes:
+        if not spells_bytes:
             size = sum(decoded_bytes(row, tokenizer) for row in batch.tokens)
             means.append(size / batch.tokens[:, 1:].size)
         else:
             means.append(float(sizes[batch.tokens[:, 1:]].mean()))
     return math.fsum(means) / len(means) or math.nan
+
+
+def restores_text(tokenizer: Tokenizer) -> bool:
+    """Return whether decoding the ids of a text gives the text.
+
+    A decoder may put spaces between tokens, or the model may change the text first.
+    """
+    try:
+        return tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) == SAMPLE_TEXT
+    except NoToken:
+        return False
 
 
 def decoded_bytes(row: npt.NDArray[np.int32], tokenizer: Tokenizer) -> int:

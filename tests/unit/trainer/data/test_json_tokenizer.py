@@ -2,10 +2,12 @@
 made here by that library."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from library_tokenizers import KINDS, WORDS, llama2
+from corpora import rows, write
+from library_tokenizers import KINDS, WORDS, llama2, unigram
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -15,7 +17,10 @@ from tokenizers import (
     trainers,
 )
 
+from trainer.assembly.evaluation import source_text, validation_text
 from trainer.cli.train_tokenizer import train_bpe
+from trainer.data import TextSource, prepare
+from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import save_hf, token_difference, token_ids_in
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
 from trainer.data.loader import Batch, bytes_per_target
@@ -47,24 +52,47 @@ def made(request, tmp_path):
 
 
 def test_marks_of_a_tokenizer_are_no_bytes_of_text(tmp_path):
-    for model, trainer, decoder in (
-        (models.WordPiece, trainers.WordPieceTrainer, decoders.WordPiece()),
-        (models.BPE, trainers.BpeTrainer, decoders.BPEDecoder()),
-    ):
-        made = Tokenizer(model(unk_token="[UNK]"))
-        made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoder
-        settings = {} if model is models.WordPiece else {"end_of_word_suffix": "</w>"}
-        special = ["[UNK]", "[EOS]"]
-        made.train_from_iterator(
-            WORDS, trainer(vocab_size=60, special_tokens=special, **settings)
-        )
-        made.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
-        ours = get_tokenizer(str(tmp_path))
-        parts = [ours.encode(text) for text in ("x and the earth", "the heaven")]
-        row = np.array([[*parts[0], ours.eot, *parts[1]]])
-        size = bytes_per_target([Batch(row, None)], ours) * (row.size - 1)
-        assert size == pytest.approx(len("and the earth") + len("the heaven"))
+    llama2().save(str(tmp_path / "tokenizer.json"))
+    ours = get_tokenizer(str(tmp_path))
+    parts = [ours.encode(text) for text in ("the and the earth", "the heaven\n漢")]
+    row = np.array([[*parts[0], ours.eot, *parts[1]]])
+    size = bytes_per_target([Batch(row, None)], ours, np.nan) * (row.size - 1)
+    assert size == pytest.approx(len(" and the earth") + len("the heaven\n漢".encode()))
+
+
+@pytest.mark.parametrize("kind", ["word pieces", "word ends", "no decoder", "unigram"])
+def test_bytes_are_the_sources_where_a_decoder_changes_the_text(kind, tmp_path):
+    """A decoder may put spaces between Chinese characters, or between all tokens."""
+    made, trainer = Tokenizer(models.BPE(unk_token="<unk>")), trainers.BpeTrainer
+    made.pre_tokenizer, end = pre_tokenizers.Whitespace(), {}
+    if kind == "word pieces":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.decoder, trainer = decoders.WordPiece(), trainers.WordPieceTrainer
+        made.normalizer = normalizers.BertNormalizer()
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    elif kind == "word ends":
+        made.decoder, end = decoders.BPEDecoder(), {"end_of_word_suffix": "</w>"}
+    words = [*WORDS, "天气很好 f(x)=a-b/c, 12.5%"]
+    special = ["<unk>", "</s>"]
+    made.train_from_iterator(
+        words, trainer(vocab_size=90, special_tokens=special, **end)
+    )
+    if kind == "unigram":
+        made = unigram()
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = [f"天气很好 {i}\n\nf(x)=a-b/c, the {'earth' * i}" for i in range(60)]
+    write(tmp_path, {"a.jsonl": rows(texts)})
+    source = TextSource((str(tmp_path / "a.jsonl"),))
+    folder = prepare(source, str(tmp_path), tmp_path / "cache", val_fraction=0.5)
+    data = Dataset.open(folder, seed=0, context=8, batch_size=2)
+    split = data.manifest.splits["val"]
+    assert split.bytes < sum(len(text.encode()) for text in texts)
+    w = SimpleNamespace(data=data, model=SimpleNamespace(spec=data.val))
+    size = validation_text(w, 2).bytes_per_token
+    assert size == pytest.approx(split.bytes / split.tokens)
+    size = source_text(source, tmp_path / "cache", w, 10_000).bytes_per_token
+    n_tokens = sum(part.tokens for part in data.manifest.splits.values())
+    assert size == pytest.approx(sum(len(text.encode()) for text in texts) / n_tokens)
 
 
 def test_ids_are_the_librarys_without_what_it_adds(made):

@@ -231,7 +231,14 @@ def test_the_bytes_of_a_token_are_those_of_the_batches_that_were_read(tmp_path):
         ids = np.concatenate([batch.tokens[:, 1:] for batch in batches]).ravel()
         text = tokenizer.decode(ids[ids != mixed.manifest.eot].tolist())
         size = pytest.approx(len(text) / len(ids))
-        assert bytes_per_target(batches, tokenizer) == size
+        assert bytes_per_target(batches, tokenizer, np.nan) == size
+        means = [part.validation_bytes(3) for part in mixed.parts.values()]
+        source_bytes = np.average(means, weights=shares)
+        difference = means[0] - means[1]
+        assert difference > 0.2
+        # A source has its share of samples to within two.
+        error = 2 / (3 * mixed.batch_size) * difference
+        assert mixed.validation_bytes(3) == pytest.approx(source_bytes, abs=error)
 
 
 def test_no_window_counts_twice_in_the_validation_of_a_mixture(parts):
