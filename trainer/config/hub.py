@@ -5,9 +5,9 @@ from pathlib import Path
 
 from trainer.errors import UserError
 
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 TOKENIZER_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
+    "tokenizer*", "vocab*", "encoder.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
 MODEL_FILES = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)

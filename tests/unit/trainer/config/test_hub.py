@@ -39,6 +39,12 @@ def test_an_id_is_fetched_and_a_path_is_not(hub, tmp_path):
     assert config.data.tokenizer == str(tmp_path / "cache")
 
 
+def test_a_revision_may_have_slashes(hub, tmp_path):
+    config = compose_config(["init_from=owner/model@refs/pr/7"])
+    assert config.init_from == str(tmp_path / "cache")
+    assert hub == [("owner/model", "refs/pr/7")]
+
+
 def test_an_id_in_a_file_of_one_s_own_is_fetched(hub, tmp_path):
     (tmp_path / "my.yaml").write_text(
         "init_from: owner/model\ndata:\n  tokenizer: owner/other\n"
@@ -58,6 +64,12 @@ def test_an_id_in_a_file_of_one_s_own_is_fetched(hub, tmp_path):
 def test_what_cannot_be_fetched_is_a_line(hub, name, message):
     with pytest.raises(UserError, match=message):
         compose_config([f"init_from={name}"])
+
+
+def test_the_ids_of_openais_merges_are_fetched_with_them():
+    names = ["encoder.json", "vocab.bpe"]
+    fetched = filter_repo_objects(names, allow_patterns=list(KEYS["data.tokenizer"]))
+    assert list(fetched) == names
 
 
 def test_chat_templates_are_fetched_with_a_model():
