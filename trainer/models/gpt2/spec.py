@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -29,12 +29,22 @@ CHECKPOINT_FIELDS = (
     "d_mlp",
     "mlp",
 )
-CONFIG_KEYS = {  # config.json key of each field
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "d_model": "n_embd",
-    "context": "n_positions",
-    "vocab_size": "vocab_size",
+# The keys of each field in a config.json: GPT-2's, and other names that transformers
+# reads, or wrote.
+CONFIG_KEYS = {
+    "n_layer": ("n_layer", "num_hidden_layers"),
+    "n_head": ("n_head", "num_attention_heads"),
+    "d_model": ("n_embd", "hidden_size"),
+    "context": ("n_positions", "max_position_embeddings", "n_ctx"),
+    "vocab_size": ("vocab_size",),
+}
+# transformers' values for keys that a config.json of `model_type` gpt2 leaves out
+CONFIG_DEFAULTS = {
+    "n_layer": 12,
+    "n_head": 12,
+    "d_model": 768,
+    "context": 1024,
+    "vocab_size": 50257,
 }
 
 
@@ -155,7 +165,11 @@ class GPT2Spec:
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
-        fields = {name: whole_number(config, key) for name, key in CONFIG_KEYS.items()}
+        defaults = CONFIG_DEFAULTS if config.get("model_type") == "gpt2" else {}
+        fields = {
+            name: size_of_huggingface(config, keys, defaults.get(name))
+            for name, keys in CONFIG_KEYS.items()
+        }
         d_mlp = whole_number(config, "n_inner", 4 * fields["d_model"])
         is_default = d_mlp == 4 * fields["d_model"]
         return fields | {"d_mlp": None if is_default else d_mlp, "mlp": "gelu"}
@@ -176,6 +190,26 @@ class GPT2Spec:
         if self.mlp != "smooth_swiglu":
             return self
         return dataclasses.replace(self, mlp="swiglu")
+
+
+def size_of_huggingface(
+    config: Mapping[str, Any], keys: Sequence[str], default: int | None
+) -> int:
+    """Return a size in a config.json, which may have several of these keys.
+
+    Raises:
+      UserError: it is no positive integer, or two of the keys have different values.
+    """
+    present = [key for key in keys if config.get(key) is not None] or keys[:1]
+    size = whole_number(config, present[0], default)
+    for key in present[1:]:
+        # transformers reads no `n_ctx`, which old files have beside `n_positions`.
+        if key != "n_ctx" and config[key] != size:
+            raise UserError(
+                f"{present[0]}={size} and {key}={config[key]!r} contradict each other;"
+                " leave one of them in"
+            )
+    return size
 
 
 def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:

@@ -123,6 +123,14 @@ def test_two_bases_of_rotary_positions_are_refused(tmp_path):
         ("llama", {"architectures": []}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 2}),  # of a model cut shorter
         ("gpt2", {"activation_function": "gelu_fast"}),
+        ("gpt2", {"n_embd": "absent", "hidden_size": 16, "n_ctx": 64}),
+        ("gpt2", {"n_positions": "absent", "n_ctx": 32}),
+        (
+            "gpt2",
+            {"n_positions": "absent", "max_position_embeddings": 32}
+            | {"n_layer": "absent", "num_hidden_layers": 2}
+            | {"n_head": "absent", "num_attention_heads": 4},
+        ),
         ("smollm3", {"tie_word_embeddings": "absent"}),  # true
         ("qwen2", {"tie_word_embeddings": "absent"}),  # false
         ("llama", {"pretraining_tp": 2, "attention_dropout": 0.1}),
@@ -149,7 +157,18 @@ LAYER = "model.layers.1"
         ),
         ("gpt2", {"n_head": "four"}, "n_head='four': expected a whole number"),
         ("gpt2", {"n_inner": "x"}, "n_inner='x': expected a whole number"),
-        ("gpt2", {"n_embd": "absent"}, "n_embd=None: expected a whole number"),
+        ("gpt2", {"n_embd": "absent"}, "2 layers of width 768 and .* take at least"),
+        ("gpt2", {"n_head": "absent"}, "d_model=16 is not a multiple of .*n_head=12"),
+        (
+            "gpt2",
+            {"num_attention_heads": 2},
+            "n_head=4 and num_attention_heads=2 contr",
+        ),
+        (
+            "gpt2",
+            {"n_embd": "absent", "model_type": "absent"},
+            "n_embd=None: expected a whole number",
+        ),
         ("gpt2", {"is_causal": False}, "is_causal=False is not supported"),
         ("gpt2", GPTQ, GPTQ_REFUSED),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
