@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scalify_core.debug.stats import FIGURES
+from trainer.observe.probe import FIGURES
 from trainer.observe.records import encode_row
 from trainer.run.builtin_callbacks import pictures
 
