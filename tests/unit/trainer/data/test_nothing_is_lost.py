@@ -240,9 +240,7 @@ def test_tokens_that_only_a_file_beside_adds_are_refused(tmp_path, name, kind):
         return get_tokenizer(str(tmp_path))
 
     assert add(present, i).special_tokens
-    with pytest.raises(
-        UserError, match=r"adds '<new>' with the id 300, but .*; save"
-    ):
+    with pytest.raises(UserError, match=r"adds '<new>' with the id 300, but .*; save"):
         add("<new>", 300)
 
 
