@@ -208,19 +208,28 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
     `numerics/CLASS/LAYER/FIGURE` become `numerics/CLASS/` and `underflow_max`,
     `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`, and where
     layers have blocks the largest of `blocks.BLOCK_FIGURES`. They are NaN if a layer
-    has NaN. RMS and exponents leave out layers that are all zeros.
+    has NaN, or lacks a figure that all layers have. RMS and exponents leave out layers
+    that are all zeros.
     """
     short_row: dict[str, float | int | str] = {}
-    # by class and figure, in the order of the layers
-    figures: dict[str, dict[str, list[float]]] = {}
+    # by class and layer
+    numerics: dict[str, dict[str, dict[str, float]]] = {}
     for name, value in row.items():
         if name.startswith("numerics/"):
-            _, kind, _, figure = name.split("/")
-            figures.setdefault(kind, {}).setdefault(figure, []).append(float(value))
+            _, kind, layer, figure = name.split("/")
+            figures = numerics.setdefault(kind, {}).setdefault(layer, {})
+            figures[figure] = float(value)
         else:
             short_row[name] = value
-    for kind, layers in figures.items():
-        arrays = {figure: np.array(values) for figure, values in layers.items()}
+    for kind, layers in numerics.items():
+        arrays = {
+            figure: np.array([layer.get(figure, math.nan) for layer in layers.values()])
+            for figure in ("underflow", "saturated", "rms", "exponent")
+        }
+        names = {figure for layer in layers.values() for figure in layer}
+        for figure in sorted(names - arrays.keys()):  # only layers with blocks have it
+            values = [layer[figure] for layer in layers.values() if figure in layer]
+            arrays[figure] = np.array(values)
         shares = [figure for figure in arrays if figure not in ("rms", "exponent")]
         for figure in shares:
             short_row[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
@@ -228,7 +237,7 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
         if not nonzero.any():
             continue
         for figure in ("rms", "exponent"):
-            values = arrays[figure][nonzero]
-            short_row[f"numerics/{kind}/{figure}_min"] = float(values.min())
-            short_row[f"numerics/{kind}/{figure}_max"] = float(values.max())
+            of_nonzero = arrays[figure][nonzero]
+            short_row[f"numerics/{kind}/{figure}_min"] = float(of_nonzero.min())
+            short_row[f"numerics/{kind}/{figure}_max"] = float(of_nonzero.max())
     return short_row

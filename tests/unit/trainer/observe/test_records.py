@@ -49,3 +49,17 @@ def test_a_layer_that_is_not_a_number_is_not_hidden_by_the_others(order):
         == "nan"
     )
     assert actual["numerics/weights/exponent_min"] == -5
+
+
+@pytest.mark.parametrize("missing", ["exponent", "rms", "underflow", "saturated"])
+def test_a_figure_that_a_layer_lacks_is_not_a_number(missing):
+    """Somebody may have edited the log that a tracker gets at a resume."""
+    torn = numerics("wte.embedding", -5, 1.0)
+    del torn[f"numerics/weights/wte.embedding/{missing}"]
+    whole = numerics("wpe.embedding", -5, 1.0)
+    complete = without_layers(whole)
+    for row in (torn, torn | whole):
+        short_row = without_layers(row)
+        assert short_row.keys() == complete.keys()
+        lost = {name for name, value in short_row.items() if value != complete[name]}
+        assert lost == {name for name in complete if f"/{missing}_" in name}
