@@ -9,6 +9,7 @@ restarted. Events are not queued, so `flush` loses nothing.
 
 import contextlib
 import importlib.util
+import logging
 import struct
 import threading
 import time
@@ -28,6 +29,8 @@ from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
 PACKAGE = "tensorboardX"
 HEADER, CHECKSUM = struct.Struct("<QI"), 4
+
+logger = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
@@ -135,11 +138,28 @@ def read_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 def remove_later_events(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
     """Remove events of `step` and later ones from a file, and a torn last record.
 
+    What follows a damaged record is removed too, with a warning.
+
     `parse` makes an event of the content of a record.
     """
+    from google.protobuf.message import DecodeError
+
     data = read_file(path, LOG_BYTES)
-    remaining = b"".join(
-        record for record, content in read_records(data) if parse(content).step < step
-    )
-    if remaining != data:
-        write_atomically(path, remaining)
+    remaining: list[bytes] = []
+    for number, (record, content) in enumerate(read_records(data)):
+        try:
+            is_later = parse(content).step >= step
+        except DecodeError:
+            logger.warning(
+                "%s is damaged after %d events: the rest was removed; to have all rows"
+                " in TensorBoard again, remove %s before a resume",
+                path,
+                number,
+                path.parent,
+            )
+            break
+        if not is_later:
+            remaining.append(record)
+    new_data = b"".join(remaining)
+    if new_data != data:
+        write_atomically(path, new_data)

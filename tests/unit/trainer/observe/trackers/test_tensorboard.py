@@ -152,6 +152,24 @@ def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on
     }
 
 
+def test_a_damaged_file_keeps_the_events_before_the_damage(tmp_path, caplog):
+    tracker = make_tracker("tensorboard", tmp_path, start=0, config={})
+    for step in (1, 2, 3):
+        tracker.row(step, {"train/loss": 1 / 2**step})
+    tracker.finish()
+    [path] = (tmp_path / "tensorboard").iterdir()
+    data = path.read_bytes()
+    middle = data.index(struct.pack("<f", 1 / 4))  # of step 2
+    start = data.rindex(b"\x09", 0, middle)  # the field wall_time of its event
+    path.write_bytes(data[:start] + b"\xff" * (middle - start) + data[middle:])
+    tracker = make_tracker("tensorboard", tmp_path, start=3, config={})
+    tracker.row(4, {"train/loss": 1 / 2**4})
+    tracker.finish()
+    assert shown(tmp_path) == {("train/loss", step): [1 / 2**step] for step in (1, 4)}
+    # the first says the version of the file
+    assert f"{path} is damaged after 2 events" in caplog.text
+
+
 def test_a_fork_does_not_show_an_earlier_attempt_in_its_directory(tmp_path):
     for start, loss in ((0, 0.5), (2, 0.25)):
         tracker = make_tracker(
