@@ -113,7 +113,7 @@ class LogFile:
             self.digest = Digest.from_data(self._read())
             return (
                 "was changed while the run wrote it: it has"
-                f" {self.digest.rows} of {expected.rows} lines"
+                f" {self.digest.rows} lines, {expected.rows} were written"
             )
         return None
 
@@ -131,9 +131,13 @@ def check_log(path: Path, expected: Digest) -> str | None:
     data = read_log(path)
     if Digest.from_data(data[: expected.size]) == expected:
         return None
+    rows = Digest.from_data(data).rows
+    damage = "lines were changed, added or removed"
+    if rows < expected.rows:
+        damage = "the missing lines are lost"
     return (
-        f"it has {Digest.from_data(data).rows} lines, {expected.rows} were written;"
-        " the missing lines are lost, the weights are complete"
+        f"it has {rows} lines, {expected.rows} were written; {damage}, the weights are"
+        " complete"
     )
 
 

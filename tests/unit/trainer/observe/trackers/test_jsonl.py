@@ -126,6 +126,8 @@ def test_a_log_that_is_not_what_was_written_is_noticed(tmp_path, damage):
         [text] = noticed
         assert "is not what the run wrote up to step 4" in text
         assert "4 were written" in text
+        assert ("missing lines" in text) == (len(lines or ()) < 4)
+        assert ("lines were changed" in text) == (len(lines or ()) >= 4)
     if lines is not None and "step" in damage:
         assert len(rows) >= len(lines)  # one row is lost, and no other
     if damage == "a row twice":
@@ -201,6 +203,16 @@ def test_samples_that_are_not_what_was_written_are_noticed(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"some", b"same"))
     [event] = [row["event"] for row in resume(tmp_path, 1, written)[1:]]
     assert "samples.txt is not what the run wrote" in event
+
+
+def test_lines_that_are_added_during_the_run_are_counted(tmp_path, caplog):
+    tracker = jsonl(tmp_path, start=0)
+    tracker.row(1, loss(1))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(encode_row(1, {"event": "by somebody else"}))
+    tracker.finish()
+    assert "metrics.jsonl was changed while the run wrote it" in caplog.text
+    assert "it has 2 lines, 1 were written" in caplog.text
 
 
 def test_samples_that_are_removed_during_the_run_are_restored(tmp_path):
