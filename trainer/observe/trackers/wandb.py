@@ -298,8 +298,21 @@ def logged_in() -> bool:
     else:
         candidates = [Path("~/.netrc"), Path("~/_netrc")]
     host = urlsplit(settings.base_url).hostname or ""
-    return any(
-        netrc.netrc(path_of(path)).authenticators(host)
-        for path in candidates
-        if path_of(path).exists()
-    )
+    paths = map(path_of, candidates)
+    return any(has_login(path, host) for path in paths if path.exists())
+
+
+def has_login(path: Path, host: str) -> bool:
+    """Return whether a netrc file has a login of a host; with a warning if it cannot be
+    read.
+    """
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, UnicodeError, netrc.NetrcParseError) as error:
+        # The text of the error may have a part of a password.
+        logger.warning(
+            "cannot read %s (%s): looking for W&B's login elsewhere",
+            path,
+            type(error).__name__,
+        )
+        return False

@@ -13,7 +13,7 @@ import pytest
 
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.choose import make_tracker
-from trainer.observe.trackers.wandb import choose_run_id
+from trainer.observe.trackers.wandb import choose_run_id, has_login
 from trainer.observe.trackers.wandb_files import (
     last_local_step,
     read_history,
@@ -294,3 +294,21 @@ def test_what_wandb_refuses_is_a_line(tmp_path):
         r"UserError: cannot start W&B: .*64 characters.*; set tracker=jsonl",
         done.stderr,
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "has"),
+    [
+        (b"machine w login user password secret", True),
+        (b"machine other login user password secret", False),
+        (b"machine w login user password two secret", None),
+        (b"\xff", None),
+    ],
+    ids=["a login", "of another host", "a space in a password", "no text"],
+)
+def test_a_netrc_that_cannot_be_read_is_a_warning(tmp_path, caplog, content, has):
+    path = tmp_path / "netrc"
+    path.write_bytes(content)
+    assert has_login(path, "w") is bool(has)
+    assert (f"cannot read {path}" in caplog.text) == (has is None)
+    assert "secret" not in caplog.text
