@@ -153,16 +153,23 @@ def is_row(row: Any) -> bool:
         return isinstance(row["event"], str)
     return all(
         (_is_number(value) or value in NOT_FINITE)
-        and (not name.startswith("numerics/") or name.count("/") == 3)
+        and (is_metric(name) or name == "step")
         for name, value in row.items()
     )
+
+
+def is_metric(name: str) -> bool:
+    """Return whether a row can have a number of this name."""
+    if name.startswith("numerics/"):
+        return name.count("/") == 3
+    return name not in ("step", "event")
 
 
 def _is_number(value: Any) -> bool:
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and abs(value) < 2**1023  # JSON has integers that no float holds
+        and abs(value) <= sys.float_info.max  # JSON has integers that no float holds
     )
 
 

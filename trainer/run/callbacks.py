@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.observe.records import is_metric
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
 
@@ -109,12 +110,18 @@ class StepContext:
 
     def add_metrics(self, metrics: Mapping[str, float] | None) -> None:
         """Add a callback's metrics to the row. Raises ValueError for a name that the
-        row has already.
+        row has already, or that no row can have.
         """
-        numbers = {
-            name: value if isinstance(value, int | float) else float(value)
-            for name, value in (metrics or {}).items()
-        }
+        numbers = {}
+        for name, value in (metrics or {}).items():
+            if not is_metric(name):
+                raise ValueError(
+                    f"step {self.step}: a metric cannot be called {name}; give it"
+                    " another name"
+                )
+            # bool is an int, but no number of JSON
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            numbers[name] = value if is_number else float(value)
         if duplicates := sorted(numbers.keys() & self.row.keys()):
             raise ValueError(
                 f"step {self.step}: {', '.join(duplicates)} would be in the row twice;"

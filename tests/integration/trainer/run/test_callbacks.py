@@ -1,13 +1,14 @@
 """What happens between two steps: in which order, and what a stop request leaves for
 the run that resumes."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from trainer.errors import UserError
-from trainer.observe.records import decode_row
+from trainer.observe.records import decode_row, encode_row, is_row
 from trainer.run import loop
 from trainer.run.callbacks import Callback, CallbackKind
 from trainer.run.metadata import Totals
@@ -183,6 +184,22 @@ def test_two_jobs_cannot_write_the_same_figure(monkeypatch, figures):
     run = Recording([look("first"), Callback("own", 10, lambda context: figures)])
     with pytest.raises(ValueError, match="would be in the row twice"):
         run.settle(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["step", "event", "numerics/mine", "numerics/a/b/c/d"])
+def test_a_figure_whose_name_the_log_cannot_read_back_is_refused(monkeypatch, name):
+    run = Recording([Callback("own", 10, lambda context: {name: 1.0})])
+    with pytest.raises(ValueError, match=f"cannot be called {name}"):
+        run.settle(monkeypatch)
+
+
+@pytest.mark.parametrize("value", [True, np.float64(1.7e308), np.int64(3), np.inf])
+def test_what_a_callback_returns_is_a_row_that_the_log_reads_back(monkeypatch, value):
+    run = Recording([Callback("own", 10, lambda context: {"own/figure": value})])
+    [(_, step, row)] = run.settle(monkeypatch)
+    line = encode_row(step, row).decode()
+    assert is_row(json.loads(line))
+    assert decode_row(line)["own/figure"] == value
 
 
 def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
