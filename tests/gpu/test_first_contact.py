@@ -198,7 +198,7 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
     # empty: the first steps differ.
     limit = (
         0.05
-        if w.model.policy.method.calibration or w.model.policy.method.has_history
+        if w.model.policy.method.loss_scale_skips or w.model.policy.method.has_history
         else 0.01
     )
     np.testing.assert_allclose(losses, in_fp32, rtol=limit)

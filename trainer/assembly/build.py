@@ -386,7 +386,8 @@ def build_watchdog(
     leaves: list[str],
     state: Mapping[str, Any] | None,
 ) -> Watchdog:
-    """Return the watchdog, whose bound on skipped steps includes calibration.
+    """Return the watchdog, whose bound on skipped steps includes those that find
+    the initial loss scale.
 
     Args:
       c: the watchdog's configuration.
@@ -394,13 +395,13 @@ def build_watchdog(
       leaves: names of the trained parameters.
       state: the watchdog's, from the checkpoint; None for a new run.
     """
-    calibration = METHODS[scaling].calibration
+    loss_scale_skips = METHODS[scaling].loss_scale_skips
     bounds = Bounds(
-        c.max_skips + calibration,
+        c.max_skips + loss_scale_skips,
         c.spike_zscore,
         c.spike_window,
         c.spike_steps,
         c.max_rollbacks,
-        calibration,
+        loss_scale_skips,
     )
     return Watchdog(bounds, leaves, state)

@@ -22,7 +22,7 @@ class Hooks(NamedTuple):
       data: instead of the configuration's.
       tracker: beside the trackers of the configuration.
       callbacks: beside the built-in ones.
-      own_process: whether the run may end the process, which nothing else uses.
+      owns_process: whether the run may end the process, which nothing else uses.
       stop_requested: returns the number of a signal that another process got for this
         run; 0: none.
     """
@@ -31,7 +31,7 @@ class Hooks(NamedTuple):
     data: CustomData | None = None
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()
-    own_process: bool = True
+    owns_process: bool = True
     stop_requested: Callable[[], int] = no_signal
 
 

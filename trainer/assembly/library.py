@@ -126,7 +126,7 @@ def train(
             f"launcher={config.launcher.kind} is for the command: `scalify-trainer"
             " train`; leave it out to train in this process"
         )
-    hooks = Hooks(model, data, tracker, callbacks, own_process=False)
+    hooks = Hooks(model, data, tracker, callbacks, owns_process=False)
     code, training = run(config, hooks=hooks)
     assert training is not None  # only a dry run has none
     run_dir = training.session.run_dir

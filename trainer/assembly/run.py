@@ -257,7 +257,7 @@ def open_session(
         display.message(line)
     session = Session(
         run_dir=directory.path,
-        protect=directory.protect,
+        verify_run_dir=directory.verify_ownership,
         checkpointer=checkpointer,
         tracker=start_tracker(config, directory.path, checkpoint, hooks.tracker),
         display=display,
@@ -267,7 +267,7 @@ def open_session(
         timeouts=Timeouts(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
         ),
-        own_process=hooks.own_process,
+        owns_process=hooks.owns_process,
         remote_signal=hooks.stop_requested,
     )
     return session, checkpoint
@@ -340,7 +340,7 @@ def explain_lost_directory(session: Session) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError):
-        session.protect()
+        session.verify_run_dir()
         raise
 
 
@@ -421,7 +421,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         session=session,
         plan=StepPlan(
             steps=config.train.steps,
-            until=phase.until,
+            phase_end=phase.until,
             learning_rates=build_learning_rates(whole_config),
             seed=np.uint32(config.seed),
             log_every=config.train.log_every,
@@ -458,7 +458,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         state=state,
         train_step=step,
         step=checkpoint.step,
-        logged=checkpoint.step,
+        last_logged_step=checkpoint.step,
         unfinished=checkpoint.meta.get("unfinished"),
     )
 

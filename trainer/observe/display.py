@@ -137,7 +137,7 @@ class Display:
         """Print a line without a step."""
         self.console.print(printable(text), markup=False, highlight=False)
 
-    def pause(self, name: str, every: int, seconds: float) -> None:
+    def record_pause(self, name: str, every: int, seconds: float) -> None:
         """Note how long a callback held up the steps.
 
         Args:

@@ -56,7 +56,7 @@ class Throughput:
         """Count time spent waiting for the next batch."""
         self._waited += seconds
 
-    def pause(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Exclude time that is not training: validation, saving, sampling."""
         self._paused += seconds
 

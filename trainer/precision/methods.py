@@ -43,8 +43,8 @@ class Method:
       rounds_weight_gradients: whether its FP8 products round the weights' gradients to
         `compute`, whatever stores them.
       settings: the keys of `precision` that it alone uses.
-      calibration: steps in a row that may be skipped until its scale fits, beside those
-        that are allowed.
+      loss_scale_skips: number of skipped steps in a row that finding the initial loss
+        scale may take.
     """
 
     name: ClassVar[str] = "none"
@@ -60,7 +60,7 @@ class Method:
     scales_gradients: ClassVar[bool] = False
     rounds_weight_gradients: ClassVar[bool] = False
     settings: ClassVar[tuple[str, ...]] = ()
-    calibration: ClassVar[int] = 0
+    loss_scale_skips: ClassVar[int] = 0
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit the method."""
@@ -222,7 +222,7 @@ class LossScaled(Method):
     """Dynamic loss scaling: every step that is not finite halves the factor."""
 
     name = "loss_scale"
-    calibration = 15  # halvings from the first factor, 2^15, to the least, 1
+    loss_scale_skips = 15  # halvings from the first factor, 2^15, to the least, 1
 
     def differentiate(
         self,

@@ -376,7 +376,7 @@ def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> No
             return
         saved = max(run.session.checkpointer.steps(), default=0)
         how = f"the same command with {override('run_dir', run_dir)}"
-        if not run.session.own_process:
+        if not run.session.owns_process:
             how = "the same call"
         elif saved:
             how = f"{resume}   (or {how})"
@@ -400,7 +400,7 @@ def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> No
         if (folder / name).exists() and (folder / name).stat().st_size
     )
     say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
-    if not run.session.own_process:
+    if not run.session.owns_process:
         return  # the program that called knows what to do next
     # which reads its arguments as they are
     here = shlex.quote(f"run_dir={run_dir}")

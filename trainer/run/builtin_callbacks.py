@@ -25,11 +25,11 @@ from trainer.workload import TrainTask, compile_step
 
 # `loop.roll_back` finds the callback by this name.
 CHECKPOINT = "checkpoint"
-# How many octaves a weight's scale may be off before all weights are rescaled. Matrices
+# All weights are rescaled if |log2| of one weight's scale error is this large. Matrices
 # are cast to FP8 at that scale, and in gated layers two such errors multiply; gains and
 # biases are computed in 16 bits.
-MATRIX_OCTAVES = 2
-VECTOR_OCTAVES = 9
+MATRIX_MAX_LOG2_ERROR = 2
+VECTOR_MAX_LOG2_ERROR = 9
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +101,16 @@ def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Ca
 def exchanged_bytes(every: int, totals: Callable[[int], Totals]) -> Callback:
     """Return the callback of the bytes that DiLoCo's replicas have sent.
 
-    Its metrics are `wire/exchanged_mib`, and `wire/times_fewer` than FP32 gradients.
+    Its metrics are `wire/exchanged_mib`, and `wire/times_fewer`: the bytes that FP32
+    gradients would have taken in every step, divided by those that were sent.
     """
 
     def run(context: StepContext) -> Mapping[str, float]:
-        sent = totals(context.step)
-        row = {"wire/exchanged_mib": sent.exchanged / 2**20}
-        if sent.exchanged:
-            row["wire/times_fewer"] = sent.fp32_gradients / sent.exchanged
+        run_totals = totals(context.step)
+        sent = run_totals.exchanged
+        row = {"wire/exchanged_mib": sent / 2**20}
+        if sent:
+            row["wire/times_fewer"] = run_totals.fp32_gradients / sent
         return row
 
     return Callback("exchanged", every, run)
@@ -122,10 +124,10 @@ def samples(every: int, sample: Callable[[Any, Callable[[], object]], str]) -> C
     """
 
     def run(context: StepContext) -> None:
-        def pause() -> None:
-            context.pause(f"sampling after step {context.step}")
+        def check_stop() -> None:
+            context.raise_if_stopped(f"sampling after step {context.step}")
 
-        context.text("samples", sample(context.params, pause))
+        context.text("samples", sample(context.params, check_stop))
 
     return Callback("samples", every, run)
 
@@ -155,15 +157,15 @@ def make_rescale(
 ) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
     """Return `new_scales` of `rescale`.
 
-    A weight that is `MATRIX_OCTAVES` or `VECTOR_OCTAVES` off triggers a rescale of all,
-    because the step is compiled again anyway.
+    One weight with an error of `MATRIX_MAX_LOG2_ERROR` or `VECTOR_MAX_LOG2_ERROR`
+    triggers a rescale of all, because the step is compiled again anyway.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def is_off(path: str, factor: float) -> bool:
-        octaves = MATRIX_OCTAVES if path in matrices else VECTOR_OCTAVES
-        return abs(math.log2(factor)) >= octaves
+        limit = MATRIX_MAX_LOG2_ERROR if path in matrices else VECTOR_MAX_LOG2_ERROR
+        return abs(math.log2(factor)) >= limit
 
     def new_scales(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
         factors = rescale_factors(weights.rms_of_params(state.params), task.model.roles)

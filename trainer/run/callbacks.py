@@ -6,13 +6,13 @@ every run; a program appends its own. After step n, the callbacks that are due r
 the order of the list, one kind after another:
 
 1. EVALUATE callbacks change nothing. They return metrics for the row of step n, and
-   record texts and images. A stop request may come before or inside one
-   (`StepContext.pause`). Then no result of this step's callbacks is recorded. The
-   checkpoint of step n keeps the row without them as `unfinished`, and the resumed run
-   starts again with the EVALUATE callbacks of step n.
+   record texts and pictures. A stop request may come before or inside one
+   (`StepContext.raise_if_stopped`). Then no result of this step's callbacks is
+   recorded. The checkpoint of step n keeps the row as `unfinished`, without these
+   results, and the resumed run starts again with the EVALUATE callbacks of step n.
 2. UPDATE callbacks replace the state. They do not run after the last step.
-3. The row of step n is logged once, with all metrics; then the texts and images of the
-   callbacks.
+3. The row of step n is logged once, with all metrics; then the texts and pictures of
+   the callbacks.
 4. SAVE callbacks write the files that a resumed run starts from; the checkpoint is the
    last of them. They also run at a stop request and at the end of a training phase.
    During a spike of the loss they run only after the last step.
@@ -31,7 +31,7 @@ Rules for a callback, and their consequences:
 - After a rollback the state is older, but the step count goes on, so the callbacks of a
   step never run twice because of a rollback.
 - In a run of several processes each process runs every callback, and all must call
-  `pause` equally often.
+  `raise_if_stopped` equally often.
 """
 
 import enum
@@ -77,7 +77,7 @@ class StepContext:
       say: logs an event.
       val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
       texts: name and text of each text to record after the row.
-      pictures: name and file of each image to record after the row.
+      pictures: name and file of each picture to record after the row.
     """
 
     step: int
@@ -101,7 +101,7 @@ class StepContext:
         """
         return self.state.params
 
-    def pause(self, doing: str) -> None:
+    def raise_if_stopped(self, doing: str) -> None:
         """Raise Interrupted if a stop was requested; see `should_stop`. Call it between
         parts of a long callback.
         """

@@ -40,7 +40,7 @@ class PendingStep:
     batch: Batch
 
 
-class Stop:
+class StopRequest:
     """A stop request that all processes agree on: a signal to one stops them all.
 
     Attributes:
@@ -53,7 +53,7 @@ class Stop:
         self._max_over_processes = session.max_over_processes
         self._remote_signal = session.remote_signal
 
-    def __call__(self, doing: str) -> bool:
+    def requested(self, doing: str) -> bool:
         """Return whether to stop; `doing` describes what the run does if it goes on."""
         self.guard.beat(doing)
         signal = self.guard.signal or self._remote_signal()
@@ -73,7 +73,8 @@ def train(run: Run) -> int:
     session = run.session
 
     def report_stall(text: str) -> None:
-        log_event(run, run.logged, text, alert="stall")
+        # Rows of later steps, up to `run.step`, are not logged yet.
+        log_event(run, run.last_logged_step, text, alert="stall")
 
     with (
         Guard(
@@ -81,11 +82,11 @@ def train(run: Run) -> int:
             session.run_dir,
             report_stall,
             session.display.message,
-            own_process=session.own_process,
+            owns_process=session.owns_process,
         ) as guard,
         Profiler(run.plan.profile, session.run_dir / "profile") as profiler,
     ):
-        stop = Stop(session, guard)
+        stop = StopRequest(session, guard)
         if run.unfinished is not None:
             finish_interrupted_step(run, run.unfinished, stop)
         if not stop.signal:
@@ -105,7 +106,7 @@ def train(run: Run) -> int:
     return 128 + stop.signal if stop.signal else 0
 
 
-def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
+def take_steps(run: Run, stop: StopRequest, profiler: "Profiler") -> None:
     """Take the steps of the phase; return early after a stop request."""
     guard, watchdog = stop.guard, run.recovery.watchdog
     pending: PendingStep | None = None
@@ -128,12 +129,12 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
             log_row(run, pending.step, step_row(run, pending))
         pending = PendingStep(step, metrics, batch)
         run.step = step
-        # All processes call `stop` once a step, before any of them returns early.
-        if stop(f"in step {run.step}") or needs_metrics_now(run):
+        # All processes call `stop.requested` once a step, before any returns early.
+        if stop.requested(f"in step {run.step}") or needs_metrics_now(run):
             row = step_row(run, pending)
             # A weight can be infinite although loss and gradients are finite.
             watchdog.inspect(run.step, first_nonfinite_array(run.state))
-            if watchdog.verdict is not None:
+            if watchdog.rollback_reason is not None:
                 recover(run, pending, row)
                 # The row keeps the loss of the bad step; callbacks get the restored
                 # state.
@@ -151,7 +152,7 @@ def take_steps(run: Run, stop: Stop, profiler: "Profiler") -> None:
 def needs_metrics_now(run: Run) -> bool:
     """Return whether this step's metrics are needed before the next step starts."""
     return (
-        run.step == run.plan.until
+        run.step == run.plan.phase_end
         or run.recovery.watchdog.suspect_since is not None
         or any(callback.is_regular(run.step) for callback in run.callbacks)
     )
@@ -193,11 +194,11 @@ def recover(run: Run, pending: PendingStep, row: dict[str, float]) -> None:
     good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
     if not good_steps and watchdog.is_spiking:
         text = (
-            f"{watchdog.verdict}; there is no checkpoint from before the spike, so"
-            " training continues without a rollback"
+            f"{watchdog.rollback_reason}; there is no checkpoint from before the spike,"
+            " so training continues without a rollback"
         )
         log_event(run, run.step, text, alert="spike")
-        watchdog.forgive()
+        watchdog.restart_spike_window()
     elif not good_steps or not watchdog.may_roll_back:
         log_row(run, pending.step, row)
         stop_diverged(run, pending)
@@ -211,23 +212,25 @@ def roll_back(run: Run, good_steps: list[int]) -> None:
     checkpoint = next(
         callback for callback in run.callbacks if callback.name == CHECKPOINT
     )
-    # Regular checkpoints first: only a run that was stopped has others, and it must
-    # roll back to the same step as a run that was not.
-    order = sorted(
+    # Regular checkpoints first: a stop request saves an extra one, and a stopped run
+    # must roll back to the same step as an uninterrupted run.
+    candidates = sorted(
         good_steps, key=lambda step: (not checkpoint.is_regular(step), -step)
     )
-    run.state, step, train_step = run.recovery.restore(run.state, order)
+    run.state, step, train_step = run.recovery.restore(run.state, candidates)
     run.train_step = train_step or run.train_step
     text = (
-        f"{watchdog.verdict}; rolled back to step {step}; skipping the batches of steps"
-        f" {step + 1} to {run.step}"
+        f"{watchdog.rollback_reason}; rolled back to step {step}; skipping the batches"
+        f" of steps {step + 1} to {run.step}"
     )
     watchdog.rolled_back(run.step)
     count = f"rollback {watchdog.rollbacks} of {watchdog.bounds.max_rollbacks}"
     log_event(run, run.step, f"{text} ({count})", alert="rollback")
 
 
-def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
+def run_callbacks(
+    run: Run, row: dict[str, float], tokens: Tokens, stop: StopRequest
+) -> None:
     """Run the callbacks that are due after this step, kind by kind, and log its row.
 
     Their time does not count as training time.
@@ -241,13 +244,13 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         tokens=tokens,
         row=dict(row),
         run_dir=run.session.run_dir,
-        should_stop=stop,
+        should_stop=stop.requested,
         save=lambda: save(run, context.val_loss),
         say=lambda text: log_event(run, run.step, text),
     )
     try:
         for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
-            context.pause(f"at the {callback.name} after step {run.step}")
+            context.raise_if_stopped(f"at the {callback.name} after step {run.step}")
             context.add_metrics(run_callback(run, callback, context))
     except (Interrupted, UserError) as error:
         # If a callback raises UserError, no step is lost: the user changes the setting,
@@ -278,7 +281,7 @@ def run_callbacks(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         run_callback(run, callback, context)
         record_media(run, context)
-    run.throughput.pause(time.perf_counter() - started)
+    run.throughput.exclude(time.perf_counter() - started)
 
 
 def run_callback(
@@ -288,19 +291,19 @@ def run_callback(
     started = time.perf_counter()
     metrics = callback.run(context)
     seconds = time.perf_counter() - started
-    run.session.display.pause(callback.name, callback.every, seconds)
+    run.session.display.record_pause(callback.name, callback.every, seconds)
     return metrics
 
 
 def due_callbacks(
-    run: Run, kind: CallbackKind, context: StepContext, stop: Stop
+    run: Run, kind: CallbackKind, context: StepContext, stop: StopRequest
 ) -> list[Callback]:
     """Return the callbacks of a kind that run now.
 
     The end of a training phase counts as a stop: the next phase starts from the state
     that is saved there.
     """
-    stopping = stop.signal > 0 or run.step == run.plan.until
+    stopping = stop.signal > 0 or run.step == run.plan.phase_end
     is_spiking = run.recovery.watchdog.is_spiking
     return [
         callback
@@ -321,7 +324,7 @@ def record_media(run: Run, context: StepContext) -> None:
     context.pictures.clear()
 
 
-def finish_interrupted_step(run: Run, saved_row: str, stop: Stop) -> None:
+def finish_interrupted_step(run: Run, saved_row: str, stop: StopRequest) -> None:
     """Run the interrupted callbacks of the last step, starting from its saved row."""
     _, batch = next(run.data.batches(run.step - 1))
     run_callbacks(run, decode_row(saved_row), run.data.place(batch), stop)
@@ -349,13 +352,13 @@ def log_row(
     if extended or step % run.plan.log_every == 0:
         row |= run.throughput.mean_since_last_call()
         run.session.tracker.row(step, row)
-    run.logged = step
+    run.last_logged_step = step
 
 
 def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
     """Write the log up to `run.step`, then save a checkpoint of the state after it."""
     tracker = run.session.tracker
-    run.session.protect()
+    run.session.verify_run_dir()
     # A run that resumes here does not repeat these rows.
     tracker.flush()
     progress = {
@@ -389,7 +392,7 @@ def stop_diverged(run: Run, pending: PendingStep) -> None:
     raise Diverged.
     """
     watchdog = run.recovery.watchdog
-    reason = f"step {pending.step}: {watchdog.verdict}"
+    reason = f"step {pending.step}: {watchdog.rollback_reason}"
     if watchdog.rollbacks:
         reason += f", after {watchdog.rollbacks} rollbacks"
     log_event(run, pending.step, f"stopped: {reason}", alert="diverged")

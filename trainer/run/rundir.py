@@ -209,7 +209,7 @@ class RunDir:
             return False
         return self._status is not None and os.path.samestat(current, self._status)
 
-    def protect(self) -> None:
+    def verify_ownership(self) -> None:
         """Raise an error if the directory is lost, and restore a missing config.yaml.
 
         Call it before each checkpoint, and after an error: a lost directory may be its

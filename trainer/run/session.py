@@ -26,26 +26,27 @@ class Session:
 
     Attributes:
       run_dir: the run directory.
-      protect: called before each checkpoint; see `RunDir.protect`.
+      verify_run_dir: raises RunDirLost if another trainer may use the run directory;
+        called before each checkpoint.
       checkpointer: saves and restores the run's checkpoints.
       tracker: gets every row, event, text and picture.
       display: shows progress and messages on the terminal.
       max_over_processes: returns the largest of the processes' numbers. All processes
         must call it equally often.
       timeouts: the `Guard`'s.
-      own_process: whether the process may be ended for the run; see `Guard`.
+      owns_process: whether the run may end the process; see `Guard`.
       remote_signal: returns the number of a signal that another process received for
         this run; 0: none.
     """
 
     run_dir: Path
-    protect: Callable[[], None]
+    verify_run_dir: Callable[[], None]
     checkpointer: Checkpointer
     tracker: Tracker
     display: Display
     max_over_processes: Callable[[int], int]
     timeouts: Timeouts
-    own_process: bool
+    owns_process: bool
     remote_signal: Callable[[], int]
 
 
@@ -54,7 +55,7 @@ class StepPlan(NamedTuple):
 
     Attributes:
       steps: number of steps of the whole run.
-      until: number of steps taken when the phase ends.
+      phase_end: number of steps taken when the phase ends.
       learning_rates: that of every step of the run, FP32 [steps].
       seed: the run's.
       log_every: steps between two logged rows; a row with metrics of callbacks is
@@ -63,7 +64,7 @@ class StepPlan(NamedTuple):
     """
 
     steps: int
-    until: int
+    phase_end: int
     learning_rates: np.ndarray
     seed: np.uint32
     log_every: int
@@ -91,7 +92,7 @@ class Recovery(NamedTuple):
     """The parts that take a run back to an earlier state, or explain a failure.
 
     Attributes:
-      watchdog: judges the metrics of every step.
+      watchdog: checks the metrics of every step.
       restore: `restore(state, steps)` returns the state of the first intact checkpoint
         among those steps, its step, and the train step compiled for it (None: the one
         in use fits). The argument `state` is deleted.
@@ -121,7 +122,7 @@ class Run:
       state: the training state, on the devices.
       train_step: the step, compiled for `state`.
       step: steps taken so far, which is also the position in the data.
-      logged: the last step whose row is logged.
+      last_logged_step: the last step whose row is logged.
       unfinished: the encoded row of step `step`, if the callbacks after that step were
         interrupted by a signal or a UserError; else None.
     """
@@ -136,5 +137,5 @@ class Run:
     state: TrainState
     train_step: StepFn
     step: int
-    logged: int
+    last_logged_step: int
     unfinished: str | None

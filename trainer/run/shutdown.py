@@ -87,7 +87,7 @@ class Guard:
       run_dir: `hang.txt` in it gets the stack of every thread.
       report: called with a line about a stall or about the end, in another thread.
       announce: called with a line about the first signal, in another thread.
-      own_process: whether the process belongs to the run alone. If not, as in a
+      owns_process: whether the process belongs to the run alone. If not, as in a
         notebook, nothing here ends it: a second Ctrl-C is a KeyboardInterrupt, and a
         run that hangs is only reported. Outside the main thread no signal is caught.
 
@@ -104,10 +104,10 @@ class Guard:
         report: Callable[[str], None],
         announce: Callable[[str], None],
         *,
-        own_process: bool = True,
+        owns_process: bool = True,
     ) -> None:
-        self.timeouts = timeouts if own_process else Timeouts(0, timeouts.stall, 0)
-        self.own_process = own_process
+        self.timeouts = timeouts if owns_process else Timeouts(0, timeouts.stall, 0)
+        self.owns_process = owns_process
         self.signal = 0
         self._run_dir = run_dir
         self._report, self._announce = report, announce
@@ -149,7 +149,7 @@ class Guard:
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
-        if number == signal.SIGINT and not self.own_process:
+        if number == signal.SIGINT and not self.owns_process:
             signal.signal(number, signal.default_int_handler)
 
     def _watch(self) -> None:
@@ -157,7 +157,7 @@ class Guard:
         while not self._done.is_set():
             if select.select([self._read], [], [], POLL)[0]:
                 for number in os.read(self._read, 64):
-                    if number == signal.SIGINT and first_signal and self.own_process:
+                    if number == signal.SIGINT and first_signal and self.owns_process:
                         _write_error(
                             f"second Ctrl-C: process ended {self._doing}; checkpoints"
                             f" of steps: {self._checkpoints()}; later steps are lost;"
@@ -180,8 +180,8 @@ class Guard:
             if first_signal and self.timeouts.stop and now > self._stop_deadline:
                 self._end(
                     128 + first_signal,
-                    f"not stopped within {self.timeouts.stop:g} s of the signal, but"
-                    f" {self._doing}",
+                    f"not stopped within {self.timeouts.stop:g} s of the signal; the"
+                    f" run was still {self._doing}",
                 )
             if self.timeouts.hang and idle > self.timeouts.hang:
                 self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
@@ -196,7 +196,7 @@ class Guard:
         """Return a line about the effect of the first signal, and of a second one."""
         name = signal.Signals(number).name
         limit = f" within {self.timeouts.stop:g} s" if self.timeouts.stop else ""
-        ends = "ends the process" if self.own_process else "interrupts the call"
+        ends = "ends the process" if self.owns_process else "interrupts the call"
         return (
             f"{name} ({self._doing}): stopping after this step and saving a checkpoint"
             f"{limit}; a second Ctrl-C {ends} at once, without that checkpoint"
@@ -257,8 +257,8 @@ def leave_within(seconds: float, error: BaseException) -> None:
     def end() -> None:
         time.sleep(seconds)
         _write_error(
-            f"{why}; not closed within {seconds:g} s of that; re-run the same command"
-            " to resume"
+            f"{why}; the process did not exit within {seconds:g} s of this error;"
+            " re-run the same command to resume"
         )
         os._exit(HUNG)
 

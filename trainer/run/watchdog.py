@@ -34,8 +34,8 @@ class Bounds:
       spike_steps: spikes in a row that cause a rollback.
       max_rollbacks: number of rollbacks in the whole run; instead of the next one the
         run stops.
-      calibration: a run may end with this many skipped steps, because its loss scale
-        was still being found; with more it has failed.
+      loss_scale_skips: number of skipped steps in a row that finding the initial loss
+        scale may take. A run may end with this many; with more it has failed.
     """
 
     max_skips: int
@@ -43,11 +43,11 @@ class Bounds:
     spike_window: int
     spike_steps: int
     max_rollbacks: int
-    calibration: int = 0
+    loss_scale_skips: int = 0
 
 
 class Watchdog(WatchdogState):
-    """The judge of the metrics of every step, in order.
+    """Checks the metrics of every step, in order.
 
     Its decisions depend on the metrics alone, so a resumed run makes the same ones.
 
@@ -58,8 +58,8 @@ class Watchdog(WatchdogState):
       state: the result of `state()` in a checkpoint; None: a new run.
 
     Attributes:
-      verdict: why the run cannot go on from its state; None: it can. `rolled_back` and
-        `forgive` reset it.
+      rollback_reason: why the run cannot go on from its state; None: it can.
+        `rolled_back` and `restart_spike_window` reset it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Watchdog(WatchdogState):
         super().__init__(**(state or {}))
         self.bounds = bounds
         self.leaves = leaves
-        self.verdict: str | None = None
+        self.rollback_reason: str | None = None
         self._losses: deque[float] = deque(self.losses, maxlen=bounds.spike_window)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
@@ -97,7 +97,9 @@ class Watchdog(WatchdogState):
         values = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}"
         details = f"{values}, {where}"
         if self.in_a_row >= self.bounds.max_skips:
-            self.verdict = f"{self.in_a_row} steps in a row were not finite ({details})"
+            self.rollback_reason = (
+                f"{self.in_a_row} steps in a row were not finite ({details})"
+            )
         return (
             f"step {step} skipped ({details}): {self.in_a_row} in a row;"
             f" {self.bounds.max_skips} cause a rollback"
@@ -111,7 +113,9 @@ class Watchdog(WatchdogState):
             f" {len(self._losses)} before"
         )
         if self.spikes >= self.bounds.spike_steps:
-            self.verdict = f"{self.spikes} losses in a row were spikes ({details})"
+            self.rollback_reason = (
+                f"{self.spikes} losses in a row were spikes ({details})"
+            )
         # An event for each spike of a series would bury the first one in the log.
         if self.spikes > 1:
             return None
@@ -133,22 +137,22 @@ class Watchdog(WatchdogState):
         return (loss - mean) / max(deviation, MIN_STANDARD_DEVIATION)
 
     def inspect(self, step: int, nonfinite: str | None) -> None:
-        """Judge the state after a step.
+        """Check the state after a step.
 
         `nonfinite`: the name of its first array that is not finite; None: all are
         finite.
         """
         if nonfinite is not None:
-            self.verdict = f"{nonfinite} is not finite after step {step}"
-            # `recover` may forgive a spike, but not this.
+            self.rollback_reason = f"{nonfinite} is not finite after step {step}"
+            # Only after a spike may `recover` continue without a rollback.
             self.spikes = 0
 
     def end(self, step: int, val_loss: float | None) -> None:
-        """Judge a run after its last step: set `failure`.
+        """Set `failure` after the last step of a run.
 
         `val_loss`: nats; None: there was no validation.
         """
-        if self.in_a_row > self.bounds.calibration:
+        if self.in_a_row > self.bounds.loss_scale_skips:
             self.failure = (
                 f"the last {self.in_a_row} steps were not finite and were skipped"
             )
@@ -176,13 +180,13 @@ class Watchdog(WatchdogState):
         """Record that the state was rolled back after this step."""
         self.rollbacks += 1
         self.rolled_back_at = step
-        self.verdict, self.suspect_since = None, None
+        self.rollback_reason, self.suspect_since = None, None
         self.in_a_row = self.spikes = 0
 
-    def forgive(self) -> None:
+    def restart_spike_window(self) -> None:
         """Forget earlier losses, so that spikes are measured by those from now on."""
         self._losses.clear()
-        self.verdict, self.suspect_since = None, None
+        self.rollback_reason, self.suspect_since = None, None
         self.spikes = 0
 
     def row(self) -> dict[str, int]:

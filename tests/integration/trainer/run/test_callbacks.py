@@ -32,8 +32,10 @@ class Recording:
         is_spiking=False,
     ):
         self.record = []
-        self.plan = SimpleNamespace(steps=steps, until=until or steps, log_every=1000)
-        self.callbacks, self.step, self.logged = callbacks, step, 0
+        self.plan = SimpleNamespace(
+            steps=steps, phase_end=until or steps, log_every=1000
+        )
+        self.callbacks, self.step, self.last_logged_step = callbacks, step, 0
         self.state, self.train_step = "state", "step"
         watchdog = SimpleNamespace(
             is_spiking=is_spiking, state=dict, end=lambda *_: None
@@ -50,9 +52,9 @@ class Recording:
             written=lambda: None,
         )
         nothing = lambda *_: None
-        display = SimpleNamespace(update=nothing, event=nothing, pause=nothing)
+        display = SimpleNamespace(update=nothing, event=nothing, record_pause=nothing)
         self.throughput = SimpleNamespace(
-            pause=lambda _: None, mean_since_last_call=dict
+            exclude=lambda _: None, mean_since_last_call=dict
         )
         checkpointer = SimpleNamespace(
             save=lambda step, state, meta, val_loss: self.record.append(
@@ -61,7 +63,7 @@ class Recording:
         )
         self.session = SimpleNamespace(
             run_dir=None,
-            protect=lambda: None,
+            verify_run_dir=lambda: None,
             tracker=tracker,
             display=display,
             checkpointer=checkpointer,
@@ -71,7 +73,7 @@ class Recording:
         self.signal = signal
         self.guard = SimpleNamespace(beat=lambda _: None)
 
-    def __call__(self, doing):
+    def requested(self, doing):
         self.asked.append(doing)
         if self.stop_at is not None and self.stop_at in doing:
             self.signal = 15
@@ -157,7 +159,7 @@ def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):
 
     def slow(context):
         for part in range(5):
-            context.pause(f"part {part}")
+            context.raise_if_stopped(f"part {part}")
             done.append(part)
 
     run = Recording([Callback("slow", 10, slow), KEEP], stop_at="part 3")

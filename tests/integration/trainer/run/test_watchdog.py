@@ -52,9 +52,9 @@ def test_only_skips_in_a_row_are_too_many():
     dog = make()
     for step, metrics in enumerate([BAD, OK, BAD, OK, BAD]):
         dog.observe(step, metrics)
-        assert dog.verdict is None
+        assert dog.rollback_reason is None
     dog.observe(5, BAD)
-    assert "2 steps in a row were not finite" in dog.verdict
+    assert "2 steps in a row were not finite" in dog.rollback_reason
     assert dog.suspect_since == 4
     assert dog.row()["watchdog/skipped"] == 4
 
@@ -67,16 +67,16 @@ def test_a_spike_is_far_above_the_losses_before_it_and_several_in_a_row_are_too_
     assert "step 12: spike (loss 3" in event
     assert dog.is_spiking
     assert losses(dog, [1.0, 3.0, 3.1], start=13) != []
-    assert (dog.verdict, dog.suspect_since) == (None, 14)
+    assert (dog.rollback_reason, dog.suspect_since) == (None, 14)
     losses(dog, [3.2], start=16)
-    assert "3 losses in a row were spikes (loss 3.2" in dog.verdict
+    assert "3 losses in a row were spikes (loss 3.2" in dog.rollback_reason
 
 
 def test_nothing_is_a_spike_before_the_window_is_full_or_when_the_bound_is_zero():
     assert losses(make(), [*NOISE[:7], 50.0]) == []
     dog = Watchdog(dataclasses.replace(BOUNDS, spike_zscore=0.0), LEAVES)
     assert losses(dog, [*NOISE, 50.0, 50.0, 50.0]) == []
-    assert dog.verdict is None
+    assert dog.rollback_reason is None
 
 
 def test_a_loss_that_hardly_varies_may_move_a_little():
@@ -90,7 +90,12 @@ def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
     losses(dog, [*NOISE, 3.0, 3.0, 3.0])
     assert dog.may_roll_back
     dog.rolled_back(11)
-    assert (dog.verdict, dog.suspect_since, dog.is_spiking, dog.may_roll_back) == (
+    assert (
+        dog.rollback_reason,
+        dog.suspect_since,
+        dog.is_spiking,
+        dog.may_roll_back,
+    ) == (
         None,
         None,
         False,
@@ -103,7 +108,7 @@ def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
 def test_what_is_forgiven_becomes_usual():
     dog = make()
     losses(dog, [*NOISE, 3.0, 3.0, 3.0])
-    dog.forgive()
+    dog.restart_spike_window()
     assert losses(dog, [3.0] * 20, start=12) == []
 
 
@@ -124,7 +129,7 @@ def test_a_resumed_watchdog_goes_on_as_if_never_stopped():
         stopped = make(json.loads(json.dumps(stopped.state())))
         assert events + steps(stopped, sequence[cut:], cut + 1) == expected
         assert stopped.state() == whole.state()
-        assert stopped.verdict == whole.verdict
+        assert stopped.rollback_reason == whole.rollback_reason
 
 
 def test_weights_that_are_not_finite_are_no_matter_of_spikes():
@@ -132,13 +137,13 @@ def test_weights_that_are_not_finite_are_no_matter_of_spikes():
     losses(dog, [*NOISE, 3.0])
     assert dog.is_spiking
     dog.inspect(9, "params/wte")
-    assert (dog.verdict, dog.is_spiking) == (
+    assert (dog.rollback_reason, dog.is_spiking) == (
         "params/wte is not finite after step 9",
         False,
     )
     dog.rolled_back(9)
     dog.inspect(10, None)
-    assert dog.verdict is None
+    assert dog.rollback_reason is None
 
 
 def test_a_run_that_ends_in_skips_or_without_a_finite_validation_has_failed():
@@ -171,7 +176,7 @@ def test_a_run_that_ends_with_an_older_state_has_failed():
 
 
 def test_the_skips_of_a_loss_scale_are_no_failure_unless_all_steps_were():
-    bounds = dataclasses.replace(BOUNDS, max_skips=20, calibration=2)
+    bounds = dataclasses.replace(BOUNDS, max_skips=20, loss_scale_skips=2)
     dog = Watchdog(bounds, LEAVES)
     for step, failed in ((1, False), (2, False), (3, True)):
         dog.observe(step, BAD)
@@ -347,4 +352,4 @@ def test_the_halvings_of_a_first_loss_scale_are_not_too_many_skips():
     for step in range(15):
         dog.observe(step + 1, BAD)
         scale = next_loss_scale(scale, (), jnp.bool(False))
-    assert (float(scale.value), dog.verdict) == (1.0, None)
+    assert (float(scale.value), dog.rollback_reason) == (1.0, None)

@@ -17,7 +17,7 @@ def moved_while_open(held, tracker, error):
     """Move the directory of a run between its first row and an error."""
     session = SimpleNamespace(
         run_dir=held.path,
-        protect=held.protect,
+        verify_run_dir=held.verify_ownership,
         checkpointer=Checkpointer(held.path / "checkpoints"),
         tracker=tracker,
         display=None,

@@ -119,11 +119,11 @@ def test_the_time_left_is_the_steps_left_at_the_speed_shown(clock):
 
 def test_the_time_left_has_the_validations_left_but_no_second_compilation(clock):
     display, _ = make(clock, steps=100)
-    display.pause("evaluation", 10, 47.0)
-    display.pause("samples", 0, 5.0)
+    display.record_pause("evaluation", 10, 47.0)
+    display.record_pause("samples", 0, 5.0)
     display.update(50, ROW | {"perf/step_ms": 1000.0})
     assert display.eta() == "0:00:50"
-    display.pause("evaluation", 10, 3.0)
+    display.record_pause("evaluation", 10, 3.0)
     display.update(60, ROW | {"perf/step_ms": 1000.0})
     assert display.eta() == "0:00:52"  # 40 steps of 1 s, 4 validations of 3 s
 

@@ -86,7 +86,7 @@ def test_a_logged_row_is_the_mean_of_the_steps_since_the_one_before(clock):
 def test_pauses_are_no_training_time(clock):
     t = throughput(clock)
     t.row()
-    t.pause(2.0)
+    t.exclude(2.0)
     clock.now += 2.5
     assert t.row()["perf/step_ms"] == pytest.approx(500.0)
 

@@ -24,7 +24,7 @@ class Rounded(Method):
     """A method that nobody else knows."""
 
     name = "rounded"
-    calibration = 3
+    loss_scale_skips = 3
     settings = ("clip_outliers",)
 
     def gradient_formats(self, policy):
@@ -77,11 +77,13 @@ def test_every_method_is_found_by_its_name_and_uses_keys_that_there_are():
         assert all(hasattr(keys, key) for key in method.settings)
 
 
-def test_the_calibration_of_a_loss_scale_is_its_halvings_to_the_least():
+def test_the_skips_of_a_loss_scale_are_its_halvings_to_the_least():
     scale, steps = first_loss_scale(), 0
     while (smaller := next_loss_scale(scale, (), False)).value < scale.value:
         scale, steps = smaller, steps + 1
-    assert METHODS["loss_scale"].calibration == steps == math.log2(FIRST_LOSS_SCALE)
+    assert (
+        METHODS["loss_scale"].loss_scale_skips == steps == math.log2(FIRST_LOSS_SCALE)
+    )
 
 
 def test_the_formats_of_a_configuration_are_those_that_the_library_has():

@@ -164,7 +164,7 @@ STOPPED = "stopped: step 9: 3 steps in a row were not finite"
         ("stalled: no progress for 301 s, in step 10", {}, FAIR, "1 stalled"),
         (HUNG, {}, FAIR, "1 ended because it hung"),
         (
-            "not stopped within 300 s of the signal, but in step 10; ended",
+            "not stopped within 300 s of the signal; the run was still in step 10; ended",
             {},
             FAIR,
             "it did not stop",

@@ -317,14 +317,14 @@ def test_a_directory_with_a_run_stays_and_is_held_while_a_process_trains(tmp_pat
 def test_a_trainer_whose_lock_was_removed_stops_before_its_next_checkpoint(tmp_path):
     with RunDir(tmp_path / "run") as first:
         first.write_config(CONFIG)
-        first.protect()
+        first.verify_ownership()
         (first.path / ".lock").unlink()
         with pytest.raises(UserError, match=r"\.lock was removed or replaced"):
-            first.protect()
+            first.verify_ownership()
         with RunDir(first.path) as second:
-            second.protect()
+            second.verify_ownership()
             with pytest.raises(UserError, match=r"\.lock was removed or replaced"):
-                first.protect()
+                first.verify_ownership()
 
 
 def test_a_run_directory_that_is_moved_is_said_to_be(tmp_path):
@@ -334,7 +334,7 @@ def test_a_run_directory_that_is_moved_is_said_to_be(tmp_path):
         path.rename(tmp_path / "moved")
         (path / "checkpoints").mkdir(parents=True)  # as a save in progress makes it
         with pytest.raises(RunDirLost, match="was moved, removed"):
-            held.protect()
+            held.verify_ownership()
     assert [entry.name for entry in path.iterdir()] == ["checkpoints"]
 
 
@@ -343,7 +343,7 @@ def test_a_folder_that_a_link_replaces_is_named_before_the_next_checkpoint(tmp_p
         held.write_config(CONFIG)
         (held.path / "checkpoints").symlink_to(tmp_path)
         with pytest.raises(UserError, match="checkpoints is a symbolic link"):
-            held.protect()
+            held.verify_ownership()
 
 
 def test_a_lock_that_is_removed_while_it_is_taken_does_not_count(tmp_path, monkeypatch):
@@ -364,5 +364,5 @@ def test_a_removed_configuration_is_written_again_before_the_next_checkpoint(tmp
         held.write_config(CONFIG)
         whole = (held.path / "config.yaml").read_text()
         (held.path / "config.yaml").unlink()
-        held.protect()
+        held.verify_ownership()
         assert (held.path / "config.yaml").read_text() == whole

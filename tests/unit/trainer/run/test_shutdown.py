@@ -92,8 +92,8 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     code, output, errors = ended(process)
     assert code == 128 + signal.SIGTERM
     assert (
-        errors == "error: not stopped within 0.3 s of the signal, but in step 3; ended;"
-        " checkpoints: 20; re-run the same command to resume\n"
+        errors == "error: not stopped within 0.3 s of the signal; the run was still"
+        " in step 3; ended; checkpoints: 20; re-run the same command to resume\n"
     )
     assert output == errors.removeprefix("error: ")  # reported, too
     assert 'File "<string>", line 15 in <module>' in (tmp_path / "hang.txt").read_text()
