@@ -77,7 +77,7 @@ Positive = Annotated[int, at_least(1)]
 # More than any model has. A file that says 10^6 would keep a machine busy for hours.
 Layers = Annotated[int, at_least(1), at_most(1000)]
 # Several minutes of sampling, even on a GPU.
-MOST_NEW_TOKENS = 1_000_000
+MAX_NEW_TOKENS = 1_000_000
 Amount = Annotated[float, at_least(0)]
 Share = Annotated[float, UP_TO_1]
 ShareBelow1 = Annotated[float, BELOW_1]

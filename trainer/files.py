@@ -21,13 +21,13 @@ import yaml
 from trainer.errors import DISK_FULL, UserError
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
-MOST_BRACKETS = 2000  # of a configuration: nested ones take seconds to parse
+MAX_BRACKETS = 2000  # of a configuration: nested ones take seconds to parse
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
 LOG_BYTES = 1 << 31  # of a file that grows with a run
 # A file of holes, or compressed zeros, stands for gigabytes that nobody stored. Above
 # TEXT_BYTES data may be this many times as long as what is stored of it.
-MOST_HOLES = 1000
+MAX_EXPANSION = 1000
 
 
 def path_of(text: str | os.PathLike[str]) -> Path:
@@ -90,7 +90,7 @@ def check_regular(path: Path) -> None:
         return
     with path.open("rb") as file:
         stored = end = 0
-        while stored < status.st_size // MOST_HOLES:
+        while stored < status.st_size // MAX_EXPANSION:
             try:
                 start = file.seek(end, os.SEEK_DATA)
             except OSError:  # no data behind `end`
@@ -122,7 +122,7 @@ def parse_yaml(text: str) -> Any:
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"more than {YAML_BYTES} characters")
-    if text.count("[") + text.count("{") > MOST_BRACKETS:
+    if text.count("[") + text.count("{") > MAX_BRACKETS:
         raise ValueError("nested too deep")
     try:
         return yaml.load(text, _PlainLoader)

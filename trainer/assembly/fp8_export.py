@@ -45,7 +45,9 @@ def restore_fp8_kernels(run_dir: Path, step: int) -> dict[str, Fp8Kernel]:
             params = model.training.init(jax.random.key(0))
             return {"params": params, "scaling": model.differentiate().init()}
 
-        like = as_saved(jax.eval_shape(initial), saved.checkpointer.described(step))
+        like = as_saved(
+            jax.eval_shape(initial), saved.checkpointer.leaf_descriptions(step)
+        )
         state = saved.checkpointer.restore(like, step, partial=True).state
     params = tree.with_static_scales(state["params"])
     return fp8_kernels(model, params, state["scaling"])

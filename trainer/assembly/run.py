@@ -487,16 +487,17 @@ def make_restore(
     """Return `Recovery.restore` for a phase."""
 
     def restore(
-        state: TrainState, order: list[int]
+        state: TrainState, candidates: list[int]
     ) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
         # Two states would need twice the memory.
         jax.tree.map(lambda x: x.delete(), state)
         if task.diloco is not None:
-            checkpoint = restore_replicas(checkpointer, task, order=order)
+            checkpoint = restore_replicas(checkpointer, task, candidates=candidates)
         else:
             checkpoint = checkpointer.restore(
-                lambda meta: abstract_state(saved_task(meta, task)), order=order
+                lambda meta: abstract_state(saved_task(meta, task)),
+                candidates=candidates,
             )
         task_of_checkpoint = saved_task(checkpoint.meta, task)
         restored = from_checkpoint_form(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from trainer.bounds import (
-    MOST_NEW_TOKENS,
+    MAX_NEW_TOKENS,
     Amount,
     Bound,
     Natural,
@@ -315,7 +315,7 @@ class Metrics:
 class SampleConfig:
     every: Natural
     prompt: Annotated[str, Bound(bool, "a first word")]
-    max_new_tokens: Annotated[int, at_least(0), at_most(MOST_NEW_TOKENS)]
+    max_new_tokens: Annotated[int, at_least(0), at_most(MAX_NEW_TOKENS)]
     temperature: Amount
     top_k: Annotated[int, at_least(0), at_most(2**31 - 1)]
     top_p: Annotated[

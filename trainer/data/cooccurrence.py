@@ -12,7 +12,7 @@ from scipy import sparse
 
 WIDTH, WINDOW = 128, 5
 SMOOTHING = 0.75  # exponent of the contexts' counts
-MOST_TOKENS = 5_000_000
+MAX_TOKENS = 5_000_000
 OVERSAMPLING, ITERATIONS = 16, 4
 
 Array = npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ def token_vectors(
     The same text gives the same vectors.
 
     Args:
-      tokens_N: ids in the order of the text; the first `MOST_TOKENS` are read.
+      tokens_N: ids in the order of the text; the first `MAX_TOKENS` are read.
       n_ids: the vocabulary's size.
       end: the id that ends a document; tokens of two documents are no neighbors. None:
           the text is one document.
@@ -42,7 +42,7 @@ def token_vectors(
       FP32 [n_ids, width]; the vectors of ids that the text lacks are 0.
     """
     counts = cooccurrence_counts(
-        np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window
+        np.asarray(tokens_N[:MAX_TOKENS], np.int64), n_ids, end, window
     )
     present = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((n_ids, width), np.float32)

@@ -50,6 +50,11 @@ class Shared(NamedTuple):
         ids_Nx2 = np.array(pairs, np.int64).reshape(-1, 2)
         return cls(ids_Nx2[:, 0], ids_Nx2[:, 1])
 
+    @classmethod
+    def none(cls) -> Self:
+        """Return no shared tokens, with which all rows are random."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
 
 class RowMixture(NamedTuple):
     """The mixtures of shared rows for tokens that are not shared.

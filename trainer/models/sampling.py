@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.bounds import MOST_NEW_TOKENS
+from trainer.bounds import MAX_NEW_TOKENS
 from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
@@ -195,9 +195,9 @@ def check(
         raise UserError("the prompt has no token; give it some text")
     for ok, setting, valid in (
         (
-            0 <= max_new_tokens <= MOST_NEW_TOKENS,
+            0 <= max_new_tokens <= MAX_NEW_TOKENS,
             f"max_new_tokens={max_new_tokens}",
-            f"0 to {MOST_NEW_TOKENS:,} tokens",
+            f"0 to {MAX_NEW_TOKENS:,} tokens",
         ),
         (
             temperature >= 0,

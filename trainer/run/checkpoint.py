@@ -48,8 +48,8 @@ from trainer.run.orbax_errors import hide_orbax_tracebacks
 from trainer.step import state_tree
 
 DAMAGED = "damaged"
-# Orbax measures its timeout of a save, 10 minutes, by the wall clock: setting the clock
-# ended the run. Twenty days in seconds, which is less than 2^31 milliseconds.
+# Orbax measures its timeout of a save, 10 minutes, by the wall clock: a change of the
+# system clock ended a run. Twenty days in seconds, less than 2^31 milliseconds.
 SAVE_TIMEOUT = 20 * 86400
 
 logger = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ class Checkpointer:
         step: int = self._readable_manifest(None)["step"]
         return step
 
-    def described(self, step: int | None = None) -> dict[str, Any]:
+    def leaf_descriptions(self, step: int | None = None) -> dict[str, Any]:
         """Return shape, dtype and checksum of every leaf, by name; as for `meta`."""
         leaves: dict[str, Any] = self._readable_manifest(step)["leaves"]
         return leaves
@@ -329,7 +329,7 @@ class Checkpointer:
         step: int | None = None,
         *,
         partial: bool = False,
-        order: Sequence[int] | None = None,
+        candidates: Sequence[int] | None = None,
     ) -> Restored:
         """Return the state of a checkpoint, bit-exactly as it was saved, in the form of
         `target`.
@@ -343,14 +343,16 @@ class Checkpointer:
             each leaf goes; without one, it goes to the first device.
           step: that of the only acceptable checkpoint; None: the newest.
           partial: whether `target` is a part of the saved tree, as `{"params": ...}`.
-          order: steps to try instead; the first intact one is used.
+          candidates: steps to try instead, in this order, until one is intact.
 
         Raises:
           UserError: a leaf of `target` differs from the saved one in path, shape or
             dtype; there is no such step; all are damaged.
         """
         self.wait()
-        for candidate in self._candidates(step) if order is None else order:
+        if candidates is None:
+            candidates = self._candidates(step)
+        for candidate in candidates:
             try:
                 manifest = self._manifest(candidate)
                 meta, leaves = manifest["meta"], manifest["leaves"]
@@ -417,8 +419,7 @@ class Checkpointer:
                 f"checkpoint {step} in {self.directory} is damaged: {damage}; to use"
                 f" the one before it, remove {self.directory / str(step)}"
             ) from damage
-        # The run will save this step again, so the directory must be free. One process
-        # moves it for all.
+        # The run will save this step again, so one process moves the directory away.
         if jax.process_index() == 0:
             moved = self._move_to_damaged(self.directory / str(step), str(step))
             logger.warning(
@@ -446,28 +447,31 @@ class Checkpointer:
         Orbax would stop at one of them, although another checkpoint, or the state
         beside the loss, is intact.
         """
-        is_first = jax.process_index() == 0
+        # A UserError for pipes, and for files that are far longer than what is stored.
         for folder, _, files in self.directory.walk():
             check_files(folder, files)
-        for folder in sorted(self.directory.glob("*")) if is_first else ():
-            if not folder.name.isdecimal():
-                continue
-            loss = folder / "metrics" / "metrics"
-            if not _has_metadata(folder):
-                self._set_aside(
-                    folder,
-                    folder.name,
-                    f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
-                    "using the one before it",
-                )
-            elif loss.exists() and not is_loss_intact(folder):
-                self._set_aside(
-                    loss.parent,
-                    f"{folder.name}-loss",
-                    f"the validation loss of checkpoint {folder.name} is damaged",
-                    "it cannot be the best one",
-                )
+        if jax.process_index() == 0:
+            for folder in sorted(self.directory.glob("*")):
+                if folder.name.isdecimal():
+                    self._set_aside_if_unreadable(folder)
         multihost_utils.sync_global_devices("checkpoints are readable")
+
+    def _set_aside_if_unreadable(self, folder: Path) -> None:
+        loss = folder / "metrics" / "metrics"
+        if not _has_metadata(folder):
+            self._set_aside(
+                folder,
+                folder.name,
+                f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
+                "using the one before it",
+            )
+        elif loss.exists() and not is_loss_intact(folder):
+            self._set_aside(
+                loss.parent,
+                f"{folder.name}-loss",
+                f"the validation loss of checkpoint {folder.name} is damaged",
+                "it cannot be the best one",
+            )
 
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
         """Move a damaged directory away; a reader, which may not, raises UserError."""
@@ -484,7 +488,7 @@ class Checkpointer:
             )["manifest"]
             intact = (
                 manifest.pop("digest") == _digest(manifest)
-                and manifest["step"] == step > 0  # none is saved before a step
+                and manifest["step"] == step > 0  # no checkpoint has step 0
                 and "format" in manifest
             )
         except ImportError:

@@ -1,8 +1,8 @@
 """Check that a saved state or saved weights fit the run that loads them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from trainer.data import Manifest
 from trainer.errors import UserError
@@ -17,6 +17,13 @@ from trainer.workload import TrainTask
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
 
 
+class TokenizerMismatch(NamedTuple):
+    """The difference of two tokenizers, and advice about it, for a message."""
+
+    problem: str
+    advice: str
+
+
 def architecture(spec: Spec) -> dict[str, Any]:
     """Return the settings that determine what the model computes: the family and
     `Spec.architecture`, as JSON values.
@@ -29,7 +36,7 @@ def check_same_model(
     saved: Mapping[str, Any],
     spec: Spec,
     alternative: str = "",
-    tokenizer_problem: Sequence[str] = (),
+    mismatch: TokenizerMismatch | None = None,
 ) -> None:
     """Refuse weights of another architecture or for another tokenizer.
 
@@ -38,8 +45,7 @@ def check_same_model(
       saved: their `architecture`.
       spec: the model that loads them.
       alternative: the end of the message about another architecture: what else to do.
-      tokenizer_problem: how the tokenizers differ, and then what to do about it, two
-        strings; empty: they are the same.
+      mismatch: how the tokenizers differ; None: they are the same.
 
     Raises:
       UserError: all differences, in one message.
@@ -51,10 +57,10 @@ def check_same_model(
             f"{source} has a {saved['family']}, the model is a {family}; choose another"
             f" model{alternative}"
         )
-    if tokenizer_problem:
+    if mismatch is not None:
         del expected["vocab_size"]  # follows from the tokenizer
     different = [name for name in expected if not spec.is_compatible(name, saved[name])]
-    if not different and not tokenizer_problem:
+    if not different and mismatch is None:
         return
     problems = [
         f"has {name}={saved[name]} (the model {expected[name]})" for name in different
@@ -63,10 +69,10 @@ def check_same_model(
     if different:
         sizes = " ".join(f"model.{name}={saved[name]}" for name in different)
         advice.append(f"set {sizes}{alternative}")
-    raise UserError(
-        f"{source} {', '.join([*problems, *tokenizer_problem[:1]])};"
-        f" {'; '.join([*advice, *tokenizer_problem[1:]])}"
-    )
+    if mismatch is not None:
+        problems.append(mismatch.problem)
+        advice.append(mismatch.advice)
+    raise UserError(f"{source} {', '.join(problems)}; {'; '.join(advice)}")
 
 
 def check_same_precision(

@@ -36,11 +36,16 @@ from trainer.models.weight_files import (
 )
 from trainer.parallel.processes import check_same_content
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
+from trainer.run.compatibility import (
+    FROM_INIT,
+    TokenizerMismatch,
+    architecture,
+    check_same_model,
+)
 from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
 from trainer.text import override
 
-NEW_ROWS = ", or init.embeddings=focus to make table rows for the data's tokens"
+NEW_ROWS = ", or init.embeddings=focus to make embedding rows for the data's tokens"
 
 
 def restore_weights(
@@ -51,7 +56,7 @@ def restore_weights(
     `step` None: of the newest checkpoint. Raises UserError for a weight that is not
     finite.
     """
-    target = as_saved({"params": like}, checkpointer.described(step))
+    target = as_saved({"params": like}, checkpointer.leaf_descriptions(step))
     checkpoint = checkpointer.restore(target, step, partial=True)
     name = first_nonfinite_leaf(checkpoint.state)
     if name is not None:
@@ -89,17 +94,18 @@ def saved_weights(
     """Return weights as they were saved, in FP32; those of a run are placed as `like`.
 
     Arguments and errors are those of `initial_weights`. With `tokenizer` None the
-    weights may have any tokenizer; their tables keep their own rows.
+    weights may have any tokenizer; their embeddings keep their own rows.
     """
     key = f"init_from={source}"
 
-    def check(saved: Mapping[str, Any], tokenizer_problem: Sequence[str]) -> None:
-        fitted = fit_context(key, saved, spec)
+    def check(saved: Mapping[str, Any], mismatch: TokenizerMismatch | None) -> None:
+        comparable = with_context_of(spec, key, saved)
         if tokenizer is None:
-            fitted["vocab_size"] = spec.architecture()["vocab_size"]
-        check_same_model(key, fitted, spec, FROM_INIT, tokenizer_problem)
+            # The caller makes new rows, so the sizes of the vocabularies may differ.
+            comparable["vocab_size"] = spec.architecture()["vocab_size"]
+        check_same_model(key, comparable, spec, FROM_INIT, mismatch)
 
-    tokenizer_problem: list[str] = []
+    mismatch: TokenizerMismatch | None = None
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
             meta = checkpointer.meta()
@@ -107,31 +113,36 @@ def saved_weights(
             if tokenizer is None:
                 sizes["vocab_size"] = meta["model"]["vocab_size"]
             else:
-                tokenizer_problem = run_tokenizer_mismatch(source, meta, tokenizer)
-            check(meta["model"], tokenizer_problem)
-            return restore_weights(checkpointer, with_table_sizes(spec, like, sizes))
+                mismatch = run_tokenizer_mismatch(source, meta, tokenizer)
+            check(meta["model"], mismatch)
+            return restore_weights(checkpointer, with_row_counts(spec, like, sizes))
     saved_spec, params = huggingface.load(source, spec)
     if tokenizer is not None:
-        tokenizer_problem = hf_tokenizer_mismatch(source, saved_spec, tokenizer)
-    check(architecture(saved_spec), tokenizer_problem)
+        mismatch = hf_tokenizer_mismatch(source, saved_spec, tokenizer)
+    check(architecture(saved_spec), mismatch)
     if spec.scan_layers:
         params = family_of(spec).stack_layers(params)
     check_weights_finite(key, params)
     return params
 
 
-def fit_context(key: str, saved: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
+def with_context_of(spec: Spec, key: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the architecture of weights with the context of the model that loads them.
 
     The context length is a limit and does not change what the model computes. But
     learned positions need a row for each position.
+
+    Args:
+      spec: the model that loads the weights.
+      key: the weights, as the user named them.
+      saved: the architecture of the weights.
 
     Raises:
       UserError: the model has learned positions for more tokens than the weights.
     """
     limit = saved["context"]
     context = spec.context
-    if context > limit and any(jax.tree.leaves(tables_of(spec, "context"))):
+    if context > limit and any(jax.tree.leaves(row_arrays_of(spec, "context"))):
         raise UserError(
             f"{key} has learned positions for {limit:,} tokens,"
             f" model.context={context}; valid: at most {limit}"
@@ -145,19 +156,20 @@ def shapes_of(spec: Any, **sizes: int) -> Any:
     return jax.eval_shape(family_of(changed).build(changed).init, jax.random.key(0))
 
 
-def tables_of(spec: Spec, key: str) -> Any:
-    """Return which parameters are tables, with a row for each position (`context`) or
-    for each id (`vocab_size`), as booleans in their structure. Axis 0 counts the rows.
+def row_arrays_of(spec: Spec, key: str) -> Any:
+    """Return, as booleans in their structure, which parameters have a row for each
+    position (`context`) or for each id (`vocab_size`): embeddings and LM head. Axis 0
+    counts the rows.
     """
     # Many more rows: the shapes differ even if the rows are padded to a multiple.
     larger = shapes_of(spec, **{key: 2 * getattr(spec, key) + 4096})
     return jax.tree.map(lambda a, b: a.shape != b.shape, shapes_of(spec), larger)
 
 
-def with_table_sizes(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Params:
-    """Return `like` with tables of these sizes, as the target of a restore.
+def with_row_counts(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Params:
+    """Return `like` with embeddings of these sizes, as the target of a restore.
 
-    A table of another size than in `like` is unsharded: the mesh need not divide it.
+    An array of another size than in `like` is unsharded: the mesh need not divide it.
     """
 
     def target(shape: Any, leaf: jax.Array) -> Any:
@@ -212,22 +224,19 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
 
 def run_tokenizer_mismatch(
     run_dir: Path, meta: Mapping[str, Any], tokenizer: Tokenizer
-) -> list[str]:
-    """Return how a run's tokenizer differs from the data's, and what to do about it.
-
-    The list is empty if they are the same.
-    """
+) -> TokenizerMismatch | None:
+    """Return how a run's tokenizer differs from the data's; None: it does not."""
     if meta["tokenizer_fingerprint"] == tokenizer.fingerprint:
-        return []
+        return None
     file = (
         "byte" if meta["tokenizer"] == ByteTokenizer.name else vocabulary_file(run_dir)
     )
-    return [
+    return TokenizerMismatch(
         f"was trained with tokenizer {meta['tokenizer']} of"
         f" {meta['model']['vocab_size']:,} ids (the data's is {tokenizer.name},"
         f" {tokenizer.vocab_size:,} ids)",
         f"set {override('data.tokenizer', file)}{NEW_ROWS}",
-    ]
+    )
 
 
 def keep_tokenizer(
@@ -268,11 +277,14 @@ def has_tokenizer(directory: Path, tokenizer: Tokenizer) -> bool:
     return saved is not None and saved.fingerprint == tokenizer.fingerprint
 
 
-def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> list[str]:
-    """Return how the tokenizer of weights differs from the data's, and what to do.
+def hf_tokenizer_mismatch(
+    source: Path, spec: Spec, tokenizer: Tokenizer
+) -> TokenizerMismatch | None:
+    """Return how the tokenizer of weights differs from the data's; None: no difference
+    is seen.
 
-    The list is empty if no difference is seen. Without a tokenizer beside the weights
-    the sizes of the vocabularies decide: at most 1% of the rows may have no id.
+    Without a tokenizer beside the weights the sizes of the vocabularies decide: at most
+    1% of the rows may have no id.
     """
     directory = huggingface.directory_of(source)
     ids = token_ids_in(directory)
@@ -284,19 +296,19 @@ def hf_tokenizer_mismatch(source: Path, spec: Spec, tokenizer: Tokenizer) -> lis
             if saved is not None:
                 difference = encoding_difference(saved, tokenizer)
         if difference is None:
-            return []
-        return [
+            return None
+        return TokenizerMismatch(
             f"has another tokenizer ({difference})",
             f"set {override('data.tokenizer', f'{directory}/')}, the data's is"
             f" {tokenizer.name} of {tokenizer.vocab_size:,} ids{NEW_ROWS}",
-        ]
+        )
     if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
-        return []
-    return [
+        return None
+    return TokenizerMismatch(
         f"has {spec.vocab_size:,} ids (the data {tokenizer.vocab_size:,}): another"
         " tokenizer",
         f"set data.tokenizer to theirs, the data's is {tokenizer.name}",
-    ]
+    )
 
 
 def describe_init(

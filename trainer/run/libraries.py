@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.files import path_of, write_atomically
 from trainer.version import __version__
 
-MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+MIN_COMPILE_TIME_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 NUMERIC_SETTINGS = (
     "JAX_ALLOW_F16_REDUCTIONS",
     "JAX_DEFAULT_MATMUL_PRECISION",
@@ -95,8 +95,8 @@ def use_compilation_cache(directory: str | None) -> str | None:
             " all programs are compiled again"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
-    if MIN_SECONDS not in os.environ:
-        jax.config.update(MIN_SECONDS.lower(), 0.5)
+    if MIN_COMPILE_TIME_VARIABLE not in os.environ:
+        jax.config.update(MIN_COMPILE_TIME_VARIABLE.lower(), 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return None
 
@@ -131,7 +131,7 @@ def is_corrupt(entry: bytes) -> bool:
     JAX compresses with zstd if that is installed. Of such entries only an empty file is
     recognized as corrupt.
     """
-    if entry[:1] != b"\x78":
+    if entry[:1] != b"\x78":  # the first byte of zlib data
         return not entry
     unpack = zlib.decompressobj()
     try:

@@ -20,12 +20,12 @@ from trainer.bounds import Bound, Natural, Positive, annotations
 from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import MOST_HOLES, TEXT_BYTES, read_file, well_formed
+from trainer.files import MAX_EXPANSION, TEXT_BYTES, read_file, well_formed
 from trainer.models.registry import SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
 
-LARGEST_NUMBER = 16  # bytes, of complex128
+MAX_ITEMSIZE = 16  # bytes, of complex128
 ADVICE = "use another checkpoint, or an intact copy"
 
 
@@ -78,8 +78,9 @@ class Totals:
 
     Attributes:
       tokens: number of tokens trained on.
-      exchanged: bytes that each device has sent to other DiLoCo replicas.
-      fp32_gradients: bytes that it would have sent with FP32 gradients in every step.
+      exchanged: bytes that each DiLoCo replica has sent to the others.
+      fp32_gradients: bytes that it would have sent if FP32 gradients were all-reduced
+        in every step.
       samples: number of samples from each source of a mixture.
     """
 
@@ -106,7 +107,8 @@ FIELDS: dict[str, Any] = {
     "model": dict,
     "precision": Policy,
     "trainable": STRINGS,
-    "rows": Positive | None,  # `Model.rows`
+    # tokens that a linear layer takes at once; see `Model.rows`
+    "rows": Positive | None,
     "data": str,
     "data_content": str | None,
     "tokenizer": str,
@@ -148,7 +150,7 @@ def validate_metadata(
         try:
             for key, hint in FIELDS.items():
                 if key in meta:
-                    converted(hint, meta[key], key)
+                    converted(hint, meta[key], key)  # raises if it is invalid
             row = meta.get("unfinished")
             if row is not None and not _is_unfinished(json.loads(row)):
                 raise ValueError("its unfinished row is no row of a step")
@@ -182,7 +184,7 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     settings = meta.get("config", {}).get("model", {})
     family = model.get("family")
     if family not in SPECS:
-        return  # a model of a program's own
+        return  # a custom model
     hints = annotations(SPECS[family])
     for key in model.keys() & hints.keys():
         converted(hints[key], model[key], f"model.{key}")
@@ -280,7 +282,7 @@ def _fits_array(description: Any) -> bool:
     numbers.
     """
     sides = zip(description["chunks"], description["shape"], strict=True)
-    return jnp.dtype(description["dtype"]).itemsize <= LARGEST_NUMBER and all(
+    return jnp.dtype(description["dtype"]).itemsize <= MAX_ITEMSIZE and all(
         chunk <= max(side, 1) for chunk, side in sides
     )
 
@@ -297,7 +299,7 @@ def check_size(folder: Path, target: Any) -> None:
     array_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target))
     files = (file for file in folder.rglob("*") if file.is_file())
     stored_bytes = sum(file.stat().st_size for file in files)
-    if array_bytes > max(TEXT_BYTES, MOST_HOLES * stored_bytes):
+    if array_bytes > max(TEXT_BYTES, MAX_EXPANSION * stored_bytes):
         raise UserError(
             f"{folder}: {stored_bytes:,} bytes are to hold {array_bytes:,} bytes of"
             f" arrays; {ADVICE}"

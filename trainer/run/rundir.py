@@ -97,7 +97,8 @@ MAY_CHANGE = (
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
-# Keys and groups that are read after the last step.
+# Keys and groups that the final evaluation, numerics and samples read. A change of them
+# has no effect after the run has ended.
 READ_AT_END = ("train.final_eval_batches", "eval", "metrics", "sample")
 # Keys whose trailing slash does not matter. Not data.tokenizer: gpt2 is a name, gpt2/ a
 # directory.
@@ -291,7 +292,10 @@ class RunDir:
         Raises:
           UserError: the message names the keys that differ.
         """
-        changed = config_differences(self._saved_config(), config, ("*",), READ_AT_END)
+        # Compare only the keys of READ_AT_END: "*" lets all others differ.
+        changed = config_differences(
+            self._saved_config(), config, may_change=("*",), fixed=READ_AT_END
+        )
         if changed:
             raise UserError(
                 f"run_dir={self.path} has ended after step {step}, so these have no"

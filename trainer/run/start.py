@@ -173,7 +173,8 @@ def starting_point(
     if not checkpointer.steps():
         # `checkpointer` may have moved the damaged ones away when it was made.
         refuse_damaged(run_dir)
-    # The run's own checkpoints come first: the command that began a fork resumes it.
+    # The run's own checkpoints come first, so that the command that started a fork also
+    # resumes it.
     if checkpointer.steps():
         check_fork(resume, run_dir, checkpointer.meta().get("forked"))
         task = phases.containing(checkpointer.newest()).task
@@ -297,7 +298,7 @@ def restore_replicas(
     task: TrainTask,
     step: int | None = None,
     *,
-    order: Sequence[int] | None = None,
+    candidates: Sequence[int] | None = None,
 ) -> Restored:
     """Restore a state for a task with DiLoCo replicas.
 
@@ -308,7 +309,7 @@ def restore_replicas(
       checkpointer: that of the saved run.
       task: the task that continues the state.
       step: that of the checkpoint; None: the newest.
-      order: steps to try instead, as in `Checkpointer.restore`.
+      candidates: steps to try instead of `step`, as in `Checkpointer.restore`.
     """
     assert task.diloco is not None
     diloco = task.diloco
@@ -333,7 +334,7 @@ def restore_replicas(
             abstract_state(task._replace(diloco=saved, mesh=first_device)),
         )
 
-    checkpoint = checkpointer.restore(saved_form, step, order=order)
+    checkpoint = checkpointer.restore(saved_form, step, candidates=candidates)
     # If the newest checkpoint is damaged, this is the meta of an older one.
     saved = saved_diloco(checkpoint.meta, diloco)
     if has_same_form(saved, diloco):
@@ -356,7 +357,7 @@ def saved_diloco(
         return None
     return diloco._replace(
         replicas=saved.replicas,
-        participants=saved.replicas,
+        participants=saved.replicas,  # any valid value: it decides no array
         momentum=saved.outer_momentum or 0.0,
         feedback=bool(saved.error_feedback) and saved.outer_grad != "fp32",
     )

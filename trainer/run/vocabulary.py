@@ -1,5 +1,5 @@
-"""Make table rows for a new tokenizer, from weights that were trained with another one;
-`init.embeddings` is the method.
+"""Make embedding and LM-head rows for a new tokenizer, from weights that were trained
+with another one; `init.embeddings` is the method.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.bpe_files import added_ids
-from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
+from trainer.data.cooccurrence import MAX_TOKENS, token_vectors
 from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import token_ids_in
 from trainer.data.json_tokenizer import TOKENIZER_JSON
@@ -27,8 +27,8 @@ from trainer.models.weight_files import CONFIG
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.initial_weights import (
     place_cropped,
+    row_arrays_of,
     saved_weights,
-    tables_of,
     tokenizer_of_run,
 )
 
@@ -50,7 +50,7 @@ class Vocabulary(NamedTuple):
 def vocabulary_of(source: Path) -> Vocabulary:
     """Return the vocabulary of the weights of a run or of a Hugging Face directory.
 
-    For a directory `size` is that of the tokenizer. The tables may have more rows,
+    For a directory `size` is that of the tokenizer. The embeddings may have more rows,
     which are not used.
 
     Raises:
@@ -122,7 +122,7 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
 def weights_for_tokenizer(
     source: Path, spec: Spec, data: Dataset, method: Method, seed: int, like: Params
 ) -> Params:
-    """Load weights, with table rows for the data's tokenizer.
+    """Load weights, with embedding and LM-head rows for the data's tokenizer.
 
     Args:
       source: a run, or a Hugging Face directory.
@@ -141,7 +141,7 @@ def weights_for_tokenizer(
     tokenizer = data.tokenizer
     old_vocabulary = vocabulary_of(source)
     if method == "random":
-        shared = Shared.match({}, {}, (0, None))
+        shared = Shared.none()
     else:
         shared = shared_with(old_vocabulary, tokenizer, source)
     mixture = None
@@ -149,8 +149,8 @@ def weights_for_tokenizer(
         mixture = RowMixture.from_vectors(vectors_of(data), shared)
     old = saved_weights(source, spec, like, tokenizer=None)
 
-    def place(is_table: bool, old: Any, fresh: jax.Array) -> jax.Array:
-        if not is_table:
+    def place(has_rows: bool, old: Any, fresh: jax.Array) -> jax.Array:
+        if not has_rows:
             return place_cropped(old, fresh)
         # Padding, and rows above the tokenizer's ids, stay fresh.
         rows = np.array(jax.device_get(fresh), np.float32)
@@ -159,7 +159,7 @@ def weights_for_tokenizer(
         rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
         return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
 
-    return jax.tree.map(place, tables_of(spec, "vocab_size"), old, like)
+    return jax.tree.map(place, row_arrays_of(spec, "vocab_size"), old, like)
 
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
@@ -168,7 +168,7 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
 
     Raises UserError if the data is no text.
     """
-    documents = data.train.documents("train", MOST_TOKENS)
+    documents = data.train.documents("train", MAX_TOKENS)
     if not documents:
         raise UserError(
             "init.embeddings=focus learns from the data's text which tokens are alike,"
@@ -180,7 +180,7 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
 
 
 def describe_embeddings(source: Path, new: Tokenizer, method: Method) -> str:
-    """Return a line about the rows of the tables."""
+    """Return a line about the rows of embedding and LM head."""
     old = vocabulary_of(source)
     new_size = f"{new.vocab_size:,}"
     weights_line = f"weights from {source}, init.embeddings={method}"

@@ -48,7 +48,7 @@ from trainer.report.page import write_report
 from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.compatibility import check_no_replicas, check_same_model
-from trainer.run.initial_weights import fit_context
+from trainer.run.initial_weights import with_context_of
 from trainer.run.metadata import saved_policy, saved_trainable
 from trainer.run.rundir import config_differences
 from trainer.run.start import has_same_form, saved_diloco
@@ -372,8 +372,8 @@ def test_metadata_of_a_checkpoint_with_a_valid_digest(tmp_path, name, count):
             has_same_form(saved_diloco(meta, diloco), diloco)
             check_no_replicas("it", meta)
             Digest.from_checkpoint((meta.get("log") or {}).get("samples"))
-            check_same_model("it", fit_context("it", meta["model"], spec), spec)
-            as_saved({"params": {}}, checkpointer.described())
+            check_same_model("it", with_context_of(spec, "it", meta["model"]), spec)
+            as_saved({"params": {}}, checkpointer.leaf_descriptions())
         config_differences(meta["config"], {})
         vocabulary_of(run_dir)
         restore_run(run_dir)

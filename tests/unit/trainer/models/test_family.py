@@ -19,8 +19,8 @@ from trainer.run.compatibility import architecture, check_same_model
 from trainer.run.initial_weights import (
     context_difference,
     describe_init,
-    fit_context,
     initial_weights,
+    with_context_of,
 )
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
@@ -151,8 +151,10 @@ def test_weights_are_taken_into_a_shorter_context(family, tmp_path):
 def test_a_longer_context_is_refused_where_positions_are_learned(tmp_path):
     longer = {name: dataclasses.replace(s, context=16) for name, s in FAMILIES.items()}
     with pytest.raises(UserError, match="learned positions for 8 tokens, model"):
-        fit_context("init_from=A", architecture(FAMILIES["gpt2"]), longer["gpt2"])
-    saved = fit_context("init_from=A", architecture(FAMILIES["llama"]), longer["llama"])
+        with_context_of(longer["gpt2"], "init_from=A", architecture(FAMILIES["gpt2"]))
+    saved = with_context_of(
+        longer["llama"], "init_from=A", architecture(FAMILIES["llama"])
+    )
     check_same_model("init_from=A", saved, longer["llama"])
     assert "not trained on rotary positions beyond 8" in context_difference(
         8, longer["llama"]

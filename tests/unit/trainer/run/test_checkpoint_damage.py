@@ -174,9 +174,9 @@ def test_a_checkpoint_of_step_0_which_no_run_writes_is_not_restored(open_checkpo
 
 def test_of_several_in_a_given_order_the_first_whole_one_is_restored(open_checkpointer):
     checkpointer = saved(open_checkpointer(), 1, 2, 3)
-    assert checkpointer.restore(abstract(make_state()), order=[2, 1]).step == 2
+    assert checkpointer.restore(abstract(make_state()), candidates=[2, 1]).step == 2
     flip_a_bit(checkpointer.directory / "2")
-    assert checkpointer.restore(abstract(make_state()), order=[2, 1]).step == 1
+    assert checkpointer.restore(abstract(make_state()), candidates=[2, 1]).step == 1
     assert checkpointer.steps() == [1, 3]
 
 

@@ -25,7 +25,12 @@ from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.run.checkpoint import Restored
-from trainer.run.compatibility import FROM_INIT, architecture, check_same_model
+from trainer.run.compatibility import (
+    FROM_INIT,
+    TokenizerMismatch,
+    architecture,
+    check_same_model,
+)
 from trainer.run.initial_weights import (
     describe_init,
     hf_tokenizer_mismatch,
@@ -49,7 +54,9 @@ def bpe(directory, *merges):
 
 def test_all_that_differs_is_in_one_message():
     theirs = architecture(GPT2Spec(vocab_size=50257, n_layer=12, d_model=768))
-    other = ["was trained with tokenizer gpt2", "set data.tokenizer=gpt2"]
+    other = TokenizerMismatch(
+        "was trained with tokenizer gpt2", "set data.tokenizer=gpt2"
+    )
     ours = GPT2Spec(vocab_size=256, n_layer=2, n_head=12, d_model=24)
     with pytest.raises(UserError) as error:
         check_same_model("init_from=A", theirs, ours, FROM_INIT, other)
@@ -81,7 +88,7 @@ def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(tmp_path):
         "tokenizer_fingerprint": first.fingerprint,
         "model": {"vocab_size": first.vocab_size},
     }
-    assert run_tokenizer_mismatch(tmp_path, meta, first) == []
+    assert run_tokenizer_mismatch(tmp_path, meta, first) is None
     what, advice = run_tokenizer_mismatch(tmp_path, meta, second)
     assert (
         what == f"was trained with tokenizer {first.name} of 259 ids (the data's is"
@@ -103,7 +110,7 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
     spec = GPT2Spec(vocab_size=first.vocab_size)
     save_hf(tmp_path, first, 1024)
     for source in (tmp_path, tmp_path / "model.safetensors"):
-        assert hf_tokenizer_mismatch(source, spec, first) == []
+        assert hf_tokenizer_mismatch(source, spec, first) is None
         assert (
             "id 257 is 'the' there, 'an' here"
             in hf_tokenizer_mismatch(source, spec, second)[0]
@@ -137,7 +144,7 @@ def test_a_tokenizer_of_the_same_vocabulary_that_splits_otherwise_is_refused(
     file.write_text(json.dumps(tree))
     assert text in hf_tokenizer_mismatch(tmp_path, spec, ours)[0]
     file.write_text(json.dumps(tree | {"decoder": {"type": "Unknown"}}))
-    assert hf_tokenizer_mismatch(tmp_path, spec, ours) == []
+    assert hf_tokenizer_mismatch(tmp_path, spec, ours) is None
     line = describe_init(tmp_path, ours, spec, PARAMS)
     assert "but their tokenizer cannot be read" in line
 
@@ -149,7 +156,7 @@ def test_a_tokenizer_of_the_same_vocabulary_that_splits_otherwise_is_refused(
 def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp_path):
     tokenizer = SimpleNamespace(name="x", vocab_size=ids)
     assert (
-        hf_tokenizer_mismatch(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []
+        hf_tokenizer_mismatch(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) is None
     ) == ok
     line = describe_init(tmp_path, tokenizer, GPT2Spec(vocab_size=rows), PARAMS)
     assert "2 tensors; there is no tokenizer beside them, so nobody checked" in line

@@ -19,7 +19,7 @@ from trainer.models import huggingface
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
-from trainer.run.initial_weights import tables_of
+from trainer.run.initial_weights import row_arrays_of
 from trainer.run.vocabulary import (
     Vocabulary,
     describe_embeddings,
@@ -91,7 +91,7 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
     spec = dataclasses.replace(SPECS[family], vocab_size=data.tokenizer.vocab_size)
     like = initial(spec, 8)
     actual = weights_for_tokenizer(tmp_path / "hf", spec, data, method, 0, like)
-    tables = tables_of(spec, "vocab_size")
+    tables = row_arrays_of(spec, "vocab_size")
     assert sum(jax.tree.leaves(tables)) == (2 if family == "untied" else 1)
 
     def compare(table, new, before, fresh):
@@ -133,7 +133,7 @@ def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old
         lambda table, x: jax.device_put(
             x.astype(jnp.bfloat16), sharding if table else whole
         ),
-        tables_of(spec, "vocab_size"),
+        row_arrays_of(spec, "vocab_size"),
         initial(spec, 8),
     )
     actual = weights_for_tokenizer(tmp_path / "hf", spec, data, "mean", 0, like)
@@ -145,7 +145,7 @@ def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old
 def test_which_parameters_have_a_row_for_each_id_is_not_guessed_by_size():
     """A table of positions with as many rows as the vocabulary has is none of them."""
     spec = GPT2Spec(vocab_size=64, n_head=2, n_layer=1, d_model=16, context=64)
-    assert sum(jax.tree.leaves(tables_of(spec, "vocab_size"))) == 1
+    assert sum(jax.tree.leaves(row_arrays_of(spec, "vocab_size"))) == 1
 
 
 def test_bad_input_is_one_line(tmp_path, data, old):
