@@ -73,11 +73,11 @@ def pattern_and_special_tokens(path: Path) -> dict[str, Any]:
     json_file = path.with_suffix(".json")
     if json_file.is_file():
         tree = read_json(json_file)
-        if not isinstance(tree.get("pat_str"), str) or not isinstance(
-            tree.get("special_tokens"), dict
-        ):
+        pattern, special = tree.get("pat_str"), tree.get("special_tokens")
+        is_pattern = isinstance(pattern, str) and pattern
+        if not is_pattern or not isinstance(special, dict):
             raise UserError(
-                f"{json_file}: expected the keys pat_str (text) and special_tokens"
+                f"{json_file}: expected the keys pat_str (a pattern) and special_tokens"
                 " (text to id)"
             )
     else:
@@ -348,6 +348,19 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     return regex if difference is None else None
 
 
+def check_distinct(name: str | Path, ids: TokenIds) -> None:
+    """Raise UserError for two tokens of one id."""
+    tokens: dict[int, bytes] = {}
+    for token, i in ids.items():
+        other = tokens.setdefault(i, token)
+        if other != token:
+            raise UserError(
+                f"{name}: the tokens {other.decode(errors='replace')!r} and"
+                f" {token.decode(errors='replace')!r} have one id, {i}; download or"
+                " copy it again"
+            )
+
+
 @functools.cache
 def known_patterns() -> dict[str, str]:
     """Return the patterns of tiktoken's encodings by their spelling in tokenizer.json.
@@ -379,6 +392,7 @@ def encoding(
                 f"{path}: the special token {token!r} has the id {i} of an ordinary"
                 " token; give it another"
             )
+    check_distinct(path, ranks)
     special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
     check_pattern(path, pat_str)
     try:

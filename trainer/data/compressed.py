@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import BLOCK
+from trainer.data.files import BLOCK, PARQUET
 from trainer.errors import UserError
 from trainer.files import replaced_atomically, write_atomically
 
@@ -106,6 +106,12 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
                 " with `zstd --long`; decompress it yourself: `zstd -d --long=31"
                 f" {shlex.quote(str(path))}`"
             ) from error
+        with path.open("rb") as file:
+            is_parquet = file.read(len(PARQUET)) == PARQUET
+        if is_parquet:
+            raise UserError(
+                f"{path} is Parquet, and no {codec} file; rename it to end in .parquet"
+            ) from None
         raise UserError(
             f"{path} is no {codec} file, or a damaged one"
             f" ({str(error).splitlines()[0]}); copy or compress it again"

@@ -462,7 +462,7 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
         return open_builder(source, local, content)
 
     def read(position: Position) -> Iterator[TextBatch]:
-        with hub_errors(source), exact_json(get_builder().name):
+        with hub_errors(source), exact_json(get_builder().name, source.column):
             dataset = load_hub(source, get_builder())
             check_column(dataset, source.column)
             yield from read_dataset(dataset, source, position)

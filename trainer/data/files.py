@@ -59,6 +59,7 @@ MIN_REMEMBERED_BYTES = 64 << 20
 # A name such as train-00000-of-00002.parquet, perhaps with a hash before the suffix.
 # The hash changes when the data set is saved again.
 NUMBERED_FILE = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
+PARQUET = b"PAR1"  # the first bytes of a Parquet file
 # Compressed files by their first bytes.
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -399,6 +400,12 @@ def not_text(path: Path, why: str) -> NotText:
     """Return the error of a file, which names the kind of file if it is recognized."""
     with path.open("rb") as file:
         head = file.read(8)
+    if head.startswith(PARQUET):
+        message = (
+            f"{path} is Parquet, but not by its name; rename it to end in .parquet, or"
+            f" set data.format=parquet, or leave it{OUT_OF_PATHS}"
+        )
+        return NotText(path, "Parquet, not by its name", message)
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
             message = (

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.csv_texts import csv_tables
 from trainer.data.files import NoColumn, check_numbered_files
+from trainer.data.jsonl import object_once
 from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
@@ -31,8 +33,12 @@ DOCUMENTATION = re.compile(r"(?i)(readme|license)(\.(txt|rst))?|.*\.md")
 # data files.
 DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
+# The words by which `datasets` finds splits in names of files that are in no archive.
+SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a-z])")
 # Builders that cast tables, in the reference version of `datasets`.
 CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
+
+ROWS_PER_BATCH = 1000
 
 
 def refuse_builder(name: str) -> None:
@@ -98,6 +104,9 @@ def open_builder(
         cache_dir=cache,
     )
     builder = load_builder()
+    if builder.name == "parquet":
+        # By default it is the size of the first group of rows, which may be 0.
+        builder.config.batch_size = builder.config.batch_size or ROWS_PER_BATCH
     if builder.name == "csv":
         # Settings of its own give it a cache without the tables of pandas.
         builder = load_builder(usecols=[source.column], keep_default_na=False)
@@ -128,6 +137,8 @@ def open_builder(
     if local:
         check_numbered_files(map(Path, itertools.chain(*splits)))
         note_unread_files(source.name, local, itertools.chain(*splits))
+        for file in itertools.chain(*splits):
+            refuse_joined_archive(Path(file))
     return builder
 
 
@@ -177,12 +188,12 @@ def read_csv_strictly(builder: "DatasetBuilder", column: str) -> None:
 
 
 @contextmanager
-def exact_json(format: str) -> Iterator[None]:
+def exact_json(format: str, column: str) -> Iterator[None]:
     """Have `datasets` read JSON by Python's reader where it would use pandas'.
 
     `datasets` uses pandas' reader for lists and for columns of several types. That
-    reader drops an unpaired surrogate, which Arrow's refuses, and reads texts as
-    numbers and dates.
+    reader drops an unpaired surrogate and the first of two texts in a column, which
+    Arrow's refuses, and reads texts as numbers and dates.
 
     Raises:
       UserError: the functions are private to `datasets`, and this version lacks one.
@@ -194,11 +205,14 @@ def exact_json(format: str) -> Iterator[None]:
 
     from pandas import DataFrame
 
-    readers: Any = {"ujson_loads": json.loads, "ujson_dumps": json.dumps}
+    loads = functools.partial(
+        json.loads, object_pairs_hook=functools.partial(object_once, column)
+    )
+    readers: Any = {"ujson_loads": loads, "ujson_dumps": json.dumps}
     with ExitStack() as patches:
         try:
             patches.enter_context(patch.multiple("datasets.utils.json", **readers))
-            readers["pandas_read_json"] = lambda file: DataFrame(json.load(file))
+            readers["pandas_read_json"] = lambda file: DataFrame(loads(file.read()))
             builder = "datasets.packaged_modules.json.json"
             patches.enter_context(patch.multiple(builder, **readers))
         except (AttributeError, ImportError):
@@ -272,6 +286,21 @@ def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) 
                 f" {others[0].name} as one split, {str(split)!r}; choose one by"
                 f" {override('data.name', folder / directory.name)}"
             )
+
+
+def refuse_joined_archive(file: Path) -> None:
+    """Raise UserError for a zip file with several splits, which is read as one."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+    matches = filter(None, map(SPLIT_IN_NAME.search, names))
+    splits = {match[1] for match in matches}
+    if len(splits) > 1:
+        raise UserError(
+            f"{file} holds files of {' and '.join(sorted(splits))}, which `datasets`"
+            " reads as one split; unpack it"
+        )
 
 
 def note_unread_files(

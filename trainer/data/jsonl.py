@@ -74,7 +74,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
         if _is_single_value(file, column):
             rows = _rows_of_list(path, file, column, start)
         else:
-            rows = _rows_of_lines(path, file, start)
+            rows = _rows_of_lines(path, file, column, start)
         keys: dict[str, None] = {}  # all keys of the rows that lack the column
         # A resumed file counts as one with the column: its first rows are not read
         # again.
@@ -94,7 +94,9 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
             raise NoColumn(column, keys, f"{path}: ")
 
 
-def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
+def _rows_of_lines(
+    path: Path, file: BinaryIO, column: str, start: int
+) -> Iterator[JsonRow]:
     """Yield the objects of the lines from an offset on."""
     end = start or file.tell()
     file.seek(end)
@@ -104,7 +106,7 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
             continue
         place = partial(_line, path, end)
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=partial(object_once, column))
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, {place()}: cannot be read as jsonl ({error})"
@@ -125,7 +127,7 @@ def _rows_of_list(
     A file of one object has one row, or a list of rows in the object.
     """
     try:
-        rows = json.load(file)
+        rows = json.load(file, object_pairs_hook=partial(object_once, column))
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read as jsonl, nor as a list of objects ({error})"
@@ -198,6 +200,17 @@ def _is_only_line(file: BinaryIO, line: bytes) -> bool:
     is_only = next(lines, b"") == line and next(lines, b"") == b""
     file.seek(begin)
     return is_only
+
+
+def object_once(column: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError if it has a key `column` twice.
+
+    A reader would take the last value only, and lose the text of the first.
+    """
+    tree = dict(pairs)
+    if len(tree) < len(pairs) and sum(key == column for key, _ in pairs) > 1:
+        raise ValueError(f"an object has the key {column!r} twice")
+    return tree
 
 
 def _text_problem(value: Any) -> str:

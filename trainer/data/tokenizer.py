@@ -22,6 +22,7 @@ import tiktoken
 
 from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
+    check_distinct,
     encoding,
     merges_to_tokenizer_json,
     read_tiktoken,
@@ -265,6 +266,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
             f"tokenizer {tokenizer.name} has the id {bad!r}; expected whole numbers"
             f" below {limit:,} for {len(ids):,} tokens"
         )
+    check_distinct(f"tokenizer {tokenizer.name}", tokenizer.tokens)
     end = tokenizer.eot
     name = next(name for name, i in tokenizer.special_tokens.items() if i == end)
     with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.

@@ -66,6 +66,10 @@ AS_JSONL, BY_COLUMN = {"format": "jsonl"}, {"column": "body"}
             {},
             r"not text but gzip .*; decompress it fi",
         ),
+        *(
+            (name, b"PAR1rows", {}, r"is Parquet, but not by its name; rename it to")
+            for name in ("part-0000", "a.parquet.gzip", "_metadata")
+        ),
         # rows without text
         (
             "a.jsonl",
@@ -74,6 +78,13 @@ AS_JSONL, BY_COLUMN = {"format": "jsonl"}, {"column": "body"}
             "1: column 'id' holds a number, no",
         ),
         ("a.jsonl", '{"a": 1}\n{"b": 2}', {}, "no column 'text'; .*: a, b"),
+        *(
+            ("a.jsonl", content, {}, "an object has the key 'text' twice")
+            for content in (
+                '{"text": "a", "text": "b"}\n',
+                '[\n{"text": 1, "text": 2}]',
+            )
+        ),
         ("a.jsonl", HALF, {}, "line 4: column 'text' holds half a character"),
         *(
             ("a.jsonl", LINES + line, {}, r"l, line 51: cannot be read as jsonl")

@@ -1,14 +1,16 @@
 """Data sets that package `datasets` reads: what is read exactly, said, or refused."""
 
 import importlib
+import io
 import json
 import os
+import zipfile
 from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
 import pytest
-from corpora import prepared, read, write
+from corpora import prepared, read, rows, write
 
 from trainer.data import HubSource
 from trainer.data.corpus import open_corpus
@@ -39,6 +41,7 @@ def refused(tmp_path, message, folder="set", **settings):
     assert "\n" not in str(error.value)
 
 
+NO_ROWS = pa.table({"text": pa.array([], "utf8")})
 LONG = "x" * 200_000
 FEATURES = """---
 dataset_info:
@@ -47,6 +50,17 @@ dataset_info:
   - {name: text, dtype: string}
 ---
 """
+
+
+def zipped(files):
+    """The bytes of a zip file."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
 CSV_SETTINGS = """---
 configs:
 - config_name: default
@@ -63,6 +77,14 @@ READ = {
     "a CSV file without rows": (
         {"train-1.csv": "id,text\n", "train-2.csv": "text\na\n", "train-3.csv": ""},
         ["a"],
+    ),
+    "a file without rows": (
+        {"train-1.parquet": NO_ROWS, "train-2.parquet": TEXTS},
+        TEXTS,
+    ),
+    "an archive of one split": (
+        {"a.zip": zipped({"train/a.jsonl": rows("a"), "train/dev.jsonl": rows("b")})},
+        ["a", "b"],
     ),
     "tabs": ({"train.tsv": 'id\ttext\n1\t"a\n""b"""\n2\tc,d\n'}, ['a\n"b"', "c,d"]),
     "a README.md without quotes": (
@@ -137,6 +159,14 @@ REFUSED = [
     ({"a.jsonl": '{"text": "two"}\n{"text": 3}\n'}, NO_TEXT.format("a mix of types")),
     ({"a.json": '[{"text": "a"}, {"text": "b\\ud83d"}]'}, SURROGATE),
     ({"a.json": '{"n": 1, "text": "a"}\n{"n": "", "text": "b\\ud83d"}\n'}, SURROGATE),
+    (
+        {"a.json": '[{"text": "a", "text": "b"}]'},
+        "an object has the key 'text' twice",
+    ),
+    (
+        {"a.zip": zipped({"train/a.jsonl": rows("a"), "test/a.jsonl": rows("b")})},
+        "a.zip holds files of test and train, which .* reads as one split; unpack it",
+    ),
     (FIRST | {"train-2.jsonl": '{"n": 2, "text": 7}'}, NO_TEXT.format("int64")),
     (
         FIRST | {"train-2.jsonl": '{"n": 2, "text": {"a": 1}}'},

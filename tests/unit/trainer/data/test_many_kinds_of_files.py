@@ -279,6 +279,13 @@ def test_errors_of_a_compressed_file_name_it(tmp_path, name, content, message):
     assert ".decompressed" not in said
 
 
+def test_parquet_that_is_named_as_compressed_is_told(tmp_path):
+    write(tmp_path, {"a.parquet.gz": b"PAR1rows"})
+    refused(
+        tmp_path, "is Parquet, and no gzip file; rename it", tmp_path / "a.parquet.gz"
+    )
+
+
 def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     """Linux writes what fits, and refuses the next write only."""
     content = ("some text\n" * 1000).encode()

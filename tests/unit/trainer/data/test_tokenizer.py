@@ -8,6 +8,7 @@ from families import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.data.hf_tokenizer import save_hf
 from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
 from trainer.data.tokenizer import (
     get_tokenizer,
@@ -106,6 +107,39 @@ def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(
     actual = get_tokenizer(str(path))
     assert actual.eot == 60000
     assert len(actual.encode("Hello")) == 5
+
+
+@pytest.mark.parametrize("pattern", ["", r"\S|\s"])
+def test_two_tokens_of_one_id_and_an_empty_pattern_are_refused(
+    small, tmp_path, capfd, pattern
+):
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(tiktoken_file(small.tokens | {b"twice": 300}))
+    path.with_suffix(".json").write_text(
+        json.dumps({"pat_str": pattern, "special_tokens": {}})
+    )
+    message = "expected the keys pat_str"
+    if pattern:
+        message = "the tokens '.*' and 'twice' have one id, 300"
+    with pytest.raises(UserError, match=message):
+        get_tokenizer(str(path))
+    assert not capfd.readouterr().err  # Rust would print its stack
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+def test_two_tokens_of_one_id_in_a_tokenizer_json_are_refused(
+    small, tmp_path, capfd, normalizer
+):
+    file = tmp_path / "tokenizer.json"
+    save_hf(tmp_path, small, small.vocab_size)
+    tree = json.loads(file.read_text())
+    vocabulary = tree["model"]["vocab"]
+    merge = max(vocabulary, key=vocabulary.get)
+    vocabulary[merge] -= 1
+    file.write_text(json.dumps(tree | {"normalizer": normalizer}))
+    with pytest.raises(UserError, match="have one id, 125"):
+        get_tokenizer(str(tmp_path))
+    assert not capfd.readouterr().err
 
 
 def test_ids_trained_with_tokenizers_are_kept(tmp_path):
