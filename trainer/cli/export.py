@@ -66,7 +66,7 @@ def check_out(out: Path) -> None:
 
 
 def original_directory(
-    c: "schema.Config", run_dir: Path, ours: "Tokenizer"
+    c: "schema.Config", run_dir: Path, run_tokenizer: "Tokenizer"
 ) -> Path | None:
     """Return the directory with the tokenizer files of a run's initial weights.
 
@@ -80,7 +80,9 @@ def original_directory(
     candidates = [run_dir / ORIGIN]
     if c.init_from is not None:
         candidates.append(start_directory(c, run_dir) / path_of(c.init_from))
-    return next((path for path in candidates if has_tokenizer(path, ours)), None)
+    return next(
+        (path for path in candidates if has_tokenizer(path, run_tokenizer)), None
+    )
 
 
 def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
