@@ -124,10 +124,17 @@ class StageSampler:
             for stage in stages
         ]
         self._block_sizes: list[int] = []
-        for shares in self._cumulative_shares:
+        self._last_blocks: list[int] = []
+        for shares, length in zip(self._cumulative_shares, self._lengths, strict=True):
             shares[-1] = 1.0
-            smallest = min(filter(None, np.diff(shares)))
-            self._block_sizes.append(max(MIN_BLOCK, math.ceil(2 / smallest)))
+            # Cumulative counts are rounded, so a source may get two samples too few.
+            least = math.ceil(2 / min(filter(None, np.diff(shares))))
+            size = max(MIN_BLOCK, least)
+            whole, rest = divmod(int(length), size)
+            # A rest that is too short for all sources joins the block before.
+            joins = rest == 0 or rest < least
+            self._block_sizes.append(size)
+            self._last_blocks.append(max(0, whole - joins))
         # [stages][K]
         self._earlier_samples = [np.zeros(len(stages[0].weights), np.int64)]
         for i, length in enumerate(self._lengths[:-1]):
@@ -159,18 +166,20 @@ class StageSampler:
 
     def _assign_in_stage(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
         """Do as `assign` for samples that are counted from the start of a stage."""
-        block, position = np.divmod(sample, self._block_sizes[stage])
-        start = block * self._block_sizes[stage]
-        end = np.minimum(start + self._block_sizes[stage], self._lengths[stage])
+        size, last = self._block_sizes[stage], self._last_blocks[stage]
+        block = np.minimum(sample // size, last)
+        start = block * size
+        position = sample - start
+        end = np.where(block == last, self._lengths[stage], start + size)
         # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
         # A permutation maps positions to slots.
         at_start = self._cumulative(stage, start)  # [b, K + 1]
         slot_bounds = self._cumulative(stage, end) - at_start
         slot = np.empty_like(sample)
-        for size in np.unique(end - start):  # The last block of a stage is shorter.
-            has_size = end - start == size
-            slot[has_size] = permute(
-                self._seed + stage, block[has_size], position[has_size], int(size)
+        for length in np.unique(end - start):  # The last block has another length.
+            rows = end - start == length
+            slot[rows] = permute(
+                self._seed + stage, block[rows], position[rows], int(length)
             )
         source = np.sum(slot[:, None] >= slot_bounds[:, 1:], axis=1)
         rows = np.arange(len(sample))
@@ -187,7 +196,8 @@ class StageSampler:
         for i, (start, after) in enumerate(itertools.pairwise([*self._starts, end])):
             samples = min(int(after), end) - int(start)
             if samples > 0:
-                in_full_blocks = samples // self._block_sizes[i] * self._block_sizes[i]
+                size = self._block_sizes[i]
+                in_full_blocks = min(samples // size, self._last_blocks[i]) * size
                 last_block = np.arange(in_full_blocks, samples, dtype=np.int64)
                 sources, _ = self._assign_in_stage(i, last_block)
                 counts += np.diff(self._cumulative(i, in_full_blocks))

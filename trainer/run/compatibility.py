@@ -1,6 +1,7 @@
 """Check that a saved state or saved weights fit the run that loads them."""
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def check_same_precision(
     old = dataclasses.asdict(saved)
     new = dataclasses.asdict(policy)
     different = [
-        f"{override(f'precision.{name}', old[name])} (now {new[name]})"
+        f"{shlex.quote(f'precision.{name}={old[name]}')} (now {new[name]})"
         for name in new
         if old[name] != new[name]
     ]
@@ -102,7 +103,7 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
     saved = saved_trainable(meta)
     if task._replace(trainable=saved).trained_roles != task.trained_roles:
         saved_key, key = (
-            override("train.trainable", f"[{','.join(names)}]")
+            shlex.quote(f"train.trainable=[{','.join(names)}]")
             for names in (saved, task.trainable)
         )
         raise UserError(

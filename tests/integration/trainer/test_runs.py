@@ -171,6 +171,9 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     # of an attempt that died before its first checkpoint
     (tmp_path / "F").mkdir()
     shutil.copy(tmp_path / "A" / "metrics.jsonl", tmp_path / "F")
+    settings = (tmp_path / "A" / "config.yaml").read_text()
+    settings = re.sub("batch_tokens: .*", "batch_tokens: 1024", settings)
+    (tmp_path / "F" / "config.yaml").write_text(settings)
     larger = ["train.batch_tokens=1024", "tracker=jsonl"]
     output = here(tmp_path, "F", "train.steps=22", "resume=A", *larger)
     assert "its old log is now metrics.jsonl.old" in output

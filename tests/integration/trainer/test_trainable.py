@@ -191,8 +191,8 @@ def test_a_state_with_other_moments_is_refused_with_what_to_do():
     with pytest.raises(
         UserError,
         match=(
-            r"resume=A was trained with train.trainable=\[\], this is"
-            r" .*\[embeddings\]: "
+            r"resume=A was trained with 'train.trainable=\[\]', this is"
+            r" .*\[embeddings\]': "
         ),
     ):
         check_same_trainable("A", meta, w)

@@ -14,8 +14,8 @@ BATCH = 256  # tokens
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        (0, "1 batch, 256 tokens; 42 tokens behind them, less than a batch, left out"),
-        (1, "1 batch, 256 tokens; text behind batches=1 is not read"),
+        (0, "1 batch, 256 tokens; 42 tokens after them, less than a batch, left out"),
+        (1, "1 batch, 256 tokens; text after batches=1 is not read"),
     ],
 )
 def test_the_text_that_is_left_out_is_told(

@@ -70,12 +70,11 @@ def test_the_end_names_no_report_that_was_not_written(tmp_path, monkeypatch):
     def fail(run_dir):
         raise KeyError("a bug")
 
+    settings = ["train.eval_every=0", "tracker=jsonl"]
+    here(tmp_path, "A", "train.steps=1", *settings)
+    assert (tmp_path / "A" / "report.html").exists()
     monkeypatch.setattr(build, "write_report", fail)
-    (tmp_path / "A").mkdir()
-    (tmp_path / "A" / "report.html").write_text("that of an earlier end")
-    printed = here(
-        tmp_path, "A", "train.steps=2", "train.eval_every=0", "tracker=jsonl"
-    )
+    printed = here(tmp_path, "A", "train.steps=2", *settings)
     assert "no report.html: KeyError('a bug')" in printed
     done = printed[printed.index("Everything is in ") :]
     assert "metrics.jsonl" in done

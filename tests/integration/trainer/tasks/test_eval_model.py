@@ -94,7 +94,9 @@ def test_a_continuation_that_cannot_be_scored_is_refused_in_a_line():
 
 def test_tasks_that_are_too_long_for_the_context_are_refused_before_the_first_step():
     settings = SimpleNamespace(tasks=["word_order"], limit=2, batch_size=8)
-    data = SimpleNamespace(beginning=lambda _: TEXT, tokenizer=get_tokenizer("byte"))
+    data = SimpleNamespace(
+        first_documents=lambda _: TEXT, tokenizer=get_tokenizer("byte")
+    )
     with pytest.raises(UserError, match="cannot be scored; expected 1 to 32"):
         build_tasks(
             SimpleNamespace(eval=settings),

@@ -67,7 +67,7 @@ AS_JSONL, BY_COLUMN = {"format": "jsonl"}, {"column": "body"}
             r"not text but gzip .*; decompress it fi",
         ),
         *(
-            (name, b"PAR1rows", {}, r"is Parquet, but not by its name; rename it to")
+            (name, b"PAR1\0rows", {}, r"is Parquet, but not by its name; rename it to")
             for name in ("part-0000", "a.parquet.gzip", "_metadata")
         ),
         # rows without text
