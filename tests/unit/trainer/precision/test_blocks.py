@@ -199,6 +199,13 @@ def test_four_over_six_is_closer():
         assert better < at_six, kind
 
 
+@pytest.mark.parametrize("name", FP4_RECIPES)
+def test_weights_are_the_same_numbers_in_both_passes(name):
+    w = spread((ROWS, COLUMNS), octaves=12)
+    weight = RECIPES[name].weight
+    np.testing.assert_array_equal(round_by(weight, w, 0), round_by(weight, w, 1))
+
+
 def test_a_row_is_rounded_to_the_digits_of_its_own_scale():
     x = spread((32, 64), octaves=1)
     octaves = np.exp2(np.arange(-16, 16, dtype=np.float32))[:, None]
