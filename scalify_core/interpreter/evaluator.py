@@ -1,9 +1,9 @@
 """The loop behind `scalify`: evaluate a jaxpr with scales.
 
-An equation without a `Value` among its operands is bound unchanged. For all others the
-scale policy decides. With `scales="static"`, rules propagate scales (`registry`). With
-`scales="auto"`, scales are measured where values are stored (`measured.policy`).
-Control flow is evaluated by the same rules under both.
+An equation that neither reads a `Value` nor casts to fewer than 32 bits is bound
+unchanged. For all others the scale policy decides. With `scales="static"`, rules
+propagate scales (`registry`). With `scales="auto"`, scales are measured where values
+are stored (`measured.policy`). Control flow is evaluated by the same rules under both.
 """
 
 import dataclasses

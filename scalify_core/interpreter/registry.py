@@ -5,9 +5,10 @@ are in the same table, see `composite_rule`.
 
 A rule is a function `rule(eqn, *operands) -> results`, a list; `@rule` takes one of a
 single result, too. An operand is a `Value`, or plain: an array, a number or a
-constant that no scale belongs to. At least one operand is a `Value`. So is a result
-that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equation,
-traced with float32 where the data may be narrower.
+constant that no scale belongs to. At least one operand is a `Value`, but of casts to
+fewer than 32 bits, and of calls and loops around them (`casts_to_narrow`). A result
+that carries a scale is a `Value`; integers and booleans are plain. `eqn` is the jaxpr's
+equation, traced with float32 where the data may be narrower.
 
     structural("transpose")  # the operation on the data; the scale is unchanged
 

@@ -54,7 +54,8 @@ class Scaling(NamedTuple):
     The product is multiplied by them. A number, better a power of two, is a constant of
     the program. "rms" is the power of two nearest to the root mean square. "amax" is
     the power that puts the largest magnitude into [128, 256) for E4M3, [16384, 32768)
-    for E5M2. Under `scalify` the propagated scales replace all three.
+    for E5M2. Under `scalify` the scales of the data, propagated or measured, replace
+    all three.
     """
 
     lhs: Scale = 1.0
@@ -78,12 +79,12 @@ class Fp8DotGeneral:
 
     Attributes:
         name: the name of the layer, for the warning.
-        keep_rhs: under `scalify`, whether a 16-bit right operand, a parameter, is kept
-            for the backward pass in FP8: a byte an element. For (rows, k) (k, columns)
-            one kernel writes both orders that the GEMMs read. Otherwise it is cast
-            again. Operands of other widths, and plain programs, always keep the FP8
-            copy.
-        rhs_gradient: under `scalify`, the dtype that the right operand's gradient is
+        keep_rhs: with static scales, whether a 16-bit right operand, a parameter, is
+            kept for the backward pass in FP8: a byte an element. For (rows, k) (k,
+            columns) one kernel writes both orders that the GEMMs read. Otherwise it is
+            cast again. Operands of other widths, measured scales and plain programs
+            always keep the FP8 copy.
+        rhs_gradient: with static scales, the dtype that the right operand's gradient is
             cast to where it is computed, so that a loop over layers stacks it in that
             dtype; None: the dtype of the result.
         gradient: the format that the gradient of the result is cast to, E5M2 or E4M3,

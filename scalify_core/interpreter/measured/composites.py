@@ -50,7 +50,8 @@ def _materialized(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     return [like(x, in_order(call, logical(x)))]
 
 
-# Rescales have no rule: their functions are the identity, and scales are measured.
+# `rebalance` and `dynamic_rescale_*` have no rule: their functions are the identity,
+# and scales are measured.
 
 
 @measured_composite("stop_scaling", "stop_scaling.fwd")

@@ -69,11 +69,12 @@ def measured_composite(*names: str) -> Callable:
 def results(
     eqn: Any, operands: Sequence[Any], jaxpr: Any, *, evaluate: Any
 ) -> list[Any]:
-    """Return the results of an equation that has a `Value` among its operands.
+    """Return the results of an equation that is not plain (`evaluator.is_plain`).
 
     Args:
         eqn: the equation.
-        operands: values and plain operands.
+        operands: values and plain operands; a cast, a call or a loop may have plain
+            ones only.
         jaxpr: the jaxpr that contains the equation.
         evaluate: the evaluator of inner jaxprs.
     """
@@ -84,10 +85,10 @@ def results(
         return _move(eqn, *operands)
     if eqn.primitive.name in PRODUCTS:
         return _product(eqn, operands, jaxpr)
-    static = registry.rule_of(eqn)
-    if static.control:
+    rule = registry.rule_of(eqn)
+    if rule.control:  # the same under both policies
         evaluate = _evaluator_inside(eqn, jaxpr, evaluate)
-        return static.fun(eqn, *operands, evaluate=evaluate)
+        return rule.fun(eqn, *operands, evaluate=evaluate)
     if eqn.primitive.name == "scalify_composite":
         fun = rules.get(registry.key_of(eqn))
         if fun is not None:
@@ -298,14 +299,14 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         )
     # The products of stored data are summed in FP32; both scales come after the sum, so
     # neither the product nor the sum can leave the range of FP32.
-    a8, b8 = copies
+    stored_a, stored_b = copies
     others = list(map(formats.materialize, rest))
     out = eqn.primitive.bind(
-        *registry.as_traced(eqn, [a8.data, b8.data]),
+        *registry.as_traced(eqn, [stored_a.data, stored_b.data]),
         *others,
         **{**eqn.params, "preferred_element_type": _F32},
     )
-    scales = scales_of_result(eqn, a8, b8, *others)
+    scales = scales_of_result(eqn, stored_a, stored_b, *others)
     out = quantize.scaled_by(formats.as_float32(out), *scales)
     # The user asked for a wider result, by preferred_element_type.
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])

@@ -31,7 +31,8 @@ from scalify_core.numerics.jaxprs import (
 
 # For each axis of an operand or result, a label: axes of one label are the same axis.
 # None: contracted. An integer: an axis of the batch. `_GROUP`: the matrices of a ragged
-# product. A tuple: an axis of one operand only.
+# product. (0, axis) or (1, axis): an axis of that operand only. ("vmap", number): the
+# axis of a vmap around the call. Convolutions: "batch" and "feature".
 Labels = list[Any]
 _GROUP = "group"
 
