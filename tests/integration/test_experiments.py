@@ -70,7 +70,7 @@ def test_the_federated_experiment_averages_three_of_eight_clients_in_fp8():
         local.lr,
         local.momentum,
     ) == (8, 3, "fp8", 1.0, 0.0)
-    assert local.last == c.train.steps
+    assert local.last_step == c.train.steps
 
 
 def test_the_command_line_has_the_last_word_over_an_experiment():
