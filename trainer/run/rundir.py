@@ -279,10 +279,10 @@ class RunDir:
         """Refuse a directory that is no run, but has files that a run would replace."""
         if has_checkpoints(self.path):  # a run whose config.yaml was removed
             return
-        found = [name for name in REPLACED if (self.path / name).exists()]
-        if found:
+        present = [name for name in REPLACED if (self.path / name).exists()]
+        if present:
             raise UserError(
-                f"run_dir={self.path} is no run, and has a {found[0]}, which a run"
+                f"run_dir={self.path} is no run, and has a {present[0]}, which a run"
                 " would replace; choose another run_dir, or move it away"
             )
 
