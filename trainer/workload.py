@@ -25,7 +25,9 @@ from trainer.parallel.distribute import (
     LossOfState,
     loss_over,
     reductions_over,
+    rounding_seed,
 )
+from trainer.parallel.layerwise import Exchange, exchange_of
 from trainer.parallel.mesh import devices_of_replica, replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
@@ -67,7 +69,6 @@ from trainer.step.state_tree import subtree_like
 from trainer.step.step import (
     Hyper,
     OptimizerSetup,
-    StepReductions,
     Tokens,
     make_train_step,
 )
@@ -91,6 +92,7 @@ class Model(NamedTuple):
         multiple of 16.
       loss_boundary_id: the end-of-text id: the token after it is no target. None: every
         token is a target.
+      exchange: gathers the blocks' weights layer by layer; None: they are whole.
     """
 
     spec: Spec
@@ -101,6 +103,7 @@ class Model(NamedTuple):
     skipped: dict[str, str]
     rows: int | None
     loss_boundary_id: int | None = None
+    exchange: Exchange | None = None
 
     @classmethod
     def make(
@@ -163,9 +166,14 @@ class Model(NamedTuple):
         """
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
-        dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
+        settings: dict[str, Any] = {}
+        if self.spec.dropout:
+            settings["dropout_keys_B"] = keys_B
+        if self.exchange is not None:
+            seed = None if keys_B is None else rounding_seed(keys_B)
+            settings["exchange"] = self.exchange._replace(seed=seed)
         return next_token_loss(
-            lambda *batch, **how: model.loss(*batch, segments, **dropout, **how),
+            lambda *batch, **how: model.loss(*batch, segments, **settings, **how),
             tokens,
             self.loss_boundary_id,
         )
@@ -343,6 +351,22 @@ class TrainTask(NamedTuple):
         """The formats of what the devices send each other."""
         return CommConfig(self.reduce, self.model.for_allgather, self.model.roles)
 
+    def on_mesh(self, micro_batches: int | None = None) -> tuple[Model, CommConfig]:
+        """Return the model for this mesh, and what its devices send each other.
+
+        Scanned layers that the backward pass recomputes are gathered one by one.
+        `micro_batches`: see `Model.on`.
+        """
+        model, comm = self.model.on(self.mesh, micro_batches), self.comm
+        spec = model.spec
+        is_split = self.mesh.shape["fsdp"] > 1
+        if not (is_split and spec.scan_layers and spec.remat == "block"):
+            return model, comm
+        comm = comm._replace(by_layer=True)
+        shapes = jax.eval_shape(self.model.training.init, jax.random.key(0))
+        exchange = exchange_of(shapes, self.mesh, comm, scaled=self.model.policy.scaled)
+        return model._replace(exchange=exchange), comm
+
     @property
     def compiler_options(self) -> dict[str, Any] | None:
         """XLA's options for all programs of the task; None: the defaults."""
@@ -427,16 +451,12 @@ class Workload(NamedTuple):
         return self.task.mesh
 
 
-def reductions_of(task: TrainTask) -> StepReductions:
-    """Return the reductions over micro-batches and over the mesh."""
-    return reductions_over(task.mesh, task.comm, task.trained_roles)
-
-
 def jitted_eval_step(task: TrainTask) -> Any:
     """Return `(state, batch) -> loss` on the mesh; see `evaluate.make_eval_step`."""
-    loss: LossOfState = task.model.on(task.mesh).eval_loss
+    model, comm = task.on_mesh()
+    loss: LossOfState = model.eval_loss
     if task.mesh.size > 1:
-        loss = loss_over(task.mesh, task.comm, loss)
+        loss = loss_over(task.mesh, comm, loss)
     return task.jit(make_eval_step(loss), out_shardings=replicated(task.mesh))
 
 
@@ -558,8 +578,9 @@ def lower_step(
     """
     like = _abstract_for_training(task, state)
     stacks = task.stacks(like.params)
+    model, comm = task.on_mesh(len(batch.tokens_AxBxT1))
     step = make_train_step(
-        task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
+        model.differentiate(),
         OptimizerSetup(
             make_optimizer=lambda seed: task.optimizer(seed, stacks),
             trained=task.trained,
@@ -567,7 +588,7 @@ def lower_step(
             rounding=task.model.policy.rounding,
             stacks=stacks,
         ),
-        reductions_of(task),
+        reductions_over(task.mesh, comm, task.trained_roles),
     )
     if task.diloco is not None:
         step, like = make_inner_step(step, task.mesh, task.diloco), like.diloco.states

@@ -3,15 +3,32 @@
 Legend: N = B*T tokens, D model, L layers.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+
+BLOCKS = "h"  # the name of a model's blocks, and of their parameters
 
 # A function from a block's name ("*" for scanned blocks) and its key to the block.
 Make = Callable[[str, jax.Array], nnx.Module]
+
+
+class LayerExchange(Protocol):
+    """What devices send each other that hold shards of every layer's weights.
+
+    A layer's weights are a pytree.
+    """
+
+    def gather(self, shards: Any) -> Any:
+        """Return the whole weights of a layer, in the formats that are sent."""
+
+    def reduce(self, grads: Any, layer: jax.Array) -> Any:
+        """Return this device's shards of the mean gradients of layer number `layer`."""
 
 
 def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
@@ -34,6 +51,7 @@ def apply_blocks(
     *,
     scan: bool,
     remat: str,
+    exchange: LayerExchange | None = None,
 ) -> jax.Array:
     """Apply all blocks to `x`, and return the result.
 
@@ -46,6 +64,7 @@ def apply_blocks(
       scan: whether the blocks are stacked.
       remat: the values that the backward pass recomputes, as in `GPT2Spec`; blocks
         themselves handle "none" and "elementwise".
+      exchange: the blocks hold shards, which it gathers; with `scan` and remat "block".
     """
 
     def run(
@@ -53,6 +72,10 @@ def apply_blocks(
     ) -> jax.Array:
         return call(nnx.merge(graphdef, layer), x_NxD, shared, per_layer)
 
+    if exchange is not None:
+        graphdef, layers = nnx.split(blocks)
+        apply = functools.partial(run, graphdef)
+        return _apply_gathered(apply, layers, x_NxD, shared, per_layer, exchange)
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
         # `prevent_cse` keeps XLA from merging the recomputation with the forward pass.
@@ -71,6 +94,70 @@ def apply_blocks(
             graphdef, x_NxD, layer, shared, None if per_layer is None else per_layer[i]
         )
     return x_NxD
+
+
+def _apply_gathered(
+    run: Callable[..., jax.Array],
+    layers: Any,
+    x_NxD: jax.Array,
+    shared: Any,
+    per_layer: Any,
+    exchange: LayerExchange,
+) -> jax.Array:
+    """Apply stacked blocks of which devices hold shards.
+
+    An iteration starts to gather the weights of the next one, which nothing in it
+    waits for. The backward pass gathers them again, and recomputes the block.
+    """
+    last = jax.tree.leaves(layers)[0].shape[0] - 1
+    numbers_L = jnp.arange(last + 1)
+
+    def gathered(layers: Any, layer: jax.Array | int) -> Any:
+        return exchange.gather(
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, False), layers)
+        )
+
+    def wide(weights: Any) -> Any:
+        return jax.tree.map(lambda w, x: w.astype(x.dtype), weights, layers)
+
+    @jax.custom_vjp
+    def apply(layers: Any, x_NxD: jax.Array, shared: Any, per_layer: Any) -> jax.Array:
+        return forward(layers, x_NxD, shared, per_layer)[0]
+
+    def forward(
+        layers: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
+    ) -> tuple[jax.Array, Any]:
+        def step(carry: tuple, inputs: tuple) -> tuple:
+            (x_NxD, weights), (layer, entry) = carry, inputs
+            following = gathered(layers, jnp.minimum(layer + 1, last))
+            return (run(x_NxD, wide(weights), shared, entry), following), x_NxD
+
+        first = x_NxD, gathered(layers, 0)
+        (y_NxD, weights), inputs = lax.scan(step, first, (numbers_L, per_layer))
+        # `weights` are those of the last layer, with which the backward pass begins.
+        return y_NxD, (layers, weights, inputs, shared, per_layer)
+
+    def backward(residuals: Any, dy_NxD: jax.Array) -> tuple:
+        layers, weights, x_LxNxD, shared, per_layer = residuals
+
+        def step(carry: tuple, inputs: tuple) -> tuple:
+            (dy_NxD, weights), (layer, x_NxD, entry) = carry, inputs
+            following = gathered(layers, jnp.maximum(layer - 1, 0))
+            _, pullback = jax.vjp(
+                lambda weights, x_NxD: run(x_NxD, weights, shared, entry),
+                wide(weights),
+                x_NxD,
+            )
+            grads, dx_NxD = pullback(dy_NxD)
+            return (dx_NxD, following), exchange.reduce(grads, layer)
+
+        (dx_NxD, _), grads = lax.scan(
+            step, (dy_NxD, weights), (numbers_L, x_LxNxD, per_layer), reverse=True
+        )
+        return grads, dx_NxD, None, None
+
+    apply.defvjp(forward, backward)
+    return apply(layers, x_NxD, shared, per_layer)
 
 
 def decode_blocks(

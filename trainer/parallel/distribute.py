@@ -11,6 +11,7 @@ keys or values, n devices of the tensor-parallel group.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from scalify_core.array.tree import map_arrays
 from scalify_core.numerics.amax import largest_magnitudes
 from scalify_core.numerics.formats import E4M3, FP16, FloatFormat
 from scalify_core.optim import AmaxFn, largest_of_arrays
+from trainer.models.blocks import BLOCKS
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import (
     BATCH_AXES,
@@ -84,11 +86,14 @@ class CommConfig(NamedTuple):
       for_allgather: `(role, parameter) -> parameter` casts it to the format in which it
         is all-gathered.
       roles: roles of the parameters, in their nested dictionaries.
+      by_layer: whether the model gathers its blocks itself, one by one, and reduces
+        their gradients (`parallel.layerwise`).
     """
 
     reduce: GradReduceConfig
     for_allgather: Callable[[Role, Any], Any]
     roles: Any
+    by_layer: bool = False
 
     def wire_format(self, role: Role) -> WireFormat:
         """Return how the gradient of a parameter with this role is reduced."""
@@ -133,53 +138,95 @@ def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
-    """All-gather parameters from the shards of the devices; inside `shard_map`.
+def gather_array(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
+    """All-gather an array from the shards of the devices; inside `shard_map`.
 
     A fused QKV array gets the columns of this device's heads.
     """
+    axis = fsdp_axis(spec)
+    x = x if axis is None else all_gather_bits(x, "fsdp", axis)
+    return qkv_rows_to_columns(x, role) if role.groups > 1 else x
+
+
+def gather_narrow(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> Any:
+    """All-gather a parameter, and return it in the format in which it was sent.
+
+    One that no device must send is returned as it is.
+    """
+    if fsdp_axis(spec) is None and role.groups == 1:
+        return p
+    narrow = comm.for_allgather(role, p)
+    if is_scaled_array(narrow):
+        return with_scale(gather_array(narrow.data, spec, role), narrow.scale)
+    return gather_array(narrow, spec, role)
+
+
+def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
+    """All-gather parameters from the shards of the devices; inside `shard_map`.
+
+    The shards of blocks that are gathered one by one stay shards.
+    """
 
     def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
-        axis = fsdp_axis(spec)
-        is_fused = role.groups > 1
+        whole = gather_narrow(p, spec, role, comm)
+        return whole if is_scaled_array(whole) else whole.astype(p.dtype)
 
-        def gather_array(x: jax.Array) -> jax.Array:
-            x = x if axis is None else all_gather_bits(x, "fsdp", axis)
-            return qkv_rows_to_columns(x, role) if is_fused else x
+    return _beside_blocks(
+        functools.partial(map_arrays, gather_leaf), comm, params, specs, comm.roles
+    )
 
-        if axis is None and not is_fused:
-            return p
-        narrow = comm.for_allgather(role, p)
-        if is_scaled_array(narrow):
-            return with_scale(gather_array(narrow.data), narrow.scale)
-        return gather_array(narrow).astype(p.dtype)
 
-    return map_arrays(gather_leaf, params, specs, comm.roles)
+def reduce_array(
+    grad: jax.Array,
+    spec: PartitionSpec,
+    role: Role,
+    comm: CommConfig,
+    *,
+    seed: jax.Array,
+    leaf: Any,
+) -> jax.Array:
+    """Return this device's shard of the mean of the devices' gradients, FP32.
+
+    `leaf` is a number that no other array of the step has.
+    """
+    with jax.named_scope("reduce"):
+        return mean_over_devices(
+            grad,
+            fsdp_axis(spec),
+            comm.wire_format(role),
+            seed=seed,
+            leaf=leaf,
+            reshard=lambda x: qkv_columns_to_rows(x, role) if role.groups > 1 else x,
+        )
 
 
 def reduce_gradients(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
     """Return this device's shards of the mean of the devices' gradients.
 
-    Scaled gradients become plain FP32.
+    Scaled gradients become plain FP32. Those of blocks that are gathered one by one are
+    reduced already.
     """
     leaf_indices = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
-        def reshard(x: jax.Array) -> jax.Array:
-            return qkv_columns_to_rows(x, role) if role.groups > 1 else x
-
-        with jax.named_scope("reduce"):
-            mean = mean_over_devices(
-                weights.wide(grad),
-                fsdp_axis(spec),
-                comm.wire_format(role),
-                seed=seed,
-                leaf=next(leaf_indices),
-                reshard=reshard,
-            )
+        wide, leaf = weights.wide(grad), next(leaf_indices)
+        mean = reduce_array(wide, spec, role, comm, seed=seed, leaf=leaf)
         return mean if is_scaled_array(grad) else mean.astype(grad.dtype)
 
-    return map_arrays(reduce_leaf, grads, specs, comm.roles)
+    return _beside_blocks(
+        functools.partial(map_arrays, reduce_leaf), comm, grads, specs, comm.roles
+    )
+
+
+def _beside_blocks(fun: Callable[..., Any], comm: CommConfig, *trees: Any) -> Any:
+    """Return `fun` of trees of parameters; blocks gathered one by one stay as they are.
+
+    The result has the blocks of the first tree.
+    """
+    if not comm.by_layer:
+        return fun(*trees)
+    rest = [{k: x for k, x in tree.items() if k != BLOCKS} for tree in trees]
+    return fun(*rest) | {BLOCKS: trees[0][BLOCKS]}
 
 
 def mean_of_scalars(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:

@@ -13,7 +13,12 @@ import jax
 from flax import nnx
 
 from scalify_core.ops.functional import embedding
-from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
+from trainer.models.blocks import (
+    LayerExchange,
+    apply_blocks,
+    decode_blocks,
+    make_blocks,
+)
 from trainer.models.cache import KVCache
 from trainer.models.decoder import Decoder
 from trainer.models.functional import Functional, as_functions
@@ -83,6 +88,7 @@ class GPT2(Decoder):
         tokens_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
         dropout_keys_B: jax.Array | None = None,
+        exchange: LayerExchange | None = None,
     ) -> jax.Array:
         """Return the final LayerNorm's output, `[B, T, D]` in the compute dtype.
 
@@ -91,6 +97,7 @@ class GPT2(Decoder):
           segments_BxT: int32 document ids; a token only attends to its own document.
               None: to all earlier tokens.
           dropout_keys_B: a key for each sequence; None turns dropout off.
+          exchange: see `apply_blocks`.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
         if spec.dropout == 0.0:
@@ -113,6 +120,7 @@ class GPT2(Decoder):
             per_layer,
             scan=spec.scan_layers,
             remat=spec.remat,
+            exchange=exchange,
         )
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 

@@ -27,7 +27,12 @@ from scalify_core.ops.functional import (
     swiglu,
 )
 from scalify_core.static import dynamic_rescale_rms_grad, rebalance, rebalance_grad
-from trainer.models.blocks import apply_blocks, decode_blocks, make_blocks
+from trainer.models.blocks import (
+    LayerExchange,
+    apply_blocks,
+    decode_blocks,
+    make_blocks,
+)
 from trainer.models.cache import KVCache, cached_attention, extend_cache
 from trainer.models.decoder import Decoder
 from trainer.models.functional import Functional, as_functions
@@ -361,7 +366,10 @@ class Llama(Decoder):
         return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
 
     def hidden(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        exchange: LayerExchange | None = None,
     ) -> jax.Array:
         """Return the final norm's output, `[B, T, D]` in the compute dtype.
 
@@ -369,6 +377,7 @@ class Llama(Decoder):
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
           segments_BxT: int32 document ids; a token only attends to its own document.
               None: to all earlier tokens.
+          exchange: see `apply_blocks`.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
 
@@ -387,6 +396,7 @@ class Llama(Decoder):
             self.uses_rope_L,
             scan=spec.scan_layers,
             remat=spec.remat,
+            exchange=exchange,
         )
         return self.norm(x_NxD).reshape(B, T, spec.d_model)
 
