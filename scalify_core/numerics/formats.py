@@ -328,9 +328,6 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
     or store. The counters are integers or integer arrays of one element; `leaf` tells
     the arrays of a tree apart. Inside shard_map the index of an element is the local
     one, so include the shard's number in `leaf`.
-
-    Raises:
-        ValueError: 2^32 elements or more, which a 32-bit index cannot number.
     """
     return bits_of_words(shape, counter_words(seed, step, leaf))
 
@@ -367,11 +364,12 @@ def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
     """
     if words.ndim == 2:
         return jax.vmap(lambda pair: bits_of_words(shape[1:], pair))(words)
-    if math.prod(shape) >= 2**32:
-        raise ValueError(
-            f"counter_bits: {shape} has 2^32 elements or more; split the array"
-        )
     u32 = jnp.uint32
+    if math.prod(shape) >= 2**32:
+        # More than 32 bits can number: each part along the first axis has own words.
+        parts = lax.iota(u32, shape[0])
+        words = jnp.stack([_mix(word ^ parts) for word in (words[0], words[1])], -1)
+        return bits_of_words(shape, words)
     index = jnp.zeros(shape, u32)
     for axis in range(len(shape)):
         index = index + lax.broadcasted_iota(u32, shape, axis) * u32(

@@ -309,7 +309,13 @@ def predicted_lines(plan: "Plan") -> list[str]:
     if bf16:
         tables.append(bf16)
         header, rule = f"{header} bf16: ms | kernels |", f"{rule}---|---|"
-    lines = [text, "", header, rule]
+    lines = [text]
+    hidden = 1e3 * figures["hidden_collective_seconds"]
+    if hidden:
+        lines.append(
+            f"collectives behind other kernels, not in the sum: {hidden:.2f} ms"
+        )
+    lines += ["", header, rule]
     for name in names:
         cells = [name]
         for classes in tables:

@@ -315,8 +315,10 @@ class Plan(NamedTuple):
 
     @property
     def roofline_seconds(self) -> float:
-        """Seconds per step: each kernel at its bound, collectives not overlapped."""
-        return sum(self.measured.group("seconds").values())
+        """Seconds per step: each kernel at its bound, or all collectives if they take
+        longer.
+        """
+        return max(self.measured.group("seconds").values())
 
     def mfu_of(self, seconds: float) -> float:
         """Return the MFU of a step of `seconds`, as the trainer counts it."""
@@ -383,6 +385,7 @@ class Plan(NamedTuple):
             "mfu": self.mfu_of(self.roofline_seconds),
             "predicted": {
                 "seconds": m.seconds,
+                "hidden_collective_seconds": sum(m.group("hidden").values()),
                 "tokens_per_s": self.tokens / m.seconds,
                 "mfu": self.mfu_of(m.seconds),
                 "times_as_fast_as_bf16": self.predicted_ratio,
