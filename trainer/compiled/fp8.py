@@ -100,18 +100,22 @@ def missing_products(
       gemms: the compiled matmuls.
     """
     groups = [list(group.values()) for group in layers]
-    expected = [p for group in groups for made in group for p in made.values()]
+    joins = sorted({join for group in groups for join in possible_joins(group)})
+    missing = Counter(p for group in groups for made in group for p in made.values())
     left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
-    missing: Counter[Product] = Counter()
-    for product in sorted(expected):
-        match = next((gemm for gemm in left if can_be(gemm, product)), None)
-        if match is None:
-            missing[product] += 1
-        else:
-            left.remove(match)
-    joins = {join for group in groups for join in possible_joins(group)}
+    single = [gemm for gemm in left if any(can_be(gemm, p) for p in missing)]
+    # First those that are joined in any case. Among the others may be more matmuls than
+    # expected: iterations that XLA took out of a loop, and repeated forward passes.
     for gemm in left:
-        missing -= Counter(joined_in(gemm, missing, sorted(joins)))
+        if gemm not in single:
+            missing -= Counter(joined_in(gemm, missing, joins))
+    for product in sorted(missing.elements()):
+        match = next((gemm for gemm in single if can_be(gemm, product)), None)
+        if match is not None:
+            missing -= Counter([product])
+            single.remove(match)
+    for gemm in single:
+        missing -= Counter(joined_in(gemm, missing, joins))
     return set(missing)
 
 

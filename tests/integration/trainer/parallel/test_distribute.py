@@ -24,6 +24,7 @@ from trainer.parallel.distribute import (
     amax_over,
     gather,
     reduce_gradients,
+    reductions_over,
     squared_norms_over,
 )
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
@@ -36,7 +37,6 @@ from trainer.workload import (
     abstract_state,
     first_state,
     lower_step,
-    reductions_of,
 )
 
 SPEC = GPT2Spec(
@@ -80,7 +80,7 @@ def gradient(sizes, accum, spec=SPEC):
     @jax.jit
     def of(params, batch, key):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
-        return reductions_of(w).gradient(
+        return reductions_over(w.mesh, w.comm, w.trained_roles).gradient(
             value_and_grad, params, (), batch, sequence_keys(key, batch)
         )[:2]
 

@@ -379,6 +379,9 @@ def test_products_that_the_compiler_joined_are_not_missing():
     ]
     compiled += [gemm(tokens, width, width), *[gemm(tokens, width, narrow)] * 2]
     assert missing_products([attention, other], compiled) == set()
+    # a product of the size of the queries' alone, from a repeated forward pass
+    repeated = [gemm(tokens, width, width)] * 2
+    assert missing_products([attention, other], compiled + repeated) == set()
     # the joined one is not FP8
     output = PRODUCTS[0]
     actual = missing_products([attention, other], compiled[1:])
