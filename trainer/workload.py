@@ -351,16 +351,22 @@ class TrainTask(NamedTuple):
         """The formats of what the devices send each other."""
         return CommConfig(self.reduce, self.model.for_allgather, self.model.roles)
 
+    @property
+    def gathers_by_layer(self) -> bool:
+        """Whether devices gather the layers' weights one by one: scanned layers that
+        the backward pass recomputes.
+        """
+        spec = self.model.spec
+        is_split = self.mesh.shape["fsdp"] > 1
+        return is_split and spec.scan_layers and spec.remat == "block"
+
     def on_mesh(self, micro_batches: int | None = None) -> tuple[Model, CommConfig]:
         """Return the model for this mesh, and what its devices send each other.
 
-        Scanned layers that the backward pass recomputes are gathered one by one.
         `micro_batches`: see `Model.on`.
         """
         model, comm = self.model.on(self.mesh, micro_batches), self.comm
-        spec = model.spec
-        is_split = self.mesh.shape["fsdp"] > 1
-        if not (is_split and spec.scan_layers and spec.remat == "block"):
+        if not self.gathers_by_layer:
             return model, comm
         comm = comm._replace(by_layer=True)
         shapes = jax.eval_shape(self.model.training.init, jax.random.key(0))

@@ -127,7 +127,7 @@ def _apply_gathered(
     def forward(
         layers: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
     ) -> tuple[jax.Array, Any]:
-        def step(carry: tuple, inputs: tuple) -> tuple:
+        def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
             (x_NxD, weights), (layer, entry) = carry, inputs
             following = gathered(layers, jnp.minimum(layer + 1, last))
             return (run(x_NxD, wide(weights), shared, entry), following), x_NxD
@@ -140,7 +140,7 @@ def _apply_gathered(
     def backward(residuals: Any, dy_NxD: jax.Array) -> tuple:
         layers, weights, x_LxNxD, shared, per_layer = residuals
 
-        def step(carry: tuple, inputs: tuple) -> tuple:
+        def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
             (dy_NxD, weights), (layer, x_NxD, entry) = carry, inputs
             following = gathered(layers, jnp.maximum(layer - 1, 0))
             _, pullback = jax.vjp(

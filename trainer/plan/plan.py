@@ -293,6 +293,8 @@ class Plan(NamedTuple):
             keys.append("micro_batch=1")
         if self.spec.remat != "block":
             keys.append("model.remat=block")
+        if self.fsdp > 1 and not self.spec.scan_layers:
+            keys.append("model.scan_layers=true")  # with remat: gathered by layer
         if self.fsdp == 1 and self.hardware.gpus > 1:
             keys.append("parallel=fsdp")
         keys.append("more gpus= with parallel=fsdp")

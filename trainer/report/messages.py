@@ -146,7 +146,8 @@ def describe_devices(task: TrainTask) -> str:
     if devices_of_replica(task.mesh) == 1:
         return line
     order = ", summed in fixed order" * task.reduce.deterministic
-    return f"{line}; gradients reduced in {task.reduce.format}{order}"
+    gathered = "weights gathered layer by layer; " * task.gathers_by_layer
+    return f"{line}; {gathered}gradients reduced in {task.reduce.format}{order}"
 
 
 def describe_communication(

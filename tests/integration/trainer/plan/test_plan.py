@@ -149,7 +149,8 @@ def test_keys_that_are_set_are_not_advised(flagship):
     assert "parallel=fsdp" in flagship.smaller
     spec = dataclasses.replace(flagship.spec, remat="block")
     sharded = flagship._replace(spec=spec, sequences=1, fsdp=2)
-    assert sharded.smaller == ["more gpus= with parallel=fsdp"]
+    more = "more gpus= with parallel=fsdp"
+    assert sharded.smaller == ["model.scan_layers=true", more]
 
 
 def test_the_comparison_says_whether_it_fits(flagship):
