@@ -31,6 +31,7 @@ from trainer.data.hf_tokenizer import TOKENIZER_JSON, save_hf, split_by
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
+from trainer.data.tokenizer_settings import SETTINGS
 from trainer.errors import UserError
 from trainer.text import override, show
 
@@ -120,10 +121,9 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
             f"vocab_size={vocab_size}: expected {MIN_VOCAB_SIZE} (every byte, and"
             f" {END}) or more"
         )
-    if (out / TOKENIZER_JSON).exists():
-        raise UserError(
-            f"{out / TOKENIZER_JSON} exists; choose another out=, or remove it"
-        )
+    for name in (TOKENIZER_JSON, SETTINGS):
+        if (out / name).exists():
+            raise UserError(f"{out / name} exists; choose another out=, or remove it")
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / TOKENIZER_JSON
         file.write_text(train_bpe(texts, vocab_size, pattern), encoding="utf-8")

@@ -45,6 +45,10 @@ DOWNLOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 # With these keys a character has another token inside a word than at its end.
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
+# Bytes of a token; the longest of known encodings has some 512. The merges of a token
+# are found in a time that grows with the square of its length.
+MAX_TOKEN_BYTES = 1024
+
 TokenIds = dict[bytes, int]
 Pair = tuple[bytes, bytes]
 
@@ -62,6 +66,11 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
             raise UserError(
                 f"{path}, line {number}: expected a token in base64 and its rank"
             ) from None
+    if (longest := max(map(len, ranks), default=0)) > MAX_TOKEN_BYTES:
+        raise UserError(
+            f"{path} has a token of {longest:,} bytes, of at most {MAX_TOKEN_BYTES:,};"
+            " download it from its author"
+        )
     return encoding(path, ranks, **pattern_and_special_tokens(path))
 
 
@@ -221,6 +230,8 @@ def is_same_in_tiktoken(
     """
     merged_ids = [ids.get(left + right, -1) for left, right in merges]
     if not all(bytes([byte]) in ids for byte in range(256)):
+        return False
+    if max(map(len, ids)) > MAX_TOKEN_BYTES:
         return False
     if ignore_merges:
         # Here a token may have several merges, or none. Only its merge in `merges_of`

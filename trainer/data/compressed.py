@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.data.files import BLOCK, PARQUET
 from trainer.errors import UserError
-from trainer.files import replaced_atomically, write_atomically
+from trainer.files import check_regular, replaced_atomically, write_atomically
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 # A file may hold up to MAX_EXPANSION times its bytes, or ALWAYS_ALLOWED bytes if these
@@ -36,6 +36,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     codec = CODECS.get(path.suffix.lower())
     if codec is None:
         return path
+    check_regular(path)
     stat = path.stat()
     identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
     key = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()

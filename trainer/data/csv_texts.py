@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.files import NoColumn
 from trainer.errors import UserError
+from trainer.text import note
 
 if TYPE_CHECKING:
     import pyarrow
@@ -76,7 +77,9 @@ def read_texts(file: str, config: Any, column: str) -> Iterator[str]:
         )
     names = config.names
     has_header = config.header == 0 or (config.header == "infer" and names is None)
-    encoding = config.encoding or "utf-8-sig"  # without a byte order mark
+    encoding = config.encoding or "utf-8"
+    if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
+        encoding = "utf-8-sig"  # without a byte order mark
     # A carriage return ends no line here, so that csv.reader refuses it outside quotes.
     with io.TextIOWrapper(xopen(file, "rb"), encoding, newline="\n") as lines:
         for place, row, row_lines in rows_of(file, lines, config):
@@ -93,12 +96,13 @@ def read_texts(file: str, config: Any, column: str) -> Iterator[str]:
                     f" {len(names)}{ADVICE}"
                 )
             check_names(file, names, column)
-            if config.sep == "\t" and may_be_rows(row_lines, len(names)):
-                raise UserError(
-                    f"{place}: quotes join {len(row_lines)} lines to a row, each of"
-                    f" which may be a row; remove the quotes, set quoting: 3 in a"
-                    " README.md, or save the texts as JSON lines"
-                )
+            if may_be_rows(row_lines, config.sep, len(names)):
+                problem = f"{place}: quotes join {len(row_lines)} lines, most of which"
+                problem += " may be rows; remove the quotes, set quoting: 3 in a"
+                problem += " README.md, or save the texts as JSON lines"
+                if config.sep == "\t":
+                    raise UserError(problem)
+                note(problem)
             yield row[names.index(column)]
 
 
@@ -114,7 +118,7 @@ def rows_of(
             yield line
 
     csv.field_size_limit(sys.maxsize)  # a field is a document
-    has_quotes = config.quoting != csv.QUOTE_NONE
+    has_quotes = str(config.quoting) != str(int(csv.QUOTE_NONE))
     reader = csv.reader(
         recorded(),
         delimiter=config.sep,
@@ -149,10 +153,10 @@ def check_names(file: str, names: list[str], column: str) -> None:
         raise UserError(f"{file}: several columns are named {column!r}; rename them")
 
 
-def may_be_rows(lines: list[str], fields: int) -> bool:
-    """Return whether each line of a tab-separated row is a row without its quotes.
+def may_be_rows(lines: list[str], separator: str, fields: int) -> bool:
+    """Return whether most lines of a row are rows without its quotes.
 
     Many tab-separated files have no quotes around fields: a quote is part of a text.
     """
-    is_row = [line.count("\t") + 1 == fields for line in lines]
-    return fields > 1 and len(lines) > 1 and all(is_row)
+    rows = sum(line.count(separator) + 1 == fields for line in lines)
+    return fields > 1 and 2 * rows > len(lines) > 1

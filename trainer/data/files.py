@@ -21,7 +21,7 @@ from typing import Literal
 
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
-from trainer.files import path_of, write_atomically
+from trainer.files import check_regular, path_of, write_atomically
 from trainer.text import note, override, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
@@ -142,8 +142,7 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         if os.path.isfile(path):
             matches = [path]
         elif os.path.isdir(path):
-            pattern = os.path.join(glob.escape(path), "**", "*")
-            matches = sorted(glob.glob(pattern, recursive=True))
+            matches = walk(path)
         else:
             matches = sorted(glob.glob(path, recursive=True))
         for match in matches:
@@ -168,6 +167,33 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             " data=mix data.weights=[...] gives a text more weight"
         )
     return list(files.values())
+
+
+def walk(folder: str) -> list[str]:
+    """Return the files and directories below a directory, sorted.
+
+    Names that start with a dot are left out. A link to a directory is followed, unless
+    the directory contains the link.
+    """
+    paths = []
+    for parent, directories, files in os.walk(folder, followlinks=True):
+        directories[:] = [
+            name
+            for name in directories
+            if name[0] != "." and not _contains_itself(parent, name)
+        ]
+        names = [*directories, *(name for name in files if name[0] != ".")]
+        paths += [os.path.join(parent, name) for name in names]
+    return sorted(paths)
+
+
+def _contains_itself(parent: str, name: str) -> bool:
+    """Return whether a directory is a link to one that it lies in."""
+    path = os.path.join(parent, name)
+    if not os.path.islink(path):
+        return False
+    target, place = os.path.realpath(path), os.path.realpath(parent)
+    return os.path.commonpath([target, place]) == target
 
 
 def check_numbered_files(paths: Iterable[Path]) -> None:
@@ -351,6 +377,7 @@ def read_through(path: Path, must_be_text: bool, stamp: str) -> SourceFile:
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
     size = chars = 0
     try:
+        check_regular(path)
         with path.open("rb") as file:
             while block := file.read(BLOCK):
                 digest.update(block)

@@ -19,7 +19,7 @@ from trainer.data.jsonl import object_once
 from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
-from trainer.files import path_of
+from trainer.files import check_regular, path_of
 from trainer.text import note, override
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def local_files(folder: Path) -> list[Path]:
             )
         if not path.is_file():
             continue
+        check_regular(path)
         same_file = files.setdefault(path.resolve(), path)
         if same_file != path:
             raise UserError(
@@ -103,29 +104,24 @@ def open_builder(
         revision=source.revision,
         cache_dir=cache,
     )
-    builder = load_builder()
+    with own_files_only(source.name):
+        builder = load_builder()
     if builder.name == "parquet":
         # By default it is the size of the first group of rows, which may be 0.
         builder.config.batch_size = builder.config.batch_size or ROWS_PER_BATCH
     if builder.name == "csv":
         # Settings of its own give it a cache without the tables of pandas.
-        builder = load_builder(usecols=[source.column], keep_default_na=False)
+        with own_files_only(source.name):
+            builder = load_builder(usecols=[source.column], keep_default_na=False)
         # Not the README.md's types: they name all columns, and only one is read.
         text = datasets.Value("string")
         builder.info.features = datasets.Features({source.column: text})
         read_csv_strictly(builder, source.column)
     check_tables(builder, source.column)
     data_files = builder.config.data_files or {}
-    splits = data_files.values()
-    folder = path_of(source.name)
-    # os.path.normpath turns hf:// into hf:/.
-    prefix = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
+    splits, folder = data_files.values(), path_of(source.name)
     for file in itertools.chain(*splits):
-        if not os.path.normpath(file).startswith(prefix):
-            raise UserError(
-                f"data.name={source.name} takes {file} for its own data, which is"
-                " elsewhere; correct its README.md"
-            )
+        check_is_own(source.name, file)
     if builder.name == "text":
         note(
             f"data.name={source.name}: `datasets` makes each line a document; data=text"
@@ -140,6 +136,47 @@ def open_builder(
         for file in itertools.chain(*splits):
             refuse_joined_archive(Path(file))
     return builder
+
+
+@contextmanager
+def own_files_only(name: str) -> Iterator[None]:
+    """Have `datasets` resolve no pattern of a README.md that names files elsewhere.
+
+    It would ask the server that the pattern names, with the user's login of ~/.netrc.
+
+    Raises:
+      UserError: a pattern names files elsewhere; or the function is private to
+          `datasets`, and this version lacks it.
+    """
+    from unittest.mock import patch
+
+    from datasets import data_files
+
+    resolve = getattr(data_files, "resolve_pattern", None)
+    if resolve is None:
+        raise unknown_version("data files")
+
+    def resolve_own(pattern: str, base_path: str, *args: Any, **settings: Any) -> Any:
+        is_url = "://" in pattern
+        check_is_own(name, pattern if is_url else os.path.join(base_path, pattern))
+        return resolve(pattern, base_path, *args, **settings)
+
+    with patch.object(data_files, "resolve_pattern", resolve_own):
+        yield
+
+
+def check_is_own(name: str, file: str) -> None:
+    """Raise UserError for a file, or a pattern of files, outside of the data set."""
+    folder = path_of(name)
+    # os.path.normpath turns hf:// into hf:/.
+    prefix = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
+    # What follows :: is read first, as in zip://*::FILE.
+    is_own = os.path.normpath(file).startswith(prefix)
+    if not is_own or "::" in file.removeprefix(prefix):
+        raise UserError(
+            f"data.name={name} takes {file} for its own data, which is elsewhere;"
+            " correct its README.md"
+        )
 
 
 def check_tables(builder: "DatasetBuilder", column: str) -> None:

@@ -42,6 +42,7 @@ from trainer.data.shards import (
     Shard,
     Split,
     digest,
+    read_json_or_empty,
     repair,
 )
 from trainer.data.tokenizer import Tokenizer, changed_characters, get_tokenizer
@@ -192,11 +193,11 @@ def prepare(
         directory = (
             cache_dir / f"{slug(corpus.name)}-{slug(tokenizer.name)}-{fingerprint[:16]}"
         )
-        if (directory / MANIFEST).is_file():
+        if is_prepared(directory, fingerprint):
             return directory
         with exclusive_lock(directory):
             # Another process may just have finished it.
-            if (directory / MANIFEST).is_file():
+            if is_prepared(directory, fingerprint):
                 return directory
             if changed := changed_characters(tokenizer):
                 note(
@@ -248,6 +249,23 @@ def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
         yield from train
         if cut is not None:
             cut -= sum(map(len, batch.texts))
+
+
+def is_prepared(directory: Path, fingerprint: str) -> bool:
+    """Return whether a directory of the cache holds the tokens of this fingerprint.
+
+    Raises:
+      UserError: it holds others.
+    """
+    if not (directory / MANIFEST).is_file():
+        return False
+    stored = read_json_or_empty(directory / MANIFEST).get("fingerprint", fingerprint)
+    if stored != fingerprint:
+        raise UserError(
+            f"{directory} holds other data than its name says; give it its own name"
+            " again, or remove it"
+        )
+    return True
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:

@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import socket
 import zipfile
 from types import SimpleNamespace
 
@@ -89,6 +90,15 @@ READ = {
     "tabs": ({"train.tsv": 'id\ttext\n1\t"a\n""b"""\n2\tc,d\n'}, ['a\n"b"', "c,d"]),
     "a README.md without quotes": (
         {"train.csv": 'text\n"a\n', "README.md": CSV_SETTINGS.format("quoting: 3")},
+        ['"a'],
+    ),
+    "a README.md whose number is a text, and whose UTF-8 has a mark": (
+        {
+            "train.csv": '\ufeff"a,1\n',
+            "README.md": CSV_SETTINGS.format(
+                "names: [text, id]\n  quoting: '3'\n  encoding: utf-8"
+            ),
+        },
         ['"a'],
     ),
     "a README.md with names": (
@@ -204,7 +214,8 @@ REFUSED = [
     csv('id,text\n1,"open\n2,more\n', "line 2: unexpected end of data; put"),
     csv("text,text\na,b\n", "train.csv: several columns are named 'text'; rename"),
     ({"train.csv": b"text\n\xe9\n"}, "train.csv: .*codec.*; convert it to UTF-8$"),
-    ({"train.tsv": ROWS_OF_TABS}, "line 2: quotes join 3 lines to a row, each of whic"),
+    ({"train.tsv": ROWS_OF_TABS}, "line 2: quotes join 3 lines, most of which may be"),
+    ({"train.tsv": 'id\ttext\n1\t"a\n2\tb\n\n3\tc"\n'}, "line 2: quotes join 4 lines"),
     *(
         (
             {"train.csv": "text\na\n", "README.md": CSV_SETTINGS.format(setting)},
@@ -227,7 +238,7 @@ REFUSED = [
         for path, message in (
             ("../secret.txt", ELSEWHERE.format("secret.txt")),
             ("../set2/a.txt", ELSEWHERE.format("set2/a.txt")),
-            ("http://localhost:1/a.txt", "split 'train': "),
+            ("http://localhost:1/a.txt", ELSEWHERE.format("localhost:1/a.txt")),
         )
     ),
 ]
@@ -238,6 +249,17 @@ REFUSED = [
 def test_what_would_be_read_otherwise_is_refused(tmp_path, files, message, streaming):
     write(tmp_path / "set", files)
     refused(tmp_path, message, streaming=streaming)
+
+
+def test_a_server_that_a_readme_names_is_not_asked(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"webhdfs://127.0.0.1:{server.getsockname()[1]}/x.csv"
+        readme = f"---\nconfigs:\n- config_name: default\n  data_files: {url}\n---\n"
+        write(tmp_path / "set", {"a.csv": "text\na\n", "README.md": readme})
+        refused(tmp_path, ELSEWHERE.format(url))
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody waits
+            server.accept()
 
 
 def test_a_link_is_followed_nowhere_and_no_file_is_read_twice(tmp_path):

@@ -1,3 +1,4 @@
+import base64
 import json
 import re
 
@@ -248,6 +249,11 @@ def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_p
             "x.tiktoken",
             b"IQ== 0\nnot base64 at all\n",
             r"x\.tiktoken, line 2: expected a token in base64",
+        ),
+        (
+            "x.tiktoken",
+            base64.b64encode(b"a" * 2000) + b" 0\n",
+            r"x\.tiktoken has a token of 2,000 bytes, of at most 1,024",
         ),
         ("gpt2.tiktoken", b"IQ== 0\n", "255 of the 256 bytes have no id"),
         (

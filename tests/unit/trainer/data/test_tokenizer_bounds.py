@@ -9,7 +9,7 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import builtin_settings
+from trainer.data.bpe_files import builtin_settings, is_same_in_tiktoken
 from trainer.data.tokenizer_bounds import check_pattern, check_tokenizer_json
 from trainer.data.word_patterns import to_hf_pattern
 from trainer.errors import UserError
@@ -163,3 +163,14 @@ def test_a_table_of_normal_forms_has_no_long_ones(tmp_path, length, is_refused):
         return check_tokenizer_json(tmp_path, tree)
     with pytest.raises(UserError, match="by up to 1,000 others"):
         check_tokenizer_json(tmp_path, tree)
+
+
+def test_long_tokens_are_left_to_the_library_whose_time_does_not_grow_with_a_square():
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"a" * 2**n for n in range(1, 15)]
+    merges = [(b"a" * 2**n,) * 2 for n in range(14)]
+    started = time.process_time()
+    assert not is_same_in_tiktoken({t: i for i, t in enumerate(tokens)}, merges)
+    assert time.process_time() - started < 5
+    short = {t: i for i, t in enumerate(tokens) if len(t) <= 64}
+    assert is_same_in_tiktoken(short, merges[:6])
