@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import zipfile
@@ -39,6 +40,7 @@ SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a
 CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
 
 ROWS_PER_BATCH = 1000
+MAX_YAML_NODES = 1 << 20  # of a README.md, aliases written out; a large one has 10,000
 
 
 def refuse_builder(name: str) -> None:
@@ -145,11 +147,13 @@ def own_files_only(name: str) -> Iterator[None]:
     It would ask the server that the pattern names, with the user's login of ~/.netrc.
 
     Raises:
-      UserError: a pattern names files elsewhere; or the function is private to
-          `datasets`, and this version lacks it.
+      UserError: a pattern names files elsewhere, or aliases stand for more than
+          `MAX_YAML_NODES`; or the function is private to `datasets`, and this version
+          lacks it.
     """
     from unittest.mock import patch
 
+    import yaml
     from datasets import data_files
 
     resolve = getattr(data_files, "resolve_pattern", None)
@@ -161,8 +165,38 @@ def own_files_only(name: str) -> Iterator[None]:
         check_is_own(name, pattern if is_url else os.path.join(base_path, pattern))
         return resolve(pattern, base_path, *args, **settings)
 
-    with patch.object(data_files, "resolve_pattern", resolve_own):
+    construct = yaml.SafeLoader.construct_document
+
+    def construct_bounded(loader: Any, node: Any) -> Any:
+        if yaml_nodes(node, {}) > MAX_YAML_NODES:
+            raise UserError(
+                f"data.name={name}: aliases in its README.md stand for more than"
+                f" {MAX_YAML_NODES:,} values; write them out, or download it again"
+            )
+        return construct(loader, node)
+
+    with (
+        patch.object(data_files, "resolve_pattern", resolve_own),
+        patch.object(yaml.SafeLoader, "construct_document", construct_bounded),
+    ):
         yield
+
+
+def yaml_nodes(node: Any, known: dict[int, float]) -> float:
+    """Return the number of nodes of a YAML tree, aliases written out.
+
+    It is infinite for a node that contains itself. `known` has those of other nodes, by
+    their identity.
+    """
+    if isinstance(node.value, str):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        children = node.value
+        if children and isinstance(children[0], tuple):  # of a mapping
+            children = itertools.chain.from_iterable(children)
+        known[id(node)] = 1 + sum(yaml_nodes(child, known) for child in children)
+    return known[id(node)]
 
 
 def check_is_own(name: str, file: str) -> None:

@@ -262,6 +262,13 @@ def test_a_server_that_a_readme_names_is_not_asked(tmp_path):
             server.accept()
 
 
+def test_aliases_of_a_readme_that_stand_for_millions_are_refused(tmp_path):
+    levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]" for i in range(9)]
+    lines = ["---", "a0: &a0 [x]", *levels, "configs:", "- data_files: [*a9]", "---"]
+    write(tmp_path / "set", {"a.csv": "text\na\n", "README.md": "\n".join(lines)})
+    refused(tmp_path, "aliases in its README.md stand for more than 1,048,576 values")
+
+
 def test_a_link_is_followed_nowhere_and_no_file_is_read_twice(tmp_path):
     folder = write(tmp_path / "set", {"b.parquet": TEXTS})
     (folder / "c.parquet").symlink_to(folder / "b.parquet")
