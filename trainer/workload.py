@@ -4,20 +4,19 @@ the compiled step.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, tree
+from scalify_core import tree
 from scalify_core.numerics import compiler_hints
-from trainer.models.family import Family, Spec
+from trainer.model import Model
 from trainer.models.flops import flops_per_token, param_count
-from trainer.models.functional import Functional, Params, next_token_loss
-from trainer.models.registry import family_of
-from trainer.models.roles import Role, role_of, select_roles
+from trainer.models.functional import Params
+from trainer.models.roles import select_roles
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import (
     CommConfig,
@@ -25,10 +24,9 @@ from trainer.parallel.distribute import (
     LossOfState,
     loss_over,
     reductions_over,
-    rounding_seed,
 )
-from trainer.parallel.layerwise import Exchange, exchange_of
-from trainer.parallel.mesh import devices_of_replica, replicated
+from trainer.parallel.layerwise import exchange_of
+from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
     Storage,
@@ -42,15 +40,10 @@ from trainer.parallel.sharding import abstract_arrays, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
     abstract_weights,
-    dot_general_for,
-    for_allgather,
     kahan_compensation,
-    skipped_matmuls,
-    store_gradients,
     store_weights,
 )
 from trainer.precision.fields import DTYPES
-from trainer.precision.gradients import Differentiate
 from trainer.precision.policy import Policy
 from trainer.step.clip_and_decay import OptimizerFor
 from trainer.step.evaluate import make_eval_step
@@ -75,174 +68,6 @@ from trainer.step.step import (
 
 if TYPE_CHECKING:  # its tokenizers take long to import
     from trainer.data.dataset import Dataset
-
-
-class Model(NamedTuple):
-    """A model in a precision.
-
-    Attributes:
-      spec: of the model.
-      policy: the precision.
-      training: the model with the matmuls of the policy.
-      sampling: the model of the same parameters with every matmul in `policy.logical`:
-        products of one token are too small for FP8. Rescaling is left out.
-      narrow: paths of the linear layers with FP8 matmuls.
-      skipped: why the other linear layers have none, by path.
-      rows: tokens that a device's linear layers take at once in training; None: some
-        multiple of 16.
-      loss_boundary_id: the end-of-text id: the token after it is no target. None: every
-        token is a target.
-      exchange: gathers the blocks' weights layer by layer; None: they are whole.
-    """
-
-    spec: Spec
-    policy: Policy
-    training: Functional
-    sampling: Functional
-    narrow: list[str]
-    skipped: dict[str, str]
-    rows: int | None
-    loss_boundary_id: int | None = None
-    exchange: Exchange | None = None
-
-    @classmethod
-    def make(
-        cls,
-        spec: Spec,
-        policy: Policy,
-        rows: int | None = None,
-        tensor_axis: str | None = None,
-        *,
-        store_gradients: bool = False,
-        loss_boundary_id: int | None = None,
-    ) -> Self:
-        """Make the model of a precision.
-
-        Args:
-          spec: of the model.
-          policy: the precision.
-          rows: see the class.
-          tensor_axis: the mesh axis over which the training model's heads and hidden
-            channels are split; see `Family.build`.
-          store_gradients: see `dot_general_for`.
-          loss_boundary_id: see the class.
-
-        Raises:
-          UserError: a pattern of the precision matches no layer.
-        """
-        family = family_of(spec)
-        sizes = family.linear_sizes(spec)
-        skipped = skipped_matmuls(policy, sizes, rows)
-        narrow = [path for path in sizes if path not in skipped]
-        dots = dot_general_for(
-            policy,
-            narrow,
-            keep_weights=spec.keep_fp8_weights,
-            store_gradients=store_gradients,
-        )
-        training = family.build(
-            spec,
-            compute_dtype=policy.logical,
-            dot_general_for=dots,
-            rescale_grads=policy.rescaled_places,
-            tensor_axis=tensor_axis,
-        )
-        sampling = family.build(spec.for_sampling(), compute_dtype=policy.logical)
-        return cls(
-            spec, policy, training, sampling, narrow, skipped, rows, loss_boundary_id
-        )
-
-    def loss(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        segments: jax.Array | None,
-        keys_B: jax.Array | None,
-        histories: Params | None = None,
-    ) -> jax.Array:
-        """Return the mean next-token loss in nats of `tokens` [B, T+1].
-
-        Dropout needs `keys_B`; without them there is none.
-        """
-        segments = None if segments is None else segments[:, :-1]
-        model = self.training.bind(params, histories)
-        settings: dict[str, Any] = {}
-        if self.spec.dropout:
-            settings["dropout_keys_B"] = keys_B
-        if self.exchange is not None:
-            seed = None if keys_B is None else rounding_seed(keys_B)
-            settings["exchange"] = self.exchange._replace(seed=seed)
-        return next_token_loss(
-            lambda *batch, **how: model.loss(*batch, segments, **settings, **how),
-            tokens,
-            self.loss_boundary_id,
-        )
-
-    def remade(self, **settings: Any) -> "Model":
-        """Return the model made with other settings of `make`."""
-        return Model.make(
-            self.spec,
-            self.policy,
-            self.rows,
-            loss_boundary_id=self.loss_boundary_id,
-            **settings,
-        )
-
-    def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
-        """Return the model for this mesh and number of micro-batches.
-
-        `micro_batches`: None outside of a training step.
-        """
-        if devices_of_replica(mesh) == micro_batches == 1 and self.spec.scan_layers:
-            # Gradients that nothing is added to are rounded inside the loop over the
-            # layers, which then stacks bytes.
-            return self.remade(store_gradients=True)
-        return self if mesh.shape["tensor"] == 1 else self.remade(tensor_axis="tensor")
-
-    def eval_loss(
-        self, state: TrainState, tokens: jax.Array, segments: jax.Array | None
-    ) -> jax.Array:
-        """Return the loss in the run's precision, without dropout."""
-        method = self.policy.method
-        loss = method.through(self.loss, self.policy)
-        arguments = method.arguments(state.scaling)
-        return asarray(loss(state.params, tokens, segments, None, **arguments))
-
-    def differentiate(self) -> Differentiate:
-        """Return the loss and its gradient in the run's precision."""
-        return self.policy.method.differentiate(
-            self.loss, self.policy, self.training.init_histories
-        )
-
-    @property
-    def family(self) -> Family:
-        """The family of the model's spec."""
-        return family_of(self.spec)
-
-    @property
-    def roles(self) -> Params:
-        """The roles of the parameters, in their nested dictionaries."""
-        return self.training.roles
-
-    def is_narrow(self, role: Role | None) -> bool:
-        """Return whether a role is that of the kernel of an FP8 matmul."""
-        return role is not None and role.is_kernel and role.layer in self.narrow
-
-    def for_allgather(self, role: Role, p: Any) -> Any:
-        """Return a parameter in the format of its all-gather."""
-        return for_allgather(
-            p,
-            self.policy,
-            kernel=role.is_kernel,
-            narrow=self.is_narrow(role),
-            factor=role.scaled_rows,
-        )
-
-    def store_gradients(self, grads: Any) -> Any:
-        """Return the gradients in the formats in which the optimizer gets them."""
-        return store_gradients(
-            grads, self.policy, lambda path: self.is_narrow(role_of(self.roles, path))
-        )
 
 
 class JittedAsStep:

@@ -20,6 +20,7 @@ from trainer.config.phases import phases_of
 from trainer.data import Batch, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
+from trainer.model import Model
 from trainer.models.custom import MakeModel, custom_spec
 from trainer.models.registry import family_of
 from trainer.observe.metrics import Throughput
@@ -43,7 +44,7 @@ from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.tasks.choose import choose_tasks
-from trainer.workload import Model, TrainTask, Workload, first_state
+from trainer.workload import TrainTask, Workload, first_state
 
 
 def build_model(

@@ -16,13 +16,13 @@ from scalify_core.static import get_data_scale
 from trainer.assembly.build import build_model
 from trainer.assembly.saved_model import open_checkpoint
 from trainer.errors import UserError
+from trainer.model import Model
 from trainer.models.fp8_checkpoints import Fp8Kernel
 from trainer.models.functional import Params
 from trainer.models.layers import DotGeneral, Linear
 from trainer.precision.fields import DTYPES
 from trainer.run.initial_weights import tokenizer_of_run
 from trainer.step.state_tree import as_saved
-from trainer.workload import Model
 
 
 def restore_fp8_kernels(run_dir: Path, step: int) -> dict[str, Fp8Kernel]:

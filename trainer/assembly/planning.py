@@ -14,13 +14,13 @@ from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import ByteTokenizer, get_tokenizer
+from trainer.model import Model
 from trainer.parallel.mesh import abstract_batch, batch_shards
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Hardware
 from trainer.plan.plan import Plan, make_plan
 from trainer.report.messages import describe_exchanges
 from trainer.step.step import Tokens
-from trainer.workload import Model
 
 GPT2_IDS = 50_257
 

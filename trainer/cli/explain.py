@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import jax
 
     from scalify_core.debug.explanation import Explanation
-    from trainer.workload import Model
+    from trainer.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

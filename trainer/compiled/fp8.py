@@ -15,9 +15,9 @@ import jax
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.operations import Gemm
 from trainer.errors import UserError
+from trainer.model import Model
 from trainer.precision.arrays import skipped_matmuls
 from trainer.precision.policy import Policy
-from trainer.workload import Model
 
 # rows and columns, the smaller first, as in the transposed matmul; contracted elements
 Product = tuple[int, int, int]

@@ -54,6 +54,7 @@ from flax import nnx
 from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
+from trainer.model import Model
 from trainer.observe.probe import FIGURES, SLOT, Measure, figures, probe
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
@@ -63,7 +64,7 @@ from trainer.precision.policy import Policy
 from trainer.step.optimizers import MOMENT_KEYS, OPTIMIZERS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
-from trainer.workload import Model, TrainTask
+from trainer.workload import TrainTask
 
 CLASSES = (
     "weights",

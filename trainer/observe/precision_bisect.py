@@ -22,6 +22,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import FloatFormat
 from scalify_core.static import cast_on_forward
 from trainer.errors import UserError
+from trainer.model import Model
 from trainer.models.registry import family_of
 from trainer.models.roles import role_of
 from trainer.observe.progress import log_first_duration
@@ -30,7 +31,6 @@ from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
 from trainer.text import note
-from trainer.workload import Model
 
 CASTS = ("activations", "weights", "gradients", "weight_gradients")
 ALL = "all"

@@ -34,13 +34,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from scalify_core import asarray, tree, weights
+from trainer.model import Model
 from trainer.parallel.distribute import amax_over, loss_over, squared_norms_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import param_specs
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
 from trainer.step.step import Tokens
-from trainer.workload import Model, TrainTask
+from trainer.workload import TrainTask
 
 RADIUS = 5e-4  # half the width of the box for a logit of zero
 RATE_TOLERANCE = 0.05  # relative error of the critical rate

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
 from trainer.compiled.operations import NARROW_NAMES
+from trainer.model import Model
 from trainer.models.family import Spec
 from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
@@ -34,7 +35,7 @@ from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
 from trainer.step.kernels import gpu_options
 from trainer.step.step import Tokens
-from trainer.workload import Model, TrainTask, lower_step
+from trainer.workload import TrainTask, lower_step
 
 EXACT = 12  # unrolled layers that are compiled without extrapolation
 # With fewer layers the peak can be in the head or the optimizer. With a smaller

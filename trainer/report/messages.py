@@ -11,6 +11,7 @@ import numpy as np
 from trainer.compiled.exchange import Exchanges, exchanges_of
 from trainer.compiled.hlo import Program
 from trainer.data import Manifest
+from trainer.model import Model
 from trainer.models.flops import flop_share, param_count
 from trainer.observe.metrics import GIB
 from trainer.parallel.mesh import devices_of_replica
@@ -20,7 +21,7 @@ from trainer.report.history import VALIDATION_DIGEST
 from trainer.run.session import Run
 from trainer.step.kernels import determinism_message
 from trainer.text import key_of, override, program_command
-from trainer.workload import Model, TrainTask, Workload
+from trainer.workload import TrainTask, Workload
 
 MIB = 2**20
 # A larger deviation from data.val_fraction, as a share of it, is reported.

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import asarray
+from trainer.model import Model
 from trainer.models.functional import Params
 from trainer.tasks.batching import Sized, make_batches
-from trainer.workload import Model, TrainTask
+from trainer.workload import TrainTask
 
 AT_ONCE = 2048  # rows of logits: with 50,257 tokens 0.4 GiB
 

@@ -10,9 +10,9 @@ from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
 from trainer.assembly.saved_model import restore_run
+from trainer.model import Model
 from trainer.models.custom import custom_spec
 from trainer.models.registry import family_of
-from trainer.workload import Model
 
 SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
 B, T, V, D = 16, 33, 64, 32

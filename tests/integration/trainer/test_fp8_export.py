@@ -16,6 +16,7 @@ from trainer.assembly.fp8_export import check_exportable, fp8_kernels
 from trainer.assembly.saved_model import restore_training
 from trainer.cli.export import command
 from trainer.errors import UserError
+from trainer.model import Model
 from trainer.models.gpt2.huggingface import PREFIX
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.huggingface import save
@@ -23,7 +24,6 @@ from trainer.models.llama.huggingface import layout_of
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.named_weights import Layout
 from trainer.precision.arrays import store_weights
-from trainer.workload import Model
 
 GPT2 = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
 LLAMA = LlamaSpec(

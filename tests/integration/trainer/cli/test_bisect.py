@@ -10,6 +10,7 @@ from precisions import policy
 
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
+from trainer.model import Model
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.observe.precision_bisect import (
     ALL,
@@ -23,7 +24,6 @@ from trainer.observe.precision_bisect import (
     without_low_precision,
 )
 from trainer.precision.arrays import store_weights
-from trainer.workload import Model
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
 SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile

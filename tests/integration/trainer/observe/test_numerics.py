@@ -13,13 +13,14 @@ from families import slow
 from precisions import SPEC, batch, policy, workload
 
 from scalify_core.array.tree import leaves
+from trainer.model import Model
 from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import CLASSES, format_name, gradients, make_numerics
 from trainer.observe.probe import FIGURES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.step.clip_and_decay import optimizer_from_roles
-from trainer.workload import Model, TrainTask, first_state
+from trainer.workload import TrainTask, first_state
 
 TWO = dataclasses.replace(SPEC, n_layer=2)
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
