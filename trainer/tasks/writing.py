@@ -37,7 +37,7 @@ class Writer:
     Two programs are compiled for each length of batches.
 
     Args:
-      task: the model; matmuls are those of sampling, see `workload.Model`.
+      task: the model; matmuls are those of sampling, see `model.Model`.
       batch: B.
     """
 
