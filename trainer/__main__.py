@@ -5,6 +5,7 @@ is called: JAX takes longer than most answers.
 """
 
 import importlib
+import io
 import os
 import re
 import signal
@@ -61,6 +62,9 @@ def open_streams() -> None:
     ):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    # A file's name may have bytes that are not UTF-8; they are printed as they are.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")
 
 
 def command() -> None:

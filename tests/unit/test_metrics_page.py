@@ -8,10 +8,8 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
-from rich.console import Console
-
 from trainer.data.mixture import Mixture
-from trainer.observe.display import Display
+from trainer.observe.display import Display, Output
 from trainer.observe.numerics import CLASSES
 from trainer.observe.probe import FIGURES
 from trainer.observe.records import without_layers
@@ -96,7 +94,7 @@ def test_every_field_of_the_console_line_is_explained():
     row = {"train/loss": 2.0, "val/loss": 2.0, "lr": 1e-3, "grad_norm": 1.0}
     row |= {"watchdog/skipped": 1, "memory/host_peak_gib": 1.0}
     row |= {"perf/step_ms": 9.0, "perf/tokens_per_s": 1e5, "perf/mfu": 0.3}
-    display = Display(9, console=Console(file=out, soft_wrap=True))
+    display = Display(9, console=Output(file=out, soft_wrap=True))
     for step in (8, 9):
         display.update(step, row)
     [example] = re.findall(r"```text\n(.*?)\n```", CONSOLE, re.DOTALL)

@@ -145,7 +145,7 @@ def set_up_process(config: schema.Config) -> Output:
     console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
     warning = use_compilation_cache(config.compile_cache)
     if warning is not None:
-        console.print(warning, highlight=False)
+        console.print(warning)
     return console
 
 
@@ -157,21 +157,17 @@ def build_experiment(config: schema.Config, hooks: Hooks) -> Experiment:
 
 def describe_only(experiment: Experiment, console: Output) -> None:
     """Compile the step of every phase, and print what would be trained."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False)
-
     for phase in experiment.phases.items:
         workload = experiment.workload._replace(task=phase.task)
-        with log_duration(COMPILING, say):
+        with log_duration(COMPILING, console.print):
             step = compile_step(phase.task, build_batch(phase.config, workload.mesh))
         fp8 = check_fp8(phase.config, phase.task, step)
         for line in describe_phase(experiment.phases, phase):
-            say(line)
+            console.print(line)
         for line in describe_run(phase.config, workload, step):
-            say(line)
+            console.print(line)
         for line in fp8.lines if fp8 else []:
-            say(line)
+            console.print(line)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class Data:
     workers: Positive | None
     document_mask: bool
     boundary_loss: bool | None
-    prefetch: Positive
+    prefetch: Annotated[int, at_least(1), at_most(1000)]
     val_fraction: ShareBelow1 | None
     paths: tuple[str, ...]
     format: Literal["text", "jsonl", "parquet"] | None

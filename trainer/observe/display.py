@@ -24,12 +24,21 @@ SPEED_STEPS = 64  # the speed is averaged over so many steps
 
 
 class Output(Console):
-    """Standard output that survives a broken pipe (`| head`) and a full disk."""
+    """Standard output that survives a broken pipe (`| head`) and a full disk.
+
+    A text is printed as it is, since it may hold anybody's names: without markup, and
+    with control characters spelled out.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """See `rich.console.Console`."""
+        super().__init__(markup=False, highlight=False, **settings)
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print as Rich does; on a full disk, discard this and all further output."""
+        shown = [printable(x) if isinstance(x, str) else x for x in objects]
         try:
-            super().print(*objects, **settings)
+            super().print(*shown, **settings)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -60,7 +69,7 @@ class Display:
         self,
         steps: int,
         *,
-        console: Console | None = None,
+        console: Output | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.steps = steps
@@ -135,7 +144,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print a line without a step."""
-        self.console.print(printable(text), markup=False, highlight=False)
+        self.console.print(text)
 
     def record_pause(self, name: str, every: int, seconds: float) -> None:
         """Note how long a callback held up the steps.

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -16,7 +15,7 @@ PLAIN_SECONDS = 5.0
 
 @contextmanager
 def show_progress(
-    console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    console: Output | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
     """Yield a callback for `prepare(progress=...)`, which shows the progress.
 
@@ -37,7 +36,7 @@ def show_progress(
         nonlocal due
         if clock() >= due:
             due = clock() + PLAIN_SECONDS
-            console.print(line(progress), highlight=False)
+            console.print(line(progress))
 
     yield show
 

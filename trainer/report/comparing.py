@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
@@ -241,7 +242,7 @@ def differing_alone(key: str, settings: Table) -> dict[str, list[int]]:
 def runs_tag(paths: Sequence[Path]) -> str:
     """Return a meta tag that identifies the runs of a page."""
     digest = hashlib.blake2b(
-        "\n".join(sorted(str(path.resolve()) for path in paths)).encode(),
+        b"\n".join(sorted(os.fsencode(path.resolve()) for path in paths)),
         digest_size=16,
     )
     return f'<meta name="runs" content="{digest.hexdigest()}">'

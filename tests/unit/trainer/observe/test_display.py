@@ -6,7 +6,6 @@ import sys
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from trainer.observe.display import (
     PLAIN_SECONDS,
@@ -38,7 +37,7 @@ def clock():
 
 def make(clock, steps=100, terminal=False):
     stream = io.StringIO()
-    console = Console(
+    console = Output(
         file=stream,
         force_terminal=terminal,
         width=100,
@@ -144,7 +143,7 @@ def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
 
 def test_every_figure_is_seen_in_a_terminal_of_80_columns(clock):
     stream = io.StringIO()
-    console = Console(file=stream, width=80)
+    console = Output(file=stream, width=80)
     display = Display(100_000, console=console, clock=clock)
     large = {
         "perf/step_ms": 98765.4,
@@ -263,3 +262,9 @@ def test_a_run_whose_output_goes_to_a_full_disk_goes_on_and_says_so_once(capsys)
         "error: cannot write to standard output: No space left on device; the run"
         " continues without it\n"
     )
+
+
+def test_a_text_is_no_markup_and_does_not_command_a_terminal():
+    file = io.StringIO()
+    Output(file=file, force_terminal=True).print("x[/x] [red]a\x1b]0;OWNED\a")
+    assert file.getvalue() == "x[/x] [red]a\\x1b]0;OWNED\\x07\n"
