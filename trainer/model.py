@@ -144,7 +144,9 @@ class Model(NamedTuple):
             # Gradients that nothing is added to are rounded inside the loop over the
             # layers, which then stacks bytes.
             return self.remade(store_gradients=True)
-        return self if mesh.shape["tensor"] == 1 else self.remade(tensor_axis="tensor")
+        if mesh.shape["tensor"] == 1:
+            return self
+        return self.remade(tensor_axis="tensor")
 
     def eval_loss(
         self, state: TrainState, tokens: jax.Array, segments: jax.Array | None

@@ -118,7 +118,9 @@ def redact(tree: Any) -> Any:
         }
     if isinstance(tree, list | tuple):
         return [redact(value) for value in tree]
-    return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
+    if isinstance(tree, str):
+        return LOGIN_IN_URL.sub("", tree)
+    return tree
 
 
 def note(text: str) -> None:

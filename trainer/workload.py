@@ -202,7 +202,9 @@ class TrainTask(NamedTuple):
     def compiler_options(self) -> dict[str, Any] | None:
         """XLA's options for all programs of the task; None: the defaults."""
         is_gpu = self.mesh.devices.flat[0].platform == "gpu"
-        return gpu_options(self.model.policy, self.kernels) if is_gpu else None
+        if is_gpu:
+            return gpu_options(self.model.policy, self.kernels)
+        return None
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

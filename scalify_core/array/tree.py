@@ -181,11 +181,15 @@ def register_flax() -> None:
 
 
 def _scale_to_bytes(scale: float | None) -> bytes:
-    return b"" if scale is None else struct.pack("<d", scale)
+    if scale is None:
+        return b""
+    return struct.pack("<d", scale)
 
 
 def _scale_of_bytes(data: bytes) -> float | None:
-    return struct.unpack("<d", data)[0] if data else None
+    if data:
+        return struct.unpack("<d", data)[0]
+    return None
 
 
 # A serialized program names the structure of its arguments.

@@ -86,7 +86,9 @@ def rule(*primitives: str, wide: bool = True) -> Callable:
     def register(fun: Callable) -> Callable:
         def listed(eqn: Any, *operands: Any) -> list[Any]:
             out = fun(eqn, *operands)
-            return out if isinstance(out, list) else [out]
+            if isinstance(out, list):
+                return out
+            return [out]
 
         _register(primitives, listed, wide=wide)
         return fun
@@ -242,7 +244,9 @@ def bind(eqn: Any, *operands: Any) -> Any:
 def bind_all(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of `bind` as a list, also where the primitive has one."""
     out = bind(eqn, *map(formats.materialize, operands))
-    return list(out) if eqn.primitive.multiple_results else [out]
+    if eqn.primitive.multiple_results:
+        return list(out)
+    return [out]
 
 
 # An equation that computes in FP32 behind a user's cast to 16 bits.
@@ -270,7 +274,9 @@ def wide_equation(eqn: Any) -> Any:
         body = eqn.params[key]  # None: a scatter that replaces
         if body is not None and any(map(is_narrow, body.in_avals)):
             changed[key] = _wide_jaxpr(body)
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+    if changed:
+        return eqn.replace(params={**eqn.params, **changed})
+    return eqn
 
 
 @per_jaxpr
@@ -435,7 +441,9 @@ def apply_to_data(eqn: Any, *operands: Any) -> list[Any]:
 def _as_traced(x: Any, aval: Any) -> Any:
     """Return a logical value in the dtype that it was traced with."""
     x = v.unscaled(x, aval.dtype)
-    return lax.convert_element_type(x, aval.dtype) if is_narrow(aval) else x
+    if is_narrow(aval):
+        return lax.convert_element_type(x, aval.dtype)
+    return x
 
 
 def _as_wide_as(x: Any, aval: Any) -> Any:

@@ -517,7 +517,9 @@ def as_float32(x: Any) -> Any:
 
 def at_least_float32(x: Any) -> Any:
     """Return `x` in FP32 if it is a narrower float, else as it is."""
-    return as_float32(x) if is_narrow(x) else x
+    if is_narrow(x):
+        return as_float32(x)
+    return x
 
 
 def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:

@@ -222,7 +222,9 @@ class Fp8DotGeneral:
     @property
     def input_scale(self) -> float | None:
         """The scale of the left operand in plain programs; None: it is measured."""
-        return self.scaling.lhs if isinstance(self.scaling.lhs, float) else None
+        if isinstance(self.scaling.lhs, float):
+            return self.scaling.lhs
+        return None
 
 
 fp8_dot_general = Fp8DotGeneral()

@@ -80,7 +80,9 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
     """Return the value as its annotated type; `null` is None for `X | None`."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:  # X | None
-        return None if value == "null" else _convert(choices[0], key, value)
+        if value == "null":
+            return None
+        return _convert(choices[0], key, value)
     if origin is typing.Literal:
         if value not in choices:
             raise UserError(f"{key}={value}: {nearest(value, choices)}")

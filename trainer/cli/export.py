@@ -150,7 +150,9 @@ def tokenizer_class(out: Path) -> str:
     transformers 5 does so for every tokenizer beside a Qwen2 model.
     """
     has_file = (out / "tokenizer.json").is_file()
-    return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
+    if has_file:
+        return "PreTrainedTokenizerFast"
+    return "AutoTokenizer"
 
 
 def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:

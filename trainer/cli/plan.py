@@ -262,7 +262,9 @@ def lines_of(plan: "Plan") -> list[str]:
 
 def explain_mfu(mfu: float) -> str:
     """Explain an MFU above 100%; "" if it is not above."""
-    return " (above 100%: FP8 matmuls have a higher peak)" if mfu > 1 else ""
+    if mfu > 1:
+        return " (above 100%: FP8 matmuls have a higher peak)"
+    return ""
 
 
 def later_lines(plan: "Plan") -> list[str]:

@@ -293,7 +293,9 @@ def main(argv: list[str]) -> int:
             # `main` raises it: here Hydra would print a line of its own above it.
             job.error = error
         # A search continues after a refused run.
-        return math.inf if job.exit_code else None
+        if job.exit_code:
+            return math.inf
+        return None
 
     sys.argv = [sys.argv[0], *with_seed(command_line.overrides)]
     try:

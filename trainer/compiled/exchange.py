@@ -36,7 +36,9 @@ class Exchanges(NamedTuple):
     @property
     def fewer(self) -> float:
         """Ratio of the bytes of FP32 gradients in every step to these."""
-        return self.every_step / self.mean if self.mean else math.inf
+        if self.mean:
+            return self.every_step / self.mean
+        return math.inf
 
     def seconds(self, gbps: float) -> float:
         """Estimate the time of the longest exchange at `gbps` Gbit/s per link."""

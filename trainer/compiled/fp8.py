@@ -8,7 +8,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -100,23 +100,45 @@ def missing_products(
       gemms: the compiled matmuls.
     """
     groups = [list(group.values()) for group in layers]
-    joins = sorted({join for group in groups for join in possible_joins(group)})
+    joins = Counter(join for group in groups for join in possible_joins(group))
     missing = Counter(p for group in groups for made in group for p in made.values())
-    left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
+    left = sorted(without_peeled(gemms), key=lambda g: g.sizes[0] * g.sizes[3])
     single = [gemm for gemm in left if any(can_be(gemm, p) for p in missing)]
-    # First those that are joined in any case. Among the others may be more matmuls than
-    # expected: iterations that XLA took out of a loop, and repeated forward passes.
-    for gemm in left:
-        if gemm not in single:
-            missing -= Counter(joined_in(gemm, missing, joins))
+    # First those that are joined in any case, each group of layers' once. Among the
+    # others may be more matmuls than expected, of repeated forward passes.
+    for gemm in (gemm for gemm in left if gemm not in single):
+        take_joined(gemm, missing, joins)
     for product in sorted(missing.elements()):
         match = next((gemm for gemm in single if can_be(gemm, product)), None)
         if match is not None:
             missing -= Counter([product])
             single.remove(match)
     for gemm in single:
-        missing -= Counter(joined_in(gemm, missing, joins))
-    return set(missing)
+        take_joined(gemm, missing, joins)
+    return set(+missing)
+
+
+def without_peeled(gemms: Iterable[Gemm]) -> list[Gemm]:
+    """Return matmuls without copies in iterations that XLA took out of a loop.
+
+    These have the name and the sizes of those in the loop, and run another number of
+    times. Unrolled layers run as often as each other.
+    """
+    copies: dict[Any, dict[int, list[Gemm]]] = {}
+    for gemm in gemms:
+        by_times = copies.setdefault((gemm.op_name, gemm.sizes), {})
+        by_times.setdefault(gemm.times, []).append(gemm)
+    return [
+        gemm for by_times in copies.values() for gemm in max(by_times.values(), key=len)
+    ]
+
+
+def take_joined(gemm: Gemm, missing: Counter[Product], joins: Counter[Join]) -> None:
+    """Take from `missing` and `joins` what a compiled matmul may hold side by side."""
+    products = joined_in(gemm, missing, sorted(+joins))
+    if products:
+        missing.subtract(products)
+        joins[products] -= 1
 
 
 def possible_joins(siblings: Sequence[Mapping[str, Product]]) -> set[Join]:
@@ -143,7 +165,7 @@ def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> J
             fits = all(common in p[:2] for p in products) and (
                 sum(sum(p[:2]) - common for p in products) == other
             )
-            if fits and Counter(products) <= missing:
+            if fits and Counter(products) <= +missing:
                 return products
     return ()
 

@@ -277,4 +277,6 @@ def fp8_share(program: Program) -> float:
     narrow = sum(gemm.flops for gemm in program.gemms if gemm.is_narrow)
     total = sum(gemm.flops for gemm in program.gemms)
     total += sum(attention.flops for attention in program.attentions)
-    return narrow / total if total else 0.0
+    if total:
+        return narrow / total
+    return 0.0

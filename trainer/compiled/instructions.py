@@ -52,7 +52,9 @@ class Shape(NamedTuple):
 def bits(dtype: str) -> int:
     """Return the bits of an element: 8 for `f8e4m3fn` and `pred`, 0 for tokens."""
     match = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
-    return int(match[1]) if match else 8 * (dtype == "pred")
+    if match:
+        return int(match[1])
+    return 8 * (dtype == "pred")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Instruction:
     def target(self) -> str:
         """The function of a custom call; empty for other instructions."""
         match = re.search(r'custom_call_target="([^"]*)"', self.text)
-        return match[1] if match else ""
+        if match:
+            return match[1]
+        return ""
 
     @property
     def op_name(self) -> str:
@@ -100,7 +104,9 @@ class Instruction:
         Such as `jit(step)/transpose(jvp(...))/dot_general`.
         """
         match = re.search(r'op_name="([^"]*)"', self.text)
-        return match[1] if match else ""
+        if match:
+            return match[1]
+        return ""
 
     @cached_property
     def called(self) -> list[str]:
@@ -119,7 +125,9 @@ class Instruction:
     def trip_count(self) -> int | None:
         """Iterations of a loop, where the compiler knows them."""
         count = self.config.get("known_trip_count", {}).get("n")
-        return None if count is None else int(count)
+        if count is None:
+            return None
+        return int(count)
 
     @property
     def bytes(self) -> int:

@@ -195,7 +195,9 @@ def attention(
 def collective_op(instruction: Instruction) -> str | None:
     """Return the collective that an instruction is or starts, or None."""
     op = instruction.opcode.removesuffix("-start")
-    return op if op in COLLECTIVES else None
+    if op in COLLECTIVES:
+        return op
+    return None
 
 
 def collective_bytes(
@@ -227,7 +229,9 @@ def group_size(instruction: Instruction) -> int:
     if iota:
         return int(iota[1])
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", instruction.text)
-    return len(listed[1].split(",")) if listed else 0
+    if listed:
+        return len(listed[1].split(","))
+    return 0
 
 
 def fusion_reads(body: Computation) -> int:

@@ -129,7 +129,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
 
 
 def converted(hint: Any, value: Any, path: str) -> Any:
@@ -155,11 +157,15 @@ def _in_type(hint: Any, value: Any, path: str) -> Any:
     if origin is Annotated:
         return _in_type(args[0], value, path)
     if origin in (types.UnionType, typing.Union):  # X | None
-        return None if value is None else _in_type(args[0], value, path)
+        if value is None:
+            return None
+        return _in_type(args[0], value, path)
     if origin is Literal:
         # YAML reads the choice `true` as a boolean.
         word = str(value).lower()
-        return word if isinstance(value, bool) and word in args else value
+        if isinstance(value, bool) and word in args:
+            return word
+        return value
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise UserError(

@@ -52,7 +52,9 @@ def new_name(key: str) -> str | None:
     phase = re.match(r"train\.phases\[\d+\]\.", key)
     prefix = phase[0] if phase else ""
     new = RENAMED_KEYS.get(key.removeprefix(prefix))
-    return None if new is None else prefix + new
+    if new is None:
+        return None
+    return prefix + new
 
 
 def renamed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,7 +211,9 @@ def pair_of(merge: Any) -> Pair | None:
     """
     spellings = merge.split() if isinstance(merge, str) else merge
     tokens = [token for token in map(unspell, spellings) if token is not None]
-    return (tokens[0], tokens[1]) if len(tokens) == len(spellings) == 2 else None
+    if len(tokens) == len(spellings) == 2:
+        return (tokens[0], tokens[1])
+    return None
 
 
 def is_same_in_tiktoken(
@@ -340,7 +342,9 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
         return None
     if not splits:
-        return r50k_pat_str if byte_level.get("use_regex", True) else ""
+        if byte_level.get("use_regex", True):
+            return r50k_pat_str
+        return ""
     split = splits[0]
     regex = split.get("pattern", {}).get("Regex")
     is_split = len(splits) == 1 and split.get("type") == "Split"
@@ -356,7 +360,9 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     difference = splitting_difference(
         regex, regex, keeps_only_matches=bool(keeps_only_matches)
     )
-    return regex if difference is None else None
+    if difference is None:
+        return regex
+    return None
 
 
 def check_distinct(name: str | Path, ids: TokenIds) -> None:

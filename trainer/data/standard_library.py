@@ -96,4 +96,6 @@ def text_of_file(path: Path) -> str | None:
         text = path.read_bytes().decode("utf-8-sig")
     except (UnicodeDecodeError, OSError):
         return None
-    return None if "\0" in text else text.replace("\r\n", "\n").replace("\r", "\n")
+    if "\0" in text:
+        return None
+    return text.replace("\r\n", "\n").replace("\r", "\n")

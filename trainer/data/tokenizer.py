@@ -359,7 +359,9 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -
     `new` is not decoded alone: SentencePiece drops the space before a first token.
     """
     start, text = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
-    return text[len(start) :] if text.startswith(start) else tokenizer.decode(new)
+    if text.startswith(start):
+        return text[len(start) :]
+    return tokenizer.decode(new)
 
 
 def load_saved(name: str, directory: Path) -> Tokenizer:
@@ -379,7 +381,9 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
 def vocabulary_file(directory: Path) -> Path:
     """Return the file into which `save` wrote the vocabulary."""
     file = directory / "tokenizer.tiktoken"
-    return file if file.is_file() else directory / TOKENIZER_JSON
+    if file.is_file():
+        return file
+    return directory / TOKENIZER_JSON
 
 
 class DownloadFailed(UserError):

@@ -191,7 +191,9 @@ def prepends(part: Any) -> bool:
 def read_beside(directory: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     file = directory / name
-    return read_json(file) if file.is_file() else {}
+    if file.is_file():
+        return read_json(file)
+    return {}
 
 
 def read_bytes(path: Path) -> bytes:

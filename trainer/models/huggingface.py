@@ -20,7 +20,9 @@ from trainer.models.weight_files import config_beside
 
 def directory_of(source: Path) -> Path:
     """Return `source`, or for a file of weights its directory."""
-    return source if source.is_dir() else source.parent
+    if source.is_dir():
+        return source
+    return source.parent
 
 
 def family_at(source: Path) -> Family | None:

@@ -35,7 +35,9 @@ def copy_to_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
     This function is f of Shoeybi et al. 2019, "Megatron-LM", section 3;
     `sum_over_axis` is g.
     """
-    return x_NxD if axis is None else _copy_to_axis(x_NxD, axis)
+    if axis is None:
+        return x_NxD
+    return _copy_to_axis(x_NxD, axis)
 
 
 def sum_over_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
@@ -43,7 +45,9 @@ def sum_over_axis(x_NxD: jax.Array, axis: str | None) -> jax.Array:
 
     None: no tensor parallelism, so `x` is returned.
     """
-    return x_NxD if axis is None else _sum_over_axis(x_NxD, axis)
+    if axis is None:
+        return x_NxD
+    return _sum_over_axis(x_NxD, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -245,7 +249,9 @@ class Factory:
 
 def maybe_remat(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
     """Return `fun`, under `jax.checkpoint` if `recompute`: only its input is saved."""
-    return jax.checkpoint(fun) if recompute else fun
+    if recompute:
+        return jax.checkpoint(fun)
+    return fun
 
 
 class LayerNorm(nnx.Module):

@@ -131,7 +131,9 @@ class Probed(nnx.Module):
         if self.input_probe is not None:
             x = self.input_probe(x)
         y = self.module(x, *args, **settings)
-        return y if self.output_probe is None else self.output_probe(y)
+        if self.output_probe is None:
+            return y
+        return self.output_probe(y)
 
     @property
     def bias(self) -> Any:
@@ -211,7 +213,9 @@ def block_casts(
     activation, _, gradient = operand_casts(
         model.policy, model.policy.backward_of(path)
     )
-    return (activation, None) if side == "in" else (None, gradient)
+    if side == "in":
+        return (activation, None)
+    return (None, gradient)
 
 
 @functools.cache

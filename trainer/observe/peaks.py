@@ -81,5 +81,7 @@ def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
         # Whole words only: "NVIDIA L4" must not match "NVIDIA L40".
         if device_kind == name or device_kind.startswith((f"{name} ", f"{name}-")):
             tera = getattr(peak, field)
-            return None if tera is None else tera * 1e12
+            if tera is None:
+                return None
+            return tera * 1e12
     return None

@@ -51,7 +51,9 @@ def read_log(path: Path) -> bytes:
     """Return the content of a log; empty if there is no file. Raises UserError as
     `read_file` does.
     """
-    return read_file(path, LOG_BYTES) if path.exists() else b""
+    if path.exists():
+        return read_file(path, LOG_BYTES)
+    return b""
 
 
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -62,7 +64,9 @@ def _finite_or_text(value: Any) -> Any:
         return value
     if math.isnan(value):
         return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    if value > 0:
+        return "Infinity"
+    return "-Infinity"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -153,7 +153,9 @@ def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
             eta = math.sqrt(low * high)
         else:
             break
-    return low if math.isinf(high) else math.sqrt(low * high)
+    if math.isinf(high):
+        return low
+    return math.sqrt(low * high)
 
 
 def make_sharpness(task: TrainTask, lr: float) -> Sharpness:

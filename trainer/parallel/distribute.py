@@ -145,7 +145,9 @@ def gather_array(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
     """
     axis = fsdp_axis(spec)
     x = x if axis is None else all_gather_bits(x, "fsdp", axis)
-    return qkv_rows_to_columns(x, role) if role.groups > 1 else x
+    if role.groups > 1:
+        return qkv_rows_to_columns(x, role)
+    return x
 
 
 def gather_narrow(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> Any:
@@ -169,7 +171,9 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
 
     def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
         whole = gather_narrow(p, spec, role, comm)
-        return whole if is_scaled_array(whole) else whole.astype(p.dtype)
+        if is_scaled_array(whole):
+            return whole
+        return whole.astype(p.dtype)
 
     return _beside_blocks(
         functools.partial(map_arrays, gather_leaf), comm, params, specs, comm.roles
@@ -211,7 +215,9 @@ def reduce_gradients(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
         wide, leaf = weights.wide(grad), next(leaf_indices)
         mean = reduce_array(wide, spec, role, comm, seed=seed, leaf=leaf)
-        return mean if is_scaled_array(grad) else mean.astype(grad.dtype)
+        if is_scaled_array(grad):
+            return mean
+        return mean.astype(grad.dtype)
 
     return _beside_blocks(
         functools.partial(map_arrays, reduce_leaf), comm, grads, specs, comm.roles

@@ -69,7 +69,9 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     """Invert `as_bits`."""
-    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+    if bits.dtype == dtype:
+        return bits
+    return lax.bitcast_convert_type(bits, dtype)
 
 
 def all_gather_bits(

@@ -180,7 +180,9 @@ def with_replica_count(state: TrainState, count: int) -> TrainState:
     # Scalars are the scales of parameters, which all replicas share.
 
     def select_replicas(x: jax.Array) -> jax.Array:
-        return x[old_indices] if x.ndim else x
+        if x.ndim:
+            return x[old_indices]
+        return x
 
     def replace_new(x: jax.Array, value: Any) -> jax.Array:
         if not x.ndim:
@@ -188,7 +190,9 @@ def with_replica_count(state: TrainState, count: int) -> TrainState:
         return jnp.where(is_new.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
 
     def new_params(x: jax.Array, outer: jax.Array) -> jax.Array:
-        return replace_new(x, outer[None]) if x.ndim else x
+        if x.ndim:
+            return replace_new(x, outer[None])
+        return x
 
     states = jax.tree.map(select_replicas, replicas.states)
     states = dataclasses.replace(
@@ -427,7 +431,9 @@ def make_exchange(
         structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
 
         def build(leaves: list[Any]) -> Any:
-            return jax.tree.unflatten(structure, leaves) if leaves else ()
+            if leaves:
+                return jax.tree.unflatten(structure, leaves)
+            return ()
 
         states = dataclasses.replace(
             states, params=with_subtree(states.params, build(replica_leaves))

@@ -54,7 +54,11 @@ def temporary_kind(
     if shape.dtype in ("s8", "u8"):
         return "workspace"
     if dims in weights or (len(split) > 1 and split in weights):
-        return "FP8 weights" if shape.dtype == "f8e4m3fn" else "gradients"
+        if shape.dtype == "f8e4m3fn":
+            return "FP8 weights"
+        return "gradients"
     if shape.elements and shape.elements % tokens == 0 and shape.dims:
         return "activations"
-    return "logits" if padded_vocab in shape.dims else "rest"
+    if padded_vocab in shape.dims:
+        return "logits"
+    return "rest"

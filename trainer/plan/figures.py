@@ -38,7 +38,9 @@ class Hardware(NamedTuple):
 
     def verdict(self, peak: float) -> str:
         """Say whether so many bytes fit into the memory that a program can use."""
-        return "fits" if peak <= self.usable else "DOES NOT FIT"
+        if peak <= self.usable:
+            return "fits"
+        return "DOES NOT FIT"
 
     @property
     def link(self) -> float:
@@ -73,7 +75,9 @@ def attention_seconds(call: Attention, target: Target) -> float:
     A causal one takes half: its kernel skips the masked positions.
     """
     seconds = gemm_seconds(call.flops / call.times, call.dtype, target)
-    return seconds / 2 if call.causal else seconds
+    if call.causal:
+        return seconds / 2
+    return seconds
 
 
 def kernel_rooflines(program: Program, target: Target) -> list[tuple[Kernel, float]]:

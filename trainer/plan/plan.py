@@ -219,7 +219,9 @@ def largest_that_fits(
     def crossing(a: int, b: int) -> int:
         """Return where the line through the measurements of a and b reaches `limit`."""
         slope = (known[b] - known[a]) / (b - a)
-        return int(a + (limit - known[a]) // slope) if slope > 0 else most
+        if slope > 0:
+            return int(a + (limit - known[a]) // slope)
+        return most
 
     while True:
         fitting = sorted(b for b, size in known.items() if size <= limit)
@@ -314,7 +316,9 @@ class Plan(NamedTuple):
         attention = self.measured.group("attention flops")
         total = sum(flops.values()) + sum(attention.values())
         narrow = sum(flops.get(name, 0.0) for name in NARROW_NAMES.values())
-        return narrow / total if total else 0.0
+        if total:
+            return narrow / total
+        return 0.0
 
     @property
     def roofline_seconds(self) -> float:
@@ -335,7 +339,9 @@ class Plan(NamedTuple):
     @property
     def predicted_ratio(self) -> float | None:
         """Predicted speed relative to bf16; None where that was not compiled."""
-        return None if self.bf16 is None else self.bf16.seconds / self.measured.seconds
+        if self.bf16 is None:
+            return None
+        return self.bf16.seconds / self.measured.seconds
 
     def extra_kernels(self) -> dict[str, int]:
         """Return the number of kernels more (or fewer) than in bf16, by kind."""

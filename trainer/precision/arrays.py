@@ -136,7 +136,9 @@ def dot_general_for(
         backward = policy.backward_of(path)
         if path not in chosen or policy.forward is None or backward is None:
             is_wide = policy.weight_grad == "fp32"
-            return wide_gradient_dot if is_wide else narrow_gradient_dot
+            if is_wide:
+                return wide_gradient_dot
+            return narrow_gradient_dot
         dot: Dot
         gradient = FloatFormat.parse(backward)
         if policy.simulate:
@@ -179,11 +181,9 @@ def kahan_compensation(exact: Any, params: Any, policy: Policy) -> Any:
     """Return the rounding error of `store_weights`, BF16, if the policy keeps it; else
     (). Not inside jit.
     """
-    return (
-        weights.kahan_compensation(exact, params)
-        if policy.keeps_kahan_compensation
-        else ()
-    )
+    if policy.keeps_kahan_compensation:
+        return weights.kahan_compensation(exact, params)
+    return ()
 
 
 def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -> Any:
@@ -233,10 +233,14 @@ def for_allgather(
             and not policy.method.has_blocks
             and policy.casts_operands_as_they_are
         )
-        return ScaledArray(E4M3.cast(p.data), p.scale) if in_fp8 else p
+        if in_fp8:
+            return ScaledArray(E4M3.cast(p.data), p.scale)
+        return p
     # Gains, tables and biases are used in FP32; FP8 kernels get their scale from the
     # weights themselves.
-    return p.astype(DTYPES[policy.compute]) if kernel and not narrow else p
+    if kernel and not narrow:
+        return p.astype(DTYPES[policy.compute])
+    return p
 
 
 def abstract_weights(shapes: Any, policy: Policy, scale: float | None = None) -> Any:

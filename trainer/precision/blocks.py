@@ -84,7 +84,9 @@ class BlockMatrix(NamedTuple):
         """Return the numbers in FP32."""
         scales = self.scales.astype(jnp.float32)
         wide = in_blocks(lambda x, s: x * s, self.data.astype(jnp.float32), scales)
-        return wide if self.whole is None else wide * self.whole
+        if self.whole is None:
+            return wide
+        return wide * self.whole
 
     @property
     def is_fp8_by_rows(self) -> bool:
@@ -176,7 +178,9 @@ def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
 
 def stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """Return FP32 numbers rounded to a format; in FP32 where it has no dtype."""
-    return fmt.quantize(x) if fmt.dtype is None else fmt.cast(x)
+    if fmt.dtype is None:
+        return fmt.quantize(x)
+    return fmt.cast(x)
 
 
 def on_powers_of_two(

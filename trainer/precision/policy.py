@@ -122,7 +122,9 @@ class Policy(PrecisionFields):
     @property
     def rounding(self) -> Literal["nearest", "stochastic"]:
         """The rounding of the weights' update."""
-        return "nearest" if self.weights_rounding == "kahan" else self.weights_rounding
+        if self.weights_rounding == "kahan":
+            return "nearest"
+        return self.weights_rounding
 
     @property
     def keeps_kahan_compensation(self) -> bool:
@@ -148,7 +150,9 @@ class Policy(PrecisionFields):
         `path`.
         """
         fine = any(fnmatchcase(path, pattern) for pattern in self.backward_e4m3 or ())
-        return "e4m3" if fine else self.backward
+        if fine:
+            return "e4m3"
+        return self.backward
 
     @property
     def weight_gradients(self) -> str:
@@ -167,12 +171,16 @@ class Policy(PrecisionFields):
     @property
     def wide_gradients(self) -> str:
         """The format of the gradients of all other weights."""
-        return self.compute if self.scaled else self.weight_grad
+        if self.scaled:
+            return self.compute
+        return self.weight_grad
 
     @property
     def rescaled_places(self) -> tuple[str, ...]:
         """The places whose gradients are rescaled; none where no scales propagate."""
-        return self.rescale_grads if self.scaled else ()
+        if self.scaled:
+            return self.rescale_grads
+        return ()
 
     @property
     def logical(self) -> np.dtype:

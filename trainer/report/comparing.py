@@ -168,7 +168,9 @@ def ranked_entries(histories: Sequence[History]) -> list[Entry]:
 def last_validated(h: History) -> ValidatedText:
     """Return the text of the last validation of a run, or else of its final one."""
     steps, _ = finite(h.line("val/loss"))
-    return validated(h, int(steps[-1])) if steps else final_validated(h)
+    if steps:
+        return validated(h, int(steps[-1]))
+    return final_validated(h)
 
 
 def final_validated(h: History) -> ValidatedText:
@@ -440,7 +442,9 @@ def final_loss(h: History) -> float:
 def best_loss(h: History) -> str:
     """Return the lowest comparable validation loss, to four digits; `-`: none."""
     losses = [loss for _, loss in h.comparable_validations]
-    return f"{min(losses):.4g}" if losses else "-"
+    if losses:
+        return f"{min(losses):.4g}"
+    return "-"
 
 
 def final_metrics(histories: Sequence[History]) -> dict[str, list[str]]:
@@ -518,7 +522,9 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
         choices = (f"{key}.{end}" for end in GROUP_FIELDS)
         choice = next((name for name in choices if name in settings), "")
         setting = settings.get(key, settings.get(choice))
-        return given.get(key, "-") if setting is None else str(setting)
+        if setting is None:
+            return given.get(key, "-")
+        return str(setting)
 
     def is_same(key: str) -> bool:
         """Return whether a key or group has one value in all resolved configurations.

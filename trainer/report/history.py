@@ -238,7 +238,9 @@ class History:
     def number(self, fact: str) -> int:
         """Return a fact that is an integer; 0: unknown."""
         text = self.facts.get(fact, "").replace(",", "")
-        return int(text) if text.isdecimal() else 0
+        if text.isdecimal():
+            return int(text)
+        return 0
 
     @property
     def validation_digest(self) -> str:
@@ -266,7 +268,9 @@ class History:
         """
         read = self.logged_validation_tokens.get(step, self.number(FINAL_VALIDATION))
         available = self.number("validation tokens")
-        return available if read >= WHOLE * available > 0 else read
+        if read >= WHOLE * available > 0:
+            return available
+        return read
 
     @property
     def comparable_validations(self) -> list[tuple[int, float]]:
@@ -314,17 +318,23 @@ class History:
                 if key.endswith("/share")
             )
         tokens = self.number("training tokens")
-        return float(self.rows[-1]["tokens"]) / tokens if tokens else 0.0
+        if tokens:
+            return float(self.rows[-1]["tokens"]) / tokens
+        return 0.0
 
     def last(self, key: str) -> str:
         """Return the last value, to four digits; `-`: none."""
         ys = self.line(key).ys
-        return f"{ys[-1]:.4g}" if ys else "-"
+        if ys:
+            return f"{ys[-1]:.4g}"
+        return "-"
 
     def median(self, key: str) -> str:
         """Return the median, to three digits and a unit; `-`: none."""
         _, ys = finite(self.line(key))
-        return short(statistics.median(ys)) if ys else "-"
+        if ys:
+            return short(statistics.median(ys))
+        return "-"
 
     def smooth(self, key: str, name: str, color: str = COLORS[0]) -> list[Line]:
         """Return the values of a key, faint, and their median over 2% of the run."""
@@ -356,4 +366,6 @@ def finite(line: Line) -> tuple[list[float], list[float]]:
 
 def read_text(path: Path) -> str:
     """Return the text of a file, or an empty one where there is no file."""
-    return read_file(path).decode(errors="replace") if path.is_file() else ""
+    if path.is_file():
+        return read_file(path).decode(errors="replace")
+    return ""

@@ -230,7 +230,9 @@ def describe_collectives(
 
 def rounding_of(weights: str, rounding: str) -> str:
     """Return a suffix about the rounding of weights; empty for FP32."""
-    return "" if weights == "fp32" else f" (rounding: {rounding})"
+    if weights == "fp32":
+        return ""
+    return f" (rounding: {rounding})"
 
 
 def operand_transforms(policy: Policy) -> str:
@@ -242,7 +244,9 @@ def operand_transforms(policy: Policy) -> str:
         transforms.append(
             f"Hadamard-transformed in groups of {policy.hadamard} channels"
         )
-    return f", operands {', '.join(transforms)}" if transforms else ""
+    if transforms:
+        return f", operands {', '.join(transforms)}"
+    return ""
 
 
 def describe_precision(model: Model) -> str:

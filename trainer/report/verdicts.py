@@ -182,7 +182,9 @@ def _first_loss_context(h: History, steps: int) -> str:
         mean = f"mean of the first {steps:,} steps, " if steps > 1 else ""
         return f" ({mean}{h.started_from})"
     ids = h.number("vocabulary")
-    return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})" if ids else ""
+    if ids:
+        return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})"
+    return ""
 
 
 def _near_guessing(h: History, val_loss: float) -> str:

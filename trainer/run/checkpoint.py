@@ -77,7 +77,9 @@ class Restored(NamedTuple):
     def origin(self) -> str:
         """`RUN after step N` of a fork, also of one that is resumed; else empty."""
         forked = self.meta.get("forked")
-        return f"{forked['run']} after step {forked['step']:,}" if forked else ""
+        if forked:
+            return f"{forked['run']} after step {forked['step']:,}"
+        return ""
 
 
 class DamagedCheckpointError(Exception):

@@ -46,7 +46,9 @@ def stored_name(name: str, leaves: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the name under which the array of a leaf is stored; `leaves` are those of
     a current manifest.
     """
-    return str(leaves[name].get(STORED_AS, name)) if name in leaves else name
+    if name in leaves:
+        return str(leaves[name].get(STORED_AS, name))
+    return name
 
 
 def _add_missing_precision_keys(meta: Any) -> Any:

@@ -103,7 +103,9 @@ def train(run: Run) -> int:
             f"all {run.plan.steps} steps were taken, but {failure}; see"
             f" {session.run_dir}/report.html"
         )
-    return 128 + stop.signal if stop.signal else 0
+    if stop.signal:
+        return 128 + stop.signal
+    return 0
 
 
 def take_steps(run: Run, stop: StopRequest, profiler: "Profiler") -> None:

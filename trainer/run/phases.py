@@ -59,7 +59,9 @@ def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
     """Return a task with the precision and the trained parameters of a checkpoint."""
     policy = saved_policy(meta)
     task = task._replace(trainable=saved_trainable(meta))
-    return task if policy == task.model.policy else task.in_precision(policy)
+    if policy == task.model.policy:
+        return task
+    return task.in_precision(policy)
 
 
 def enter_phase(

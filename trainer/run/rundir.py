@@ -493,13 +493,17 @@ def code_version() -> str:
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return result.stdout.strip() if result.returncode == 0 else None
+        if result.returncode == 0:
+            return result.stdout.strip()
+        return None
 
     commit = git("rev-parse", "HEAD") if (root / ".git").exists() else None
     if commit is None:
         return "not a git checkout"
     changes = git("status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if changes else commit
+    if changes:
+        return f"{commit}+changes"
+    return commit
 
 
 def write_environment(

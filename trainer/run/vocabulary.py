@@ -100,7 +100,9 @@ def end_of_text_id(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
         special = {t: tokens[t.encode()] for t in ENDS if t.encode() in tokens}
     special = {token: i for token, i in special.items() if token.encode() in tokens}
     end = end_token(directory, special)
-    return None if end is None else tokens.get(end.encode())
+    if end is None:
+        return None
+    return tokens.get(end.encode())
 
 
 def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:

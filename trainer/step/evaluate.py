@@ -95,4 +95,6 @@ def xz_bits_per_byte(text: str) -> float:
     badly.
     """
     raw = text.encode()
-    return 8 * len(lzma.compress(raw)) / len(raw) if raw else math.nan
+    if raw:
+        return 8 * len(lzma.compress(raw)) / len(raw)
+    return math.nan

@@ -101,7 +101,9 @@ class _Search:
         result_vars = {v for v in inner.outvars if not isinstance(v, core.Literal)}
 
         def read(v: Any) -> Any:
-            return v.val if isinstance(v, core.Literal) else values[v]
+            if isinstance(v, core.Literal):
+                return v.val
+            return values[v]
 
         for n, eqn in enumerate(inner.eqns):
             outputs = self.eval_eqn(eqn, [read(v) for v in eqn.invars], path)

@@ -288,7 +288,9 @@ def first_nonfinite_leaf(tree: Any) -> str | None:
         isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves
     ):
         is_finite = np.all(multihost_utils.process_allgather(is_finite), axis=0)
-    return None if is_finite.all() else leaf_names(tree)[int(np.argmin(is_finite))]
+    if is_finite.all():
+        return None
+    return leaf_names(tree)[int(np.argmin(is_finite))]
 
 
 def check_scales(tree: Any, where: str, advice: str) -> None:

@@ -77,7 +77,9 @@ def limit_of(limits: dict[Any, float], atom: Any) -> float:
     """Return the limit of a variable or literal, given those of variables."""
     if not isinstance(atom, Literal):
         return limits.get(atom, NO_MASK)
-    return WRITTEN if _is_large(atom) else NO_MASK
+    if _is_large(atom):
+        return WRITTEN
+    return NO_MASK
 
 
 def limits_of_results(jaxpr: Any, is_plain: Sequence[bool]) -> list[float]:

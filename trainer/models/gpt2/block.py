@@ -66,7 +66,9 @@ class Attention(nnx.Module):
 
     def rescale_gradient(self, x: jax.Array) -> jax.Array:
         """Return `x`, with its gradient rescaled if `rescale_grad`."""
-        return dynamic_rescale_rms_grad(x) if self.rescale_grad else x
+        if self.rescale_grad:
+            return dynamic_rescale_rms_grad(x)
+        return x
 
     def project(self, out_NxD: jax.Array) -> jax.Array:
         """Apply the output projection."""

@@ -345,7 +345,9 @@ class Llama(Decoder):
     def uses_rope_L(self) -> jax.Array | None:
         """A flag for each layer: it has rotary positions; None: all have them."""
         layers = self.spec.rope_layers
-        return None if layers is None else jnp.asarray(layers)
+        if layers is None:
+            return None
+        return jnp.asarray(layers)
 
     def rotation(self, position: jax.Array | int, length: int) -> Rotation:
         """Return the rotation of `length` positions from `position` on."""

@@ -96,7 +96,9 @@ class RopeScaling:
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        if self.factor > 1:
+            return 0.1 * math.log(self.factor) + 1
+        return 1.0
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:

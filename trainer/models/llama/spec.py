@@ -135,7 +135,9 @@ class LlamaSpec:
     @property
     def head_width(self) -> int:
         """Width of a head, K."""
-        return self.d_model // self.n_head if self.head_dim is None else self.head_dim
+        if self.head_dim is None:
+            return self.d_model // self.n_head
+        return self.head_dim
 
     @property
     def attention_window(self) -> int | None:

@@ -47,7 +47,9 @@ class SmolLM3Spec(LlamaSpec):
     def rope_layers(self) -> tuple[bool, ...] | None:
         """See `LlamaSpec`."""
         every = self.unrotated_every
-        return _rope_layers(self.n_layer, every) if every else None
+        if every:
+            return _rope_layers(self.n_layer, every)
+        return None
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:

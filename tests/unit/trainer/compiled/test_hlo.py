@@ -418,6 +418,23 @@ def test_joined_products_are_told_apart_by_their_layers():
     assert lost == {attention[name][PRODUCTS[0]] for name in ("q_proj", "k_proj")}
 
 
+def test_a_repeated_forward_pass_does_not_stand_in_for_what_is_not_fp8():
+    """All products of four equal layers but those of their weights have one size."""
+    tokens, width = 512, 64
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention = {name: layer_of(width, width, tokens) for name in names}
+    joined = [gemm(tokens, 3 * width, width)] * 2  # forward, and again
+    weights = [gemm(width, 3 * width, tokens), gemm(width, width, tokens)]
+    one = gemm(tokens, width, width)
+    # of o_proj twice the output, and of all four layers the input's gradient
+    assert missing_products([attention], joined + weights + [one] * 6) == set()
+    missing = missing_products([attention], joined + weights + [one] * 4)
+    assert missing == {attention["q_proj"][PRODUCTS[0]]}
+    # An iteration that was taken out of the loop has the same names.
+    peeled = [one._replace(times=times) for times in (1, 11) for _ in range(4)]
+    assert missing_products([attention], joined + weights + peeled) == missing
+
+
 IN_PLACE = """HloModule m
 
 %update (p: f8e4m3fn[8,64,32], x: f8e4m3fn[32,64], i: s32[]) -> f8e4m3fn[32,8,64] {
