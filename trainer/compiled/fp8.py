@@ -100,12 +100,12 @@ def missing_products(
       gemms: the compiled matmuls.
     """
     groups = [list(group.values()) for group in layers]
-    joins = Counter(join for group in groups for join in possible_joins(group))
+    joins = [joins for group in groups for joins in possible_joins(group)]
     missing = Counter(p for group in groups for made in group for p in made.values())
-    left = sorted(without_peeled(gemms), key=lambda g: g.sizes[0] * g.sizes[3])
+    left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
     single = [gemm for gemm in left if any(can_be(gemm, p) for p in missing)]
-    # First those that are joined in any case, each group of layers' once. Among the
-    # others may be more matmuls than expected, of repeated forward passes.
+    # First those that are joined in any case. Among the others may be more matmuls than
+    # expected, of repeated forward passes.
     for gemm in (gemm for gemm in left if gemm not in single):
         take_joined(gemm, missing, joins)
     for product in sorted(missing.elements()):
@@ -128,31 +128,32 @@ def without_peeled(gemms: Iterable[Gemm]) -> list[Gemm]:
     for gemm in gemms:
         by_times = copies.setdefault((gemm.op_name, gemm.sizes), {})
         by_times.setdefault(gemm.times, []).append(gemm)
-    return [
-        gemm for by_times in copies.values() for gemm in max(by_times.values(), key=len)
-    ]
+    return [gemm for by_times in copies.values() for gemm in by_times[max(by_times)]]
 
 
-def take_joined(gemm: Gemm, missing: Counter[Product], joins: Counter[Join]) -> None:
-    """Take from `missing` and `joins` what a compiled matmul may hold side by side."""
-    products = joined_in(gemm, missing, sorted(+joins))
+def take_joined(gemm: Gemm, missing: Counter[Product], joins: list[set[Join]]) -> None:
+    """Take from `missing` what a compiled matmul may hold side by side, and from
+    `joins` the group that it is of: a repeated one is not missing.
+    """
+    products = joined_in(gemm, missing, sorted(set().union(*joins)))
     if products:
         missing.subtract(products)
-        joins[products] -= 1
+        joins.remove(next(group for group in joins if products in group))
 
 
-def possible_joins(siblings: Sequence[Mapping[str, Product]]) -> set[Join]:
-    """Return the matmuls of sibling layers that XLA may join, those of a common input.
+def possible_joins(siblings: Sequence[Mapping[str, Product]]) -> list[set[Join]]:
+    """Return the matmuls of sibling layers that XLA may join, those of a common input:
+    of their outputs, and of their weights' gradients.
 
     They are queries, keys and values, or both branches of a gated MLP: at most three.
     """
-    joins: set[Join] = set()
+    groups = []
     output, _, weight_gradient = PRODUCTS
     for name in (output, weight_gradient):
         products = sorted(made[name] for made in siblings if name in made)
-        for count in (2, 3):
-            joins.update(itertools.combinations(products, count))
-    return joins
+        counts = (2, 3)
+        groups.append({j for n in counts for j in itertools.combinations(products, n)})
+    return groups
 
 
 def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> Join:
@@ -217,12 +218,13 @@ def not_fp8(
       frozen: layers whose kernels are not trained.
     """
     layers = model.family.linear_sizes(model.spec)
-    narrow = [gemm for gemm in program.gemms if gemm.is_narrow]
+    gemms = without_peeled(program.gemms)
+    narrow = [gemm for gemm in gemms if gemm.is_narrow]
     # excluded by the configuration or by their widths
     excluded = skipped_matmuls(model.policy, layers)
     # excluded for the number of tokens, too
     skipped = skipped_matmuls(model.policy, layers, tokens)
-    others = [gemm for gemm in program.gemms if not gemm.is_narrow]
+    others = [gemm for gemm in gemms if not gemm.is_narrow]
     products = {
         path: products_made(
             size,

@@ -21,7 +21,12 @@ from scalify_core import (
 )
 from scalify_core.ops.functional import attention
 from scalify_core.ops.matmul import Fp8DotGeneral
-from trainer.compiled.fp8 import PRODUCTS, layer_products, missing_products
+from trainer.compiled.fp8 import (
+    PRODUCTS,
+    layer_products,
+    missing_products,
+    without_peeled,
+)
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.instructions import Shape, parse_instruction
 from trainer.compiled.operations import Gemm
@@ -430,9 +435,17 @@ def test_a_repeated_forward_pass_does_not_stand_in_for_what_is_not_fp8():
     assert missing_products([attention], joined + weights + [one] * 6) == set()
     missing = missing_products([attention], joined + weights + [one] * 4)
     assert missing == {attention["q_proj"][PRODUCTS[0]]}
-    # An iteration that was taken out of the loop has the same names.
-    peeled = [one._replace(times=times) for times in (1, 11) for _ in range(4)]
-    assert missing_products([attention], joined + weights + peeled) == missing
+    # With as many tokens as channels, output and weight gradient have one size.
+    square = {name: layer_of(width, width, width) for name in names}
+    products = [gemm(width, 3 * width, width)] * 2 + [gemm(width, width, width)] * 6
+    assert missing_products([square], products) == set()
+
+
+def test_an_iteration_that_was_taken_out_of_a_loop_does_not_stand_for_it():
+    peeled, looped = (gemm(512, 64, 64)._replace(times=times) for times in (1, 11))
+    wide = looped._replace(dtype="fp16")
+    assert without_peeled([peeled, peeled, looped, looped]) == [looped] * 2
+    assert without_peeled([peeled, wide]) == [wide]
 
 
 IN_PLACE = """HloModule m
