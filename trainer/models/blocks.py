@@ -139,6 +139,9 @@ def _apply_gathered(
 
     def backward(residuals: Any, dy_NxD: jax.Array) -> tuple:
         layers, weights, x_LxNxD, shared, per_layer = residuals
+        # XLA takes the first iteration out of the loop. Its gather, which waits for
+        # nothing else, would run before the forward pass.
+        layers, _ = lax.optimization_barrier((layers, dy_NxD[:1, :1]))
 
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
             (dy_NxD, weights), (layer, x_NxD, entry) = carry, inputs
