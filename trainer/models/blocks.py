@@ -141,7 +141,7 @@ def _apply_gathered(
         layers, weights, x_LxNxD, shared, per_layer = residuals
         # XLA takes the first iteration out of the loop. Its gather, which waits for
         # nothing else, would run before the forward pass.
-        layers, _ = lax.optimization_barrier((layers, dy_NxD[:1, :1]))
+        layers, dy_NxD = lax.optimization_barrier((layers, dy_NxD))
 
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
             (dy_NxD, weights), (layer, x_NxD, entry) = carry, inputs
