@@ -1,7 +1,6 @@
 """The cases of the test of primitives, and the operands that they are made of."""
 
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +35,6 @@ class Case:
         exponents: of the scales. Each is tried for all operands, and each pair of
             extremes on alternating operands.
         roundings: see `check_scalify`.
-        wide_roundings: in FP32 data; the same if None.
         reduction: see `check_scalify`.
         special: whether zeros, infinities and NaN among the elements must come out as
             in the plain function.
@@ -53,57 +51,40 @@ class Case:
     special: bool = True
     narrow: tuple[int, ...] | None = None
     grad: bool = False
-    label: str = ""
-    wide_roundings: int | None = None
 
     def __str__(self) -> str:
-        shapes = ",".join("x".join(map(str, x.shape)) or "scalar" for x in self.plain)
-        return f"{self.primitive}[{self.label or shapes}]"
+        shapes = ",".join("x".join(map(str, x.shape)) for x in self.plain)
+        return f"{self.primitive}[{shapes}]"
 
     @property
     def plain(self) -> list:
         return [np.asarray(x.array if isinstance(x, Plain) else x) for x in self.args]
 
     @property
-    def middle(self) -> int:
-        return sorted(self.exponents)[len(self.exponents) // 2]
-
-    @property
-    def has_special(self) -> bool:
-        return self.special and any(x.ndim for x in self.plain)
-
-    @property
-    def has_narrow(self) -> bool:
-        return self.narrow != () and any(x.ndim for x in self.plain)
-
-    @property
     def group(self) -> tuple:
         """Equal for cases that can be checked together."""
-        tolerance = self.roundings, self.wide_roundings, self.reduction
-        return *tolerance, self.grad, self.has_special, self.has_narrow
-
-    def roundings_of(self, dtype: Any) -> int:
-        return (
-            self.wide_roundings or self.roundings
-            if dtype == jnp.float32
-            else self.roundings
-        )
+        tolerance = self.roundings, self.reduction
+        return *tolerance, self.grad, self.special, self.narrow == ()
 
     def trials(self, dtype: Any) -> list[tuple[int, ...]]:
         """One exponent for each argument, for each trial; in the last, large ones
         beside small ones."""
-        exponents = (
-            self.exponents
-            if dtype == jnp.float32 or self.narrow is None
-            else self.narrow
-        )
-        low, high = min(exponents), max(exponents)
-        same = [(e,) * len(self.args) for e in exponents]
+        is_wide = dtype == jnp.float32 or self.narrow is None
+        exponents = self.exponents if is_wide else self.narrow
+        low, high, count = min(exponents), max(exponents), len(self.args)
         mixed = [
-            tuple(itertools.islice(itertools.cycle(pair), len(self.args)))
+            tuple(pair[i % 2] for i in range(count))
             for pair in ((low, high), (high, low))
         ]
-        return list(dict.fromkeys(same + mixed))
+        return list(dict.fromkeys([*((e,) * count for e in exponents), *mixed]))
+
+    def trial(self, number: int | None, dtype: Any) -> tuple[int, ...]:
+        """The trial of this number; None: the middle exponent for all arguments."""
+        if number is None:
+            middle = sorted(self.exponents)[len(self.exponents) // 2]
+            return (middle,) * len(self.args)
+        trials = self.trials(dtype)
+        return trials[number % len(trials)]
 
     def scaled(
         self, exponents: tuple[int, ...], replace: tuple[float, ...] = ()
@@ -116,8 +97,7 @@ class Case:
                 continue
             x = np.array(x)
             # Another order in every operand, so that each meets each.
-            for j, value in enumerate(np.roll(replace, i)[: x.size]):
-                x.flat[j] = value
+            x.flat[: len(replace)] = np.roll(replace, i)[: x.size]
             args.append(ScaledArray(jnp.asarray(x), 2.0**exponent))
         return args
 

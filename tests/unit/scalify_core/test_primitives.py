@@ -11,7 +11,7 @@ import primitive_cases_program
 import primitive_cases_shape
 import pytest
 from jax import lax
-from jax.extend.core import Primitive, primitives
+from jax.extend.core import Primitive, jaxprs_in_params, primitives
 
 from scalify_core.debug.testing import WAYS, check_scalify
 from scalify_core.interpreter import registry
@@ -40,29 +40,23 @@ CASES = [
     *primitive_cases_shape.CASES,
     *primitive_cases_program.CASES,
 ]
-# Of a function in several shapes the last, which is the largest.
-SMALL = list(
-    {
-        (case.primitive, case.fun, case.label, case.exponents): case for case in CASES
-    }.values()
-)
 COVERED = sorted({case.primitive for case in CASES})
 # Without a rule: evaluated in FP32 by the same code. Some have cases,
 BY_DEFAULT = {
-    "approx_top_k", "cholesky", "complex", "conj", "cumlogsumexp", "cumprod",
-    "custom_linear_solve", "exp", "fft", "imag", "log", "logistic", "pow", "reduce",
-    "reduce_prod", "reduce_window", "rem", "scatter-mul", "select_and_scatter",
-    "triangular_solve",
+    "cholesky", "custom_linear_solve", "exp", "fft", "pow", "reduce", "reduce_window",
+    "scatter-mul",
 }  # fmt: skip
 # and these have none.
 WITHOUT_A_CASE = {
-    "acos", "acosh", "atan2", "bessel_i0e", "bessel_i1e", "cholesky_update", "cos",
-    "cosh", "digamma", "eig", "eigh", "erfc", "exp2", "hessenberg",
-    "householder_product", "igamma", "igamma_grad_a", "igammac", "lgamma", "log2", "lu",
-    "one_minus_square", "polygamma", "qr", "random_gamma",
-    "regularized_incomplete_beta", "schur", "svd", "symmetric_product", "tridiagonal",
-    "tridiagonal_solve", "zeta",
+    "acos", "acosh", "approx_top_k", "atan2", "bessel_i0e", "bessel_i1e",
+    "cholesky_update", "complex", "conj", "cos", "cosh", "cumlogsumexp", "cumprod",
+    "digamma", "eig", "eigh", "erfc", "exp2", "hessenberg", "householder_product",
+    "igamma", "igamma_grad_a", "igammac", "imag", "lgamma", "log", "log2", "logistic",
+    "lu", "one_minus_square", "polygamma", "qr", "random_gamma", "reduce_prod",
+    "regularized_incomplete_beta", "rem", "schur", "select_and_scatter", "svd",
+    "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve", "zeta",
 }  # fmt: skip
+FAR_APART = -1  # the trial with large scales beside small ones
 ZEROS = (0.0,) * 64
 SPECIAL = (0.0, np.inf, -np.inf, np.nan)
 
@@ -79,15 +73,10 @@ def primitives_of_jax() -> set[str]:
 
 
 def primitives_in(jaxpr):
-    names = set()
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
     for eqn in jaxpr.eqns:
-        names.add(eqn.primitive.name)
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                names |= primitives_in(inner)
+        for inner in jaxprs_in_params(eqn.params):
+            names |= primitives_in(inner)
     return names
 
 
@@ -111,52 +100,33 @@ class Program:
     def __call__(self, args):
         return {name: case.fun(*args[name]) for name, case in self.cases.items()}
 
-    def check(self, exponents, dtype, ways, scales, replace=(), grad=False):
-        """With the operands of each case at the scales that `exponents` gives for
-        it."""
+    def check(self, trial, dtype, ways, scales, replace=(), grad=False):
+        """With the operands of each case at the scales of this trial."""
         args = {
-            name: case.scaled(exponents(case), replace)
+            name: case.scaled(case.trial(trial, dtype), replace)
             for name, case in self.cases.items()
         }
-        limits = {
-            "roundings": self.first.roundings_of(dtype),
-            "reduction": self.first.reduction,
-        }
-        try:
-            check_scalify(
-                self, args, dtype=dtype, **limits, grad=grad, ways=ways, scales=scales
-            )
-        except Exception as error:
-            error.add_note(f"{dtype.__name__}, scales={scales!r}, {replace}")
-            raise
-
-    def check_far_apart(self, dtype, scales, ways, grad=True):
-        """Large scales beside small ones."""
-        self.check(
-            lambda case: case.trials(dtype)[-1],
-            dtype,
-            ways,
-            scales,
+        check_scalify(
+            self,
+            args,
+            dtype=dtype,
+            roundings=self.first.roundings,
+            reduction=self.first.reduction,
             grad=grad and self.first.grad,
+            ways=ways,
+            scales=scales,
         )
 
     def check_scales(self, dtype, scales, trials=None):
         """All trials, or some, with run-time scales, for which nothing is compiled
         anew."""
         most = max(len(case.trials(dtype)) for case in self.cases.values())
-        for i in trials or range(most):
-            trial = lambda case, i=i: case.trials(dtype)[i % len(case.trials(dtype))]
+        for trial in trials or range(most):
             self.check(trial, dtype, ("dynamic",), scales)
 
     def check_special(self, scales):
-        for replace in (ZEROS, SPECIAL) if self.first.has_special else ():
-            self.check(
-                lambda case: (case.middle,) * len(case.args),
-                jnp.float32,
-                ("dynamic",),
-                scales,
-                replace,
-            )
+        for replace in (ZEROS, SPECIAL) if self.first.special else ():
+            self.check(None, jnp.float32, ("dynamic",), scales, replace)
 
 
 def programs(cases, way):
@@ -192,30 +162,32 @@ def test_a_case_is_one_of_its_primitive():
     ] == []
 
 
-@pytest.mark.parametrize("program", programs(SMALL, evaluated), ids=str)
+@pytest.mark.parametrize("program", programs(CASES, evaluated), ids=str)
 def test_scaled_primitives_equal_plain_ones(program):
-    program.check_scales(jnp.float32, "static", (0, -3, -1))  # small, large, mixed
+    program.check_scales(
+        jnp.float32, "static", (0, -3, FAR_APART)
+    )  # small, large, mixed
     program.check_special("static")
-    # What has no rule of its own shares its path with all others like it; measured
+    # A primitive without a rule shares its path with all others like it; measured
     # scales share it for most rules.
-    primitive, has_narrow = program.first.primitive, program.first.has_narrow
+    primitive, has_narrow = program.first.primitive, program.first.narrow != ()
     if primitive in registry.rules and has_narrow:
-        program.check_far_apart(jnp.float16, "static", ("jit",))
+        program.check(FAR_APART, jnp.float16, ("jit",), "static", grad=True)
     if evaluates_inside(primitive) and has_narrow:
-        program.check_far_apart(jnp.float16, "auto", ("dynamic",))
+        program.check(FAR_APART, jnp.float16, ("dynamic",), "auto", grad=True)
 
 
-# The test above has the largest shape of each function. Primitives are apart, as some
-# cannot be traced in FP16, which is told of a program that has products, too.
+# The test above has fewer ways and scales. Primitives are apart, as some cannot be
+# traced in FP16, which is told of a program that has products, too.
 @pytest.mark.slow
 @pytest.mark.parametrize("program", programs(CASES, str), ids=str)
-def test_scaled_primitives_equal_plain_ones_in_all_shapes_and_ways(program):
+def test_scaled_primitives_equal_plain_ones_in_all_ways(program):
     for scales, ways in (("static", WAYS), ("auto", ("dynamic",))):
-        program.check_far_apart(jnp.float32, scales, ways)
+        program.check(FAR_APART, jnp.float32, ways, scales, grad=True)
         program.check_scales(jnp.float32, scales)
         program.check_special(scales)
-        if program.first.has_narrow:
-            program.check_far_apart(jnp.float16, scales, ways[-2:])
+        if program.first.narrow != ():
+            program.check(FAR_APART, jnp.float16, ways[-2:], scales, grad=True)
             program.check_scales(jnp.float16, scales)
 
 

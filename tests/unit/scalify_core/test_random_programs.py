@@ -1,5 +1,4 @@
-"""Random programs and random pytrees: scaled in FP32 data, a program is bitwise the
-plain one."""
+"""Random programs: scaled in FP32 data, a program is bitwise the plain one."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from scalify_core.array.scaled_array import (
-    ScaledArray,
-    as_scaled_array,
-    asarray,
-    is_scaled_array,
-)
+from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics.formats import pow2_round
 
@@ -29,13 +23,9 @@ OPERATIONS = {
     "max": jnp.maximum,
     "matmul": lambda x, y: jnp.dot(x, y, precision="highest"),
     "mask": lambda x, y: jnp.where(x > y, x, 0.0),
-    "square": lambda x, y: jnp.square(x),
     "rsqrt": lambda x, y: jax.lax.rsqrt(1 + jnp.square(x)),
-    "tanh": lambda x, y: jnp.tanh(x),
     "exp": lambda x, y: jnp.exp(-jnp.abs(x)),
     "times constant": lambda x, y: x * -0.25,
-    "plus constant": lambda x, y: x + 1e-3,
-    "center": lambda x, y: x - jnp.max(x, 1, keepdims=True),
     "cumsum": lambda x, y: jnp.cumsum(x, 0),
     "gather": lambda x, y: x[np.array([2, 0, 2])],
     "norm": lambda x, y: x / (jnp.sum(jnp.abs(x)) + 1),
@@ -96,36 +86,3 @@ def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
             pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32))
         )
         assert_array_equal(np.asarray(a), b, err_msg=f"step {step - 2}")
-
-
-floats = st.builds(
-    lambda shape, exponent, dtype: jnp.full(shape, 1.5, dtype) * 2.0**exponent,
-    st.sampled_from([(), (2,), (3, 1)]),
-    st.integers(-6, 6),
-    st.sampled_from([jnp.float32, jnp.float16, jnp.bfloat16]),
-)
-leaves = st.one_of(
-    st.none(), st.integers(-5, 5).map(np.int32), st.booleans().map(np.bool_), floats
-)
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
-        st.tuples(inner, inner),
-    ),
-    max_leaves=8,
-)
-
-
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(trees, st.one_of(st.none(), exponents.map(lambda e: 2.0**e)))
-def test_random_pytrees_pass_through_scaling_and_back(tree, scale):
-    scaled = as_scaled_array(tree, scale)
-    assert jax.tree.structure(scaled, is_leaf=is_scaled_array) == jax.tree.structure(
-        tree
-    )
-    through = asarray(scalify(lambda t: t)(scaled))
-    assert jax.tree.structure(through) == jax.tree.structure(tree)
-    for original, a in zip(*map(jax.tree.leaves, (tree, through)), strict=True):
-        assert_array_equal(np.asarray(a, np.float64), np.asarray(original, np.float64))

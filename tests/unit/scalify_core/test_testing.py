@@ -9,7 +9,7 @@ from beside_plain import F32, HALF
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.debug.testing import assert_close, check_scalify
-from scalify_core.numerics.formats import FP16, FP32
+from scalify_core.numerics.formats import FP32
 from scalify_core.ops.rescale import set_scaling
 
 X = ScaledArray(jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.5]]), 2.0**20)
@@ -17,20 +17,9 @@ X = ScaledArray(jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.5]]), 2.0**20)
 
 @pytest.mark.parametrize("dtype", [F32, HALF])
 def test_it_passes_a_composition_with_its_gradient(dtype):
-    out = check_scalify(
-        lambda x, b: {"y": jnp.sin(x * 2.0**-20) * b, "n": jnp.argmax(x)},
-        X,
-        jnp.ones(3, dtype)[None],
-        dtype=dtype,
-        grad=True,
-    )
-    assert out["y"].dtype == dtype
-    assert out["n"].dtype == jnp.int32
-
-
-def test_it_wants_something_scaled():
-    with pytest.raises(ValueError, match="ScaledArray"):
-        check_scalify(jnp.sin, jnp.ones(3))
+    fun = lambda x, b: {"y": jnp.sin(x * 2.0**-20) * b, "n": jnp.argmax(x)}
+    out = check_scalify(fun, X, jnp.ones((1, 3), dtype), dtype=dtype, grad=True)
+    assert (out["y"].dtype, out["n"].dtype) == (dtype, jnp.int32)
 
 
 def close(actual, expected, **kwargs):
@@ -68,50 +57,40 @@ def test_a_scale_that_is_no_power_of_two_in_range_is_found(scale):
         close(x, [1.0, 1.0])
 
 
-def test_another_format_is_found():
-    x = ScaledArray(jnp.zeros(2, jnp.bfloat16), 1.0)
-    with pytest.raises(AssertionError, match="data is bfloat16"):
-        assert_close(x, jnp.zeros(2), FP16)
-    # the plain function itself asks for it
-    assert_close(x, jnp.zeros(2, jnp.bfloat16), FP16)
-
-
-def test_another_shape_tree_or_integer_is_found():
-    for actual, expected, message in [
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        (
+            ScaledArray(jnp.zeros(2, jnp.bfloat16), 1.0),
+            jnp.zeros(2),
+            "data is bfloat16",
+        ),
         (jnp.zeros(2), jnp.zeros(3), "shape"),
         ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, "tree"),
         (jnp.int32(3), jnp.int32(4), "expected 4"),
-        (HALF(1), F32(1), "plain float16"),
         (ScaledArray(F32(1), 1.0), jnp.int32(1), "expected int32"),
         (jax.random.key(0), jax.random.key(1), "expected"),
-    ]:
-        with pytest.raises(AssertionError, match=message):
-            assert_close(actual, expected, FP32)
+    ],
+)
+def test_another_format_shape_tree_or_integer_is_found(actual, expected, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_close(actual, expected, FP32)
 
 
-@pytest.mark.parametrize(("dtype", "too_large"), [(HALF, 2.0**24), (F32, 2.0**126)])
-def test_what_vanishes_at_a_scale_that_is_astray_is_found(dtype, too_large):
-    """Zeros below the smallest number of the data are no excuse where plain data keeps
-    the numbers."""
-    x = ScaledArray(
-        jnp.asarray([1.0, -2.0, 0.5]) * (1.0 if dtype == HALF else 2.0**-24), 1.0
-    )
-
-    def astray(x):
-        return set_scaling(x, too_large) * 1.5
-
-    check_scalify(astray, x, dtype=dtype, strict=False, scales="static")
+def test_zeros_at_a_scale_that_is_too_large_are_found():
+    """They are no excuse where plain data keeps the numbers."""
+    astray = lambda x: set_scaling(x, 2.0**24) * 1.5
+    x = ScaledArray(jnp.asarray([1.0, -2.0, 0.5]), 1.0)
+    check_scalify(astray, x, dtype=HALF, strict=False, scales="static")
     with pytest.raises(AssertionError, match="expected"):
-        check_scalify(astray, x, dtype=dtype, scales="static")
+        check_scalify(astray, x, dtype=HALF, scales="static")
 
 
-def test_what_vanishes_beside_larger_numbers_is_found_if_plain_data_keeps_it():
-    """With numbers of all sizes, so that the result does not make room for the small
-    ones."""
+def test_values_that_vanish_beside_larger_ones_are_found_if_plain_data_keeps_them():
+    # of all sizes, so that the result does not make room for the small ones
     large = ScaledArray(jnp.geomspace(2.0**-7, 1.5, 40), 2.0**15)
     both = lambda a, b: jnp.concatenate([a, b])
     small, smaller = (ScaledArray(jnp.asarray([1.0, 1.5]), 2.0**e) for e in (-22, -30))
-    check_scalify(both, small, large, dtype=HALF, strict=False)
     check_scalify(both, smaller, large, dtype=HALF)
     with pytest.raises(AssertionError, match="expected"):
         check_scalify(both, small, large, dtype=HALF)
@@ -121,18 +100,3 @@ def test_what_plain_data_overflows_on_is_no_measure():
     x = ScaledArray(jnp.asarray([1.0, 2.0**-24]), 2.0**40)
     check_scalify(lambda x: x * 1.5, x, dtype=HALF)
     check_scalify(lambda x: jnp.stack([x, x * 2.0**-20]), x, dtype=HALF)
-
-
-def test_gradients_are_held_to_plain_data_too():
-    x = ScaledArray(jnp.asarray([1.0, -2.0, 0.5]), 1.0)
-
-    @jax.custom_vjp
-    def astray(x):
-        return x * 1.0
-
-    astray.defvjp(
-        lambda x: (astray(x), x), lambda x, g: (set_scaling(g * x, 2.0**26) * 1.0,)
-    )
-    check_scalify(astray, x, dtype=HALF, ways=("eager",))
-    with pytest.raises(AssertionError, match="expected"):
-        check_scalify(astray, x, dtype=HALF, grad=True, ways=("eager",))
