@@ -121,14 +121,6 @@ def unit(*shape: int, salt: str = "") -> np.ndarray:
     return np.asarray(_rng(shape, salt + "u").uniform(-0.9, 0.9, shape), np.float32)
 
 
-def distinct(*shape: int, salt: str = "") -> np.ndarray:
-    """No two elements equal, also in FP16: multiples of 1/8."""
-    n = int(np.prod(shape))
-    return np.asarray(
-        _rng(shape, salt + "d").permutation(np.arange(n) - n // 2) / 8, np.float32
-    ).reshape(shape)
-
-
 def spd(n: int) -> np.ndarray:
     """A well-conditioned symmetric positive definite matrix."""
     a = normal(n, n, salt="spd") / 4

@@ -34,12 +34,12 @@ from scalify_core.optim.weights import apply_updates
 
 
 def written(text):
-    """What each fusion of the program writes."""
+    """Return the types that each fusion of the program writes."""
     return re.findall(r" = (\(.*?\)|\S+) fusion\(", text[text.index("ENTRY ") :])
 
 
 def on_data(step):
-    """Of data at scale 1; the data of what comes out."""
+    """The step on data at scale 1, returning the data of its results."""
 
     def run(*arrays):
         out = scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))
@@ -194,8 +194,7 @@ def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(formats, t
 
 
 def test_the_first_moments_are_computed_when_the_program_runs():
-    """Of zeros as constants the compiler rounded every element itself: at 124M that
-    took minutes."""
+    """The compiler rounded every element of constant zeros itself: minutes at 124M."""
     tx = scaled_state(optax.adam(1e-3), mu=FP16, nu=FP16, seed=0)
     text = jax.jit(tx.init).lower({"w": jnp.ones((64, 48))}).compile().as_text()
     assert " sqrt(" in text, text  # of the second moment, which is zero

@@ -1,5 +1,7 @@
 """Measured scales beside numbers that are far larger than all others: masks and other
-constants, loud rows. They set no scale, and what is not masked keeps its digits."""
+constants. They set no scale, and the rest keeps its digits. Products with masks or
+one-hot vectors select numbers exactly, and readers of a value beside a product read all
+of its digits."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from beside_plain import (
     check,
     error,
     normal,
+    products,
     scaled,
 )
 from jax import lax, nn
@@ -22,7 +25,7 @@ from scalify_core import asarray, scalify
 
 LOWEST = float(jnp.finfo(F32).min)
 X = normal(0, 16, 16)
-SOME = jax.random.bernoulli(jax.random.key(1), 0.5, (16, 16))
+SOME = np.asarray(normal(1, 16, 16)) > 0
 LIMIT = ROUNDINGS[HALF]
 
 
@@ -31,9 +34,9 @@ def in_its_dtype(fun):
     return lambda x, *args: fun(x, *args).astype(x.dtype)
 
 
-def check_parts(actual, expected, where=SOME):
+def check_parts(actual, expected):
     """Both parts at their own size."""
-    for part in (np.asarray(where), ~np.asarray(where)):
+    for part in (SOME, ~SOME):
         assert error(asarray(actual)[part], expected[part]) <= LIMIT
 
 
@@ -68,6 +71,11 @@ def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as
     # smallest, FP16 has no mask but -inf.
     assert_allclose(nn.softmax(actual), nn.softmax(expected), atol=4e-3 * min(size, 10))
     assert np.isinf(actual[masked]).all() == (size < 1e-6)
+
+
+def test_a_result_of_masks_alone_keeps_them():
+    actual, _ = both(lambda x: jnp.where(x > 100, x, -1e9), X)
+    assert_allclose(asarray(actual), -1e9, rtol=2**-10)
 
 
 # Of data, masks (zero for `SOME`) and a temperature.
@@ -149,3 +157,83 @@ def test_results_of_all_sizes_leave_room_above(dtype):
         data = scalify(fun)(x).data.astype(F32)
         assert 2.0**6 <= float(jnp.max(jnp.abs(data))) < 2.0**7
     assert float(scalify(lambda x: 0 * x)(x).scale) == 2.0**-126
+
+
+IDS = jnp.array([3, 1, 1, 6])
+
+
+# What copies rows or columns by a product, and how to take them.
+COPIES = {
+    "eye": (lambda h: jnp.eye(8)[:4] @ h, lambda h: h[:4]),
+    "one-hot": (lambda h: nn.one_hot(IDS, 8) @ h, lambda h: h[IDS]),
+}
+
+
+# by `sizes`: true, and not the subject
+@pytest.mark.filterwarnings("ignore:.*plain code has FP32 here, by promotion")
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how):
+    copied, taken = COPIES[how]
+    # of elements that are summed over: the last are FP16's subnormal numbers
+    sizes = jnp.exp2(-jnp.arange(8.0) * 2)
+
+    def made(x):
+        return jnp.tanh(x) * sizes[:, None]  # FP32 digits
+
+    def loss(x, w):
+        h = made(x)
+        return jnp.mean(jnp.tanh(copied(h) @ w) ** 2)
+
+    x, w = scaled(normal(0, 8, 8), normal(1, 8, 4))
+    differ = scalify(lambda x: jnp.abs(copied(made(x)) - taken(made(x))).max())
+    assert asarray(differ(x)) == asarray(jax.jit(differ)(x)) == 0
+    both = jax.value_and_grad(loss, (0, 1))
+    assert error(scalify(both)(x, w), both(*asarray((x, w)))) < ROUNDINGS[HALF]
+
+
+def test_in_which_format_a_product_is_multiplied():
+    """Once: in FP32 where it may select computed elements, else as it is stored."""
+    (s,), mask = scaled(normal(0, 8, 8)), jnp.eye(8, dtype=bool)
+    (matrix,) = products(lambda s: mask.astype(s.dtype) @ s, s)
+    assert "f16>, tensor" in matrix
+    assert "HIGHEST" not in matrix
+    (computed,) = products(lambda s: jnp.where(mask, 3.0, 0.0) @ jnp.tanh(s), s)
+    assert "f32>, tensor" in computed
+    assert "HIGHEST" in computed
+
+
+# Readers of a value beside a product.
+
+
+def weights_of(x):
+    """Attention so sharp that no narrow format holds its small weights beside the
+    large."""
+    return nn.softmax(7 * x, -1)
+
+
+def product_and_log(p, v):
+    return jnp.mean((p @ v) ** 2) - jnp.mean(jnp.log(jnp.abs(p)))
+
+
+def moved_and_compared(x, v):
+    p = weights_of(x)
+    moved = -p.T[::-1]
+    back = -moved[::-1].T
+    is_same = jnp.abs(back - p) <= 1e-5 * jnp.abs(p)
+    return product_and_log(moved, v) + jnp.mean(jnp.where(is_same, p, 1e3))
+
+
+def in_a_checkpoint(x, v):
+    p = weights_of(x)
+    return jnp.mean(jnp.tanh(p @ v)) + jax.checkpoint(product_and_log)(p, v)
+
+
+@pytest.mark.parametrize("loss", [moved_and_compared, in_a_checkpoint])
+def test_a_reader_of_a_value_beside_a_product_reads_all_its_digits(loss):
+    args = scaled(normal(0, 8, 8), normal(1, 8, 4))
+    inside = jax.value_and_grad(loss, (0, 1))
+    actual = asarray(jax.jit(scalify(inside))(*args))
+    assert error(actual, inside(*asarray(args))) < ROUNDINGS[HALF]
+    # both FP16, of sums in another order
+    close = lambda a, b: assert_allclose(a, b, rtol=2**-9, atol=2**-18)
+    jax.tree.map(close, actual, asarray(scalify(inside)(*args)))

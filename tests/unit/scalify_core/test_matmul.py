@@ -21,7 +21,11 @@ CASES = {  # lhs shape, rhs shape, dimension numbers
         (3, 48, 2, 32),
         (((3,), (3,)), ((0, 2), (0, 2))),
     ),
-    "batch not in front": ((16, 5, 32), (32, 16, 5), (((2,), (0,)), ((1,), (2,)))),
+    "batch not in front, contracted axes in another order": (
+        (16, 5, 4, 8),
+        (8, 16, 5, 4),
+        (((2, 3), (3, 0)), ((1,), (2,))),
+    ),
 }
 EPS32 = 2.0**-23
 ONES = jnp.ones((16, 16))
@@ -96,8 +100,6 @@ def test_scales_from_the_tensors_make_the_product_homogeneous(statistic):
         return out, *vjp(g)
 
     base = both(lhs, rhs, gradient)
-    zeros = both(0 * lhs, 0 * rhs, 0 * gradient)
-    assert not any(np.any(x) for x in zeros)
     scaled = both(lhs * 2.0**-40, rhs * 2.0**50, gradient * 2.0**-30)
     for actual, expected, power in zip(scaled, base, (10, 20, -70), strict=True):
         assert_array_equal(actual, expected * 2.0**power)
@@ -142,9 +144,6 @@ def test_sizes_that_are_not_multiples_of_16_fall_back_once_a_shape_and_are_named
 REFUSED = {
     r"no precision \(highest\)": lambda: fp8_dot_general(
         ONES, ONES, MATRIX, precision="highest"
-    ),
-    r"out_sharding \(P": lambda: fp8_dot_general(
-        ONES, ONES, MATRIX, out_sharding=jax.P()
     ),
     "not float8_e5m2": lambda: fp8_dot_general(
         ONES, ONES, MATRIX, preferred_element_type=jnp.float8_e5m2

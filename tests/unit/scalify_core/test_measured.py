@@ -1,5 +1,5 @@
-"""Measured scales: what scale propagation by rules gets wrong on programs that nobody
-prepared for it, kind by kind.
+"""Measured scales on programs that scale propagation by rules gets wrong, kind by kind;
+calls in them, and the formats of stored values.
 
 Each program is an ordinary function of float32 arrays, and is held to its plain FP32
 result: of FP16 data within a few roundings of the result's norm, whatever the sizes of
@@ -67,14 +67,13 @@ def normalised(x):
 
 def layers(ws, x):
     layer = lambda h, w: (h + jnp.tanh(normalised(h) @ w), jnp.sum(h))
-    out, kept = lax.scan(jax.checkpoint(layer), x, ws)
-    return jnp.mean(out**2) + 1e-3 * jnp.sum(kept)
+    out, sums = lax.scan(jax.checkpoint(layer), x, ws)
+    return jnp.mean(out**2) + 1e-3 * jnp.sum(sums)
 
 
-def grown(through):
+def grown(ws, x):
     """Layers that grow or shrink from one to the next."""
-    scan = lambda ws, x: lax.scan(through(lambda h, w: (h @ w, None)), x, ws)[0]
-    return jax.grad(lambda ws, x: jnp.sum(scan(ws, x)))
+    return jnp.sum(lax.scan(lambda h, w: (h @ w, None), x, ws)[0])
 
 
 PROGRAMS = {
@@ -93,7 +92,7 @@ PROGRAMS = {
             normal(0, 8, 16),
             SQUARE,
         )
-        for a, b in ((-55, -55), (-90, 80))
+        for a, b in ((-55, -55), (-60, 115))
     },
     "many tokens": case(
         jax.grad(mean_over_many_tokens, (0, 1)), normal(0, 16, 64), normal(1, 512, 16)
@@ -102,13 +101,10 @@ PROGRAMS = {
         jax.grad(layers, (0, 1)), STACK, normal(1, 8, 16), roundings=8
     ),
     **{
-        f"scan of {name}, times {gain}": case(
-            grown(through), gain * STACK, normal(1, 8, 16), axis=0, roundings=8
+        f"layers that grow by {gain}": case(
+            jax.grad(grown), gain * STACK, normal(1, 8, 16), axis=0, roundings=8
         )
-        for name, through, gain in (
-            ("layers", lambda f: f, 2.0**5),
-            ("remat", jax.checkpoint, 2.0**-5),
-        )
+        for gain in (2.0**5, 2.0**-5)
     },
 }
 
@@ -140,11 +136,8 @@ def test_rows_of_zeros_stay_zeros_beside_products_beyond_fp32(dtype):
 def test_fp32_data_is_as_plain_at_every_scale():
     def normed(x):
         unit = x / jnp.max(jnp.abs(x))
-        return (
-            unit / jnp.sqrt(jnp.sum(unit * unit, -1, keepdims=True)),
-            x - jnp.mean(x),
-            x * 2 + 1e-30 * x,
-        )
+        norms = jnp.sqrt(jnp.sum(unit * unit, -1, keepdims=True))
+        return unit / norms, x - jnp.mean(x), x * 2 + 1e-30 * x
 
     actual = jax.jit(scalify(normed))
     for exponent in (-120, 20, 120):
@@ -236,17 +229,6 @@ def test_stored_data_fills_its_format_without_saturating(fmt):
     assert quantize.quantized(jnp.zeros((0, 3)), fmt.dtype).shape == (0, 3)
 
 
-def test_formats_of_the_range_of_fp32_are_not_measured():
-    def measures(dtype):
-        args = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)), dtype=dtype)
-        text = jax.jit(scalify(lambda x, w: jnp.tanh(x @ w) @ w)).lower(*args).as_text()
-        return "applies stablehlo.maximum" in text  # the largest magnitude
-
-    assert measures(HALF)
-    assert not measures(jnp.float32)
-    assert not measures(jnp.bfloat16)
-
-
 def test_products_read_the_format_and_weights_are_not_measured_again():
     w = as_scaled_array(normal(1, 16, 16), dtype=HALF)
     jaxpr = jax.make_jaxpr(scalify(lambda x, w: jnp.tanh(x @ w) @ w.T))(
@@ -272,27 +254,22 @@ def test_a_result_that_goes_round_a_loop_of_calls_compiles_once_and_keeps_its_fo
 # What acts on scales.
 
 
-def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
+def test_rescales_are_the_identity_and_simulated_formats_round_the_data():
     def fun(x):
         return (
             sc.static.dynamic_rescale_rms(x * 1e-6),
             sc.static.set_scaling(x, 2.0**-3),
-            sc.static.stop_scaling(x),
             sc.static.rebalance(x, 4.0),
+            sc.static.stop_scaling(x),
+            sc.static.cast_on_forward(x * 2.0**-60, E4M3),
         )
 
     x = as_scaled_array(normal(0, 64), dtype=HALF)
-    rescaled, kept, plain, rebalanced = jax.jit(scalify(fun))(x)
+    rescaled, *same, plain, rounded = jax.jit(scalify(fun))(x)
     assert error(rescaled, asarray(x) * 1e-6) <= ROUNDINGS[HALF]
-    assert_array_equal(asarray(kept), asarray(x))
     assert isinstance(plain, jax.Array)
-    assert_array_equal(asarray(rebalanced), asarray(x))
-
-
-@pytest.mark.parametrize("size", [2.0**-60, 2.0**20])
-def test_simulated_formats_are_applied_to_data(size):
-    fmt = sc.numerics.formats.FloatFormat.parse("e4m3")
-    x = as_scaled_array(normal(0, 64) * size)
-    actual = asarray(jax.jit(scalify(lambda x: sc.static.cast_on_forward(x, fmt)))(x))
-    assert_allclose(actual, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size)
-    assert not np.array_equal(actual, asarray(x))
+    for y in (*same, plain):
+        assert_array_equal(asarray(y), asarray(x))
+    small = asarray(x) * 2.0**-60
+    assert_allclose(asarray(rounded), small, rtol=E4M3.epsilon, atol=2.0**-69)
+    assert not np.array_equal(asarray(rounded), small)

@@ -67,9 +67,9 @@ def test_stochastic_storage_is_unbiased(fmt, sqrt):
         state, _ = run(traced(fmt, "stochastic", sqrt=sqrt), x, 1)
         stored = np.asarray(state.inner_state.trace, np.float64)[1:]
         low, high = stored.min(), stored.max()
-        expected = float(np.sqrt(np.float32(value)) if sqrt else np.float32(value))
-        assert low <= expected <= high
+        expected = float(jnp.sqrt(x[1]) if sqrt else x[1])
         p = (expected - low) / (high - low)
+        assert 0 <= p <= 1
         # The standard deviation of a mean of n draws of two values. Bits and FP32
         # arithmetic: 2^-16 of their distance.
         tolerance = (high - low) * (6 * np.sqrt(p * (1 - p) / n) + 2.0**-16)
@@ -177,7 +177,6 @@ REFUSED = [
     ),
     (optax.adam(1e-3), {"mu": FP16, "fields": {"mu": Stored(E4M3)}}, "given twice"),
     (optax.adam(1e-3), {"mu": FloatFormat.parse("e3m3")}, "no native dtype"),
-    (optax.adam(1e-3), {"mu": FP16, "rounding": "up"}, "valid: nearest, stochastic"),
     (optax.adam(1e-3), {"fields": {"mu": HALF}}, "expected a Stored"),
     (
         optax.sgd(1e-2, momentum=0.9),
@@ -203,13 +202,13 @@ def rescaled(tree):
 
 def losses_of(tx, dtype):
     """Losses of a regression: plain (`dtype` None), or scaled with data of `dtype`."""
-    params = {"w": normal(0, 8, 16) / 8**0.5, "b": jnp.zeros(16), "v": normal(1, 16, 4)}
+    params = {"w": normal(0, 8, 4) / 8**0.5, "b": jnp.zeros(4)}
     x = normal(2, 32, 8)
     y = jnp.sin(x @ normal(3, 8, 4)) + 1.0
 
     def loss_of(params, x):
-        hidden = jnp.tanh(x @ params["w"] + params["b"][None])
-        return jnp.mean((hidden @ params["v"] / 4 - y) ** 2)
+        out = jnp.tanh(x @ params["w"] + params["b"][None])
+        return jnp.mean((out - y) ** 2)
 
     def step(params, state, x):
         loss, grads = jax.value_and_grad(loss_of)(params, x)
@@ -237,7 +236,7 @@ def test_in_fp32_data_the_losses_are_those_of_the_plain_twin():
 
 @pytest.mark.parametrize(
     "tx",
-    [optax.adafactor(1e-2, min_dim_size_to_factor=8), contrib.muon(1e-2)],
+    [optax.adafactor(1e-2, min_dim_size_to_factor=4), contrib.muon(1e-2)],
     ids=["adafactor", "muon"],
 )
 def test_in_fp16_data_it_learns_as_well(tx):

@@ -81,7 +81,7 @@ def primitives_in(jaxpr):
 
 
 def evaluates_inside(primitive):
-    """Whether a rule evaluates inner programs, or the operation on the data."""
+    """Tell whether a rule evaluates inner programs, or the operation on the data."""
     rule = registry.rules.get(primitive, registry.DEFAULT)
     return rule.control or rule.fun is registry.apply_to_data
 
@@ -130,7 +130,7 @@ class Program:
 
 
 def programs(cases, way):
-    """Of cases whose primitives are alike by `way`, a function of their names."""
+    """Group cases whose primitives are alike by `way`, a function of their names."""
     groups = collections.defaultdict(list)
     for case in cases:
         groups[way(case.primitive), *case.group].append(case)
@@ -138,7 +138,7 @@ def programs(cases, way):
 
 
 def evaluated(primitive):
-    """By what code, and whether on one device, beside meshes."""
+    """The code that evaluates a primitive; one device is apart from meshes."""
     rule = primitive in registry.rules
     return rule, evaluates_inside(primitive), primitive == "device_put"
 

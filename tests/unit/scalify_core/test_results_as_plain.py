@@ -108,12 +108,13 @@ READERS = {
         lambda v: jax.lax.cond(v.sum() > 0, jnp.sqrt, jnp.square, v),
         False,
     ),
+    # the second iteration takes the root
     "loop": (
         lambda v: jax.lax.while_loop(
-            lambda carry: carry[0] < 1,
-            lambda carry: (carry[0] + 1, jnp.sqrt(carry[1])),
-            (0, v),
-        )[1],
+            lambda carry: carry[0] < 2,
+            lambda carry: (carry[0] + 1, carry[2], jnp.sqrt(carry[1])),
+            (0, jnp.ones_like(v), v),
+        )[1:],
         False,
     ),
     "checkpoint": (jax.checkpoint(lambda v: jnp.sqrt(v * 2)), True),

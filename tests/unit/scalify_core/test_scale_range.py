@@ -12,7 +12,6 @@ from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
 
-EXPONENTS = (-115, -78, -60, -15, 0, 15, 60, 78, 120)
 A, B = (np.asarray(jax.random.normal(jax.random.key(k), (4, 8))) for k in range(2))
 
 
@@ -25,30 +24,22 @@ def ratio_of_cubes(x, a, b):
     return (a * b * b) / (a * a * b)
 
 
-def adam(x, a, b):
-    m, v = 0.9 * (0.1 * a) + 0.1 * b, 0.99 * (0.01 * a * a) + 0.01 * b * b
-    return m / x.sqrt(v)
-
-
 # With the exponents up to which they fit: scale and FP32 data reach from 2^-250 to
 # 2^250, a cube fills that at 2^80.
-PROGRAMS = {
-    standardised: 120,
-    ratio_of_cubes: 78,
-    adam: 115,
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_what_does_not_depend_on_size_is_the_same_at_all_scales(program):
-    largest, fun = PROGRAMS[program], scalify(lambda a, b: program(jnp, a, b))
+@pytest.mark.parametrize(
+    ("program", "largest"), [(standardised, 120), (ratio_of_cubes, 78)]
+)
+def test_results_that_do_not_depend_on_size_are_the_same_at_all_scales(
+    program, largest
+):
+    fun = scalify(lambda a, b: program(jnp, a, b))
     jitted, expected = jax.jit(fun), program(np, np.float64(A), np.float64(B))
-    for e in (e for e in EXPONENTS if abs(e) <= largest):
+    for e in (-largest, -60, -15, 0, 60, largest):
         args = (ScaledArray(x, F32(2.0**e)) for x in (A, B))
         # Sums of 32 terms, which may cancel.
         assert_near(jitted(*args), expected, 2e-5)
-    static = 2.0 ** min(62, largest)
-    assert_near(fun(ScaledArray(A, static), ScaledArray(B, static)), expected, 2e-5)
+    static = ScaledArray(A, 2.0**62), ScaledArray(B, 2.0**62)
+    assert_near(fun(*static), expected, 2e-5)
 
 
 def test_of_a_sum_of_far_sizes_the_smaller_is_exact_where_the_other_is_nothing():

@@ -102,15 +102,6 @@ def test_broadcast_zeros_have_any_scale():
         assert scalify(fun)(x).scale == 2.0**-30
 
 
-def test_sums_of_very_many_rows_stay_within_fp16():
-    count = 200_000
-    ones = as_scaled_array(jnp.ones(count), 1.0, dtype=HALF)
-    actual = scalify(
-        lambda x: jax.ops.segment_sum(x, jnp.zeros(count, jnp.int32), num_segments=4)
-    )(ones)
-    assert_allclose(asarray(actual), [count, 0, 0, 0], rtol=2.0**-11)
-
-
 @pytest.mark.parametrize("name", ["dynamic_rescale_rms", "dynamic_rescale_max"])
 def test_rescale_finds_the_power_of_two_and_changes_no_value(name):
     x = as_scaled_array(normal(0, 512) * 2.0**-9, 1.0)
@@ -147,13 +138,15 @@ def test_the_gradient_of_a_bias_in_front_of_a_rescale_is_summed_before_it_is_rou
     column = jnp.where(jnp.arange(512) < 8, sign, 1.3 * 2.0**-28)
     gradient = jnp.broadcast_to(column[:, None], (512, 16))
 
-    def gradient_of_bias(x, bias):
-        layer = lambda bias: sc.static.dynamic_rescale_rms_grad(x + bias[None])
-        return jax.vjp(layer, bias)[1](jnp.cos(0 * x) * gradient)[0]
+    def gradients(x, w, bias):
+        layer = lambda w, bias: sc.static.dynamic_rescale_rms_grad(x @ w + bias[None])
+        return jax.vjp(layer, w, bias)[1](jnp.cos(0 * x) * gradient)
 
-    args = as_scaled_array((normal(1, 512, 16), normal(1, 16)), 1.0, dtype=HALF)
+    args = normal(1, 512, 16), normal(1, 16, 16), normal(1, 16)
+    # the product reads the gradient in FP16
+    _, of_bias = scalify(gradients)(*as_scaled_array(args, 1.0, dtype=HALF))
     exact = np.sum(np.float64(gradient), 0)
-    assert_allclose(asarray(scalify(gradient_of_bias)(*args)), exact, rtol=0.05)
+    assert_allclose(asarray(of_bias), exact, rtol=0.05)
 
 
 def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():

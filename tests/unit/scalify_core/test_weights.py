@@ -125,21 +125,16 @@ def test_an_unknown_rounding_is_refused():
 
 
 def test_only_named_weights_are_rescaled_and_their_values_stay_exactly():
-    def data(rms):
-        return jnp.array([rms, -rms, rms, rms], HALF)
-
+    data = jnp.array([1, -1, 1, 1], HALF)
     params = {
-        "low": ScaledArray(data(0.04), 2.0**-3),
-        "high": ScaledArray(data(100.0), jnp.float32(2.0)),
-        "other": ScaledArray(data(0.07), 1.0),
-        "broken": ScaledArray(jnp.full(4, jnp.nan, HALF), 1.0),
-        "plain": data(100.0),
+        "low": ScaledArray(data / 25, 2.0**-3),
+        "high": ScaledArray(data * 100, jnp.float32(2.0)),
+        "broken": ScaledArray(data * jnp.nan, 1.0),
+        "plain": data,
     }
     rms = rms_of_params(params)
-    expected = {"low": 0.04, "high": 100.0, "other": 0.07, "broken": np.nan}
-    assert rms.keys() == {f"['{name}']" for name in expected}
-    for name, value in expected.items():
-        assert_allclose(rms[f"['{name}']"], value, rtol=FP16.epsilon / 2)
+    assert list(rms) == ["['broken']", "['high']", "['low']"]
+    assert_allclose(list(rms.values()), [np.nan, 100, 0.04], rtol=FP16.epsilon / 2)
     new = rescale_params(params, {"['low']": 2.0**-5, "['high']": 2.0**7})
     assert (new["low"].scale, float(new["high"].scale)) == (2.0**-8, 2.0**8)
     assert (new["low"].is_static, new["high"].is_static) == (True, False)
@@ -165,7 +160,7 @@ def test_weights_that_are_zero_at_run_time_scales_learn(scale_shape):
 
 
 def test_a_run_time_scale_follows_weights_that_shrink():
-    """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
+    """They shrink by a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
 
     def shrink(n, carry):
         p, exact, moves = carry
@@ -194,32 +189,24 @@ def test_compensation_is_unchanged_by_a_refused_update_and_zero_beyond_the_forma
     assert_array_equal(np.float32(rest), 0)
 
 
-@pytest.mark.parametrize("updates", [{"a": 1.0, "z": 2.0}, [1.0, 2.0]])
-def test_updates_of_another_tree_are_refused(updates):
-    params, updates = (
-        {"a": jnp.zeros(()), "b": jnp.zeros(())},
-        jax.tree.map(jnp.float32, updates),
-    )
+@pytest.mark.parametrize("other", [{"a": 1.0, "z": 2.0}, [1.0, 2.0]])
+def test_updates_of_another_tree_are_refused(other):
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     with pytest.raises(ValueError, match="updates is not a tree like params"):
-        apply_updates(params, updates)
+        apply_updates(params, other)
     with pytest.raises(ValueError, match="leaf_indices is not a tree like params"):
-        apply_updates(params, params, leaf_indices=updates)
+        apply_updates(params, params, leaf_indices=other)
 
 
 def test_a_moving_average_in_half_precision_follows_its_parameters():
-    average = [
-        as_scaled_array(jnp.ones(4096), dtype=HALF),
-        jnp.ones(4096, jnp.bfloat16),
-    ]
-    full = jnp.full(4096, 1.2)
-    params = [as_scaled_array(full, dtype=HALF), full]
+    average, params = (
+        as_scaled_array(jnp.full(4096, x), dtype=HALF) for x in (1.0, 1.2)
+    )
     step = jax.jit(lambda x, n: moving_average(x, params, 0.999, seed=0, step=n))
     for number in range(100):
         average = step(average, number)
-    assert [x.dtype for x in average] == [HALF, jnp.bfloat16]
+    assert average.dtype == HALF
     expected = 1.2 - 0.2 * 0.999**100
-    for x in average:
-        mean = np.mean(np.asarray(asarray(x)), dtype=np.float64)
-        assert_allclose(mean, expected, atol=2e-3)
+    assert_allclose(np.mean(asarray(average)), expected, atol=2e-3)
     with pytest.raises(ValueError, match="params is not a tree like"):
-        moving_average(average, params[:1], 0.999, seed=0, step=0)
+        moving_average(average, [params], 0.999, seed=0, step=0)
