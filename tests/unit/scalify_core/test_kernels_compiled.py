@@ -28,7 +28,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.ops.functional import embedding, layer_norm, materialized
-from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
+from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 from scalify_core.optim import scaled_state
 from scalify_core.optim.weights import apply_updates
 
@@ -101,6 +101,13 @@ def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
     assert not [out for out in written(text) if "f32[8192,768]" in out]
     sums = [out for out in written(text) if re.search(r"f32\[\d+,768\]", out)]
     assert len(sums) == 1, written(text)
+
+
+def test_forward_and_both_gradients_of_a_plain_program_are_fp8_gemms(h200):
+    dot = Fp8DotGeneral(scaling=Scaling("rms", "amax", 2.0**-12))
+    fun = with_gradients(lambda x, w: dot(x, w, MATRIX))
+    text = compiled_text(h200, fun, (256, 128), (128, 512))
+    assert_all_fp8(text, forward=1, backward=2)
 
 
 def test_a_static_scale_is_the_alpha_of_the_gemm(h200):

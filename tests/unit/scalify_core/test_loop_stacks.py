@@ -54,17 +54,15 @@ def test_stacks_are_narrow(call, dtype):
     assert scaled <= (1 + 2 * 4 / (2 * N)) * plain
 
 
-def test_stacks_that_are_returned_or_computed_with_keep_their_digits():
-    """Losses of each chunk: 1000 + 0.01 would be 1000 in FP16."""
+def test_stacks_that_are_computed_with_keep_their_digits():
+    """Near 1000 the numbers of FP16 are 0.5 apart."""
 
     def loss(x):
-        chunks = jax.lax.map(lambda row: 1000 + row.mean(), x)
+        chunks = jax.lax.map(lambda row: 1000 + row @ row / N, x)
         return (chunks - 1000).sum()
 
     (x,) = as_scaled_array((X.astype(np.float16),))
-    assert_allclose(
-        asarray(scalify(loss)(x)), loss(asarray(x)), rtol=2.0**-9, atol=1e-4
-    )
+    assert_allclose(asarray(scalify(loss)(x)), loss(asarray(x)), rtol=2.0**-9)
 
 
 DATA = draw_normal(0, (4, 6, 8)).astype(jnp.float16)
@@ -90,7 +88,6 @@ def test_layers_of_a_loop_keep_their_scale(fun):
         lambda w, x: w[0],
         lambda w, x: w.swapaxes(1, 2)[1:3],
         lambda w, x: lax.dynamic_update_slice(w, x[None], (2, 0, 0)),
-        lambda w, x: w.at[2].add(x),
         lambda w, x: jnp.pad(w, ((1, 1), (0, 0), (0, 0))),
     ],
 )
@@ -103,8 +100,8 @@ def test_elements_that_are_moved_out_of_or_into_a_stack_have_its_largest_scale(f
     assert_allclose(asarray(actual), expected, rtol=2.0**-10, atol=2.0**-22)
 
 
-@pytest.mark.parametrize("spec", [P(None, "d"), P(("d", "e"))])
-def test_stack_in_shard_map_is_split_with_its_scales(spec):
+def test_stack_in_shard_map_is_split_with_its_scales():
+    spec = P(("d", "e"))
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
     fun = jax.shard_map(lambda w: w * 3, mesh=mesh, in_specs=spec, out_specs=spec)
     actual = asarray(jax.jit(propagated.scalify(fun))(NEAR))

@@ -178,11 +178,6 @@ REFUSED = [
     (optax.adam(1e-3), {"mu": FP16, "fields": {"mu": Stored(E4M3)}}, "given twice"),
     (optax.adam(1e-3), {"mu": FloatFormat.parse("e3m3")}, "no native dtype"),
     (optax.adam(1e-3), {"fields": {"mu": HALF}}, "expected a Stored"),
-    (
-        optax.sgd(1e-2, momentum=0.9),
-        {"mu": E4M3},
-        "field 'mu'; it has some in ['trace'], which fields= stores",
-    ),
 ]
 
 

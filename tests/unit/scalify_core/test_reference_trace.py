@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beside_plain import error, normal, pairs
-from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from scalify_core import PrecisionWarning, as_scaled_array, asarray, explain, scalify
@@ -97,9 +96,6 @@ NARROW = {
     "a cast back": lambda x, w: (
         (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w
     ),
-    "a layer in the format": lambda x, w: jnp.matmul(
-        *promote_dtype(x, w, dtype=x.dtype)
-    ),
 }
 PROMOTED = {
     "a table": lambda x, w: (x * TABLE) @ w,
@@ -183,15 +179,3 @@ def test_a_program_that_has_other_products_in_another_dtype_is_told_at_trace_tim
     assert "has other products" in str(explain(fun, x, w))
     with pytest.warns(PrecisionWarning, match="has other products"):
         jax.jit(scalify(jax.grad(lambda x, w: jnp.sum(fun(x, w)))))(x, w)
-
-
-def test_data_in_float32_is_traced_once():
-    traced = []
-
-    def fun(x, w):
-        traced.append(x.dtype)
-        return x @ w
-
-    scalify(fun)(*operands(F32))
-    scalify(fun)(*operands(HALF))
-    assert traced == [F32, F32, HALF]

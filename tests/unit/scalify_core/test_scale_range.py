@@ -42,14 +42,15 @@ def test_results_that_do_not_depend_on_size_are_the_same_at_all_scales(
     assert_near(fun(*static), expected, 2e-5)
 
 
-def test_of_a_sum_of_far_sizes_the_smaller_is_exact_where_the_other_is_nothing():
-    add = jax.jit(scalify(lambda a, b: (a + b, jnp.where(b == 0, a, b))))
-    a = np.float32([1, 2, 3, 4])
-    for b in (np.float32([1.0, 0.0, -2.0, 0.0]), np.zeros(4, np.float32)):
-        actual = add(ScaledArray(a, F32(2.0**-60)), ScaledArray(b, F32(2.0**60)))
-        expected = np.where(b == 0, a * 2.0**-60, b * 2.0**60)
-        for x in asarray(actual):
-            assert_allclose(x, expected, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("fun", "e"), [(jnp.add, 60), (lambda a, b: jnp.where(b == 0, a, b), 70)]
+)
+def test_of_far_sizes_the_smaller_is_exact_where_the_other_is_nothing(fun, e):
+    jitted, a = jax.jit(scalify(fun)), np.float32([1, 2, 3, 4])
+    for b in (np.float32([1, 0, -2, 0]), np.zeros(4, np.float32)):
+        actual = jitted(ScaledArray(a, F32(2.0**-e)), ScaledArray(b, F32(2.0**e)))
+        expected = np.where(b == 0, a * 2.0**-e, b * 2.0**e)
+        assert_allclose(asarray(actual), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("e", [-120, 75])

@@ -151,7 +151,7 @@ def test_weights_that_are_zero_at_run_time_scales_learn(scale_shape):
     add = jax.jit(lambda w, update, accept: apply_updates(w, update, accept=accept))
     exact = np.zeros((2, 4), np.float32)
     # from a warm-up on, and far up
-    for size in (0.0, 1e-9, 1e-3, -1e-2, 1.0, 300.0, 1e5):
+    for size in (0.0, 1e-9, 1e-3, -1e-2, 1.0, 100.0, 1e5):
         update = size * np.linspace(0.5, 1, 8, dtype=np.float32).reshape(2, 4)
         w, exact = add(w, update, True), exact + update
         limit = 2.0**-9

@@ -169,10 +169,8 @@ def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
 
 
 def test_narrow_logits_beyond_the_format_are_its_largest_number():
-    x, head = (
-        jnp.full((4, 16), 300, HALF),
-        jnp.full((24, 16), 300, HALF).at[1:].set(-300),
-    )
+    x = jnp.full((4, 16), 300, HALF)
+    head = jnp.full((24, 16), -300, HALF).at[0].set(300)
     fun = lambda x, head: sc.functional.linear_cross_entropy(
         x, head, jnp.arange(4), narrow_logits=True
     )
@@ -199,15 +197,12 @@ def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
         )
 
 
-@pytest.mark.parametrize(("size", "eps"), [(96, 2.0**-126), (1280, 1e-5)])
-def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too(
-    size, eps
-):
+def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too():
     x = jnp.asarray(np.float16([[0], [-10.7], [100], [9e3]])) * jnp.ones(
-        (1, size), HALF
+        (1, 1280), HALF
     )
     for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd):
-        assert_array_equal(fwd(x, jnp.ones(size), None, eps=eps)[0], 0)
+        assert_array_equal(fwd(x, jnp.ones(1280), None, eps=1e-5)[0], 0)
 
 
 def test_embedding_gradient_for_cuda_equals_the_scatter_add():
