@@ -1,5 +1,5 @@
-"""Programs compiled for an H200 on a machine without a GPU: which kernels multiply, what
-they write and hold, and the barriers that lead the compiler there."""
+"""Programs compiled for an H200 on a machine without a GPU: which kernels multiply,
+what they write and hold, and the barriers that lead the compiler there."""
 
 import math
 import re

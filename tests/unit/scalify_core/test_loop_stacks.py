@@ -1,5 +1,5 @@
-"""Stacks of a loop: they are as narrow as in plain code, and each layer may have a scale
-of its own."""
+"""Stacks of a loop: they are as narrow as in plain code, and each layer may have its
+scale."""
 
 import jax
 import jax.numpy as jnp

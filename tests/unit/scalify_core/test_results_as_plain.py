@@ -1,5 +1,5 @@
-"""Results are stored with the dtypes that plain code of the same formats gives them, and
-as numbers that their readers can take a root of."""
+"""Results are stored with the dtypes that plain code of the same formats gives them,
+and as numbers that their readers can take a root of."""
 
 import jax
 import jax.numpy as jnp

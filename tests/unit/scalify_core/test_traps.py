@@ -1,5 +1,5 @@
-"""The traps of low precision that lie in scale propagation, one test each, and rescales,
-which move a power of two between data and scale."""
+"""The traps of low precision that lie in scale propagation, one test each; and
+rescales, which move a power of two between data and scale."""
 
 import jax
 import jax.numpy as jnp

@@ -160,7 +160,7 @@ def test_weights_that_are_zero_at_run_time_scales_learn(scale_shape):
 
 
 def test_a_run_time_scale_follows_weights_that_shrink():
-    """They shrink by a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
+    """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
 
     def shrink(n, carry):
         p, exact, moves = carry
