@@ -12,7 +12,6 @@ from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics.formats import pow2_round
 
 SHAPE = (3, 3)
-MASK = np.arange(9).reshape(SHAPE) % 2 == 0
 # All keep the shape (3, 3). Scales only move binary points, so none of them may change
 # a bit. (A factor that is no power of two may be applied at another place of a product,
 # which costs a rounding; so constants here are powers.)

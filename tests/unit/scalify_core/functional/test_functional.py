@@ -15,7 +15,7 @@ from scalify_core.ops.functional import attention, losses, norms
 from scalify_core.ops.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
 
 HALF = jnp.float16
-EPS, HALF_EPS = (float(jnp.finfo(dtype).eps) for dtype in (F32, HALF))
+EPS = float(jnp.finfo(F32).eps)
 
 
 def layer_norm(x, w, b):
